@@ -1,0 +1,1 @@
+"""Writing and reading the paged KV cache."""

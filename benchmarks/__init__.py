@@ -1,0 +1,1 @@
+"""Measurements; each ends in one JSON line."""

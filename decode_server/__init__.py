@@ -1,0 +1,1 @@
+"""The decode server: admits requests, pulls their KV, verifies it, generates, recovers."""

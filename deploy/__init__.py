@@ -1,0 +1,1 @@
+"""Launching: the `baton` command, local clusters, containers."""

@@ -1,0 +1,1 @@
+"""Batching and stepping: the engine core, its workers, and the HTTP process in front."""

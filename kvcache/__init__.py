@@ -1,0 +1,1 @@
+"""Where KV bytes live and how they travel between servers."""

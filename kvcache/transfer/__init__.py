@@ -1,0 +1,1 @@
+"""Moving KV bytes from a prefill server's pool into a decode server's pool."""

@@ -1,0 +1,1 @@
+"""The prefill server: runs prompts, retains their KV blocks under a lease, releases them."""

@@ -1,0 +1,159 @@
+"""Every error a client or a peer can see, as one tree.
+
+    BatonError
+    |- RequestError            4xx: the client's fault, never retried
+    |  |- InvalidRequest       400, names the field
+    |  |- ContextLengthExceeded 400, names both lengths
+    |  |- KVParamsRejected     400, a kv_transfer_params that cannot be honoured
+    |  |- ModelNotFound        404
+    |  `- PayloadTooLarge      413
+    |- RemoteKVError           502/504: the KV of a prefill server could not be used
+    |  |- PeerUnreachable      502
+    |  |- PeerIncompatible     502, names the field and both values
+    |  |- LeaseGone            502
+    |  |- TransferFailed       502
+    |  `- PullTimeout          504
+    `- ServiceError            5xx: this deployment's fault
+       |- NoServerAvailable    503
+       |- Overloaded           503
+       |- EngineDied           503
+       `- InternalError        500
+"""
+
+from typing import Any, ClassVar
+
+
+class BatonError(Exception):
+    """An error with an HTTP status, whether a retry elsewhere can help, and the phase it arose in.
+
+    Args:
+        message: a sentence for the client that names the field, the value and the fix.
+        param: the request field at fault, where there is one.
+    """
+
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+    phase: ClassVar[str] = "internal"
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def to_openai(self) -> dict[str, Any]:
+        """The error object of OpenAI's API, with our phase and retryable flag beside it."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+                "phase": self.phase,
+                "retryable": self.retryable,
+            }
+        }
+
+
+class RequestError(BatonError):
+    status = 400
+    phase = "request"
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class InvalidRequest(RequestError):
+    pass
+
+
+class ContextLengthExceeded(RequestError):
+    code = "context_length_exceeded"
+
+
+class KVParamsRejected(RequestError):
+    phase = "kv_params"
+    code = "kv_transfer_params_rejected"
+
+
+class ModelNotFound(RequestError):
+    status = 404
+    code = "model_not_found"
+
+
+class PayloadTooLarge(RequestError):
+    status = 413
+    code = "payload_too_large"
+
+
+class RemoteKVError(BatonError):
+    status = 502
+    retryable = True
+    phase = "transfer"
+    type = "remote_kv_error"
+    code = "remote_kv_error"
+
+
+class PeerUnreachable(RemoteKVError):
+    phase = "handshake"
+    code = "peer_unreachable"
+
+
+class PeerIncompatible(RemoteKVError):
+    retryable = False
+    phase = "handshake"
+    code = "peer_incompatible"
+
+
+class LeaseGone(RemoteKVError):
+    phase = "fence"
+    code = "lease_gone"
+
+
+class TransferFailed(RemoteKVError):
+    code = "transfer_failed"
+
+
+class PullTimeout(RemoteKVError):
+    status = 504
+    code = "pull_timeout"
+
+
+class ServiceError(BatonError):
+    status = 503
+    retryable = True
+    phase = "routing"
+    type = "service_unavailable"
+    code = "service_unavailable"
+
+
+class NoServerAvailable(ServiceError):
+    code = "no_server_available"
+
+
+class Overloaded(ServiceError):
+    phase = "admission"
+    code = "overloaded"
+
+
+class EngineDied(ServiceError):
+    phase = "engine"
+    code = "engine_died"
+
+
+class InternalError(ServiceError):
+    status = 500
+    retryable = False
+    phase = "internal"
+    type = "server_error"
+    code = "internal_error"
+
+
+def _classes(root: type[BatonError]) -> list[type[BatonError]]:
+    return [root, *(found for sub in root.__subclasses__() for found in _classes(sub))]
+
+
+def from_code(code: str, message: str, param: str | None = None) -> BatonError:
+    """Rebuilds an error that crossed a process boundary; an unknown code is an InternalError."""
+    known = {cls.code: cls for cls in reversed(_classes(BatonError))}
+    return known.get(code, InternalError)(message, param=param)

@@ -1,0 +1,141 @@
+"""Messages between a server's HTTP process and its engine's rank 0 (msgpack over ZMQ).
+
+The HTTP process validates, tokenizes, verifies `kv_transfer_params` and detokenizes; the engine
+sees token ids only. Every AddRequest is answered by TokenDeltas, the last of which carries
+`finish_reason` or `error`: the request's one terminal event.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn. A temperature of 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0  # 0 <= seed < 2**63; always set by the time it gets here
+    choice_index: int = 0
+    num_logprobs: int | None = None  # None: no logprobs; k: the chosen token's and the top k
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities (natural log, of the unmodified distribution) at one output position."""
+
+    logprob: float  # of the chosen token
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """The token the prefill server sampled, handed to the decode server."""
+
+    id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
+    """A verified reference to a prompt's KV on a prefill server (signature, digests checked)."""
+
+    host: str
+    port: int
+    engine_id: str
+    incarnation: str
+    request_id: str
+    lease_id: str
+    lease_s: float
+    block_ids: list[int]
+    block_size: int  # tokens
+    num_tokens: int  # tokens whose KV the blocks hold: the whole prompt
+    cached_tokens: int  # of those, what the prefill server did not compute
+    tp_size: int
+    first_token: FirstToken
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
+    """One sequence to serve. `token_ids` is not empty and fits the context."""
+
+    request_id: str  # unique within the engine
+    token_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int  # >= 1
+    stop_token_ids: list[int] = []  # end-of-sequence ids unless ignore_eos
+    retain_kv: bool = False  # prefill role: lease the KV and answer with kv_transfer_params
+    remote: RemotePrefill | None = None  # decode role: pull the prompt's KV from there
+    kv_rejected: str | None = None  # decode role: why the offered params were not used
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Finish nothing, free everything, exit."""
+
+
+EngineInput = AddRequest | AbortRequest | Shutdown
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """A protocol.errors.BatonError on the wire: see errors.from_code."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+class KVUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prompt's KV came from; the first three add up to the prompt's tokens on D."""
+
+    transferred: int = 0  # pulled from the prefill server and fenced
+    recomputed: int = 0  # computed by this server
+    skipped: int = 0  # found in this server's prefix cache
+    cached_tokens: int = 0  # prompt tokens that no server computed for this request
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one request. `usage` is set on the last delta."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None  # one per token when asked for
+    finish_reason: str | None = None  # "stop" | "length" | "abort"
+    error: ErrorInfo | None = None
+    usage: KVUsage | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # prefill role, on the last delta
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
+    """Sent once, when the engine can serve."""
+
+    num_blocks: int  # usable blocks of the KV pool (the null block not counted)
+    block_size: int  # tokens
+    max_model_len: int  # tokens
+    vocab_size: int
+    side_channel_port: int | None = None
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine cannot start or cannot go on; `reason` is for the operator."""
+
+    reason: str
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    deltas: list[TokenDelta]
+
+
+class EngineStats(msgspec.Struct, frozen=True, tag="stats"):
+    """Gauges and counters by metric name (see protocol.metrics), sent when they change."""
+
+    values: dict[str, float]
+
+
+EngineOutput = EngineReady | EngineFailed | Outputs | EngineStats
+
+encode = msgspec.msgpack.Encoder().encode
+decode_input = msgspec.msgpack.Decoder(EngineInput).decode
+decode_output = msgspec.msgpack.Decoder(EngineOutput).decode

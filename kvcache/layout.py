@@ -1,0 +1,211 @@
+"""Where each element of a rank's KV cache lies: one six-axis array, in any order of its axes.
+
+    B block   H kv head on this rank   L layer   C component   N token in block   D element
+
+Components are K and V; MLA has one, its latent. D always comes last. The order and the sizes
+decide everything: element (b, h, l, c, n, d) lies at the sum of index x stride, and an axis'
+stride is the product of the sizes to its right. Block 0 is the reserved null block.
+
+Byte maps, lowest address first, of 2 blocks x 2 heads x 2 layers x (K, V) x N tokens. A box is one
+contiguous run; `h1 L0 K` is the keys of head 1 in layer 0; `n0..` counts the tokens of one block.
+
+BHLCND (default): all that one head has in one block is ONE run, so a head slice of a block is one
+descriptor for all layers, and a whole block is one as well.
+
+    block 0                                       block 1
+    [ h0: L0 K n0.. | L0 V | L1 K | L1 V ][ h1: L0 K n0.. | L0 V | .. ][ h0: .. ][ h1: .. ]
+
+BLCHND: cross-layer blocks. A whole block is one run, a head slice of it L x C runs of N x D.
+
+    block 0                                               block 1
+    [ L0: K h0 n0.. | K h1 | V h0 | V h1 ][ L1: K h0 .. ][ L0: .. ][ L1: .. ]
+
+LBCHND (FlashInfer): a region per layer, K and V side by side in each block.
+
+    layer 0                                               layer 1
+    [ b0: K h0 n0.. | K h1 | V h0 | V h1 ][ b1: K h0 .. ][ b0: .. ][ b1: .. ]
+
+LCBHND (FlashAttention, heads first): a region per layer and component.
+
+    layer 0, K                         layer 0, V         layer 1, K
+    [ b0: h0 n0.. | h1 ][ b1: h0 .. ]  [ b0 ][ b1 ]       [ b0 ][ b1 ]  ..
+
+LBCNHD, LCBNHD (token-major, "NHD"): as the two above, but each token holds all its heads, so a
+slice of the heads is one run of heads x D elements per token.
+
+    layer 0                                                   layer 1
+    [ b0: K n0 h0 | n0 h1 | n1 h0 | n1 h1 | .. | V n0 h0 .. ][ b1 ]  [ b0 ][ b1 ]
+
+No torch here: processes that only plan or only talk use this too.
+"""
+
+from dataclasses import dataclass, fields
+from math import prod
+
+AXES = "BHLCND"
+NAMED_ORDERS = ("BHLCND", "BLCHND", "LBCHND", "LCBHND", "LBCNHD", "LCBNHD")
+DEFAULT_ORDER = NAMED_ORDERS[0]
+MAX_BLOCK_SIZE_TOKENS = 256
+ITEMSIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+# Offsets travel as signed 64-bit integers everywhere, so an array that needs more is a mistake.
+_MAX_BYTES = 2**62
+
+
+class LayoutError(ValueError):
+    """A layout that cannot exist; the message names the field, its value and the fix."""
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The order, the sizes and the dtype of one rank's KV cache.
+
+    Raises:
+        LayoutError: a field is out of range, or the order is no permutation of BHLCND ending in D.
+    """
+
+    order: str  # permutation of AXES ending in D, outermost axis first
+    num_blocks: int  # B, the null block included
+    num_heads: int  # H, kv heads on this rank (1 for MLA)
+    num_layers: int  # L
+    num_components: int  # C: 2 (K, V) or 1 (MLA latent)
+    block_size: int  # N, tokens per block, 1..256
+    head_dim: int  # D, elements per head and token
+    dtype: str  # a key of ITEMSIZE_BYTES
+
+    def __post_init__(self) -> None:
+        _check_order(self.order)
+        for name in _SIZE_FIELDS:
+            _check_size(name, getattr(self, name))
+        if self.num_components > 2:
+            raise LayoutError(
+                f"num_components is {self.num_components}; use 2 (K and V) or 1 (MLA latent)"
+            )
+        if self.block_size > MAX_BLOCK_SIZE_TOKENS:
+            raise LayoutError(
+                f"block_size is {self.block_size} tokens; use 1 to {MAX_BLOCK_SIZE_TOKENS}"
+            )
+        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE_BYTES:
+            raise LayoutError(f"dtype is {self.dtype!r}; use one of {', '.join(ITEMSIZE_BYTES)}")
+        if self.nbytes > _MAX_BYTES:
+            raise LayoutError(f"num_blocks is {self.num_blocks}: {self.nbytes} bytes; use fewer")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis, by letter, in the canonical order BHLCND."""
+        return {axis: getattr(self, name) for axis, name in zip(AXES, _SIZE_FIELDS, strict=True)}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in this layout's own order: the shape of the allocation."""
+        sizes = self.sizes
+        return tuple(sizes[axis] for axis in self.order)
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Distance between neighbours along each axis, by letter, in ELEMENTS."""
+        sizes, stride, strides = self.sizes, 1, {}
+        for axis in reversed(self.order):
+            strides[axis] = stride
+            stride *= sizes[axis]
+        return {axis: strides[axis] for axis in AXES}
+
+    @property
+    def byte_strides(self) -> dict[str, int]:
+        """Distance between neighbours along each axis, by letter, in bytes."""
+        return {axis: stride * self.itemsize for axis, stride in self.strides.items()}
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole allocation."""
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes: all heads, layers and components of this rank."""
+        elements = self.num_heads * self.num_layers * self.num_components * self.head_dim
+        return elements * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes, wherever they lie."""
+        return self.block_size * self.token_bytes
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit: every block but the null block."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens take, the last one perhaps partly filled."""
+        return -(-num_tokens // self.block_size)
+
+    def offset_bytes(
+        self, *, block: int = 0, head: int = 0, layer: int = 0, component: int = 0, token: int = 0
+    ) -> int:
+        """Byte offset, from the allocation's base, of one head of one token."""
+        index = (block, head, layer, component, token, 0)
+        strides = self.byte_strides.values()
+        return sum(at * stride for at, stride in zip(index, strides, strict=True))
+
+    def block_range(self, block: int) -> tuple[int, int]:
+        """First byte of a block and the byte after its last one.
+
+        Only where B is the outermost axis are all the bytes between the two the block's own.
+        """
+        sizes, strides = self.sizes, self.byte_strides
+        reach = sum((sizes[axis] - 1) * strides[axis] for axis in AXES if axis != "B")
+        start = block * strides["B"]
+        return start, start + reach + self.itemsize
+
+    def run_axes(self, whole: str) -> str:
+        """The innermost axes that form one contiguous run when the axes `whole` are wanted whole.
+
+        `BHLCND.run_axes("LCND")` is "LCND": for given B and H everything is one run.
+        `BLCHND.run_axes("LCND")` is "ND": the heads lie between the components.
+        """
+        keep = len(self.order)
+        while keep and self.order[keep - 1] in whole:
+            keep -= 1
+        return self.order[keep:]
+
+    def run_bytes(self, whole: str) -> int:
+        """Bytes of that run; one element when even D is not wanted whole."""
+        sizes = self.sizes
+        return prod(sizes[axis] for axis in self.run_axes(whole)) * self.itemsize
+
+
+# The size fields, in the order of AXES.
+_SIZE_FIELDS = (
+    "num_blocks",
+    "num_heads",
+    "num_layers",
+    "num_components",
+    "block_size",
+    "head_dim",
+)
+LAYOUT_FIELDS = tuple(field.name for field in fields(KVLayout))
+
+
+def _check_order(order: str) -> None:
+    if not isinstance(order, str):
+        raise LayoutError(f"order is {order!r}; use a string such as {DEFAULT_ORDER}")
+    missing = [axis for axis in AXES if axis not in order]
+    if missing:
+        raise LayoutError(f"order {order!r} lacks axis {', '.join(missing)}; use each of {AXES}")
+    if len(order) != len(AXES):
+        raise LayoutError(f"order {order!r} has {len(order)} axes; use each of {AXES} once")
+    if order[-1] != "D":
+        raise LayoutError(
+            f"order {order!r} ends in {order[-1]}; D, a head's elements, must be last"
+        )
+
+
+def _check_size(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise LayoutError(f"{name} is {value!r}; use a whole number of at least 1")

@@ -1,0 +1,300 @@
+"""What engines tell each other: the metadata of a prefill engine and the side channel's messages.
+
+Compatibility is semantic, never a software version: unknown fields are ignored, missing optional
+ones have defaults. Only what changes the meaning of the bytes must match (`check_compatible`);
+tensor parallelism, layout order, block size and device kind may differ and are bridged. The
+version number rises only when an old reader would misread a new message.
+
+A side-channel frame pair is `[mac, payload]`: HMAC-SHA256 with the cluster secret over the
+msgpack payload, with a different label for requests and replies so that neither can be reflected
+as the other. A request carries a nonce that its reply repeats, so a late reply is never taken
+for the answer to another question; lease ids are random, so a replayed request changes nothing.
+"""
+
+import hashlib
+import hmac
+import math
+from typing import Any
+
+import msgspec
+
+from protocol.errors import PeerIncompatible
+
+PROTOCOL_VERSION = 1
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes per element
+_AXES = "BHLCND"
+MAX_ID_CHARS = 128  # of nonces, lease ids, attempt ids and incarnations
+_MAX_BYTES = 1 << 48  # no device has more; keeps sums far from 64-bit overflow
+_MAX_RANKS = 4096
+
+
+class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A kvcache.layout.KVLayout on the wire: six axes in `order`, sizes in elements."""
+
+    order: str
+    num_blocks: int
+    num_heads: int  # kv heads on this rank
+    num_layers: int
+    num_components: int
+    block_size: int  # tokens
+    head_dim: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        sizes = (self.num_blocks, self.num_heads, self.num_layers, self.num_components)
+        return math.prod(sizes) * self.block_size * self.head_dim * ITEMSIZE[self.dtype]
+
+
+class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal for one engine's KV bytes to mean the same to another."""
+
+    model_fingerprint: str
+    kv_dtype: str
+    num_layers: int
+    total_kv_heads: int
+    num_components: int
+    head_dim: int
+    rope: str  # canonical JSON of the rope parameters
+
+
+class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach one rank's KV allocation."""
+
+    rank: int
+    agent_metadata: bytes
+    base_address: int
+    nbytes: int
+    device_id: int
+    device_kind: str  # "cpu" | "cuda"
+    layout: LayoutRecord
+    extra: dict[str, Any] = {}
+
+
+class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a decode engine needs to read from this engine, all ranks of it."""
+
+    protocol_version: int
+    engine_id: str
+    incarnation: str  # new at every start
+    compat: CompatRecord
+    tp_size: int
+    dcp_size: int = 1
+    ranks: list[RankMetadata]
+
+
+def check_compatible(
+    local: CompatRecord, remote: CompatRecord, allow_convert: bool = False
+) -> None:
+    """Raises PeerIncompatible naming the first field that differs, and both values.
+
+    Args:
+        allow_convert: the reader converts between KV dtypes, so they may differ.
+    """
+    for field in CompatRecord.__struct_fields__:
+        ours, theirs = getattr(local, field), getattr(remote, field)
+        if ours == theirs or (field == "kv_dtype" and allow_convert):
+            continue
+        raise PeerIncompatible(
+            f"{field} differs: {ours!r} here, {theirs!r} on the prefill server. "
+            "Start both with the same model, revision and KV dtype.",
+            param=field,
+        )
+
+
+def check_consistent(metadata: EngineMetadata) -> None:
+    """Raises PeerIncompatible, naming the field, when the metadata contradicts itself.
+
+    Run before anything is read: every address a plan can compute from consistent metadata lies
+    inside a region the peer registered.
+    """
+    if metadata.protocol_version != PROTOCOL_VERSION:
+        _reject("protocol_version", metadata.protocol_version, f"must be {PROTOCOL_VERSION}")
+    for name in ("engine_id", "incarnation"):
+        if not 1 <= len(getattr(metadata, name)) <= MAX_ID_CHARS:
+            _reject(
+                name, getattr(metadata, name)[:200], f"must have 1 to {MAX_ID_CHARS} characters"
+            )
+    _check_compat(metadata.compat)
+    _require_range("tp_size", metadata.tp_size, 1, _MAX_RANKS)
+    _require_range("dcp_size", metadata.dcp_size, 1, metadata.tp_size)
+    if metadata.tp_size % metadata.dcp_size:
+        _reject("dcp_size", metadata.dcp_size, f"must divide tp_size {metadata.tp_size}")
+    numbers = [rank.rank for rank in metadata.ranks]
+    if numbers != list(range(metadata.tp_size)):
+        _reject("ranks", numbers[:64], f"must be 0 to {metadata.tp_size - 1} in order")
+    for rank in metadata.ranks:
+        _check_rank(metadata, rank)
+
+
+def _reject(field: str, value: object, rule: str) -> None:
+    raise PeerIncompatible(f"{field} is {value!r} in the peer's metadata; it {rule}.", param=field)
+
+
+def _require_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        _reject(field, value, f"must be {low} to {high}")
+
+
+def _require_equal(field: str, value: object, expected: object, of: str) -> None:
+    if value != expected:
+        _reject(field, value, f"must be {expected!r}, as in {of}")
+
+
+def _check_compat(compat: CompatRecord) -> None:
+    for name in ("num_layers", "total_kv_heads", "head_dim"):
+        _require_range(f"compat.{name}", getattr(compat, name), 1, 1 << 20)
+    _require_range("compat.num_components", compat.num_components, 1, 2)
+    if compat.kv_dtype not in ITEMSIZE:
+        _reject("compat.kv_dtype", compat.kv_dtype, f"must be one of {sorted(ITEMSIZE)}")
+
+
+def _check_rank(metadata: EngineMetadata, rank: RankMetadata) -> None:
+    where = f"ranks[{rank.rank}]"
+    if not rank.agent_metadata:
+        _reject(f"{where}.agent_metadata", rank.agent_metadata, "must not be empty")
+    if rank.device_kind not in ("cpu", "cuda"):
+        _reject(f"{where}.device_kind", rank.device_kind, "must be 'cpu' or 'cuda'")
+    _require_range(f"{where}.device_id", rank.device_id, 0, 1 << 16)
+    _require_range(f"{where}.nbytes", rank.nbytes, 1, _MAX_BYTES)
+    _require_range(f"{where}.base_address", rank.base_address, 1, (1 << 64) - rank.nbytes)
+    _check_layout(f"{where}.layout", metadata, rank)
+
+
+def _check_layout(where: str, metadata: EngineMetadata, rank: RankMetadata) -> None:
+    layout, compat, first = rank.layout, metadata.compat, metadata.ranks[0].layout
+    if sorted(layout.order) != sorted(_AXES) or not layout.order.endswith("D"):
+        _reject(f"{where}.order", layout.order, f"must be a permutation of {_AXES} ending in D")
+    if layout.dtype not in ITEMSIZE:
+        _reject(f"{where}.dtype", layout.dtype, f"must be one of {sorted(ITEMSIZE)}")
+    _require_range(f"{where}.num_blocks", layout.num_blocks, 2, 1 << 32)
+    _require_range(f"{where}.block_size", layout.block_size, 1, 256)
+    _require_equal(f"{where}.dtype", layout.dtype, compat.kv_dtype, "compat.kv_dtype")
+    for name in ("num_layers", "num_components", "head_dim"):
+        _require_equal(f"{where}.{name}", getattr(layout, name), getattr(compat, name), "compat")
+    for name in ("order", "num_blocks", "block_size"):  # one block table serves all ranks
+        _require_equal(f"{where}.{name}", getattr(layout, name), getattr(first, name), "ranks[0]")
+    _require_range(f"{where}.num_heads", layout.num_heads, 1, compat.total_kv_heads)
+    if metadata.dcp_size == 1:
+        held = _num_heads(rank.rank, metadata.tp_size, compat.total_kv_heads)
+        of = f"rank {rank.rank} of tp_size {metadata.tp_size}"
+        _require_equal(f"{where}.num_heads", layout.num_heads, held, of)
+    if layout.nbytes > rank.nbytes:
+        _reject(f"{where}.layout", layout.nbytes, f"must fit in nbytes {rank.nbytes}")
+
+
+def _num_heads(rank: int, tp_size: int, total: int) -> int:
+    """How many of `total` KV heads a rank holds: a share, or one replicated head."""
+    start = rank * total // tp_size
+    return max(start + 1, (rank + 1) * total // tp_size) - start
+
+
+class GetMetadata(msgspec.Struct, frozen=True, tag="get_metadata", kw_only=True):
+    nonce: str
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew", kw_only=True):
+    nonce: str
+    incarnation: str
+    lease_id: str
+
+
+class Complete(msgspec.Struct, frozen=True, tag="complete", kw_only=True):
+    """The fence: may the bytes read under this lease be used? Repeatable by the same attempt."""
+
+    nonce: str
+    incarnation: str
+    lease_id: str
+    attempt_id: str
+
+
+class AbortLease(msgspec.Struct, frozen=True, tag="abort", kw_only=True):
+    nonce: str
+    incarnation: str
+    lease_id: str
+
+
+class Metadata(msgspec.Struct, frozen=True, tag="metadata", kw_only=True):
+    nonce: str
+    engine: EngineMetadata
+
+
+class Ok(msgspec.Struct, frozen=True, tag="ok", kw_only=True):
+    nonce: str
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone", kw_only=True):
+    """The lease is unknown, ended, or of another incarnation: use no byte read under it."""
+
+    nonce: str
+    reason: str = ""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
+    """The request was malformed or not authentic. Not itself authentic when secrets differ."""
+
+    nonce: str = ""
+    reason: str = ""
+
+
+Request = GetMetadata | Renew | Complete | AbortLease
+Reply = Metadata | Ok | Gone | Refused
+
+_encode = msgspec.msgpack.Encoder().encode
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+class FrameError(ValueError):
+    """Frames that are no authentic message; the text says what is wrong with them."""
+
+
+def seal_request(request: Request, secret: bytes) -> list[bytes]:
+    payload = _encode(request)
+    return [_mac(b"baton side channel request", payload, secret), payload]
+
+
+def open_request(frames: list[bytes], secret: bytes) -> Request:
+    """Raises FrameError unless the frames are an authentic, well-formed request."""
+    payload = _authentic(frames, b"baton side channel request", secret)
+    try:
+        request = _request_decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise FrameError(f"request is malformed: {error}") from error
+    for field in request.__struct_fields__:
+        if not 1 <= len(getattr(request, field)) <= MAX_ID_CHARS:
+            raise FrameError(f"{field} must have 1 to {MAX_ID_CHARS} characters")
+    return request
+
+
+def seal_reply(reply: Reply, secret: bytes) -> list[bytes]:
+    payload = _encode(reply)
+    return [_mac(b"baton side channel reply", payload, secret), payload]
+
+
+def open_reply(frames: list[bytes], secret: bytes) -> Reply:
+    """Raises FrameError unless the frames are an authentic, well-formed reply.
+
+    A Refused is let through without proof: a peer with another secret can give none, and
+    believing it can only make a pull fail.
+    """
+    try:
+        reply = _reply_decoder.decode(frames[-1] if frames else b"")
+    except msgspec.MsgspecError as error:
+        raise FrameError(f"reply is malformed: {error}") from error
+    if not isinstance(reply, Refused):
+        _authentic(frames, b"baton side channel reply", secret)
+    return reply
+
+
+def _mac(label: bytes, payload: bytes, secret: bytes) -> bytes:
+    return hmac.digest(secret, label + b"\0" + payload, hashlib.sha256)
+
+
+def _authentic(frames: list[bytes], label: bytes, secret: bytes) -> bytes:
+    if len(frames) != 2:
+        raise FrameError(f"expected 2 frames (mac, payload), got {len(frames)}")
+    if not hmac.compare_digest(frames[0], _mac(label, frames[1], secret)):
+        raise FrameError("the MAC is wrong: the two engines have different cluster secrets")
+    return frames[1]

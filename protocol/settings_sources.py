@@ -1,0 +1,167 @@
+"""Where settings come from: finding the file, checking names, and wording what is wrong.
+
+protocol/settings.py says what can be configured; this file knows no option by name.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+
+ENV_PREFIX = "BATON_"
+# Set by Baton itself between processes, or read by its tests: no settings, and no mistakes.
+INTERNAL_VARIABLES = frozenset({"BATON_READY_FD", "BATON_PARENT_FD", "BATON_CHILD_NAME"})
+INTERNAL_PREFIXES = ("BATON_TEST_",)
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be; the message names the key, the value and the fix."""
+
+
+def field_paths(cls: type[BaseModel]) -> list[tuple[str, ...]]:
+    """Every settable field of `cls`, nested ones as paths: ("prefill", "block_size")."""
+    paths: list[tuple[str, ...]] = []
+    for name, info in cls.model_fields.items():
+        nested = _nested_model(info)
+        inner = field_paths(nested) if nested else []
+        paths += [(name,), *((name, *rest) for rest in inner)]
+    return paths
+
+
+def _nested_model(info: FieldInfo) -> type[BaseModel] | None:
+    kind = info.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def option_name(path: Sequence[str]) -> str:
+    """("prefill", "block_size") -> "--prefill.block-size"."""
+    return "--" + ".".join(part.replace("_", "-") for part in path)
+
+
+def variable_name(path: Sequence[str]) -> str:
+    """("prefill", "block_size") -> "BATON_PREFILL__BLOCK_SIZE"."""
+    return ENV_PREFIX + "__".join(path).upper()
+
+
+def option_argv(name: str, value: Any) -> list[str]:
+    """The arguments that set one field to `value`; nothing for None, secrets and groups."""
+    option = option_name((name,))
+    match value:
+        case None | SecretStr() | BaseModel():
+            return []
+        case bool():
+            return [option if value else option.replace("--", "--no-", 1)]
+        case tuple() | list():
+            return [f"{option}={item}" for item in value]
+        case _:
+            return [f"{option}={value}"]
+
+
+def split_list(value: Any) -> Any:
+    """Lists may be written as JSON, with commas, or (on the command line) by repeating."""
+    if isinstance(value, str):
+        text = value.strip()
+        return json.loads(text) if text.startswith("[") else [v for v in text.split(",") if v]
+    return value
+
+
+def suggestion(wrong: str, known: Iterable[str]) -> str:
+    """ " (did you mean --x?)", or an empty string when nothing is near."""
+    near = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def check_environment(cls: type[BaseModel], programs: Sequence[type[BaseModel]]) -> None:
+    """Refuses a BATON_* variable that is no option of any Baton program.
+
+    An option of another program is let through: one environment may serve several of them.
+    """
+    known = {variable_name(path) for program in (cls, *programs) for path in field_paths(program)}
+    for name in sorted(os.environ):
+        if not name.upper().startswith(ENV_PREFIX) or name in INTERNAL_VARIABLES:
+            continue
+        if name.startswith(INTERNAL_PREFIXES) or name.upper() in known:
+            continue
+        raise ConfigError(f"unknown environment variable {name}{suggestion(name, known)}")
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without BATON_* settings: a launcher's own must not reach its children."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.upper().startswith(ENV_PREFIX) or name.startswith(INTERNAL_PREFIXES)
+    }
+
+
+def find_config(argv: Sequence[str]) -> str | None:
+    """The file named by `--config` (the last one wins) or BATON_CONFIG."""
+    found = os.environ.get(ENV_PREFIX + "CONFIG") or None
+    for position, word in enumerate(argv):
+        if word.startswith("--config="):
+            found = word.removeprefix("--config=")
+        elif word == "--config" and position + 1 < len(argv):
+            found = argv[position + 1]
+    return found
+
+
+def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
+    """The file's values with keys in snake_case; unknown keys raise ConfigError."""
+    if name is None:
+        return {}
+    try:
+        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {name}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {name}: not a mapping of options to values")
+    return _checked(cls, content, name, ())
+
+
+def _checked(
+    cls: type[BaseModel], content: Mapping[Any, Any], file: str, path: tuple[str, ...]
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        info = cls.model_fields.get(name)
+        if info is None or name == "config":
+            wrong = ".".join((*path, str(key)))
+            raise ConfigError(
+                f"--config {file}: unknown key {wrong}{suggestion(name, cls.model_fields)}"
+            )
+        nested = _nested_model(info)
+        if nested and isinstance(value, dict):
+            value = _checked(nested, value, file, (*path, name))
+        values[name] = value
+    return values
+
+
+def explain_validation(error: ValidationError) -> str:
+    """One line per wrong value: option, reason, and what was given."""
+    lines = []
+    for item in error.errors(include_url=False):
+        path = [str(part) for part in item["loc"] if isinstance(part, str)]
+        reason = item["msg"].removeprefix("Value error, ")
+        secret = bool(path) and path[-1].endswith("secret")
+        given = "" if secret or item["type"] == "value_error" else f", not {item['input']!r}"
+        lines.append(f"{option_name(path)}: {reason}{given}")
+    return "\n".join(lines)
+
+
+def explain_cli(cls: type[BaseModel], error: Exception) -> str:
+    """The parser's complaint with near matches of unknown options."""
+    message = str(error).removeprefix("error parsing CLI: ")
+    known = [option_name(path) for path in field_paths(cls)]
+    unknown = re.findall(r"--[\w.-]+", message) if "unrecognized arguments" in message else []
+    hints = "".join(suggestion(word, known) for word in unknown)
+    return f"{message}{hints}; see --help"

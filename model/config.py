@@ -1,0 +1,353 @@
+"""What a model is, read from its config.json. No torch here: the HTTP process asks it too.
+
+Whatever the maths of this package does not implement is refused here, before any weight is read,
+with an error that names what is implemented.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from model.hub import resolve_model
+
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+
+# What a config.json of each architecture means when it leaves a key out.
+_LLAMA: Final[dict[str, Any]] = {"head_dim": None, "attention_bias": False}
+ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": {**_LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {**_LLAMA, "attention_bias": True},
+    "Qwen3ForCausalLM": {**_LLAMA, "head_dim": 128},
+    "DeepseekV2ForCausalLM": {**_LLAMA, "q_lora_rank": 1536, "routed_scaling_factor": 1.0},
+}
+
+
+class ModelError(ValueError):
+    """A model that cannot be served as it is: the message names the field, its value and the fix."""
+
+
+class UnsupportedModel(ModelError):
+    """The model is well-formed, but uses something that this server does not implement."""
+
+
+class ModelLoadError(ModelError):
+    """The model's files contradict each other or its config."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. Fields that a rope type does not use keep their defaults."""
+
+    dim: int  # rotated elements of a head, even
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 0  # llama3, yarn: tokens
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: None derives it from factor and the mscales
+    mscale: float = 0.0  # yarn: 0 means absent
+    mscale_all_dim: float = 0.0  # yarn: 0 means absent
+    truncate: bool = True  # yarn
+    interleaved: bool = False  # DeepSeek rotates neighbours, the others rotate halves
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts with softmax scores, from layer `first_dense_layers` on."""
+
+    num_experts: int
+    num_shared_experts: int
+    experts_per_token: int
+    expert_intermediate_size: int
+    first_dense_layers: int
+    topk_method: str  # "greedy" | "group_limited_greedy"
+    num_groups: int
+    topk_groups: int
+    routed_scaling_factor: float
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The semantic facts of a model; sizes count elements over all tensor-parallel ranks."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # for MLA: of the rotated part, see `mla` for the rest
+    vocab_size: int
+    max_position: int  # tokens
+    rms_eps: float
+    rope: RopeConfig
+    tie_embeddings: bool = False
+    attention_bias: bool = False  # on q, k and v
+    output_bias: bool = False  # on the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    mla: MLAConfig | None = None
+    moe: MoEConfig | None = None
+    dtype: str = "float32"  # what the weights were saved in
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def kv_heads_total(self) -> int:
+        """KV heads of one token and layer in the cache, over all ranks; 1 for MLA's latent."""
+        return 1 if self.mla else self.num_kv_heads
+
+    @property
+    def kv_components(self) -> int:
+        """2 for keys and values, 1 for MLA's latent."""
+        return 1 if self.mla else 2
+
+    @property
+    def kv_dim(self) -> int:
+        """Elements of one head in one component of the cache."""
+        return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def rope_canonical(self) -> str:
+        """The rope parameters as JSON that is equal for equal rotations."""
+        return json.dumps(dataclasses.asdict(self.rope), sort_keys=True)
+
+    @property
+    def semantic_json(self) -> str:
+        """Everything that decides the values in the KV cache, as canonical JSON."""
+        fields = dataclasses.asdict(self)
+        for name in ("dtype", "bos_token_id", "eos_token_ids", "max_position"):
+            del fields[name]
+        return json.dumps(fields, sort_keys=True)
+
+
+def load_config(path_or_id: str | Path, revision: str | None = None) -> ModelConfig:
+    """Reads a model's config.json and generation_config.json.
+
+    Args:
+        path_or_id: a local directory or a hub id.
+        revision: branch, tag or commit on the hub; None is its default branch.
+
+    Raises:
+        UnsupportedModel: architecture, rope type or attention variant not implemented.
+        ModelLoadError: config.json missing, not JSON, or lacking a size.
+    """
+    folder = resolve_model(str(path_or_id), revision)
+    raw = _read_json(folder / "config.json")
+    if raw is None:
+        raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face model directory")
+    return parse_config(raw, _read_json(folder / "generation_config.json") or {})
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    """Builds the config from the parsed config.json and generation_config.json. See load_config."""
+    architecture = _architecture(raw)
+    raw = {**ARCHITECTURES[architecture], **raw}
+    _refuse_unsupported(raw, architecture)
+    num_heads = _size(raw, "num_attention_heads")
+    hidden_size = _size(raw, "hidden_size")
+    mla = _mla(raw) if architecture == "DeepseekV2ForCausalLM" else None
+    head_dim = mla.qk_rope_head_dim if mla else raw["head_dim"] or hidden_size // num_heads
+    bias = bool(raw["attention_bias"])
+    config = ModelConfig(
+        architecture=architecture,
+        num_layers=_size(raw, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=_size(raw, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        vocab_size=_size(raw, "vocab_size"),
+        max_position=_size(raw, "max_position_embeddings"),
+        rms_eps=float(raw.get("rms_norm_eps") or 1e-6),
+        rope=_rope(raw, head_dim, interleaved=mla is not None),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        attention_bias=bias,
+        output_bias=bias and architecture != "Qwen2ForCausalLM",
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        mla=mla,
+        moe=_moe(raw) if mla else None,
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        bos_token_id=_first_id(raw, generation or {}),
+        eos_token_ids=_eos_ids(raw, generation or {}),
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise ModelLoadError(
+            f"num_attention_heads {num_heads} is not a multiple of "
+            f"num_key_value_heads {config.num_kv_heads}"
+        )
+    return config
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    names = raw.get("architectures") or []
+    if len(names) != 1 or names[0] not in ARCHITECTURES:
+        shown = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r} without one"
+        raise UnsupportedModel(
+            f"architecture {shown} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return str(names[0])
+
+
+def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise UnsupportedModel(
+            f"quantization_config {method or quantization!r} is not supported; supported: "
+            "weights in float32, bfloat16 or float16, and GGUF files (dequantised at load)"
+        )
+    if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UnsupportedModel(f"hidden_act {act!r} is not supported; supported: silu")
+    if (partial := raw.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
+        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported; supported: 1")
+    _refuse_sliding_window(raw, architecture)
+
+
+def _refuse_sliding_window(raw: dict[str, Any], architecture: str) -> None:
+    layer_types = set(raw.get("layer_types") or []) - {"full_attention"}
+    window = raw.get("sliding_window")
+    if architecture.startswith("Qwen"):
+        late = raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0)
+        window = window if raw.get("use_sliding_window") and (late or layer_types) else None
+    elif architecture == "LlamaForCausalLM":
+        window = None
+    limit = raw.get("max_position_embeddings") or 0
+    if (window and window < limit) or layer_types:
+        raise UnsupportedModel(
+            f"sliding_window {window} (layer types {sorted(layer_types) or 'all'}) is not supported"
+            f" below max_position_embeddings {limit}; supported: full attention in every layer"
+        )
+
+
+def _size(raw: dict[str, Any], name: str) -> int:
+    value = raw.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelLoadError(f"config.json: {name} is {value!r}, expected a positive integer")
+    return value
+
+
+def _rope(raw: dict[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
+    # transformers 5 stores rope_parameters; before, rope_theta and rope_scaling lay side by side.
+    found = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    rope_type = str(found.get("rope_type") or found.get("type") or "default")
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModel(
+            f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    if found.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+        raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
+    theta = float(found.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    base = RopeConfig(dim=dim, theta=theta, rope_type=rope_type, interleaved=interleaved)
+    if rope_type == "default":
+        return base
+    return dataclasses.replace(base, **_rope_scaling(raw, found, rope_type))
+
+
+def _rope_scaling(raw: dict[str, Any], found: dict[str, Any], rope_type: str) -> dict[str, Any]:
+    max_position = _size(raw, "max_position_embeddings")
+    original = found.get("original_max_position_embeddings") or max_position
+    factor = found.get("factor") or (max_position / original if rope_type == "yarn" else None)
+    if factor is None:
+        raise ModelLoadError(f"config.json: rope type {rope_type!r} lacks its factor")
+    if rope_type == "linear":
+        return {"factor": float(factor)}
+    if rope_type == "llama3":
+        names = ("low_freq_factor", "high_freq_factor")
+        missing = [name for name in names if found.get(name) is None]
+        if missing:
+            raise ModelLoadError(f"config.json: rope type 'llama3' lacks {', '.join(missing)}")
+        bounds = {name: float(found[name]) for name in names}
+        return {"factor": float(factor), "original_max_position": int(original), **bounds}
+    attention_factor = found.get("attention_factor")
+    return {
+        "factor": float(factor),
+        "original_max_position": int(original),
+        "beta_fast": float(found.get("beta_fast") or 32),
+        "beta_slow": float(found.get("beta_slow") or 1),
+        "attention_factor": None if attention_factor is None else float(attention_factor),
+        "mscale": float(found.get("mscale") or 0),
+        "mscale_all_dim": float(found.get("mscale_all_dim") or 0),
+        "truncate": bool(found.get("truncate", True)),
+    }
+
+
+def _mla(raw: dict[str, Any]) -> MLAConfig:
+    return MLAConfig(
+        q_lora_rank=None if raw["q_lora_rank"] is None else _size(raw, "q_lora_rank"),
+        kv_lora_rank=_size(raw, "kv_lora_rank"),
+        qk_nope_head_dim=_size(raw, "qk_nope_head_dim"),
+        qk_rope_head_dim=_size(raw, "qk_rope_head_dim"),
+        v_head_dim=_size(raw, "v_head_dim"),
+    )
+
+
+def _moe(raw: dict[str, Any]) -> MoEConfig | None:
+    first_dense = int(raw.get("first_k_dense_replace") or 0)
+    if not raw.get("n_routed_experts") or first_dense >= _size(raw, "num_hidden_layers"):
+        return None
+    method = str(raw.get("topk_method") or "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(
+            f"topk_method {method!r} is not supported; supported: greedy, group_limited_greedy"
+        )
+    if raw.get("scoring_func", "softmax") != "softmax" or raw.get("norm_topk_prob"):
+        raise UnsupportedModel(
+            f"scoring_func {raw.get('scoring_func', 'softmax')!r} with norm_topk_prob "
+            f"{raw.get('norm_topk_prob')} is not supported; supported: softmax, not normalised"
+        )
+    if raw.get("moe_layer_freq", 1) != 1:
+        raise UnsupportedModel("moe_layer_freq other than 1 is not supported")
+    return MoEConfig(
+        num_experts=_size(raw, "n_routed_experts"),
+        num_shared_experts=_size(raw, "n_shared_experts"),
+        experts_per_token=_size(raw, "num_experts_per_tok"),
+        expert_intermediate_size=_size(raw, "moe_intermediate_size"),
+        first_dense_layers=first_dense,
+        topk_method=method,
+        num_groups=int(raw.get("n_group") or 1),
+        topk_groups=int(raw.get("topk_group") or 1),
+        routed_scaling_factor=float(raw["routed_scaling_factor"]),
+    )
+
+
+def _first_id(raw: dict[str, Any], generation: dict[str, Any]) -> int | None:
+    value = generation.get("bos_token_id", raw.get("bos_token_id"))
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _eos_ids(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    value = generation.get("eos_token_id")
+    value = raw.get("eos_token_id") if value is None else value
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)

@@ -1,0 +1,145 @@
+"""A TransferAgent inside one process: for tests and for engines that share an address space.
+
+Bytes move when a READ is polled, not when it is posted, so a stalled READ delivers late, as a
+network does when its peer was stopped and continued. `stall`, `resume` and `fail` steer that.
+"""
+
+import ctypes
+import json
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcache.transfer.agent import (
+    Addresses,
+    MemoryKind,
+    ReadHandle,
+    ReadState,
+    Region,
+    TransferAgent,
+)
+from protocol.errors import TransferFailed
+
+_living: dict[str, "MemoryAgent"] = {}  # by unique name: what a network is to real agents
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Runs:
+    local: list[int]
+    remote: list[int]
+    lengths: list[int]
+
+
+class MemoryAgent(TransferAgent):
+    def __init__(self, prefix: str = "memory") -> None:
+        self.name = f"{prefix}-{uuid.uuid4().hex}"
+        self._regions: list[Region] = []
+        self._peers: dict[str, list[tuple[int, int]]] = {}  # readable (address, nbytes)
+        self._stalled = False
+        self._failing = 0
+        self.active = 0  # READs posted and not ended
+        with _lock:
+            _living[self.name] = self
+
+    def stall(self) -> None:
+        """READs stay active, and deliver nothing, until `resume`."""
+        self._stalled = True
+
+    def resume(self) -> None:
+        self._stalled = False
+
+    def fail(self, count: int = 1) -> None:
+        """The next `count` READs to be polled end in ERROR."""
+        self._failing = count
+
+    def register(
+        self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"
+    ) -> Region:
+        if address <= 0 or nbytes <= 0:
+            raise TransferFailed(f"cannot register {nbytes} bytes at address {address}")
+        region = Region(address, nbytes, device_id, kind)
+        self._regions.append(region)
+        return region
+
+    def deregister(self, region: Region) -> None:
+        self._regions.remove(region)
+
+    def metadata(self) -> bytes:
+        regions = [[region.address, region.nbytes] for region in self._regions]
+        return json.dumps({"memory_agent": self.name, "regions": regions}).encode()
+
+    def add_peer(self, metadata: bytes) -> str:
+        try:
+            record = json.loads(metadata)
+            name = str(record["memory_agent"])
+            regions = [(int(address), int(nbytes)) for address, nbytes in record["regions"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TransferFailed(f"agent metadata is not a memory agent's: {error}") from error
+        with _lock:
+            if name not in _living:
+                raise TransferFailed(f"memory agent {name} is not in this process")
+        self._peers[name] = regions
+        return name
+
+    def remove_peer(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    def read(
+        self,
+        peer: str,
+        local_addresses: Addresses,
+        remote_addresses: Addresses,
+        lengths: Addresses,
+        *,
+        local_device: int = 0,
+        remote_device: int = 0,
+        kinds: Sequence[MemoryKind] = ("DRAM", "DRAM"),
+    ) -> ReadHandle:
+        if peer not in self._peers:
+            raise TransferFailed(f"peer {peer} is not known")
+        runs = _Runs(local_addresses.tolist(), remote_addresses.tolist(), lengths.tolist())
+        own = [(region.address, region.nbytes) for region in self._regions]
+        _require_inside(own, runs.local, runs.lengths, "local")
+        _require_inside(self._peers[peer], runs.remote, runs.lengths, "remote")
+        self.active += 1
+        return ReadHandle(peer, ReadState.ACTIVE, runs)
+
+    def poll(self, handle: ReadHandle) -> ReadState:
+        if handle.ended or self._stalled:
+            return handle.state
+        with _lock:
+            gone = handle.peer not in _living
+        if gone or self._failing:
+            self._failing = max(0, self._failing - 1)
+            handle.state = ReadState.ERROR
+        else:
+            _copy(handle.key)
+            handle.state = ReadState.DONE
+        self.active -= 1
+        return handle.state
+
+    def release(self, handle: ReadHandle) -> None:
+        if not handle.ended:
+            raise RuntimeError(f"released an active READ from {handle.peer}")
+        handle.key = None
+
+    def close(self) -> None:
+        with _lock:
+            _living.pop(self.name, None)
+        self._regions.clear()
+        self._peers.clear()
+
+
+def _require_inside(
+    regions: list[tuple[int, int]], addresses: list[int], lengths: list[int], side: str
+) -> None:
+    for address, length in zip(addresses, lengths, strict=True):
+        if not any(a <= address and address + length <= a + n for a, n in regions):
+            raise TransferFailed(f"{length} bytes at {side} address {address} are not registered")
+
+
+def _copy(runs: _Runs) -> None:
+    for local, remote, length in zip(runs.local, runs.remote, runs.lengths, strict=True):
+        ctypes.memmove(local, remote, length)

@@ -1,0 +1,315 @@
+"""Who owns each block of the pool: the state machine of DESIGN's invariants I1 and I2.
+
+A block has three counts, and its state follows from them; two further states are exclusive:
+
+    uses    running sequences that read or write it        leases  prefill leases a peer may read
+    cached  the prefix index has an entry for its content
+
+    RECEIVING | QUARANTINED    exclusive: uses = leases = 0, not cached
+    USED                       uses > 0
+    LEASED                     uses = 0, leases > 0
+    CACHED                     uses = leases = 0, cached: may be evicted, least recently used first
+    FREE                       nothing refers to it
+
+    allocate            FREE -> USED        (evicts CACHED -> FREE first where FREE falls short)
+    share / release     uses +1 / -1        share only what holds bytes: USED, LEASED, CACHED
+    lease / end_lease   leases +1 / -1      lease only what holds bytes
+    receive             USED -> RECEIVING   of one single use, neither cached nor leased
+    received            RECEIVING -> USED   the fence said ok: the bytes are ours
+    cancel_receive      RECEIVING -> FREE   every READ handle has ended
+    quarantine          RECEIVING -> QUARANTINED -> (unquarantine) -> FREE
+                        a READ handle has not ended: its bytes may still arrive (I7)
+
+Block 0 is the null block: padding writes go there, it is never allocated and in no state.
+
+Every move takes the ids of many blocks and is all or nothing: an illegal one, a repeated id
+included, raises before anything changed. One thread owns an allocator; there are no locks. Every
+move costs O(1) a block, amortised: an evicted block was cached once.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from operator import index
+
+NULL_BLOCK = 0
+
+
+class BlockState(IntEnum):
+    """The one owner of a block."""
+
+    FREE = 0
+    USED = 1
+    CACHED = 2
+    LEASED = 3
+    RECEIVING = 4
+    QUARANTINED = 5
+
+
+_HOLDS_BYTES = frozenset({BlockState.USED, BlockState.LEASED, BlockState.CACHED})
+
+
+class OutOfBlocks(RuntimeError):
+    """Fewer blocks are free or evictable than were asked for; nothing was taken."""
+
+
+class BlockStateError(RuntimeError):
+    """A move that the state machine does not have: a bug of the caller, never a peer's fault."""
+
+
+class IntegrityError(RuntimeError):
+    """The books do not balance (I1) or a block has two owners (I2)."""
+
+
+class BlockAllocator:
+    """Counts the references to `num_blocks` blocks and hands out those nobody refers to.
+
+    Args:
+        num_blocks: blocks of the pool, the null block included; at least 2.
+        on_evict: told the id of each block whose cached content is given up. The block is FREE
+            and no longer marked when it is called; it may unmark other blocks.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+        if num_blocks < 2:
+            raise ValueError(
+                f"num_blocks is {num_blocks}; use at least 2, block 0 being the null block"
+            )
+        self.num_blocks = num_blocks
+        self.on_evict = on_evict
+        self._uses = [0] * num_blocks
+        self._leases = [0] * num_blocks
+        self._cached = [False] * num_blocks
+        self._states = [BlockState.FREE] * num_blocks
+        self._counts = [0] * len(BlockState)
+        self._counts[BlockState.FREE] = self.capacity
+        # A stack, and every move releases in reverse: a sequence's blocks come out in the order
+        # they went in, so neighbours stay neighbours (fewer descriptors) and few pages are touched.
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # CACHED, first to go first
+
+    def __repr__(self) -> str:
+        states = " ".join(f"{state.name}={n}" for state, n in self.counts().items() if n)
+        return f"BlockAllocator({states})"
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can ever be allocated: all but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out now: FREE and CACHED."""
+        return len(self._free) + len(self._evictable)
+
+    def counts(self) -> dict[BlockState, int]:
+        """Blocks in each state; they add up to `capacity`."""
+        return {state: self._counts[state] for state in BlockState}
+
+    def state(self, block: int) -> BlockState:
+        return self._states[block]
+
+    def num_uses(self, block: int) -> int:
+        return self._uses[block]
+
+    def num_leases(self, block: int) -> int:
+        return self._leases[block]
+
+    def is_cached(self, block: int) -> bool:
+        return self._cached[block]
+
+    def can_allocate(self, num_blocks: int, *, sharing: Iterable[int] = ()) -> bool:
+        """Whether `share(sharing)` would leave enough for `allocate(num_blocks)`."""
+        taken = sum(self._states[block] is BlockState.CACHED for block in sharing)
+        return num_blocks <= self.num_available - taken
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """FREE -> USED, with one use each; evicts where FREE does not suffice.
+
+        Raises:
+            OutOfBlocks: fewer than `num_blocks` are available; nothing was taken or evicted.
+        """
+        if num_blocks < 0:
+            raise BlockStateError(f"cannot allocate {num_blocks} blocks")
+        if num_blocks > self.num_available:
+            raise OutOfBlocks(
+                f"{num_blocks} blocks wanted, {self.num_available} of {self.capacity} available"
+            )
+        while len(self._free) < num_blocks:
+            self._evict_one()
+        taken = [self._free.pop() for _ in range(num_blocks)]
+        for block in taken:
+            self._uses[block] = 1
+            self._settle(block)
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more use of each block; it must hold bytes (USED, LEASED or CACHED)."""
+        for block in self._checked("share", blocks, self._holds_bytes):
+            self._uses[block] += 1
+            self._settle(block)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One use of each block less. Pass a sequence's blocks in order: the last ones, whose
+        content helps the fewest others, are then the first to be evicted."""
+        for block in reversed(self._checked("release", blocks, self._is_used)):
+            self._uses[block] -= 1
+            self._settle(block)
+
+    def lease(self, blocks: Iterable[int]) -> None:
+        """One more lease of each block; it must hold bytes (USED, LEASED or CACHED)."""
+        for block in self._checked("lease", blocks, self._holds_bytes):
+            self._leases[block] += 1
+            self._settle(block)
+
+    def end_lease(self, blocks: Iterable[int]) -> None:
+        """One lease of each block less; order as for `release`."""
+        for block in reversed(self._checked("end the lease of", blocks, self._is_leased)):
+            self._leases[block] -= 1
+            self._settle(block)
+
+    def receive(self, blocks: Iterable[int]) -> None:
+        """USED -> RECEIVING: a peer's bytes will be written here; must be one sequence's alone."""
+        for block in self._checked("receive into", blocks, self._is_exclusively_used):
+            self._uses[block] = 0
+            self._move(block, BlockState.RECEIVING)
+
+    def received(self, blocks: Iterable[int]) -> None:
+        """RECEIVING -> USED with one use."""
+        for block in self._checked("have received", blocks, self._is_receiving):
+            self._uses[block] = 1
+            self._move(block, BlockState.USED)
+
+    def cancel_receive(self, blocks: Iterable[int]) -> None:
+        """RECEIVING -> FREE, once nothing can write to the blocks any more."""
+        for block in reversed(self._checked("cancel receiving", blocks, self._is_receiving)):
+            self._move(block, BlockState.FREE)
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """RECEIVING -> QUARANTINED: the transfer was given up but may still write (I7)."""
+        for block in self._checked("quarantine", blocks, self._is_receiving):
+            self._move(block, BlockState.QUARANTINED)
+
+    def unquarantine(self, blocks: Iterable[int]) -> None:
+        """QUARANTINED -> FREE, once the last handle has ended."""
+        for block in reversed(self._checked("unquarantine", blocks, self._is_quarantined)):
+            self._move(block, BlockState.FREE)
+
+    def mark_cached(self, block: int) -> None:
+        """The prefix index has an entry for a USED or LEASED block from now on."""
+        (block,) = self._checked("mark as cached", (block,), self._is_markable)
+        self._cached[block] = True
+
+    def unmark_cached(self, block: int) -> None:
+        """The prefix index gave its entry up; a CACHED block becomes FREE."""
+        (block,) = self._checked("unmark as cached", (block,), self._cached.__getitem__)
+        self._cached[block] = False
+        self._settle(block)
+
+    def _evict_one(self) -> None:
+        block = next(iter(self._evictable))
+        self._cached[block] = False
+        self._settle(block)
+        if self.on_evict is not None:
+            self.on_evict(block)
+
+    def _settle(self, block: int) -> None:
+        """Brings the state of a block that is in no exclusive state in line with its counts."""
+        state = self._derived(block)
+        if state is not self._states[block]:
+            self._move(block, state)
+
+    def _derived(self, block: int) -> BlockState:
+        if self._uses[block]:
+            return BlockState.USED
+        if self._leases[block]:
+            return BlockState.LEASED
+        return BlockState.CACHED if self._cached[block] else BlockState.FREE
+
+    def _move(self, block: int, state: BlockState) -> None:
+        old = self._states[block]
+        if old is BlockState.CACHED:
+            del self._evictable[block]
+        if state is BlockState.FREE:
+            self._free.append(block)
+        elif state is BlockState.CACHED:
+            self._evictable[block] = None
+        self._counts[old] -= 1
+        self._counts[state] += 1
+        self._states[block] = state
+
+    def _checked(
+        self, verb: str, blocks: Iterable[int], allowed: Callable[[int], bool]
+    ) -> list[int]:
+        """The ids as plain ints, or a BlockStateError when one of them may not make this move."""
+        ids = [index(block) for block in blocks]
+        for block in ids:
+            if not NULL_BLOCK < block < self.num_blocks:
+                raise BlockStateError(
+                    f"cannot {verb} block {block}: ids are 1 to {self.num_blocks - 1}"
+                )
+            if not allowed(block):
+                raise BlockStateError(f"cannot {verb} {self._describe(block)}")
+        if len(set(ids)) != len(ids):
+            raise BlockStateError(f"cannot {verb} {ids}: a block occurs twice")
+        return ids
+
+    def _holds_bytes(self, block: int) -> bool:
+        return self._states[block] in _HOLDS_BYTES
+
+    def _is_used(self, block: int) -> bool:
+        return self._uses[block] > 0
+
+    def _is_leased(self, block: int) -> bool:
+        return self._leases[block] > 0
+
+    def _is_exclusively_used(self, block: int) -> bool:
+        return self._uses[block] == 1 and not self._leases[block] and not self._cached[block]
+
+    def _is_receiving(self, block: int) -> bool:
+        return self._states[block] is BlockState.RECEIVING
+
+    def _is_quarantined(self, block: int) -> bool:
+        return self._states[block] is BlockState.QUARANTINED
+
+    def _is_markable(self, block: int) -> bool:
+        return not self._cached[block] and bool(self._uses[block] or self._leases[block])
+
+    def _describe(self, block: int) -> str:
+        return (
+            f"block {block} ({self._states[block].name}, uses {self._uses[block]}, leases "
+            f"{self._leases[block]}, {'cached' if self._cached[block] else 'not cached'})"
+        )
+
+    def check_integrity(self) -> None:
+        """Recounts everything.
+
+        Raises:
+            IntegrityError: a state contradicts the counts, or a list the states.
+        """
+        for block in range(self.num_blocks):
+            self._check_block(block)
+        owned = self._states[NULL_BLOCK + 1 :]
+        recount = {state: owned.count(state) for state in BlockState}
+        if recount != self.counts():
+            raise IntegrityError(f"I1: counted {recount}, recorded {self.counts()}")
+        self._check_list("free list", self._free, BlockState.FREE)
+        self._check_list("evictable list", list(self._evictable), BlockState.CACHED)
+
+    def _check_block(self, block: int) -> None:
+        uses, leases, state = self._uses[block], self._leases[block], self._states[block]
+        referred = bool(uses or leases or self._cached[block])
+        if uses < 0 or leases < 0:
+            raise IntegrityError(f"I2: negative count in {self._describe(block)}")
+        if block == NULL_BLOCK and (referred or state is not BlockState.FREE):
+            raise IntegrityError(f"I2: the null block is in use: {self._describe(block)}")
+        if state in (BlockState.RECEIVING, BlockState.QUARANTINED):
+            if referred:
+                raise IntegrityError(f"I2: two owners of {self._describe(block)}")
+        elif state is not self._derived(block):
+            raise IntegrityError(f"I2: state contradicts counts: {self._describe(block)}")
+
+    def _check_list(self, name: str, listed: list[int], state: BlockState) -> None:
+        expected = {b for b in range(1, self.num_blocks) if self._states[b] is state}
+        if len(listed) != len(expected) or set(listed) != expected:
+            raise IntegrityError(f"I2: {name} does not hold exactly the {state.name} blocks")

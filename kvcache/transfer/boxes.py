@@ -1,0 +1,124 @@
+"""One checked transfer, and the index boxes that it copies.
+
+Wanted are tokens [token_start, token_stop) of a sequence, all layers and components, and the heads
+of one rank of D. The token axis is cut wherever a block of either side ends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.transfer.runs import Axis, Boxes
+from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, PlanError
+
+
+@dataclass(frozen=True)
+class Transfer:
+    local: Endpoint
+    remote: tuple[Endpoint, ...]  # by rank
+    groups: tuple[HeadGroup, ...]  # the heads wanted, by who owns them
+    total_kv_heads: int
+    token_start: int
+    token_stop: int
+    local_blocks: IntArray  # i64, D's block table from token 0
+    remote_blocks: IntArray  # i64, P's block table from token 0
+
+    @property
+    def useful_bytes(self) -> int:
+        """Bytes of the peer's KV that this rank wants."""
+        layout = self.remote[0].layout
+        per_token = layout.num_layers * layout.num_components * layout.head_dim * layout.itemsize
+        heads = sum(len(group.heads) for group in self.groups)
+        return (self.token_stop - self.token_start) * heads * per_token
+
+
+def block_table(
+    name: str, blocks: Sequence[int] | IntArray, num_blocks: int, block_size: int, tokens: range
+) -> IntArray:
+    """The table as i64, once every block that `tokens` lie in is known to exist.
+
+    Raises:
+        PlanError: the table is too short, or names a block outside the pool.
+    """
+    table = np.asarray(blocks, dtype=np.int64).reshape(-1)
+    if not tokens:
+        return table
+    if len(table) * block_size < tokens.stop:
+        raise PlanError(
+            f"{name} has {len(table)} blocks of {block_size} tokens; "
+            f"{tokens.stop} tokens need {-(-tokens.stop // block_size)}"
+        )
+    used = table[tokens.start // block_size : -(-tokens.stop // block_size)]
+    low, high = int(used.min()), int(used.max())
+    if low < 0 or high >= num_blocks:
+        wrong = low if low < 0 else high
+        raise PlanError(f"{name} names block {wrong}; the pool has blocks 0 to {num_blocks - 1}")
+    return table
+
+
+def cut_tokens(start: int, stop: int, *block_sizes: int) -> tuple[IntArray, IntArray]:
+    """Cuts [start, stop) at every block border: first tokens and token counts, i64[n] each."""
+    if start >= stop:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    starts = np.array([start], np.int64)
+    for size in set(block_sizes):
+        borders = np.arange((start // size + 1) * size, stop, size, dtype=np.int64)
+        starts = np.union1d(starts, borders)
+    return starts, np.diff(starts, append=stop)
+
+
+def at_blocks(table: IntArray, tokens: IntArray, strides: dict[str, int], size: int) -> IntArray:
+    """Byte offset of tokens (given by position in the sequence), of head 0 and layer 0."""
+    return table[tokens // size] * strides["B"] + tokens % size * strides["N"]
+
+
+def direct_boxes(transfer: Transfer) -> list[tuple[int, Boxes]]:
+    """The boxes from each rank of P straight to the local pool."""
+    local, remote = transfer.local.layout, transfer.remote[0].layout
+    starts, tokens = cut_tokens(
+        transfer.token_start, transfer.token_stop, local.block_size, remote.block_size
+    )
+    into = at_blocks(transfer.local_blocks, starts, local.byte_strides, local.block_size)
+    first = transfer.local.heads(transfer.total_kv_heads).start
+    found = []
+    for group in transfer.groups:
+        whose = group.owner_index(starts // remote.block_size)
+        target = into + (group.heads.start - first) * local.byte_strides["H"]
+        for index, owner in enumerate(group.owners):
+            mine = slice(None) if len(group.owners) == 1 else whose == index
+            source = remote_offsets(transfer, owner, starts[mine], group.heads.start)
+            boxes = pair_boxes(
+                transfer.remote[owner].layout.byte_strides,
+                local.byte_strides,
+                (source, target[mine], tokens[mine]),
+                (len(group.heads), remote.num_layers, remote.num_components),
+                remote.head_dim * remote.itemsize,
+            )
+            found.append((owner, boxes))
+    return found
+
+
+def remote_offsets(transfer: Transfer, owner: int, tokens: IntArray, head: int) -> IntArray:
+    """Byte offset in `owner`'s pool of head `head` (of the model) at tokens of the sequence."""
+    end = transfer.remote[owner]
+    strides, size = end.layout.byte_strides, end.layout.block_size
+    local_head = head - end.heads(transfer.total_kv_heads).start
+    return at_blocks(transfer.remote_blocks, tokens, strides, size) + local_head * strides["H"]
+
+
+def pair_boxes(
+    remote_strides: dict[str, int],
+    local_strides: dict[str, int],
+    places: tuple[IntArray, IntArray, IntArray],
+    extents: tuple[int, int, int],
+    element_bytes: int,
+) -> Boxes:
+    """Boxes of `extents` (heads, layers, components) at `places` (remote, local, token counts)."""
+    axes = tuple(
+        Axis(extent, remote_strides[axis], local_strides[axis])
+        for axis, extent in zip("HLC", extents, strict=True)
+    )
+    token_axis = Axis(0, remote_strides["N"], local_strides["N"])
+    remote, local, tokens = places
+    return Boxes(remote, local, tokens, token_axis, axes, element_bytes)

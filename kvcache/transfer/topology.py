@@ -1,0 +1,127 @@
+"""Who holds which KV heads, and which rank of P a rank of D reads them from.
+
+Ranks hold contiguous ranges of the model's KV heads; where there are more ranks than heads (GQA
+with few heads, or the one latent "head" of MLA) neighbours hold copies of the same head. A rank of
+D takes each of its heads from the ranks of P that hold it. Several holders share the work block by
+block, so that no rank of P is a hot spot; a holder nobody reads from simply never comes up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.layout import KVLayout
+
+IntArray = npt.NDArray[np.int64]
+
+
+class PlanError(ValueError):
+    """A transfer that cannot be planned; the message names the values and the fix."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The geometry of one rank of an engine."""
+
+    layout: KVLayout
+    rank: int
+    tp: int
+
+    def heads(self, total_kv_heads: int) -> range:
+        """The model's KV heads on this rank."""
+        return heads_of(self.rank, self.tp, total_kv_heads)
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Heads that a rank of D reads from the same owners: one owner, or copies that take turns."""
+
+    heads: range  # of the model
+    owners: tuple[int, ...]  # ranks of P
+    turn: int  # what is added to a block's ordinal to find whose turn it is
+
+    def owner_index(self, blocks: IntArray) -> IntArray:
+        """Index into `owners` for each block of P, given by its ordinal in the sequence."""
+        return (blocks + self.turn) % len(self.owners)
+
+
+def heads_of(rank: int, tp: int, total_heads: int) -> range:
+    """The heads that `rank` of `tp` holds, of `total_heads`; at least one, copied where tp is larger.
+
+    Raises:
+        PlanError: the rank is not one of tp ranks.
+    """
+    if tp < 1 or not 0 <= rank < tp:
+        raise PlanError(f"rank is {rank} of tp {tp}; use 0 to tp - 1")
+    if total_heads < 1:
+        raise PlanError(f"total_kv_heads is {total_heads}; use at least 1")
+    start = rank * total_heads // tp
+    return range(start, max(start + 1, (rank + 1) * total_heads // tp))
+
+
+def head_groups(
+    local_heads: range, remote_tp: int, total_heads: int, *, turn: int = 0
+) -> tuple[HeadGroup, ...]:
+    """Cuts the heads a rank of D wants by who owns them on P.
+
+    Args:
+        local_heads: the heads wanted.
+        turn: shifts whose turn it is among copies; D rank + lease hash spreads readers and leases.
+    """
+    held = [heads_of(rank, remote_tp, total_heads) for rank in range(remote_tp)]
+    owners_of = [
+        tuple(rank for rank, heads in enumerate(held) if head in heads) for head in local_heads
+    ]
+    groups: list[HeadGroup] = []
+    for head, owners in zip(local_heads, owners_of, strict=True):
+        if groups and groups[-1].owners == owners:
+            groups[-1] = HeadGroup(range(groups[-1].heads.start, head + 1), owners, turn)
+        else:
+            groups.append(HeadGroup(range(head, head + 1), owners, turn))
+    return tuple(groups)
+
+
+def check_endpoints(
+    local: Endpoint, remote: Sequence[Endpoint], total_kv_heads: int, *, convert: bool = False
+) -> None:
+    """Refuses geometries that no plan bridges.
+
+    Raises:
+        PlanError: names the field and both values.
+    """
+    _check_ranks(remote)
+    for name in ("num_layers", "num_components", "head_dim"):
+        ours, theirs = getattr(local.layout, name), getattr(remote[0].layout, name)
+        if ours != theirs:
+            raise PlanError(f"{name} is {ours} here and {theirs} on the peer; it must be equal")
+    ours, theirs = local.layout.dtype, remote[0].layout.dtype
+    if ours != theirs and not convert:
+        raise PlanError(
+            f"KV dtype is {ours} here and {theirs} on the peer; start both with one dtype, "
+            f"or let D convert with --kv-convert"
+        )
+    for end in (local, *remote):
+        held = len(end.heads(total_kv_heads))
+        if end.layout.num_heads != held:
+            raise PlanError(
+                f"num_heads is {end.layout.num_heads} on rank {end.rank} of tp {end.tp}, "
+                f"where {total_kv_heads} heads in all make {held}"
+            )
+
+
+def _check_ranks(remote: Sequence[Endpoint]) -> None:
+    tp = len(remote)
+    for rank, end in enumerate(remote):
+        if (end.rank, end.tp) != (rank, tp):
+            raise PlanError(
+                f"peer's endpoint {rank} is rank {end.rank} of tp {end.tp}; "
+                f"give every rank of one engine, in order"
+            )
+        for name in ("order", "num_layers", "num_components", "block_size", "head_dim", "dtype"):
+            first, value = getattr(remote[0].layout, name), getattr(end.layout, name)
+            if first != value:
+                raise PlanError(f"peer's ranks 0 and {rank} differ in {name}: {first} and {value}")
+    if not remote:
+        raise PlanError("peer has 0 ranks; give every rank of it")

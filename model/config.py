@@ -26,7 +26,7 @@ ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
 
 
 class ModelError(ValueError):
-    """A model that cannot be served as it is: the message names the field, its value and the fix."""
+    """A model that cannot be served; the message names the field, its value and the fix."""
 
 
 class UnsupportedModel(ModelError):
@@ -342,7 +342,9 @@ def _moe(raw: dict[str, Any]) -> MoEConfig | None:
 
 def _first_id(raw: dict[str, Any], generation: dict[str, Any]) -> int | None:
     value = generation.get("bos_token_id", raw.get("bos_token_id"))
-    return value[0] if isinstance(value, list) and value else value
+    if isinstance(value, list):
+        value = value[0] if value else None
+    return None if value is None else int(value)
 
 
 def _eos_ids(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

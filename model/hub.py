@@ -4,12 +4,14 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 
+_RESULT: Final = "path: "  # how a conversion process names what it made, on its last line
 _PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
 
 Progress = Callable[[str], None]
@@ -73,20 +75,22 @@ def _converted(gguf_file: Path, progress: Progress | None) -> Path:
 
 def _run_conversion(command: list[str], progress: Progress | None) -> Path:
     # A process of its own: the conversion loads torch, which this process must not.
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stderr is not None
-    last = ""
-    for line in process.stdout:
-        last = line.strip()
-        if progress is not None and not last.startswith("path: "):
-            progress(last)
-    errors = process.stderr.read()
-    if process.wait() != 0 or not last.startswith("path: "):
-        reason = errors.strip().rsplit("\n", 1)[-1]
-        raise ModelNotAvailable(f"could not convert with {' '.join(command)}: {reason}")
-    return Path(last.removeprefix("path: "))
+    argv = [sys.executable, "-m", *command]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        last = ""
+        for line in process.stdout:
+            last = line.strip()
+            if progress is not None and not last.startswith(_RESULT):
+                progress(last)
+        if process.wait() != 0 or not last.startswith(_RESULT):
+            errors.seek(0)
+            reason = errors.read().strip().rsplit("\n", 1)[-1]
+            raise ModelNotAvailable(f"{' '.join(command)} failed: {reason}")
+    return Path(last.removeprefix(_RESULT))
 
 
 def _download(name: str, revision: str | None) -> Path:

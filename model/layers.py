@@ -1,0 +1,196 @@
+"""The layers that every architecture shares, each holding only this rank's part of its weights."""
+
+import torch
+import torch.nn.functional as F
+
+from model.config import ModelConfig
+from model.parallel import Parallel
+from model.weights import WeightLoader
+
+
+class Linear:
+    """x [T, in] -> [T, out] with this rank's rows of the weight."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear:
+    """x [T, this rank's columns] -> [T, out], summed over ranks, added to `residual` in place."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parallel: Parallel) -> None:
+        self._weight_t = weight.t()
+        self._bias = bias
+        self._parallel = parallel
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if self._parallel.size == 1:
+            residual.addmm_(x, self._weight_t)
+        else:
+            residual += self._parallel.all_reduce(torch.mm(x, self._weight_t))
+        if self._bias is not None:
+            residual += self._bias
+        return residual
+
+
+class RMSNorm:
+    """Root-mean-square norm over the last dimension."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight = weight
+        self._shape = tuple(weight.shape)
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self._shape, self._weight, self._eps)
+
+
+class Embedding:
+    """Token embedding; a rank holds the rows of its part of the vocabulary, see VocabShard."""
+
+    def __init__(self, weight: torch.Tensor, start: int, parallel: Parallel) -> None:
+        self._weight = weight
+        self._start = start
+        self._parallel = parallel
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, hidden], a tensor of the caller's own."""
+        if self._parallel.size == 1:
+            return F.embedding(token_ids, self._weight)
+        local = token_ids - self._start
+        foreign = (local < 0) | (local >= self._weight.shape[0])
+        rows = F.embedding(local.masked_fill_(foreign, 0), self._weight)
+        return self._parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
+
+
+class LMHead:
+    """Hidden states to float32 logits of the whole vocabulary, on every rank."""
+
+    def __init__(self, weight: torch.Tensor, vocab_size: int, parallel: Parallel) -> None:
+        self._weight = weight
+        self._vocab_size = vocab_size
+        self._parallel = parallel
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] -> float32 [S, vocab]."""
+        local = F.linear(hidden, self._weight).float()
+        return self._parallel.all_gather_last_dim(local)[:, : self._vocab_size]
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), its width split over the ranks."""
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        prefix: str,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        parallel: Parallel,
+    ) -> None:
+        rows = even_share(parallel, intermediate_size)
+        shape = (intermediate_size, hidden_size)
+        self._gate_up = load_columns(
+            loader, [(f"{prefix}.{name}_proj", shape, rows) for name in ("gate", "up")], bias=bias
+        )
+        self._down = load_rows(
+            loader, f"{prefix}.down_proj", shape[::-1], rows, bias=bias, parallel=parallel
+        )
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
+        gate, up = self._gate_up(x)
+        return self._down(F.silu(gate, inplace=True).mul_(up), residual)
+
+
+class Columns:
+    """Several projections of the same input, one matmul where that pays."""
+
+    def __init__(self, parts: list[Linear]) -> None:
+        self._parts = parts
+        self._sizes = [part.weight.shape[0] for part in parts]
+        # On the CPU the weights stay where the file is mapped; joining them would copy them.
+        self._joined = _join(parts) if parts[0].weight.device.type != "cpu" else None
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x [T, in] -> one [T, out] per projection, perhaps views of one tensor."""
+        if self._joined is None:
+            return tuple(part(x) for part in self._parts)
+        return torch.split_with_sizes(self._joined(x), self._sizes, dim=-1)
+
+
+def _join(parts: list[Linear]) -> Linear:
+    biases = [part.bias for part in parts if part.bias is not None]
+    joined = Linear(
+        torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None
+    )
+    parts.clear()  # their memory is the device's: let go of it
+    return joined
+
+
+def even_share(parallel: Parallel, total: int) -> range:
+    """This rank's part of `total` items that the group's size divides."""
+    share = total // parallel.size
+    return range(parallel.rank * share, (parallel.rank + 1) * share)
+
+
+def load_columns(
+    loader: WeightLoader, parts: list[tuple[str, tuple[int, int], range]], *, bias: bool
+) -> Columns:
+    """Projections (name, full weight shape, rows of this rank) split along their output."""
+    linears = []
+    for name, shape, rows in parts:
+        weight = loader.load(f"{name}.weight", shape, rows=rows)
+        offset = loader.load(f"{name}.bias", shape[:1], rows=rows) if bias else None
+        linears.append(Linear(weight, offset))
+    return Columns(linears)
+
+
+def load_rows(
+    loader: WeightLoader,
+    name: str,
+    shape: tuple[int, ...],
+    cols: range,
+    *,
+    bias: bool,
+    parallel: Parallel,
+) -> RowParallelLinear:
+    """A projection split along its input, of which this rank has `cols`."""
+    whole = len(cols) == shape[1]
+    weight = loader.load(f"{name}.weight", shape, cols=None if whole else cols)
+    return RowParallelLinear(
+        weight, loader.load(f"{name}.bias", shape[:1]) if bias else None, parallel
+    )
+
+
+def load_norm(loader: WeightLoader, name: str, size: int, eps: float) -> RMSNorm:
+    return RMSNorm(loader.load(f"{name}.weight", (size,)), eps)
+
+
+class VocabShard:
+    """The embedding and the head of one rank: rows of the vocabulary, padded to equal shares."""
+
+    def __init__(self, loader: WeightLoader, config: ModelConfig, parallel: Parallel) -> None:
+        self._share = -(-config.vocab_size // parallel.size)
+        start = min(parallel.rank * self._share, config.vocab_size)
+        self._rows = range(start, min(start + self._share, config.vocab_size))
+        self._shape = (config.vocab_size, config.hidden_size)
+        embedding = self._load(loader, "model.embed_tokens.weight")
+        if config.tie_embeddings:
+            head = embedding
+            loader.ignore("lm_head.weight")
+        else:
+            head = self._load(loader, "lm_head.weight")
+        self.embedding = Embedding(embedding, start, parallel)
+        self.head = LMHead(head, config.vocab_size, parallel)
+
+    def _load(self, loader: WeightLoader, name: str) -> torch.Tensor:
+        weight = loader.load(name, self._shape, rows=self._rows)
+        missing = self._share - len(self._rows)
+        return F.pad(weight, (0, 0, 0, missing)) if missing else weight

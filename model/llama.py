@@ -1,0 +1,148 @@
+"""Llama, Mistral, Qwen2 and Qwen3: one decoder with or without biases and q/k norms."""
+
+import torch
+
+from attention.base import AttentionBackend
+from model.base import AttentionSpec, CausalLM
+from model.config import ModelConfig
+from model.layers import (
+    GatedMLP,
+    RMSNorm,
+    VocabShard,
+    even_share,
+    load_columns,
+    load_norm,
+    load_rows,
+)
+from model.parallel import Parallel, heads_of
+from model.rope import Rope
+from model.weights import WeightLoader
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+class LlamaAttention:
+    """Grouped-query attention over this rank's heads."""
+
+    def __init__(
+        self, loader: WeightLoader, config: ModelConfig, layer: int, parallel: Parallel, rope: Rope
+    ) -> None:
+        self._layer = layer
+        self._rope = rope
+        self._head_dim = config.head_dim
+        prefix = f"model.layers.{layer}.self_attn"
+        q_rows = self._element_rows(even_share(parallel, config.num_heads))
+        kv_rows = self._element_rows(heads_of(parallel.rank, parallel.size, config.num_kv_heads))
+        q_shape = (config.num_heads * config.head_dim, config.hidden_size)
+        kv_shape = (config.num_kv_heads * config.head_dim, config.hidden_size)
+        self._qkv = load_columns(
+            loader,
+            [
+                (f"{prefix}.q_proj", q_shape, q_rows),
+                (f"{prefix}.k_proj", kv_shape, kv_rows),
+                (f"{prefix}.v_proj", kv_shape, kv_rows),
+            ],
+            bias=config.attention_bias,
+        )
+        self._out = load_rows(
+            loader,
+            f"{prefix}.o_proj",
+            q_shape[::-1],
+            q_rows,
+            bias=config.output_bias,
+            parallel=parallel,
+        )
+        self._q_norm, self._k_norm = self._head_norms(loader, prefix, config)
+
+    def _element_rows(self, heads: range) -> range:
+        return range(heads.start * self._head_dim, heads.stop * self._head_dim)
+
+    @staticmethod
+    def _head_norms(
+        loader: WeightLoader, prefix: str, config: ModelConfig
+    ) -> tuple[RMSNorm | None, RMSNorm | None]:
+        if not config.qk_norm:
+            return None, None
+        size, eps = config.head_dim, config.rms_eps
+        q_norm = load_norm(loader, f"{prefix}.q_norm", size, eps)
+        return q_norm, load_norm(loader, f"{prefix}.k_norm", size, eps)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        angles: Angles,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
+        num_tokens = x.shape[0]
+        q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in self._qkv(x))
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = self._q_norm(q), self._k_norm(k)
+        q, k = self._rope.rotate(q, angles), self._rope.rotate(k, angles)
+        attended = attention.forward(self._layer, q, k, v)
+        return self._out(attended.reshape(num_tokens, -1), residual)
+
+
+class LlamaLayer:
+    def __init__(
+        self, loader: WeightLoader, config: ModelConfig, layer: int, parallel: Parallel, rope: Rope
+    ) -> None:
+        prefix = f"model.layers.{layer}"
+        norms = (f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm")
+        self._norm, self._mlp_norm = (
+            load_norm(loader, name, config.hidden_size, config.rms_eps) for name in norms
+        )
+        self._attention = LlamaAttention(loader, config, layer, parallel, rope)
+        self._mlp = GatedMLP(
+            loader,
+            f"{prefix}.mlp",
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            bias=config.mlp_bias,
+            parallel=parallel,
+        )
+
+    def __call__(
+        self, hidden: torch.Tensor, angles: Angles, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """hidden [T, hidden], changed in place and returned."""
+        hidden = self._attention(self._norm(hidden), hidden, angles, attention)
+        return self._mlp(self._mlp_norm(hidden), hidden)
+
+
+class LlamaForCausalLM(CausalLM):
+    """See CausalLM."""
+
+    def __init__(self, config: ModelConfig, loader: WeightLoader, parallel: Parallel) -> None:
+        super().__init__(config, parallel)
+        self._rope = Rope(config.rope, dtype=loader.dtype, device=loader.device)
+        self._vocab = VocabShard(loader, config, parallel)
+        self._layers = [
+            LlamaLayer(loader, config, layer, parallel, self._rope)
+            for layer in range(config.num_layers)
+        ]
+        self._norm = load_norm(loader, "model.norm", config.hidden_size, config.rms_eps)
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        config, parallel = self.config, self.parallel
+        return AttentionSpec(
+            num_q_heads=config.num_heads // parallel.size,
+            num_kv_heads=len(heads_of(parallel.rank, parallel.size, config.num_kv_heads)),
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            mla=False,
+        )
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        hidden = self._vocab.embedding(token_ids)
+        angles = self._rope.angles(positions)
+        for layer in self._layers:
+            hidden = layer(hidden, angles, attention)
+        return self._norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._vocab.head(hidden)

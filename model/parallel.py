@@ -1,0 +1,139 @@
+"""Tensor parallelism: which part of what a rank owns, and the collectives between ranks.
+
+Process groups are explicit objects, never torch's process-wide default, so that two engines can
+live in one process.
+"""
+
+import ipaddress
+import socket
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed
+
+from model.config import ModelConfig, ModelError
+
+# torch's stubs lack the explicit group classes, which are what this file is about.
+distributed: Any = torch.distributed
+
+DEFAULT_TIMEOUT_S: Final = 60.0
+
+
+class InvalidParallelism(ModelError):
+    """A tensor-parallel size that does not fit the model."""
+
+
+def heads_of(rank: int, size: int, total_heads: int) -> range:
+    """The heads that a rank owns; with more ranks than heads, a head has several owners."""
+    start = rank * total_heads // size
+    return range(start, max(start + 1, (rank + 1) * total_heads // size))
+
+
+def check_parallelism(config: ModelConfig, size: int) -> None:
+    """Raises InvalidParallelism unless `size` ranks can share the model."""
+    if size < 1:
+        raise InvalidParallelism(f"tp is {size}; use at least 1")
+    if config.num_heads % size:
+        raise InvalidParallelism(
+            f"tp={size} does not divide the model's {config.num_heads} query heads"
+        )
+    kv_heads = config.kv_heads_total
+    if kv_heads % size and size % kv_heads:
+        raise InvalidParallelism(
+            f"tp={size} neither divides nor is a multiple of the model's {kv_heads} KV heads"
+        )
+    widths = {"intermediate_size": config.intermediate_size}
+    if config.moe:
+        widths["moe_intermediate_size"] = config.moe.expert_intermediate_size
+    for name, width in widths.items():
+        if width % size:
+            raise InvalidParallelism(f"tp={size} does not divide the model's {name} {width}")
+
+
+class Parallel:
+    """One rank's end of a tensor-parallel group. A group of size 1 does nothing.
+
+    Args:
+        rank, size: this rank, of how many.
+        group: a ProcessGroupGloo or ProcessGroupNCCL; None only for size 1. `connect` makes one.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        if not 0 <= rank < size:
+            raise InvalidParallelism(f"rank {rank} is not in a group of {size}")
+        if size > 1 and group is None:
+            raise InvalidParallelism(f"a group of {size} ranks needs a process group: use connect")
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    @classmethod
+    def connect(
+        cls,
+        rank: int,
+        size: int,
+        *,
+        host: str,
+        port: int,
+        device: torch.device | str = "cpu",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> "Parallel":
+        """Joins the group whose rank 0 listens on host:port; blocks until all ranks are there.
+
+        Args:
+            device: "cpu" uses gloo, "cuda:N" NCCL on that GPU.
+            timeout_s: for joining, and afterwards for each collective.
+        """
+        if size == 1:
+            return cls(rank, size)
+        timeout = timedelta(seconds=timeout_s)
+        store = distributed.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout)
+        return cls(rank, size, _make_group(store, rank, size, host, torch.device(device), timeout))
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums `tensor` over all ranks in place and returns it; bit-identical on every rank."""
+        if self._group is not None:
+            self._group.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Joins the ranks' [rows, n] into [rows, size * n], in rank order, on every rank."""
+        if self._group is None:
+            return tensor
+        rows, width = tensor.shape
+        parts = tensor.new_empty(self.size, rows, width)
+        self._group._allgather_base(parts, tensor.contiguous()).wait()
+        return parts.transpose(0, 1).reshape(rows, self.size * width)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Overwrites `tensor` with rank `root`'s and returns it."""
+        if self._group is not None:
+            self._group.broadcast(tensor, root).wait()
+        return tensor
+
+    def close(self) -> None:
+        """Leaves the group; every rank calls it, after its last collective."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+
+def _make_group(
+    store: Any, rank: int, size: int, host: str, device: torch.device, timeout: timedelta
+) -> Any:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        nccl_options = distributed.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        return distributed.ProcessGroupNCCL(store, rank, size, nccl_options)
+    options = distributed.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    # Left alone, gloo binds to what the host name resolves to, which need not be reachable.
+    local = {"hostname": "127.0.0.1"} if _is_loopback(host) else {"hostname": socket.gethostname()}
+    options._devices = [distributed.ProcessGroupGloo.create_device(**local)]
+    return distributed.ProcessGroupGloo(store, rank, size, options)
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback

@@ -1,0 +1,64 @@
+"""From a config and a directory to a model that runs."""
+
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from model.base import CausalLM
+from model.config import ModelConfig, ModelError, UnsupportedModel
+from model.llama import LlamaForCausalLM
+from model.parallel import Parallel, check_parallelism
+from model.weights import DummySource, SafetensorsSource, TensorSource, WeightLoader
+
+LOAD_FORMATS: Final = ("auto", "dummy")
+
+_MODELS: Final[dict[str, type[LlamaForCausalLM]]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": LlamaForCausalLM,
+}
+
+
+def load_model(
+    config: ModelConfig,
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    parallel: Parallel | None = None,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> CausalLM:
+    """Loads this rank's part of a model.
+
+    Args:
+        model_dir: as `hub.resolve_model` returns it; not read when load_format is "dummy".
+        dtype: to compute in; on the CPU weights of this dtype stay mapped from their file.
+        load_format: "auto" reads safetensors, "dummy" makes weights from their names and `seed`.
+
+    Raises:
+        ModelError: the files do not fit the config, or tp does not fit the model.
+    """
+    parallel = parallel or Parallel()
+    check_parallelism(config, parallel.size)
+    if config.architecture not in _MODELS:
+        raise UnsupportedModel(f"architecture {config.architecture} is not supported")
+    loader = WeightLoader(
+        _source(Path(model_dir), load_format, seed, device), dtype=dtype, device=device
+    )
+    with torch.inference_mode():
+        model = _MODELS[config.architecture](config, loader, parallel)
+    loader.finish()
+    return model
+
+
+def _source(
+    model_dir: Path, load_format: str, seed: int, device: torch.device | str
+) -> TensorSource:
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format {load_format!r} is unknown; use {' or '.join(LOAD_FORMATS)}")
+    if load_format == "dummy":
+        return DummySource(seed, device)
+    return SafetensorsSource(model_dir)

@@ -1,0 +1,105 @@
+"""Rotary position embedding: angles once a step, rotation once a layer."""
+
+import math
+
+import torch
+
+from model.config import RopeConfig
+
+
+def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
+    """Radians per position of each rotated pair, float32 [dim / 2], on the CPU."""
+    exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
+    frequencies = config.theta**exponents
+    if config.rope_type == "linear":
+        return 1.0 / frequencies / config.factor
+    if config.rope_type == "llama3":
+        return _llama3(config, 1.0 / frequencies)
+    if config.rope_type == "yarn":
+        return _yarn(config, frequencies)
+    return 1.0 / frequencies
+
+
+def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
+    """Slows the long wavelengths by `factor`, keeps the short, blends those in between."""
+    wavelengths = 2 * math.pi / inverse
+    turns = config.original_max_position / wavelengths
+    span = config.high_freq_factor - config.low_freq_factor
+    smooth = (turns - config.low_freq_factor) / span
+    blended = (1 - smooth) * inverse / config.factor + smooth * inverse
+    slowed = torch.where(turns < config.low_freq_factor, inverse / config.factor, inverse)
+    between = (turns >= config.low_freq_factor) & (turns <= config.high_freq_factor)
+    return torch.where(between, blended, slowed)
+
+
+def _yarn(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Blends interpolated and original frequencies along a ramp over the dimensions."""
+
+    def dimension_of(turns: float) -> float:
+        reach = math.log(config.original_max_position / (turns * 2 * math.pi))
+        return config.dim * reach / (2 * math.log(config.theta))
+
+    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dim - 1)
+    high = high + 0.001 if low == high else high  # an empty ramp would divide by zero
+    ramp = (torch.arange(config.dim // 2, dtype=torch.float32) - low) / (high - low)
+    keep = 1 - ramp.clamp(0, 1)
+    return 1.0 / (config.factor * frequencies) * (1 - keep) + 1.0 / frequencies * keep
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Yarn's correction of attention magnitude for a context stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def attention_scaling(config: RopeConfig) -> float:
+    """What cos and sin are multiplied by; 1 except for yarn."""
+    if config.rope_type != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return yarn_mscale(config.factor, config.mscale) / yarn_mscale(
+            config.factor, config.mscale_all_dim
+        )
+    return yarn_mscale(config.factor, 1.0)
+
+
+class Rope:
+    """The rotation of one model on one device.
+
+    The angles of a step are computed from its positions, not looked up: a table for a context of
+    131,072 tokens would take more memory than some models.
+    """
+
+    def __init__(
+        self, config: RopeConfig, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self._inverse = inverse_frequencies(config).to(device)
+        self._scaling = attention_scaling(config)
+        self._dtype = dtype
+        self._half = config.dim // 2
+        self._interleaved = config.interleaved
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and signed sin [T, 1, dim] of positions [T], ready for `rotate`."""
+        turned = positions[:, None].to(torch.float32) * self._inverse
+        cos, sin = turned.cos(), turned.sin()
+        if self._scaling != 1.0:
+            cos, sin = cos * self._scaling, sin * self._scaling
+        if self._interleaved:
+            return cos[:, None], sin[:, None]
+        cos = torch.cat((cos, cos), dim=-1)
+        sin = torch.cat((-sin, sin), dim=-1)
+        return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
+
+    def rotate(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Rotates x [T, heads, dim]."""
+        cos, sin = angles
+        if not self._interleaved:
+            return (x * cos).addcmul_(x.roll(self._half, dims=-1), sin)
+        even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        return turned.flatten(-2).to(x.dtype)

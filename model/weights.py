@@ -1,0 +1,200 @@
+"""Where weights come from: safetensors files, mapped, or a function of name and seed.
+
+On the CPU a tensor whose dtype already fits is used where the file is mapped, so that weights cost
+no memory of their own and two engines on one host share them.
+"""
+
+import json
+import math
+import zlib
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from model.config import ModelLoadError
+
+# Buffers that some exporters saved; they follow from the config.
+_IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias")
+_HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratch to 128 MiB each
+
+
+class TensorSource(ABC):
+    """Named tensors of a checkpoint."""
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """Every name, whether or not the model uses it; empty when any name can be made."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def part(
+        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
+    ) -> torch.Tensor:
+        """Rows, and for matrices columns, of a tensor whose full shape must be `shape`."""
+
+
+class SafetensorsSource(TensorSource):
+    """A directory's model.safetensors, or the shards that its index names."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = ExitStack()
+        self._where: dict[str, Any] = {}
+        for path in safetensors_files(folder):
+            try:
+                handle = self._files.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
+            self._where.update(dict.fromkeys(handle.keys(), handle))
+
+    def names(self) -> set[str]:
+        return set(self._where)
+
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def part(
+        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
+    ) -> torch.Tensor:
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelLoadError(
+                f"weight {name} has shape {tuple(tensor.shape)}, the config implies {shape}"
+            )
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise ModelLoadError(
+                f"weight {name} has dtype {tensor.dtype}; supported: float32, bfloat16, float16"
+            )
+        tensor = tensor[rows.start : rows.stop]
+        return tensor if cols is None else tensor[:, cols.start : cols.stop]
+
+
+class DummySource(TensorSource):
+    """Weights made from (name, seed) alone: element i does not depend on which part is asked for.
+
+    Matrices are uniform with variance 1 / columns, so that activations keep their size through
+    any depth; vectors named as norms are 1, other vectors small.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str) -> None:
+        self._seed = seed
+        self._device = device
+
+    def names(self) -> set[str]:
+        return set()
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def part(
+        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
+    ) -> torch.Tensor:
+        if "norm" in name:
+            return torch.ones(len(rows), device=self._device)
+        width = math.prod(shape[1:])
+        scale = math.sqrt(3.0 / shape[-1]) if len(shape) > 1 else 0.02
+        columns = range(width) if cols is None else cols
+        stream = zlib.crc32(f"{self._seed}/{name}".encode())
+        step = max(1, _HASH_CHUNK // len(columns))
+        parts = [
+            self._uniform(range(start, min(start + step, rows.stop)), columns, width, stream, scale)
+            for start in range(rows.start, rows.stop, step)
+        ]
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return flat.reshape(len(rows), *(shape[1:] if cols is None else (len(cols),)))
+
+    def _uniform(
+        self, rows: range, cols: range, width: int, stream: int, scale: float
+    ) -> torch.Tensor:
+        row = torch.arange(rows.start, rows.stop, device=self._device)[:, None]
+        col = torch.arange(cols.start, cols.stop, device=self._device)
+        bits = (row * width + col).mul_(0x9E3779B1).add_(stream)
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            bits.bitwise_and_(0xFFFFFFFF).bitwise_xor_(bits >> shift).mul_(factor)
+        bits.bitwise_and_(0xFFFFFFFF).bitwise_xor_(bits >> 16)
+        # 24 bits are exact in float32, so every device and rank computes the same value.
+        return (bits >> 8).to(torch.float32).sub_(1 << 23).mul_(scale / (1 << 23))
+
+
+class WeightLoader:
+    """Hands out a rank's parts of the weights and knows which were never asked for."""
+
+    def __init__(
+        self, source: TensorSource, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self._source = source
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._used: set[str] = set()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def load(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        cols: range | None = None,
+    ) -> torch.Tensor:
+        """The part of weight `name` (of full shape `shape`) in our dtype, on our device.
+
+        Raises:
+            ModelLoadError: missing, or of another shape or an unsupported dtype.
+        """
+        if not self._source.has(name):
+            raise ModelLoadError(f"weight {name} is missing from the model's files")
+        self._used.add(name)
+        rows = range(shape[0]) if rows is None else rows
+        part = self._source.part(name, shape, rows, cols)
+        return part.to(self._device, self._dtype).contiguous()
+
+    def ignore(self, name: str) -> None:
+        """Declares a weight that the model knows and does not need."""
+        self._used.add(name)
+
+    def finish(self) -> None:
+        """Raises ModelLoadError if the files hold weights that nobody asked for."""
+        unused = sorted(
+            name
+            for name in self._source.names() - self._used
+            if not name.endswith(_IGNORED_SUFFIXES)
+        )
+        if unused:
+            shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
+            raise ModelLoadError(
+                f"{len(unused)} weights are not used by this architecture: {shown}"
+            )
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of a directory, in the order of their names.
+
+    Raises:
+        ModelLoadError: none there, or the index names one that is missing.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ModelLoadError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json"
+        )
+    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelLoadError(f"{index} names {', '.join(missing)}, which {folder} lacks")
+    return [folder / name for name in names]

@@ -1,0 +1,142 @@
+"""Request fields that are accepted only with the value that changes nothing.
+
+Clients and routers send many fields they do not use. A field of this table is accepted with one
+of the listed values and refused, by name, with any other; `null` means "not given" for every
+field. Implementing a field means taking its line out and adding it to openai_requests.py.
+"""
+
+from typing import Any
+
+from protocol.errors import InvalidRequest
+
+# A float in the table accepts 0 and 0.0 alike; an int accepts that int only; True is never 1.
+_BOTH: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "min_tokens": (0, 1),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "length_penalty": (1.0,),
+    "typical_p": (1.0,),
+    "top_a": (0.0,),
+    "priority": (0,),
+    "logit_bias": ({},),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "early_stopping": (False,),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "no_stop_trim": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+    # Reasoning switches, for models that have none.
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+}
+
+NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
+    **_BOTH,
+    "suffix": ("",),
+    "add_special_tokens": (True,),
+    "continue_final_message": (False,),
+}
+
+NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+    **_BOTH,
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "modalities": (["text"],),
+    # No tools are ever offered, so how they would be chosen changes nothing.
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+}
+
+NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "annotations": ([],),
+    "refusal": ("",),
+    "reasoning_content": ("",),
+    "reasoning": ("",),
+}
+
+NEUTRAL_STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "include_obfuscation": (False,),
+    "continuous_usage_stats": (False,),
+}
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """`value` as an error message can carry it: JSON-like and cut to `limit` characters."""
+    if isinstance(value, str | bytes | list | tuple) and len(value) > limit:
+        value = value[:limit]  # never render ten megabytes to show eighty characters
+    text = {True: "true", False: "false", None: "null"}[value] if _is_word(value) else repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _is_word(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def changes_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether `value` is one of `neutral`, type-strict: 1 is not True, 0 equals 0.0 only there."""
+    return any(_same(value, candidate) for candidate in neutral)
+
+
+def _same(value: Any, candidate: Any) -> bool:
+    if type(candidate) is float:
+        return type(value) in (int, float) and value == candidate
+    return type(value) is type(candidate) and bool(value == candidate)
+
+
+def drop_neutral(
+    body: dict[str, Any],
+    known: frozenset[str],
+    neutral: dict[str, tuple[Any, ...]],
+    where: str = "",
+) -> dict[str, Any]:
+    """`body` without nulls and without the fields of `neutral`.
+
+    Args:
+        known: the fields that the caller understands; they are kept as they are unless null.
+        where: a prefix that tells the client where the field stands, e.g. "messages[0].".
+
+    Raises:
+        InvalidRequest: a field is neither known nor neutral, or carries a value that matters.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in known:
+            kept[name] = value
+        elif name not in neutral:
+            raise InvalidRequest(
+                f"`{where}{shown(name)[1:-1]}` is not supported; leave it out.",
+                param=where + name[:80],
+            )
+        elif not changes_nothing(value, neutral[name]):
+            allowed = " or ".join(shown(candidate) for candidate in neutral[name])
+            raise InvalidRequest(
+                f"`{where}{name}` is {shown(value)}, which is not implemented; "
+                f"send {allowed} or leave it out.",
+                param=where + name,
+            )
+    return kept

@@ -1,0 +1,224 @@
+"""The decode role: admits a prompt that was prefilled elsewhere, pulls its KV, verifies it.
+
+    add -> connect (first contact only) -> queue -> blocks -> pull -> fence -> decode
+                       |                                |        |
+                       `------------ failure policy: recompute here, or fail
+
+The pull coordinator's threads do all waiting; this role moves sequences and blocks, each round,
+according to the events they left. A sequence's id is the id of its pull.
+"""
+
+import logging
+
+from decode_server.failure import FailurePolicy
+from engine.role import KVRole
+from engine.sequence import Phase, Sequence
+from engine.transport import ZmqTransport
+from engine.worker import RankContext, RankService, RoleFactory, main
+from kvcache.transfer.pull import (
+    PeerFailed,
+    PeerReady,
+    PullCoordinator,
+    PullDone,
+    PullDrained,
+    PullFailed,
+    PullSettings,
+    PullWorker,
+)
+from protocol.errors import BatonError
+from protocol.handshake import EngineMetadata
+from protocol.messages import RemotePrefill
+
+logger = logging.getLogger("baton.decode")
+
+_PeerKey = tuple[str, str]  # engine id, incarnation
+
+
+def _key(remote: RemotePrefill) -> _PeerKey:
+    return remote.engine_id, remote.incarnation
+
+
+class DecodeRole(KVRole):
+    """Connects, pulls, recovers."""
+
+    def __init__(self, coordinator: PullCoordinator, policy: FailurePolicy) -> None:
+        self._coordinator = coordinator
+        self._policy = policy
+        self._connecting: dict[_PeerKey, list[Sequence]] = {}
+        self._pulling: dict[str, Sequence] = {}
+        self._undrained: dict[str, tuple[list[int], bool]] = {}  # blocks, whether quarantined
+        self._totals = dict.fromkeys(
+            ("pulls_done", "pulls_failed", "pull_bytes", "pull_descriptors", "pull_seconds"), 0.0
+        )
+        self._failures: dict[str, int] = {}
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def on_add(self, sequence: Sequence) -> None:
+        remote = sequence.remote
+        if remote is None:
+            self.core.enqueue(sequence)
+            return
+        self._coordinator.hold(sequence.request_id, remote)
+        self._connecting.setdefault(_key(remote), []).append(sequence)
+        self._coordinator.connect(remote)
+
+    def on_receive(self, sequence: Sequence) -> None:
+        assert sequence.remote is not None
+        if sequence.num_computed >= sequence.num_prompt_tokens:
+            # Every block was cached here: nothing to read, so nothing to fence.
+            self._release_remote(sequence)
+            self.core.scheduler.received(sequence)
+            self.core.wake()
+            return
+        self._pulling[sequence.request_id] = sequence
+        self._coordinator.start(
+            sequence.request_id,
+            sequence.remote,
+            sequence.num_computed,
+            sequence.num_prompt_tokens,
+            list(sequence.block_ids),
+        )
+
+    def on_finish(self, sequence: Sequence) -> None:
+        if sequence.remote is not None:  # it ended with the first token, before any pull
+            self._release_remote(sequence)
+
+    def on_abort(self, sequence: Sequence) -> bool:
+        if sequence.remote is None:
+            return False
+        self._release_remote(sequence)
+        if sequence.phase is not Phase.RECEIVING:
+            for waiting in self._connecting.values():
+                if sequence in waiting:
+                    waiting.remove(sequence)
+            return False
+        del self._pulling[sequence.request_id]
+        fresh = self.core.scheduler.abandon(sequence)
+        self._undrained[sequence.request_id] = (fresh, False)
+        return True
+
+    def _release_remote(self, sequence: Sequence) -> None:
+        """Lets the prefill server have its blocks back, as soon as no read is under way."""
+        self._coordinator.cancel(sequence.request_id)
+
+    # -- events ------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        for event in self._coordinator.drain():
+            if isinstance(event, PeerReady):
+                for sequence in self._connecting.pop((event.engine_id, event.incarnation), []):
+                    self.core.enqueue(sequence)
+            elif isinstance(event, PeerFailed):
+                for sequence in self._connecting.pop((event.engine_id, event.incarnation), []):
+                    self._release_remote(sequence)
+                    self._give_up_remote(sequence, event.error)
+            elif isinstance(event, PullDone):
+                self._on_done(event)
+            elif isinstance(event, PullFailed):
+                self._on_failed(event)
+            elif isinstance(event, PullDrained):
+                self._on_drained(event.pull_id)
+
+    def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
+        """No KV will come, and no block is held yet."""
+        self._count_failure(sequence, error)
+        sequence.remote = None
+        if self._policy.recomputes(error):
+            self.core.enqueue(sequence)
+        else:
+            self.core.fail(sequence, error)
+
+    def _on_done(self, event: PullDone) -> None:
+        sequence = self._pulling.pop(event.pull_id, None)
+        if sequence is None:
+            return  # aborted meanwhile; PullDrained follows
+        self._totals["pulls_done"] += 1
+        self._totals["pull_bytes"] += event.bytes
+        self._totals["pull_descriptors"] += event.descriptors
+        self._totals["pull_seconds"] += event.seconds
+        self.core.scheduler.received(sequence)
+
+    def _on_failed(self, event: PullFailed) -> None:
+        sequence = self._pulling.pop(event.pull_id, None)
+        if sequence is None:
+            return
+        self._count_failure(sequence, event.error)
+        recomputes = self._policy.recomputes(event.error)
+        scheduler = self.core.scheduler
+        if not event.drained or not recomputes:
+            fresh = scheduler.abandon(sequence, quarantine=not event.drained)
+            if event.drained:
+                scheduler.allocator.cancel_receive(fresh)
+            else:
+                self._undrained[event.pull_id] = (fresh, True)
+            sequence.remote = None
+            if recomputes:
+                scheduler.requeue(sequence)
+            else:
+                self.core.fail(sequence, event.error)
+            return
+        scheduler.recompute_in_place(sequence)
+
+    def _on_drained(self, pull_id: str) -> None:
+        blocks, quarantined = self._undrained.pop(pull_id, ([], False))
+        allocator = self.core.scheduler.allocator
+        if quarantined:
+            allocator.unquarantine(blocks)
+        else:
+            allocator.cancel_receive(blocks)
+
+    def _count_failure(self, sequence: Sequence, error: BatonError) -> None:
+        self._totals["pulls_failed"] += 1
+        self._failures[error.code] = self._failures.get(error.code, 0) + 1
+        action = "recomputing" if self._policy.recomputes(error) else "failing"
+        logger.warning("request %s: %s (%s)", sequence.request_id, error.message, action)
+
+    # -- the rest ----------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        failures = {f"pull_failures_{code}": float(n) for code, n in self._failures.items()}
+        counters = {f"pull_{k}": float(v) for k, v in self._coordinator.counters().items()}
+        return {**counters, **self._totals, **failures}
+
+    def close(self) -> None:
+        self._coordinator.close()
+
+
+class _WorkerService(RankService):
+    def __init__(self, worker: PullWorker) -> None:
+        self._worker = worker
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class DecodeRoleFactory(RoleFactory):
+    def start_rank(self, context: RankContext) -> RankService:
+        worker = PullWorker(context.rank, context.agent, context.pool, context.config)
+        worker.start()
+        return _WorkerService(worker)
+
+    def create(
+        self, context: RankContext, metadata: EngineMetadata, transport: ZmqTransport
+    ) -> KVRole:
+        config = context.config
+        settings = PullSettings(
+            handshake_timeout_s=config.handshake_timeout_s,
+            pull_timeout_s=config.pull_timeout_s,
+            fence_timeout_s=config.fence_timeout_s,
+        )
+        coordinator = PullCoordinator(
+            address=config.transfer_address,
+            num_ranks=config.tp,
+            compat=context.compat,
+            secret=config.cluster_secret.encode(),
+            settings=settings,
+            on_event=transport.wake,
+        )
+        coordinator.start_thread()
+        return DecodeRole(coordinator, FailurePolicy(config.kv_load_failure_policy))
+
+
+if __name__ == "__main__":
+    main(DecodeRoleFactory())

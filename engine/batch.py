@@ -1,0 +1,126 @@
+"""One step as it travels from rank 0 to every rank, and what comes back.
+
+The scheduler's plan becomes flat host arrays; a rank derives positions and slots from them. The
+same arrays go through memory on rank 0 and as msgpack bytes to the other ranks.
+"""
+
+from collections.abc import Sequence as Sequenceable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from attention.base import AttentionBatch
+from engine.scheduler import Scheduled
+from protocol.messages import SamplingParams, TokenLogprobs
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """T tokens of S sequences; R of the sequences draw their next token at the end."""
+
+    token_ids: Int64s  # [T]
+    query_lens: Int32s  # [S] tokens to compute
+    context_lens: Int32s  # [S] tokens of KV once they are computed
+    block_tables: Int32s  # [S, max_blocks], padded with the null block
+    sample_rows: Int32s  # [R] indices into S
+    sampling: list[SamplingParams]  # [R]
+
+    @property
+    def positions(self) -> Int64s:
+        """[T] index of each token in its sequence."""
+        starts = self.context_lens - self.query_lens
+        offsets = np.cumsum(self.query_lens) - self.query_lens
+        within = np.arange(len(self.token_ids), dtype=np.int64)
+        return within + np.repeat(starts - offsets, self.query_lens)
+
+    def attention_batch(self, block_size: int) -> AttentionBatch:
+        positions = self.positions
+        rows = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
+        blocks = self.block_tables[rows, positions // block_size].astype(np.int64)
+        return AttentionBatch(
+            query_lens=self.query_lens,
+            context_lens=self.context_lens,
+            block_tables=self.block_tables,
+            slot_mapping=blocks * block_size + positions % block_size,
+        )
+
+    @property
+    def last_token_rows(self) -> Int64s:
+        """[R] rows of T whose hidden state the next token is drawn from."""
+        ends = np.cumsum(self.query_lens, dtype=np.int64) - 1
+        return ends[self.sample_rows]
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutput:
+    """The drawn tokens, in the order of `StepInput.sample_rows`."""
+
+    token_ids: list[int]  # [R]
+    logprobs: list[TokenLogprobs | None]  # [R]
+
+
+def build_step(scheduled: Sequenceable[Scheduled]) -> StepInput:
+    """Arrays of a non-empty plan."""
+    sequences = [item.sequence for item in scheduled]
+    starts = [sequence.num_computed for sequence in sequences]
+    query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
+    tokens: list[int] = []
+    for item, start in zip(scheduled, starts, strict=True):
+        tokens += item.sequence.token_ids[start : start + item.num_tokens]
+    tables = np.zeros((len(sequences), max(len(s.block_ids) for s in sequences)), dtype=np.int32)
+    for row, sequence in enumerate(sequences):
+        tables[row, : len(sequence.block_ids)] = sequence.block_ids
+    drawing = [index for index, item in enumerate(scheduled) if item.samples]
+    return StepInput(
+        token_ids=np.array(tokens, dtype=np.int64),
+        query_lens=query_lens,
+        context_lens=np.array(starts, dtype=np.int32) + query_lens,
+        block_tables=tables,
+        sample_rows=np.array(drawing, dtype=np.int32),
+        sampling=[sequences[index].request.sampling for index in drawing],
+    )
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True):
+    token_ids: bytes
+    query_lens: bytes
+    context_lens: bytes
+    block_tables: bytes
+    table_width: int
+    sample_rows: bytes
+    sampling: list[SamplingParams]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Wire).decode
+
+
+def step_to_bytes(step: StepInput) -> bytes:
+    return _encode(
+        _Wire(
+            token_ids=step.token_ids.tobytes(),
+            query_lens=step.query_lens.tobytes(),
+            context_lens=step.context_lens.tobytes(),
+            block_tables=step.block_tables.tobytes(),
+            table_width=step.block_tables.shape[1],
+            sample_rows=step.sample_rows.tobytes(),
+            sampling=step.sampling,
+        )
+    )
+
+
+def step_from_bytes(data: bytes) -> StepInput:
+    wire = _decode(data)
+    return StepInput(
+        token_ids=np.frombuffer(wire.token_ids, dtype=np.int64),
+        query_lens=np.frombuffer(wire.query_lens, dtype=np.int32),
+        context_lens=np.frombuffer(wire.context_lens, dtype=np.int32),
+        block_tables=np.frombuffer(wire.block_tables, dtype=np.int32).reshape(-1, wire.table_width),
+        sample_rows=np.frombuffer(wire.sample_rows, dtype=np.int32),
+        sampling=wire.sampling,
+    )

@@ -1,0 +1,52 @@
+"""The frozen configuration of one engine, as it travels to each of its rank processes."""
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a rank process needs to know at start; facts learned later live elsewhere.
+
+    Addresses are ZMQ endpoints. `input_address` and `output_address` connect rank 0 to the HTTP
+    process, `control_address` connects rank 0 to the other ranks, `transfer_address` connects the
+    pull coordinator to every rank's pull worker.
+    """
+
+    role: str  # "prefill" | "decode"
+    engine_id: str
+    incarnation: str  # new at every start
+    model_dir: str
+    load_format: str = "auto"  # "auto" | "dummy"
+    seed: int = 0
+    device: str = "cpu"  # "cpu" | "cuda"
+    devices: list[int] = []  # CUDA indices, one per rank
+    dtype: str = "float32"
+    tp: int = 1
+    block_size: int = 64
+    kv_layout: str = "BHLCND"
+    attention_backend: str = "auto"
+    kv_cache_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    threads: int | None = None
+    input_address: str
+    output_address: str
+    control_address: str
+    transfer_address: str
+    store_host: str = "127.0.0.1"  # torch.distributed rendezvous, used when tp > 1
+    store_port: int = 0
+    side_channel_host: str = "127.0.0.1"  # bound here
+    side_channel_advertise: str = "127.0.0.1"  # told to peers
+    side_channel_port: int = 0
+    cluster_secret: str = ""
+    lease_s: float = 30.0
+    kv_load_failure_policy: str = "recompute"  # "recompute" | "fail"
+    transfer: str = "auto"
+    kv_convert: bool = False
+    handshake_timeout_s: float = 5.0
+    pull_timeout_s: float = 30.0
+    fence_timeout_s: float = 5.0
+    staging_bytes: int = 256 * 2**20
+    log_level: str = "info"

@@ -1,0 +1,272 @@
+"""The engine core: takes requests in, runs steps, and sends every token out exactly once.
+
+One thread, one loop:
+
+    inputs (add, abort) -> role.poll (what pulls and leases have done) -> schedule -> execute
+    -> tokens out -> ...
+
+When nothing can be computed the loop sleeps on its sockets; the role's threads wake it. Steps are
+synchronous: every block that a step refers to has been read and written when the next round begins,
+so a block released in one round may be received into in the next (I8).
+"""
+
+import logging
+import time
+from collections.abc import Sequence as Sequenceable
+from typing import Protocol
+
+from engine.batch import StepInput, StepOutput, build_step
+from engine.role import CoreServices, KVRole
+from engine.scheduler import Plan, Scheduler
+from engine.sequence import Phase, Sequence
+from kvcache.blocks import BlockState
+from protocol.errors import BatonError, ContextLengthExceeded
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineInput,
+    ErrorInfo,
+    TokenDelta,
+    TokenLogprobs,
+)
+
+logger = logging.getLogger("baton.engine")
+
+_IDLE_WAIT_S = 1.0  # the loop also looks around this often when nothing wakes it
+_STATS_INTERVAL_S = 0.25
+
+
+class Executor(Protocol):
+    """Runs a step on every rank and returns rank 0's tokens."""
+
+    def execute(self, step: StepInput) -> StepOutput: ...
+
+
+class Transport(Protocol):
+    """The core's side of the link to the HTTP process."""
+
+    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
+        """Waits for input or a wake-up. Returns the messages, and whether the link asks to end."""
+
+    def wake(self) -> None: ...
+
+    def send(self, deltas: list[TokenDelta]) -> None: ...
+
+    def send_stats(self, values: dict[str, float]) -> None: ...
+
+
+class EngineCore(CoreServices):
+    """Owns the sequences of one engine. Everything here runs on the thread that calls `run`."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, role: KVRole, transport: Transport
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.role = role
+        self.transport = transport
+        self.sequences: dict[str, Sequence] = {}
+        self._outbox: list[TokenDelta] = []
+        self._num_steps = 0
+        self._num_prefix_queries = 0
+        self._num_prefix_hits = 0
+        self._last_stats: dict[str, float] = {}
+        self._stats_due_s = 0.0
+        role.bind(self)
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serves until the transport says to end."""
+        progressed = False
+        while True:
+            messages, ended = self.transport.receive(0.0 if progressed else _IDLE_WAIT_S)
+            if ended:
+                return
+            progressed = self.round(messages)
+            self._report_stats()
+            if not progressed and not messages and self.is_idle:
+                self.check_integrity()
+
+    def round(self, messages: Sequenceable[EngineInput]) -> bool:
+        """One pass of the loop. True if another should follow at once."""
+        for message in messages:
+            self._take(message)
+        self.role.poll()
+        plan = self.scheduler.schedule()
+        self._begin(plan)
+        if plan.scheduled:
+            step = build_step(plan.scheduled)
+            self._flush()  # first tokens do not wait for the step
+            output = self.executor.execute(step)
+            self._num_steps += 1
+            self._commit(plan, output)
+        self._flush()
+        return bool(plan.scheduled or plan.receiving or plan.preempted)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.sequences
+
+    def check_integrity(self) -> None:
+        self.scheduler.check_integrity()
+
+    # -- requests in -------------------------------------------------------------------------
+
+    def _take(self, message: EngineInput) -> None:
+        if isinstance(message, AddRequest):
+            self._add(message)
+        elif isinstance(message, AbortRequest):
+            self._abort(message.request_id)
+
+    def _add(self, request: AddRequest) -> None:
+        sequence = Sequence.from_request(request)
+        if len(request.token_ids) >= self.scheduler.limits.max_model_len:
+            # The HTTP process checks this with a proper message; this is the engine's own guard.
+            self._emit_error(sequence, _too_long(request, self.scheduler.limits.max_model_len))
+            return
+        self.sequences[request.request_id] = sequence
+        self.role.on_add(sequence)
+
+    def _abort(self, request_id: str) -> None:
+        sequence = self.sequences.pop(request_id, None)
+        if sequence is None:
+            self.role.on_abort_unknown(request_id)
+            return
+        if not self.role.on_abort(sequence):
+            self.scheduler.finish(sequence)
+        sequence.phase = Phase.FINISHED
+        self._outbox.append(
+            TokenDelta(request_id=request_id, finish_reason="abort", usage=sequence.usage())
+        )
+
+    # -- services to the role ----------------------------------------------------------------
+
+    def enqueue(self, sequence: Sequence) -> None:
+        reason = sequence.finish_reason(self.scheduler.limits.max_model_len)
+        if reason is not None:  # it ends with the token it came with, and needs no block
+            self._emit_first(sequence)
+            self._finish(sequence, reason)
+            return
+        self.scheduler.add(sequence)
+
+    def fail(self, sequence: Sequence, error: BatonError) -> None:
+        del self.sequences[sequence.request_id]
+        self._emit_error(sequence, error)
+
+    def wake(self) -> None:
+        self.transport.wake()
+
+    # -- a round's work ----------------------------------------------------------------------
+
+    def _begin(self, plan: Plan) -> None:
+        for sequence in plan.admitted:
+            self._num_prefix_queries += sequence.num_prompt_tokens
+            self._num_prefix_hits += min(sequence.num_computed, sequence.num_prompt_tokens)
+            self._emit_first(sequence)
+        for sequence in plan.receiving:
+            self.role.on_receive(sequence)
+
+    def _commit(self, plan: Plan, output: StepOutput) -> None:
+        drawn = iter(zip(output.token_ids, output.logprobs, strict=True))
+        for item in plan.scheduled:
+            samples = item.samples
+            self.scheduler.computed(item.sequence, item.num_tokens)
+            if samples:
+                self._append(item.sequence, *next(drawn))
+
+    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        sequence.append_output(token_id)
+        if sequence.num_outputs == 1:
+            sequence.first_logprobs = logprobs
+        reason = sequence.finish_reason(self.scheduler.limits.max_model_len)
+        if reason is None:
+            self._emit_token(sequence, token_id, logprobs)
+        else:
+            self._finish(sequence, reason, token_id, logprobs)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: str,
+        token_id: int | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
+        params = self.role.on_finish(sequence)
+        self.scheduler.finish(sequence)
+        del self.sequences[sequence.request_id]
+        self._outbox.append(
+            TokenDelta(
+                request_id=sequence.request_id,
+                token_ids=[] if token_id is None else [token_id],
+                logprobs=None if logprobs is None else [logprobs],
+                finish_reason=reason,
+                usage=sequence.usage(),
+                kv_transfer_params=params,
+            )
+        )
+
+    # -- out ---------------------------------------------------------------------------------
+
+    def _emit_first(self, sequence: Sequence) -> None:
+        """Sends the token that the prefill server drew, once, before any KV has moved."""
+        first, sequence.first_token = sequence.first_token, None
+        if first is not None:
+            self._emit_token(sequence, first.id, first.logprobs)
+
+    def _emit_token(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
+    ) -> None:
+        if sequence.request.sampling.num_logprobs is None:
+            logprobs = None
+        self._outbox.append(
+            TokenDelta(
+                request_id=sequence.request_id,
+                token_ids=[token_id],
+                logprobs=None if logprobs is None else [logprobs],
+            )
+        )
+
+    def _emit_error(self, sequence: Sequence, error: BatonError) -> None:
+        info = ErrorInfo(error.code, error.message, error.param)
+        self._outbox.append(TokenDelta(request_id=sequence.request_id, error=info))
+
+    def _flush(self) -> None:
+        if self._outbox:
+            self.transport.send(self._outbox)
+            self._outbox = []
+
+    # -- observability -----------------------------------------------------------------------
+
+    def _report_stats(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._stats_due_s and not self.is_idle:
+            return
+        values = self.stats()
+        if values != self._last_stats:
+            self.transport.send_stats(values)
+            self._last_stats = values
+            self._stats_due_s = now_s + _STATS_INTERVAL_S
+
+    def stats(self) -> dict[str, float]:
+        counts = self.scheduler.allocator.counts()
+        blocks = {f"blocks_{state.name.lower()}": float(counts[state]) for state in BlockState}
+        return {
+            **blocks,
+            "running": float(len(self.scheduler.running)),
+            "waiting": float(len(self.scheduler.waiting)),
+            "receiving": float(len(self.scheduler.receiving)),
+            "preemptions": float(self.scheduler.num_preemptions),
+            "steps": float(self._num_steps),
+            "prefix_query_tokens": float(self._num_prefix_queries),
+            "prefix_hit_tokens": float(self._num_prefix_hits),
+            **self.role.stats(),
+        }
+
+
+def _too_long(request: AddRequest, max_model_len: int) -> BatonError:
+    return ContextLengthExceeded(
+        f"the prompt has {len(request.token_ids)} tokens and the context {max_model_len}; "
+        "shorten the prompt",
+        param="prompt",
+    )

@@ -1,0 +1,144 @@
+"""How rank 0 drives the other ranks of its engine: one ROUTER, one DEALER per follower.
+
+    follower -> 0   Hello: who I am, how many blocks I could hold
+    0 -> follower   Allocate: the number of blocks all ranks take
+    follower -> 0   Allocated: where my KV lies
+    0 -> follower   Step ... Step, Stop
+
+Steps are not answered: rank 0 takes part in each of them, and the collectives of the forward pass
+keep all ranks together. A follower that dies ends the engine (its parent watches every rank).
+"""
+
+import logging
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from engine.batch import StepInput, StepOutput, step_from_bytes, step_to_bytes
+from engine.runner import ModelRunner
+from protocol.handshake import RankMetadata
+
+logger = logging.getLogger("baton.engine")
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    rank: int
+    num_blocks: int  # what this rank's memory allows, the null block included
+
+
+class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
+    num_blocks: int
+
+
+class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
+    metadata: RankMetadata
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    data: bytes  # batch.step_to_bytes
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    pass
+
+
+_M = TypeVar("_M", Hello, Allocated)
+_encode = msgspec.msgpack.Encoder().encode
+_from_follower = msgspec.msgpack.Decoder(Hello | Allocated).decode
+_from_leader = msgspec.msgpack.Decoder(Allocate | Step | Stop).decode
+
+
+class RankTimeout(Exception):
+    """A rank did not answer in time."""
+
+
+class Leader:
+    """Rank 0's end. Also the engine core's executor: sends a step on, then runs its own share.
+
+    Args:
+        address: where followers connect to; not used by an engine of one rank.
+        num_ranks: tensor parallelism of the engine.
+    """
+
+    def __init__(self, address: str, num_ranks: int, *, timeout_s: float = 600.0) -> None:
+        self._num_followers = num_ranks - 1
+        self._timeout_ms = int(timeout_s * 1000)
+        self._identities: dict[int, bytes] = {}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        if self._num_followers:
+            self._socket.bind(address)
+        self.runner: ModelRunner | None = None
+
+    def agree_on_blocks(self, num_blocks: int) -> int:
+        """The largest number of blocks that every rank can hold."""
+        for _ in range(self._num_followers):
+            identity, message = self._receive(Hello)
+            self._identities[message.rank] = identity
+            num_blocks = min(num_blocks, message.num_blocks)
+        self._send_all(Allocate(num_blocks))
+        return num_blocks
+
+    def collect(self, own: RankMetadata) -> list[RankMetadata]:
+        """Metadata of all ranks, in order."""
+        others = [self._receive(Allocated)[1].metadata for _ in range(self._num_followers)]
+        return sorted([own, *others], key=lambda metadata: metadata.rank)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        assert self.runner is not None, "the runner is set once its pool is allocated"
+        if self._identities:
+            self._send_all(Step(step_to_bytes(step)))
+        return self.runner.execute(step)
+
+    def close(self) -> None:
+        self._send_all(Stop())
+        self._socket.close(linger=1000)
+        self._context.term()
+
+    def _send_all(self, message: Allocate | Step | Stop) -> None:
+        data = _encode(message)
+        for identity in self._identities.values():
+            self._socket.send_multipart([identity, data])
+
+    def _receive(self, kind: type[_M]) -> tuple[bytes, _M]:
+        if not self._socket.poll(self._timeout_ms):
+            raise RankTimeout(f"no {kind.__name__} from a rank within {self._timeout_ms / 1e3} s")
+        identity, data = self._socket.recv_multipart()
+        message = _from_follower(data)
+        assert isinstance(message, kind), message
+        return identity, message
+
+
+class Follower:
+    """The other end: follows rank 0 until Stop."""
+
+    def __init__(self, address: str, rank: int) -> None:
+        self._rank = rank
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+
+    def agree_on_blocks(self, num_blocks: int) -> int:
+        self._socket.send(_encode(Hello(self._rank, num_blocks)))
+        message = _from_leader(self._socket.recv())
+        assert isinstance(message, Allocate), message
+        return message.num_blocks
+
+    def announce(self, own: RankMetadata) -> None:
+        self._socket.send(_encode(Allocated(own)))
+
+    def run(self, runner: ModelRunner) -> None:
+        """Executes steps until rank 0 says to stop."""
+        while True:
+            message = _from_leader(self._socket.recv())
+            if isinstance(message, Stop):
+                return
+            assert isinstance(message, Step), message
+            runner.execute(step_from_bytes(message.data))
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()

@@ -1,0 +1,274 @@
+"""Who computes what in the next step: pure decisions over the block allocator and prefix index.
+
+Policy, in order:
+1. Sequences that decode go first, so that a long prompt delays them by one chunk at most.
+2. Prompts that are under way get what is left of the token budget, in order of admission.
+3. Waiting sequences are admitted first come, first served, when blocks for all their tokens are
+   available; each takes what the prefix index holds and only allocates the rest.
+When a running sequence needs a block and none is available, the latest admitted one is preempted:
+its blocks are released and it waits, at the head of the queue, to be computed again (cheaply,
+as long as its blocks are still cached). A sequence that fits the pool alone therefore always ends.
+
+A sequence with a `remote` reference is not computed: its new blocks become RECEIVING and the role
+pulls into them; `received`, `recompute_in_place` or `abandon` brings it back. Receiving sequences never wait for
+running ones (a pull ends or times out by itself), so neither can block the other for good.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.sequence import Phase, Sequence
+from kvcache.blocks import BlockAllocator
+from kvcache.prefix import PrefixIndex
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What bounds a step and a sequence."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens, prompt and outputs
+    block_size: int  # tokens
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """`sequence` computes its next `num_tokens` tokens."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step ends at the sequence's last token, so that the next one is drawn."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One round of decisions. `admitted` holds every sequence that got its blocks in this round,
+    `receiving` those of them whose KV is to be pulled."""
+
+    scheduled: list[Scheduled] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    receiving: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the queue, the running set and the receiving set, and their blocks."""
+
+    def __init__(
+        self, limits: SchedulerLimits, allocator: BlockAllocator, prefix: PrefixIndex | None
+    ) -> None:
+        self.limits = limits
+        self.allocator = allocator
+        self.prefix = prefix
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.receiving: dict[str, Sequence] = {}
+        self.num_preemptions = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running or self.receiving)
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.WAITING
+        self.waiting.append(sequence)
+
+    # -- one round ---------------------------------------------------------------------------
+
+    def schedule(self) -> Plan:
+        """Decides the next step. An empty `scheduled` means nothing can be computed now."""
+        plan = Plan()
+        budget = self.limits.max_num_batched_tokens
+        decoding = [s for s in self.running if s.is_decoding]
+        prefilling = [s for s in self.running if not s.is_decoding]
+        for sequence in (*decoding, *prefilling):
+            if budget == 0:
+                break
+            if sequence.phase is not Phase.RUNNING:
+                continue  # preempted earlier in this round
+            num_tokens = min(sequence.num_uncomputed, budget)
+            refund = self._make_room(sequence, num_tokens, plan)
+            budget += refund
+            if sequence.phase is Phase.RUNNING:
+                plan.scheduled.append(Scheduled(sequence, num_tokens))
+                budget -= num_tokens
+        if not plan.preempted:
+            self._admit_waiting(budget, plan)
+        return plan
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> int:
+        """Allocates blocks for the step, preempting if it must. Returns refunded tokens."""
+        needed = sequence.num_blocks_for(sequence.num_computed + num_tokens, self.limits.block_size)
+        refund = 0
+        while not self.allocator.can_allocate(needed):
+            victim = self.running[-1]
+            refund += self._unschedule(victim, plan)
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return refund
+        sequence.block_ids += self.allocator.allocate(needed)
+        return refund
+
+    @staticmethod
+    def _unschedule(victim: Sequence, plan: Plan) -> int:
+        for index, scheduled in enumerate(plan.scheduled):
+            if scheduled.sequence is victim:
+                del plan.scheduled[index]
+                return scheduled.num_tokens
+        return 0
+
+    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+        self.running.remove(victim)
+        self._release_blocks(victim)
+        self.requeue(victim)
+        plan.preempted.append(victim)
+        self.num_preemptions += 1
+
+    def _admit_waiting(self, budget: int, plan: Plan) -> None:
+        while self.waiting:
+            sequence = self.waiting[0]
+            if len(self.running) + len(self.receiving) >= self.limits.max_num_seqs:
+                return
+            if sequence.remote is None and budget == 0:
+                return
+            if not self._admit(sequence):
+                return
+            self.waiting.popleft()
+            plan.admitted.append(sequence)
+            if sequence.remote is not None:
+                plan.receiving.append(sequence)
+                continue
+            self.running.append(sequence)
+            sequence.phase = Phase.RUNNING
+            num_tokens = min(sequence.num_uncomputed, budget)
+            plan.scheduled.append(Scheduled(sequence, num_tokens))
+            budget -= num_tokens
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Takes cached blocks and allocates the rest, or changes nothing and answers False."""
+        num_tokens = len(sequence.token_ids)
+        if sequence.remote is not None:
+            num_tokens = sequence.num_prompt_tokens  # what there is to receive
+        hits = self._match(sequence)
+        self.allocator.share(hits)
+        needed = -(-num_tokens // self.limits.block_size) - len(hits)
+        # One spare block for each running sequence, so that admission does not cause preemption.
+        if not self.allocator.can_allocate(needed + len(self.running)):
+            self.allocator.release(hits)
+            return False
+        fresh = self.allocator.allocate(needed)
+        sequence.block_ids = hits + fresh
+        sequence.num_computed = len(hits) * self.limits.block_size
+        sequence.num_published_blocks = len(hits)
+        if not sequence.was_admitted:
+            sequence.num_skipped = min(sequence.num_computed, sequence.num_prompt_tokens)
+            sequence.was_admitted = True
+        if sequence.remote is not None:
+            self._begin_receiving(sequence, fresh)
+        return True
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Cached blocks to start from. The last token is always computed: its logits are wanted."""
+        if self.prefix is None:
+            return []
+        return self.prefix.match(sequence.token_ids, max_tokens=len(sequence.token_ids) - 1)
+
+    # -- receiving ---------------------------------------------------------------------------
+
+    def _begin_receiving(self, sequence: Sequence, fresh: list[int]) -> None:
+        self.allocator.receive(fresh)
+        sequence.phase = Phase.RECEIVING
+        self.receiving[sequence.request_id] = sequence
+
+    def _fresh_blocks(self, sequence: Sequence) -> list[int]:
+        return sequence.block_ids[sequence.num_computed // self.limits.block_size :]
+
+    def received(self, sequence: Sequence) -> None:
+        """The pull is done and fenced: the bytes are the prompt's, and may be used."""
+        self.allocator.received(self._fresh_blocks(sequence))
+        sequence.num_transferred = sequence.num_prompt_tokens - sequence.num_computed
+        sequence.num_computed = sequence.num_prompt_tokens
+        self._leave_receiving(sequence)
+        self.publish(sequence)
+
+    def recompute_in_place(self, sequence: Sequence) -> None:
+        """The pull failed and all its reads have ended: the sequence is computed here, in the
+        blocks it holds."""
+        self.allocator.received(self._fresh_blocks(sequence))
+        self._leave_receiving(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """A sequence without blocks waits again, at the head of the queue."""
+        sequence.phase = Phase.WAITING
+        self.waiting.appendleft(sequence)
+
+    def _leave_receiving(self, sequence: Sequence) -> None:
+        del self.receiving[sequence.request_id]
+        sequence.remote = None
+        sequence.phase = Phase.RUNNING
+        self.running.append(sequence)
+
+    def abandon(self, sequence: Sequence, *, quarantine: bool = False) -> list[int]:
+        """Ends a receiving sequence whose reads may go on. Its fresh blocks stay RECEIVING, or
+        become QUARANTINED, and are returned; their owner frees them when the reads have ended."""
+        fresh = self._fresh_blocks(sequence)
+        if quarantine:
+            self.allocator.quarantine(fresh)
+        self.allocator.release(sequence.block_ids[: len(sequence.block_ids) - len(fresh)])
+        del self.receiving[sequence.request_id]
+        sequence.block_ids = []
+        sequence.num_computed = 0
+        sequence.num_published_blocks = 0
+        return fresh
+
+    # -- after a step ------------------------------------------------------------------------
+
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """A step wrote the KV of the sequence's next `num_tokens` tokens."""
+        was_prompt = sequence.num_computed < sequence.num_prompt_tokens
+        sequence.num_computed += num_tokens
+        if (
+            was_prompt
+            and sequence.num_computed >= sequence.num_prompt_tokens
+            and not sequence.num_transferred
+        ):
+            sequence.num_recomputed = sequence.num_prompt_tokens - sequence.num_skipped
+        self.publish(sequence)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offers the sequence's newly full blocks to the prefix index (I4: known good only)."""
+        num_full = sequence.num_computed // self.limits.block_size
+        if self.prefix is None or num_full == sequence.num_published_blocks:
+            return
+        self.prefix.publish(
+            sequence.token_ids,
+            sequence.block_ids[:num_full],
+            start_block=sequence.num_published_blocks,
+        )
+        sequence.num_published_blocks = num_full
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a waiting or running sequence out and releases its blocks."""
+        if sequence.phase is Phase.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.phase is Phase.WAITING:
+            self.waiting.remove(sequence)
+        self._release_blocks(sequence)
+        sequence.phase = Phase.FINISHED
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        self.allocator.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed = 0
+        sequence.num_published_blocks = 0
+
+    def check_integrity(self) -> None:
+        """Blocks add up, and an idle scheduler leaves none in use."""
+        self.allocator.check_integrity()
+        if self.prefix is not None:
+            self.prefix.check_integrity()

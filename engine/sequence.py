@@ -1,0 +1,105 @@
+"""One request inside the engine: its tokens, its blocks, and how far it has come.
+
+    token_ids      |<- prompt: num_prompt_tokens ->|<- outputs ->|
+    KV in blocks   |<- num_computed ->|<- num_uncomputed ------->|
+
+A sequence decodes when exactly one token is left to compute, and prefills when more are. A
+preempted sequence is simply one whose num_computed fell back.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from protocol.messages import AddRequest, FirstToken, KVUsage, RemotePrefill, TokenLogprobs
+
+
+class Phase(Enum):
+    """Where a sequence is; exactly one owner holds it in each phase."""
+
+    NEW = "new"  # known to the core only (a decode role may be shaking hands for it)
+    WAITING = "waiting"  # queued for blocks
+    RECEIVING = "receiving"  # its blocks are being written by a pull
+    RUNNING = "running"  # takes part in steps
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Mutable state of one request. `block_ids` cover tokens [0, len(block_ids) * block_size)."""
+
+    request: AddRequest
+    token_ids: list[int]
+    num_prompt_tokens: int
+    remote: RemotePrefill | None  # set until its KV was pulled or given up
+    first_token: FirstToken | None  # drawn elsewhere and not yet sent to the client
+    phase: Phase = Phase.NEW
+    first_logprobs: TokenLogprobs | None = None  # of the first output, when drawn here
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_published_blocks: int = 0  # full blocks already offered to the prefix index
+    num_skipped: int = 0  # prompt tokens found in the prefix cache at admission
+    num_transferred: int = 0
+    num_recomputed: int = 0
+    num_cached_remotely: int | None = None  # what the prefill server did not compute
+    was_admitted: bool = False
+
+    @classmethod
+    def from_request(cls, request: AddRequest) -> "Sequence":
+        """A token drawn elsewhere is the sequence's first output from the start."""
+        remote = request.remote
+        first = [remote.first_token.id] if remote else []
+        return cls(
+            request=request,
+            token_ids=[*request.token_ids, *first],
+            num_prompt_tokens=len(request.token_ids),
+            remote=remote,
+            first_token=remote.first_token if remote else None,
+            num_cached_remotely=remote.cached_tokens if remote else None,
+        )
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_uncomputed == 1 and self.num_outputs > 0
+
+    def num_blocks_for(self, num_tokens: int, block_size: int) -> int:
+        """Blocks still missing to hold `num_tokens` tokens."""
+        return max(0, -(-num_tokens // block_size) - len(self.block_ids))
+
+    def append_output(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+
+    def finish_reason(self, max_model_len: int) -> str | None:
+        """Why the sequence ends with its last token, or None."""
+        if self.num_outputs and self.token_ids[-1] in self.request.stop_token_ids:
+            return "stop"
+        if self.num_outputs >= self.request.max_tokens or len(self.token_ids) >= max_model_len:
+            return "length"
+        return None
+
+    def usage(self) -> KVUsage:
+        """Where the prompt's KV came from. Tokens computed on either server are not cached:
+        a recompute here touches [num_skipped, prompt), the prefill server's work [its hit, prompt).
+        """
+        cached = self.num_skipped
+        if self.num_cached_remotely is not None:
+            cached = self.num_cached_remotely
+            if self.num_recomputed:
+                cached = min(cached, self.num_skipped)
+        return KVUsage(
+            transferred=self.num_transferred,
+            recomputed=self.num_recomputed,
+            skipped=self.num_skipped,
+            cached_tokens=cached,
+        )

@@ -1,0 +1,253 @@
+"""The process of one rank: loads its shard, allocates its KV, then leads or follows.
+
+Started as `python -m <server>.role --rank R` with the EngineConfig as JSON on its standard input
+(it holds the cluster secret, which does not belong on a command line). Rank 0 talks to the HTTP
+process and decides; the others execute what it sends. All watch their parent and end with it.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.memory import MemoryTooSmall, PoolSize, free_host_bytes, size_pool
+from engine.ranks import Follower, Leader
+from engine.role import KVRole
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.transport import ZmqTransport
+from kvcache.blocks import BlockAllocator
+from kvcache.pool import KVPool
+from kvcache.prefix import PrefixIndex
+from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.nixl_agent import NixlAgent
+from model.config import ModelConfig, load_config
+from model.parallel import Parallel
+from model.registry import fingerprint
+from protocol import lifecycle
+from protocol.handshake import (
+    PROTOCOL_VERSION,
+    CompatRecord,
+    EngineMetadata,
+    RankMetadata,
+)
+from protocol.logging import setup_logging
+from protocol.messages import EngineReady
+
+logger = logging.getLogger("baton.engine")
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a role finds on one rank once its KV is allocated and registered."""
+
+    config: EngineConfig
+    rank: int
+    pool: KVPool
+    agent: TransferAgent
+    compat: CompatRecord
+
+
+class RankService(ABC):
+    """Something a role runs on a rank beside the engine, such as a pull worker."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class RoleFactory(ABC):
+    """Makes the role-specific parts of an engine process."""
+
+    def start_rank(self, context: RankContext) -> RankService | None:
+        """Called on every rank."""
+        return None
+
+    @abstractmethod
+    def create(
+        self, context: RankContext, metadata: EngineMetadata, transport: ZmqTransport
+    ) -> KVRole:
+        """Called on rank 0, after `start_rank`."""
+
+
+def main(factory: RoleFactory) -> None:
+    """Runs one rank of an engine until it is told to stop; exits non-zero with a reason if it
+    cannot go on."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    rank = parser.parse_args().rank
+    lifecycle.watch_parent()
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    setup_logging(f"{config.role}:{rank}", config.log_level)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    code = 0
+    try:
+        _lead(config, factory) if rank == 0 else _follow(config, rank, factory)
+    except SystemExit:
+        logger.info("rank %d ends on SIGTERM", rank)
+    except Exception as error:
+        code = 1
+        if not isinstance(error, ValueError | MemoryTooSmall):  # those explain themselves
+            logger.exception("rank %d ends", rank)
+        lifecycle.report_failure(_reason(error))
+    # Tearing down NIXL and UCX from interpreter shutdown can crash after everything is done.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _on_sigterm(_number: int, _frame: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _lead(config: EngineConfig, factory: RoleFactory) -> None:
+    transport = ZmqTransport(config.input_address, config.output_address)
+    leader = Leader(config.control_address, config.tp)
+    try:
+        core, role, service, ready = _build_leader(config, factory, leader, transport)
+    except Exception as error:
+        transport.send_failed(_reason(error))
+        transport.close()
+        raise
+    transport.send_ready(ready)
+    try:
+        core.run()
+    except Exception as error:
+        transport.send_failed(_reason(error))
+        raise
+    finally:
+        role.close()
+        if service is not None:
+            service.close()
+        leader.close()
+        transport.close()
+
+
+def _build_leader(
+    config: EngineConfig, factory: RoleFactory, leader: Leader, transport: ZmqTransport
+) -> tuple[EngineCore, KVRole, RankService | None, EngineReady]:
+    model_config = load_config(config.model_dir)
+    parallel = _parallel(config, 0)
+    runner = ModelRunner(config, model_config, parallel)
+    size = _pool_size(config, model_config, runner)
+    num_blocks = leader.agree_on_blocks(size.num_blocks)
+    logger.info("%s", size.explanation)
+    compat = _compat(config, model_config)
+    context, own = _allocate(config, 0, runner, num_blocks, compat)
+    leader.runner = runner
+    metadata = EngineMetadata(
+        protocol_version=PROTOCOL_VERSION,
+        engine_id=config.engine_id,
+        incarnation=config.incarnation,
+        compat=compat,
+        tp_size=config.tp,
+        ranks=leader.collect(own),
+    )
+    service = factory.start_rank(context)
+    role = factory.create(context, metadata, transport)
+    max_len = min(size.max_model_len, (num_blocks - 1) * config.block_size)
+    core = EngineCore(_scheduler(config, num_blocks, max_len), leader, role, transport)
+    ready = EngineReady(
+        num_blocks=num_blocks - 1,
+        block_size=config.block_size,
+        max_model_len=max_len,
+        vocab_size=model_config.vocab_size,
+        side_channel_port=role.side_channel_port(),
+    )
+    return core, role, service, ready
+
+
+def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
+    follower = Follower(config.control_address, rank)
+    model_config = load_config(config.model_dir)
+    runner = ModelRunner(config, model_config, _parallel(config, rank))
+    num_blocks = follower.agree_on_blocks(_pool_size(config, model_config, runner).num_blocks)
+    context, own = _allocate(config, rank, runner, num_blocks, _compat(config, model_config))
+    service = factory.start_rank(context)
+    follower.announce(own)
+    try:
+        follower.run(runner)
+    finally:
+        if service is not None:
+            service.close()
+        follower.close()
+
+
+def _parallel(config: EngineConfig, rank: int) -> Parallel:
+    if config.tp == 1:
+        return Parallel(0, 1)
+    return Parallel(
+        rank, config.tp, host=config.store_host, port=config.store_port, device=config.device
+    )
+
+
+def _pool_size(config: EngineConfig, model_config: ModelConfig, runner: ModelRunner) -> PoolSize:
+    return size_pool(
+        config,
+        block_bytes=runner.layout(num_blocks=2).block_bytes,
+        model_max_len=model_config.max_position,
+        free_bytes=free_host_bytes() // config.tp,
+    )
+
+
+def _compat(config: EngineConfig, model_config: ModelConfig) -> CompatRecord:
+    return CompatRecord(
+        model_fingerprint=fingerprint(
+            model_config, config.model_dir, load_format=config.load_format, seed=config.seed
+        ),
+        kv_dtype=config.dtype,
+        num_layers=model_config.num_layers,
+        total_kv_heads=model_config.kv_heads_total,
+        num_components=model_config.kv_components,
+        head_dim=model_config.kv_dim,
+        rope=model_config.rope_canonical,
+    )
+
+
+def _allocate(
+    config: EngineConfig, rank: int, runner: ModelRunner, num_blocks: int, compat: CompatRecord
+) -> tuple[RankContext, RankMetadata]:
+    """Allocates a rank's KV and registers it with the rank's transfer agent."""
+    pool = runner.allocate(num_blocks).pool
+    agent = NixlAgent(f"{config.engine_id}-{config.incarnation}-{rank}")
+    kind = "VRAM" if config.device == "cuda" else "DRAM"
+    agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
+    own = RankMetadata(
+        rank=rank,
+        agent_metadata=agent.metadata(),
+        base_address=pool.base_address,
+        nbytes=pool.nbytes,
+        device_id=pool.device_id,
+        device_kind=config.device,
+        layout=pool.layout.to_record(),
+    )
+    return RankContext(config=config, rank=rank, pool=pool, agent=agent, compat=compat), own
+
+
+def _scheduler(config: EngineConfig, num_blocks: int, max_model_len: int) -> Scheduler:
+    prefix: PrefixIndex | None = None
+    allocator = BlockAllocator(num_blocks)
+    if config.enable_prefix_caching:
+        prefix = PrefixIndex(allocator, config.block_size)
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+    )
+    return Scheduler(limits, allocator, prefix)

@@ -1,0 +1,107 @@
+"""The prefill role: a finished prompt's blocks pass from USED to LEASED, and the answer says how
+to read them.
+
+The lease server's thread owns the leases and answers decode servers without waiting for a step;
+this role grants leases and, each round, gives the blocks of ended ones back to the allocator.
+"""
+
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.role import KVRole
+from engine.sequence import Sequence
+from engine.transport import ZmqTransport
+from engine.worker import RankContext, RoleFactory, main
+from kvcache.transfer.side_channel import LeaseServer
+from protocol import kv_params
+from protocol.handshake import EngineMetadata
+from protocol.messages import FirstToken
+
+
+class PrefillRole(KVRole):
+    """Retains, leases, releases."""
+
+    def __init__(self, config: EngineConfig, leases: LeaseServer) -> None:
+        self._config = config
+        self._leases = leases
+        self._by_request: dict[str, str] = {}  # lease ids of requests that have ended
+        self._outcomes: dict[str, int] = {}
+
+    def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
+        if not sequence.request.retain_kv:
+            return None
+        num_blocks = -(-sequence.num_prompt_tokens // self._config.block_size)
+        block_ids = sequence.block_ids[:num_blocks]
+        self.core.scheduler.allocator.lease(block_ids)
+        lease_id = self._leases.grant(sequence.request_id, block_ids, self._config.lease_s)
+        self._by_request[sequence.request_id] = lease_id
+        return self._params(sequence, block_ids, lease_id)
+
+    def _params(self, sequence: Sequence, block_ids: list[int], lease_id: str) -> dict[str, Any]:
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        sampling = sequence.request.sampling
+        host, port = self._config.side_channel_advertise, self._leases.address[1]
+        return kv_params.build(
+            self._config.cluster_secret.encode(),
+            remote_engine_id=self._config.engine_id,
+            remote_request_id=sequence.request_id,
+            remote_block_ids=block_ids,
+            remote_host=host,
+            remote_port=port,
+            tp_size=self._config.tp,
+            lease_id=lease_id,
+            lease_s=self._config.lease_s,
+            incarnation=self._config.incarnation,
+            remote_num_tokens=sequence.num_prompt_tokens,
+            remote_block_size=self._config.block_size,
+            remote_cached_tokens=sequence.num_skipped,
+            prompt_digest=kv_params.prompt_digest(prompt),
+            sampling_digest=kv_params.sampling_digest(sampling),
+            seed=sampling.seed,
+            first_tokens=[
+                FirstToken(sequence.token_ids[sequence.num_prompt_tokens], sequence.first_logprobs)
+            ],
+        ).to_json()
+
+    def on_abort_unknown(self, request_id: str) -> None:
+        """The client went away after the prompt was done: nobody will come for its KV."""
+        if lease_id := self._by_request.get(request_id):
+            self._leases.abort(lease_id)
+
+    def poll(self) -> None:
+        for ended in self._leases.drain_ended():
+            self.core.scheduler.allocator.end_lease(ended.block_ids)
+            self._by_request.pop(ended.request_id, None)
+            outcome = ended.outcome.name.lower()
+            self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+
+    def stats(self) -> dict[str, float]:
+        leases = {f"leases_{name}": float(count) for name, count in self._outcomes.items()}
+        counters = {f"side_channel_{k}": float(v) for k, v in self._leases.counters().items()}
+        return {**leases, "leases_held": float(len(self._by_request)), **counters}
+
+    def side_channel_port(self) -> int | None:
+        return self._leases.address[1]
+
+    def close(self) -> None:
+        self._leases.close()
+
+
+class PrefillRoleFactory(RoleFactory):
+    def create(
+        self, context: RankContext, metadata: EngineMetadata, transport: ZmqTransport
+    ) -> KVRole:
+        config = context.config
+        leases = LeaseServer(
+            config.side_channel_host,
+            config.side_channel_port,
+            metadata,
+            config.cluster_secret.encode(),
+            on_event=transport.wake,
+        )
+        leases.start()
+        return PrefillRole(config, leases)
+
+
+if __name__ == "__main__":
+    main(PrefillRoleFactory())

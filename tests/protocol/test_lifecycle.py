@@ -1,0 +1,215 @@
+"""Children that report, die, hang, and outlive nobody."""
+
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from protocol import lifecycle
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELUDE = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom protocol import lifecycle\n"
+DEADLINE_S = 60.0
+
+
+def python(body: str) -> list[str]:
+    return [sys.executable, "-c", PRELUDE + textwrap.dedent(body)]
+
+
+class Events:
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
+
+    def spawn(self, body: str, **options: object) -> lifecycle.Child:
+        return lifecycle.spawn(
+            python(body),
+            name="child",
+            on_event=self.queue.put,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def next(self) -> lifecycle.Event:
+        return self.queue.get(timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+def ends(fd: int) -> bool:
+    """Whether every process that holds the other end of this pipe is gone."""
+    readable, _, _ = select.select([fd], [], [], DEADLINE_S)
+    return bool(readable) and os.read(fd, 1) == b""
+
+
+def test_reports_arrive_in_order_and_exit_is_last(events: Events) -> None:
+    child = events.spawn(
+        """
+        lifecycle.report_progress("loading")
+        lifecycle.report_ready({"port": 12})
+        """
+    )
+    assert events.next() == lifecycle.Progress(child, "loading")
+    assert events.next() == lifecycle.Ready(child, {"port": 12})
+    assert events.next() == lifecycle.Exited(child, 0)
+    assert child.returncode == 0
+
+
+def test_a_reported_failure_is_the_reason(events: Events) -> None:
+    child = events.spawn("lifecycle.report_failure('no such model'); sys.exit(1)")
+    assert events.next() == lifecycle.Failed(child, "no such model")
+    assert events.next() == lifecycle.Exited(child, 1)
+    assert child.reason() == "no such model"
+
+
+def test_the_last_line_is_the_reason_of_a_crash(
+    events: Events, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = events.spawn("raise ValueError('tp must divide 9')")
+    assert events.next() == lifecycle.Exited(child, 1)
+    assert child.reason() == "ValueError: tp must divide 9 (exit status 1)"
+    assert "child | ValueError: tp must divide 9" in capfd.readouterr().out
+
+
+def test_death_by_signal_is_named(events: Events) -> None:
+    child = events.spawn("import os; os.kill(os.getpid(), 9)")
+    assert events.next() == lifecycle.Exited(child, -9)
+    assert child.reason() == "killed by SIGKILL"
+
+
+def test_a_program_that_is_not_there_leaks_no_descriptor() -> None:
+    before = set(os.listdir("/dev/fd"))
+    with pytest.raises(OSError, match="no-such-program"):
+        lifecycle.spawn(["/no-such-program"], name="child")
+    assert set(os.listdir("/dev/fd")) == before
+
+
+def test_stdin_and_environment_reach_the_child(
+    events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_PORT", "8000")  # the launcher's own setting
+    events.spawn(
+        """
+        import os
+        lifecycle.report_ready({
+            "stdin": sys.stdin.read(),
+            "secret": os.environ["BATON_CLUSTER_SECRET"],
+            "port": os.environ.get("BATON_PORT"),
+        })
+        """,
+        stdin=b'{"a": 1}',
+        env={"BATON_CLUSTER_SECRET": "s"},
+    )
+    event = events.next()
+    assert isinstance(event, lifecycle.Ready)
+    assert event.info == {"stdin": '{"a": 1}', "secret": "s", "port": None}
+    assert isinstance(events.next(), lifecycle.Exited)
+
+
+def test_the_child_has_a_session_of_its_own(events: Events) -> None:
+    child = events.spawn("lifecycle.report_ready({}); sys.stdin.read(); lifecycle.time.sleep(600)")
+    events.next()
+    assert os.getsid(child.pid) == child.pid != os.getsid(0)
+    assert lifecycle.terminate([child], grace_s=DEADLINE_S)
+    assert child.returncode == -signal.SIGTERM
+
+
+def test_one_that_ignores_sigterm_is_killed_and_reaped(events: Events) -> None:
+    child = events.spawn(
+        """
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        lifecycle.report_ready({})
+        lifecycle.time.sleep(600)
+        """
+    )
+    events.next()
+    assert not lifecycle.terminate([child], grace_s=0.05)
+    assert child.returncode == -signal.SIGKILL
+    with pytest.raises(ChildProcessError):  # no zombie is left
+        os.waitpid(child.pid, os.WNOHANG)
+
+
+def test_terminate_leaves_those_alone_that_have_ended(events: Events) -> None:
+    child = events.spawn("pass")
+    assert isinstance(events.next(), lifecycle.Exited)
+    assert lifecycle.terminate([child], grace_s=0.0)
+
+
+TREE = """
+import signal, sys
+sys.path.insert(0, {root!r})
+from protocol import lifecycle
+depth, fd = int(sys.argv[1]), int(sys.argv[2])
+lifecycle.watch_parent(grace_s=0.2)
+{ignore}
+if depth:
+    import queue, os
+    os.set_inheritable(fd, True)
+    events = queue.SimpleQueue()
+    # the descriptor goes through by hand: spawn passes on none but its own
+    import subprocess
+    real = subprocess.Popen
+    def popen(*args, pass_fds=(), **options):
+        return real(*args, pass_fds=(*pass_fds, fd), **options)
+    subprocess.Popen = popen
+    lifecycle.spawn([sys.executable, __file__, str(depth - 1), str(fd)], name="d",
+                    on_event=events.put)
+    assert isinstance(events.get(), lifecycle.Ready)
+lifecycle.report_ready({{}})
+sys.stdout.write("up\\n")
+sys.stdout.flush()
+signal.pause()
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ignore", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"])
+def test_sigkill_of_the_launcher_ends_children_and_grandchildren(
+    tmp_path: Path, ignore: str
+) -> None:
+    program = tmp_path / "tree.py"
+    program.write_text(TREE.format(root=str(ROOT), ignore=ignore))
+    alive_read, alive_write = os.pipe()
+    argv = [sys.executable, str(program), "2", str(alive_write)]
+    launcher = subprocess.Popen(argv, pass_fds=(alive_write,), stdout=subprocess.PIPE)
+    os.close(alive_write)
+    try:
+        assert launcher.stdout is not None
+        assert any(line.strip() == b"up" for line in launcher.stdout)
+        launcher.kill()
+        launcher.wait()
+        assert ends(alive_read), "a process outlived the launcher"
+    finally:
+        launcher.kill()
+        launcher.wait()
+        launcher.stdout and launcher.stdout.close()
+        os.close(alive_read)
+
+
+def test_a_process_started_by_hand_watches_and_reports_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(lifecycle.PARENT_FD, raising=False)
+    monkeypatch.delenv(lifecycle.READY_FD, raising=False)
+    assert not lifecycle.watch_parent()
+    lifecycle.report_ready({"port": 1})
+    lifecycle.report_failure("why")
+    assert capfd.readouterr().err == "error: why\n"
+
+
+def test_stop_signals_count_and_are_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[tuple[int, int]] = []
+    with lifecycle.stop_signals(lambda number, count: seen.append((number, count))):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert seen == [(signal.SIGINT, 1), (signal.SIGTERM, 2)]
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,208 @@
+"""The TransferAgent over NIXL with its UCX back end: shared memory, TCP, RDMA, CUDA IPC.
+
+Built on NIXL's bindings, not on its Python wrapper: the wrapper starts the progress thread with a
+delay of 0, which spins at 100 % of a core per agent, idle or not (measured; two engines on two
+cores have none left). With a delay the thread sleeps on UCX's events instead and still wakes at
+once for a peer's first contact, which is what it is needed for: without it a peer that makes no
+calls of its own never answers.
+"""
+
+import ctypes
+import logging
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # read when the library is loaded
+os.environ.setdefault("UCX_LOG_LEVEL", "error")
+# UCX keeps registrations of freed memory without bound otherwise, and grows.
+os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+
+from nixl import _bindings as nixl
+
+from kvcache.transfer.agent import (
+    Addresses,
+    MemoryKind,
+    ReadHandle,
+    ReadState,
+    Region,
+    TransferAgent,
+)
+from protocol.errors import TransferFailed
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_DELAY_US = 100_000  # upper bound of a sleep that events end early
+_SEGMENTS = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
+_STATES = {nixl.NIXL_SUCCESS: ReadState.DONE, nixl.NIXL_IN_PROG: ReadState.ACTIVE}
+
+
+class NixlAgent(TransferAgent):
+    """One NIXL agent with a unique name.
+
+    Args:
+        prefix: begins the name, for logs.
+        device_id: the CUDA device whose memory this agent moves; None for host memory only.
+        set_device: makes `device_id` current in the calling thread; UCX needs that on every
+            thread that touches CUDA memory. Called in the constructor and in `bind_thread`.
+        num_threads: UCX worker threads that post in parallel; helps many small runs.
+    """
+
+    def __init__(
+        self,
+        prefix: str = "baton",
+        *,
+        device_id: int | None = None,
+        set_device: Callable[[int], None] | None = None,
+        num_threads: int = 0,
+    ) -> None:
+        self.name = f"{prefix}-{uuid.uuid4().hex}"
+        self._device_id = device_id
+        self._set_device = set_device
+        self.bind_thread()
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _PROGRESS_DELAY_US
+        config.syncMode = nixl.NIXL_THREAD_SYNC_NONE  # one thread at a time uses it
+        self._agent: Any = nixl.nixlAgent(self.name, config)
+        options = {"num_threads": str(num_threads)} if num_threads else {}
+        self._backend = self._agent.createBackend("UCX", options)
+        self._regions: list[Region] = []
+        self._peers: set[str] = set()
+        self._active = 0
+
+    def bind_thread(self) -> None:
+        if self._device_id is not None and self._set_device is not None:
+            self._set_device(self._device_id)
+
+    def register(
+        self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"
+    ) -> Region:
+        runs = [(address, nbytes, device_id, "")]
+        with _as_transfer_failed(f"cannot register {nbytes} bytes of {kind}"):
+            descriptors = nixl.nixlRegDList(_SEGMENTS[kind], runs)
+            self._agent.registerMem(descriptors, [self._backend])
+        region = Region(address, nbytes, device_id, kind, descriptors)
+        self._regions.append(region)
+        return region
+
+    def deregister(self, region: Region) -> None:
+        self._regions.remove(region)
+        self._agent.deregisterMem(region.key, [self._backend])
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.getLocalMD())
+
+    def add_peer(self, metadata: bytes) -> str:
+        with _as_transfer_failed("cannot use the peer's agent metadata"):
+            name = self._agent.loadRemoteMD(metadata)
+        peer = name.decode() if isinstance(name, bytes) else str(name)
+        self._peers.add(peer)
+        return peer
+
+    def remove_peer(self, peer: str) -> None:
+        if peer not in self._peers:
+            return
+        self._peers.discard(peer)
+        try:
+            self._agent.invalidateRemoteMD(peer)
+        except Exception as error:  # NIXL's exceptions share no base class
+            logger.warning("removing peer %s: %s", peer, error)
+
+    def read(
+        self,
+        peer: str,
+        local_addresses: Addresses,
+        remote_addresses: Addresses,
+        lengths: Addresses,
+        *,
+        local_device: int = 0,
+        remote_device: int = 0,
+        kinds: Sequence[MemoryKind] = ("DRAM", "DRAM"),
+    ) -> ReadHandle:
+        local = _descriptors(kinds[0], local_addresses, lengths, local_device)
+        remote = _descriptors(kinds[1], remote_addresses, lengths, remote_device)
+        with _as_transfer_failed(f"cannot read {len(lengths)} runs from {peer}"):
+            request = self._agent.createXferReq(
+                nixl.NIXL_READ, local, remote, peer, b"", [self._backend]
+            )
+            state = self._post(request)
+        self._active += state is ReadState.ACTIVE
+        return ReadHandle(peer, state, request)
+
+    def _post(self, request: Any) -> ReadState:
+        try:
+            status = self._agent.postXferReq(request, b"")
+        except Exception:
+            self._release(request)
+            raise
+        return _STATES.get(status, ReadState.ERROR)
+
+    def poll(self, handle: ReadHandle) -> ReadState:
+        if handle.ended:
+            return handle.state
+        try:
+            handle.state = _STATES.get(self._agent.getXferStatus(handle.key), ReadState.ERROR)
+        except Exception as error:
+            logger.warning("READ from %s failed: %s", handle.peer, error)
+            handle.state = ReadState.ERROR
+        self._active -= handle.ended
+        return handle.state
+
+    def release(self, handle: ReadHandle) -> None:
+        if not handle.ended:
+            raise RuntimeError(f"released an active READ from {handle.peer}")
+        request, handle.key = handle.key, None
+        if request is not None:
+            self._release(request)
+
+    def _release(self, request: Any) -> None:
+        try:
+            self._agent.releaseXferReq(request)
+        except Exception as error:
+            logger.warning("releasing a READ: %s", error)
+
+    def close(self) -> None:
+        if self._agent is None:
+            return
+        agent, self._agent = self._agent, None
+        if self._active:
+            # Freeing it now would take the transport away from under reads that still run.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
+            return
+        for peer in self._peers:
+            _quietly(agent.invalidateRemoteMD, peer)
+        for region in self._regions:
+            _quietly(agent.deregisterMem, region.key, [self._backend])
+        self._peers.clear()
+        self._regions.clear()
+
+
+def _descriptors(kind: MemoryKind, addresses: Addresses, lengths: Addresses, device: int) -> Any:
+    rows = np.empty((len(addresses), 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, device
+    return nixl.nixlXferDList(_SEGMENTS[kind], rows)
+
+
+def _quietly(call: Callable[..., Any], *args: Any) -> None:
+    try:
+        call(*args)
+    except Exception as error:
+        logger.debug("closing an agent: %s", error)
+
+
+class _as_transfer_failed:
+    """Translates NIXL's exceptions, which share no base class, at this one boundary."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            raise TransferFailed(f"{self._what}: {error}") from error

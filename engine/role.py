@@ -27,7 +27,7 @@ class CoreServices(ABC):
         """Makes the core take another round; callable from any thread."""
 
 
-class KVRole(ABC):
+class KVRole:
     """The hooks that make an engine a prefill or a decode engine.
 
     A role owns threads (side channel, pulls) but changes sequences and blocks only inside these

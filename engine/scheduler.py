@@ -10,8 +10,8 @@ its blocks are released and it waits, at the head of the queue, to be computed a
 as long as its blocks are still cached). A sequence that fits the pool alone therefore always ends.
 
 A sequence with a `remote` reference is not computed: its new blocks become RECEIVING and the role
-pulls into them; `received`, `recompute_in_place` or `abandon` brings it back. Receiving sequences never wait for
-running ones (a pull ends or times out by itself), so neither can block the other for good.
+pulls into them; `received`, `recompute_in_place` or `abandon` brings it back. Receiving sequences
+never wait for running ones (a pull ends or times out by itself), so neither blocks the other.
 """
 
 from collections import deque

@@ -1,0 +1,254 @@
+"""A server's main program: engine processes behind, HTTP in front, both ending together.
+
+    start: settings -> model files -> rank processes -> EngineReady -> HTTP accepts
+    end:   SIGTERM, SIGINT, or the parent gone -> HTTP drains -> rank processes end
+           a rank process dies -> every open request gets its error -> this process ends, status 1
+
+No torch here: the engine's processes have it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.http import ServerHooks, create_app
+from engine.launch import EngineProcesses, free_port, new_incarnation
+from engine.tokenizer import Tokenizer
+from model.config import ModelConfig, load_config
+from model.hub import resolve_model
+from protocol import lifecycle
+from protocol.cluster_secret import cluster_secret
+from protocol.logging import setup_logging
+from protocol.messages import EngineReady
+from protocol.settings import DecodeSettings, EngineSettings, PrefillSettings, describe
+
+logger = logging.getLogger("baton.serve")
+
+_START_TIMEOUT_S = 600.0
+
+HooksFactory = Callable[[str], ServerHooks]  # from the cluster secret
+
+
+class StartFailure(Exception):
+    """Why the server cannot start, in a sentence for the operator."""
+
+
+def run_server(
+    settings: PrefillSettings | DecodeSettings, *, role: str, module: str, hooks: HooksFactory
+) -> int:
+    """Serves until told to end. Returns the process's exit status.
+
+    Args:
+        role: "prefill" or "decode"; names the processes and their log lines.
+        module: what each rank process runs.
+        hooks: makes what the HTTP side does differently for this role.
+    """
+    lifecycle.watch_parent()
+    setup_logging(role, settings.log_level)
+    logger.info("settings %s", describe(settings))
+    try:
+        return uvloop.run(_Server(settings, role, module, hooks).run())
+    except (StartFailure, ValueError, OSError) as error:
+        lifecycle.report_failure(str(error) or type(error).__name__)
+        return 1
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: ending is this module's business."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class _Server:
+    def __init__(
+        self,
+        settings: PrefillSettings | DecodeSettings,
+        role: str,
+        module: str,
+        hooks: HooksFactory,
+    ) -> None:
+        self.settings = settings
+        self.role = role
+        self.secret = cluster_secret(settings.cluster_secret)
+        self.hooks = hooks(self.secret)
+        self.failure: asyncio.Future[str] | None = None
+        self.processes = EngineProcesses(module, self._engine_ended)
+
+    async def run(self) -> int:
+        self.loop = asyncio.get_running_loop()
+        self.failure = self.loop.create_future()
+        self.stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.loop.add_signal_handler(number, self.stop.set)
+        try:
+            listener = _bind(self.settings.host, self.settings.port)
+            with listener:
+                return await self._start_and_serve(listener)
+        finally:
+            await asyncio.to_thread(self.processes.stop, self.settings.shutdown_grace_s)
+
+    def _engine_ended(self, reason: str) -> None:
+        def tell() -> None:
+            if self.failure is not None and not self.failure.done():
+                self.failure.set_result(reason)
+
+        self.loop.call_soon_threadsafe(tell)
+
+    async def _start_and_serve(self, listener: socket.socket) -> int:
+        model_dir = await self._or_stop(asyncio.to_thread(self._resolve_model))
+        model_config = load_config(model_dir)
+        config = self._engine_config(model_dir, model_config)
+        client = EngineClient(config.input_address, config.output_address)
+        await client.start()
+        try:
+            self.processes.start(config)
+            lifecycle.report_progress("loading the model")
+            ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
+            return await self._serve(listener, client, model_dir, ready)
+        finally:
+            await client.close()
+
+    def _resolve_model(self) -> Path:
+        return resolve_model(
+            self.settings.model, self.settings.revision, progress=lifecycle.report_progress
+        )
+
+    async def _or_stop(self, work: Any) -> Any:
+        """Awaits `work`, unless the server is told to end or its engine dies first."""
+        task = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self.stop.wait())
+        assert self.failure is not None
+        await asyncio.wait({task, stopping, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            stopping.cancel()
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+        if self.failure.done():
+            raise StartFailure(self.failure.result())
+        raise StartFailure("told to end before it was ready")
+
+    async def _serve(
+        self, listener: socket.socket, client: EngineClient, model_dir: Path, ready: EngineReady
+    ) -> int:
+        tokenizer = Tokenizer.from_directory(model_dir)
+        app = create_app(client, tokenizer, self.settings, self.hooks)
+        server = _HttpServer(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=max(1, int(self.settings.shutdown_grace_s)),
+            )
+        )
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        port = listener.getsockname()[1]
+        logger.info("%s serves at http://%s:%d", self.role, self.settings.host, port)
+        lifecycle.report_ready({"port": port, "side_channel_port": ready.side_channel_port})
+        stopping = asyncio.ensure_future(self.stop.wait())
+        assert self.failure is not None
+        await asyncio.wait({serving, stopping, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        if self.failure.done():
+            await client.close()  # every open request gets its EngineDied
+            await serving
+            raise StartFailure(self.failure.result())
+        await serving
+        return 0
+
+    def _engine_config(self, model_dir: Path, model_config: ModelConfig) -> EngineConfig:
+        settings = self.settings
+        device, dtype = settings.device, settings.dtype
+        if device == "auto":
+            device = "cuda" if _has_gpu() else "cpu"
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else model_config.dtype
+        return EngineConfig(
+            role=self.role,
+            engine_id=f"{self.role}-{secrets.token_hex(8)}",
+            incarnation=new_incarnation(),
+            model_dir=str(model_dir),
+            load_format=settings.load_format,
+            seed=settings.seed,
+            device=device,
+            devices=list(range(settings.tp)),
+            dtype=dtype,
+            tp=settings.tp,
+            block_size=settings.block_size,
+            kv_layout=settings.kv_layout,
+            attention_backend=settings.attention_backend,
+            kv_cache_tokens=settings.kv_cache_tokens,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            max_num_batched_tokens=settings.batched_tokens_for(device),
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            threads=settings.threads or max(1, (os.cpu_count() or 1) // settings.tp),
+            input_address=self.processes.address("in"),
+            output_address=self.processes.address("out"),
+            control_address=self.processes.address("ranks"),
+            transfer_address=self.processes.address("pulls"),
+            store_port=free_port() if settings.tp > 1 else 0,
+            side_channel_host=settings.host,
+            side_channel_advertise=settings.advertised_host,
+            side_channel_port=settings.side_channel_port,
+            cluster_secret=self.secret,
+            log_level=settings.log_level,
+            **_role_options(settings),
+        )
+
+
+def _role_options(settings: EngineSettings) -> dict[str, Any]:
+    if isinstance(settings, PrefillSettings):
+        return {"lease_s": settings.lease_s}
+    assert isinstance(settings, DecodeSettings)
+    names: Sequence[str] = (
+        "kv_load_failure_policy",
+        "transfer",
+        "kv_convert",
+        "handshake_timeout_s",
+        "pull_timeout_s",
+        "fence_timeout_s",
+        "staging_bytes",
+    )
+    return {name: getattr(settings, name) for name in names}
+
+
+def _has_gpu() -> bool:
+    """Whether an NVIDIA GPU is here, without loading torch."""
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return found.returncode == 0 and b"GPU" in found.stdout
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise StartFailure(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+        ) from error
+    listener.listen(2048)
+    return listener

@@ -1,0 +1,138 @@
+"""Real servers as processes, for end-to-end tests: started, asked, killed, and always ended."""
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from protocol import lifecycle
+
+START_TIMEOUT_S = 180.0
+SECRET = "a secret of the tests' cluster"
+
+
+@dataclass
+class Server:
+    """One running program and where it listens."""
+
+    name: str
+    child: lifecycle.Child
+    port: int
+    info: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        """SIGKILL to the program; its engine processes end because it is gone."""
+        self.child.signal(signal.SIGKILL)
+        assert self.child.exited.wait(30)
+
+    def stop(self) -> int:
+        lifecycle.terminate([self.child], 20)
+        assert self.child.returncode is not None
+        return self.child.returncode
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics by name, labels included as written there."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in samples}
+
+
+def start(module: str, *argv: str, name: str | None = None, **env: str) -> Server:
+    """Starts `python -m module argv` and waits until it reports that it is ready."""
+    events: queue.Queue[lifecycle.Event] = queue.Queue()
+    name = name or module
+    variables = {"BATON_CLUSTER_SECRET": SECRET, "OMP_NUM_THREADS": "1", **env}
+    child = lifecycle.spawn(
+        [sys.executable, "-m", module, *argv], name=name, env=variables, on_event=events.put
+    )
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            event = events.get(timeout=max(0.1, deadline - time.monotonic()))
+        except queue.Empty:
+            child.kill()
+            raise AssertionError(f"{name} was not ready within {START_TIMEOUT_S} s") from None
+        if isinstance(event, lifecycle.Ready):
+            return Server(name, child, int(event.info["port"]), event.info)
+        if isinstance(event, lifecycle.Exited):
+            raise AssertionError(f"{name} ended at start: {child.reason()}")
+
+
+@dataclass
+class Cluster:
+    """A proxy in front of prefill and decode servers."""
+
+    prefill: list[Server]
+    decode: list[Server]
+    proxy: Server
+    model: Path
+    extra: list[Server] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return self.proxy.url
+
+    def servers(self) -> list[Server]:
+        return [self.proxy, *self.prefill, *self.decode, *self.extra]
+
+
+ENGINE_ARGV = ("--port", "0", "--device", "cpu", "--threads", "1", "--kv-cache-tokens", "8192")
+
+
+def start_prefill(model: Path, *argv: str, **env: str) -> Server:
+    return start("prefill_server", "--model", str(model), *ENGINE_ARGV, *argv, **env)
+
+
+def start_decode(model: Path, *argv: str, **env: str) -> Server:
+    return start("decode_server", "--model", str(model), *ENGINE_ARGV, *argv, **env)
+
+
+def start_proxy(prefill: Sequence[Server], decode: Sequence[Server], *argv: str) -> Server:
+    urls = [a for s in prefill for a in ("--prefill", s.url)]
+    urls += [a for s in decode for a in ("--decode", s.url)]
+    return start("proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *argv)
+
+
+@contextlib.contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """Ends the servers, whatever happens in between."""
+    try:
+        yield
+    finally:
+        lifecycle.terminate([server.child for server in servers], 20)
+
+
+@contextlib.contextmanager
+def cluster(
+    model: Path, *, prefill_argv: Sequence[str] = (), decode_argv: Sequence[str] = ()
+) -> Iterator[Cluster]:
+    """One prefill server, one decode server and the proxy."""
+    with contextlib.ExitStack() as stack:
+        prefill = start_prefill(model, *prefill_argv)
+        stack.enter_context(running(prefill))
+        decode = start_decode(model, *decode_argv)
+        stack.enter_context(running(decode))
+        proxy = start_proxy([prefill], [decode])
+        stack.enter_context(running(proxy))
+        yield Cluster([prefill], [decode], proxy, model)
+
+
+def wait_until(condition: Any, timeout_s: float = 30.0) -> None:
+    """Asks until `condition()` is true; a condition that never comes fails the test."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        os.sched_yield()
+        time.sleep(0.02)

@@ -2,16 +2,12 @@
 
 import hashlib
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 
-_RESULT: Final = "path: "  # how a conversion process names what it made, on its last line
 _PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
 
 Progress = Callable[[str], None]
@@ -40,13 +36,16 @@ def resolve_model(
     Raises:
         ModelNotAvailable: there is no such model, or the hub does not give it to us.
     """
+    report = progress or (lambda line: None)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return _converted(path, progress)
+        return _converted(path, report)
     if path.is_dir():
-        return _local_directory(path, progress)
+        return _local_directory(path, report)
     if name == DEFAULT_MODEL:
-        return _run_conversion(["model.default_model"], progress)
+        from model.default_model import prepare_default_model
+
+        return prepare_default_model(report)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotAvailable(
             f"model {name!r}: no such directory; give a local directory, a GGUF file, a hub id "
@@ -55,42 +54,29 @@ def resolve_model(
     return _download(name, revision)
 
 
-def _local_directory(path: Path, progress: Progress | None) -> Path:
+def _local_directory(path: Path, report: Progress) -> Path:
     if (path / "config.json").is_file():
         return path
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ModelNotAvailable(f"{path} holds several GGUF files ({names}): name the one to serve")
-    return _converted(files[0], progress) if files else path
+    return _converted(files[0], report) if files else path
 
 
-def _converted(gguf_file: Path, progress: Progress | None) -> Path:
-    stat = gguf_file.stat()
-    key = f"{gguf_file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
-    digest = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
-    target = cache_dir() / f"{gguf_file.stem}-{digest}"
-    return _run_conversion(["model.gguf", str(gguf_file), str(target)], progress)
+def _converted(source: Path, report: Progress) -> Path:
+    from model.files import build_once
+    from model.gguf import CONVERTER_VERSION, convert_gguf
 
+    stat = source.stat()
+    key = f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns} converter {CONVERTER_VERSION}"
+    digest = hashlib.blake2b(str(source.resolve()).encode(), digest_size=6).hexdigest()
 
-def _run_conversion(command: list[str], progress: Progress | None) -> Path:
-    # A process of its own: the conversion loads torch, which this process must not.
-    argv = [sys.executable, "-m", *command]
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        assert process.stdout is not None
-        last = ""
-        for line in process.stdout:
-            last = line.strip()
-            if progress is not None and not last.startswith(_RESULT):
-                progress(last)
-        if process.wait() != 0 or not last.startswith(_RESULT):
-            errors.seek(0)
-            reason = errors.read().strip().rsplit("\n", 1)[-1]
-            raise ModelNotAvailable(f"{' '.join(command)} failed: {reason}")
-    return Path(last.removeprefix(_RESULT))
+    def build(scratch: Path) -> None:
+        report(f"converting {source} once, into {cache_dir()}")
+        convert_gguf(source, scratch, report)
+
+    return build_once(cache_dir() / f"{source.stem}-{digest}", key, build)
 
 
 def _download(name: str, revision: str | None) -> Path:

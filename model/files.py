@@ -1,0 +1,88 @@
+"""Making model directories: atomic, once, under a lock; and safetensors files, streamed."""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy.typing as npt
+
+_HEADER_ALIGNMENT: Final = 64  # bytes; mapped tensors then start on cache lines
+_MARKER: Final = "baton.json"
+
+
+def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
+    """Returns `target`, made by `build` if no earlier call made it from the same `key`.
+
+    Processes that ask at once wait for the first; a directory is there whole or not at all.
+
+    Args:
+        key: names the inputs and their version; another key builds the directory anew.
+        build: fills the empty directory that it is given.
+    """
+    if _is_built(target, key):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.parent / f".{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_built(target, key):
+            return target
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            build(scratch)
+            (scratch / _MARKER).write_text(json.dumps({"key": key}), encoding="utf-8")
+            scratch.chmod(0o755)
+            if target.exists():
+                shutil.rmtree(target)
+            os.replace(scratch, target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _is_built(target: Path, key: str) -> bool:
+    with suppress(OSError, ValueError):
+        marker = json.loads((target / _MARKER).read_text(encoding="utf-8"))
+        return bool(marker["key"] == key)
+    return False
+
+
+class PlannedTensor(NamedTuple):
+    """A float32 tensor to be written; `make` is called when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], npt.NDArray[Any]]
+
+
+def write_safetensors(path: Path, tensors: Iterable[PlannedTensor]) -> None:
+    """Writes float32 tensors in the order given, holding one at a time in memory."""
+    planned = list(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in planned:
+        end = offset + 4 * math.prod(tensor.shape)
+        header[tensor.name] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in planned:
+            data = tensor.make()
+            assert data.shape == tensor.shape and data.dtype == "float32", tensor.name
+            file.write(data.tobytes())
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

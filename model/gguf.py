@@ -1,0 +1,207 @@
+"""GGUF files become Hugging Face directories: dequantised to float32, no torch involved."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from model.config import ModelLoadError, UnsupportedModel
+from model.files import PlannedTensor, write_json, write_safetensors
+from model.gguf_tokenizer import write_tokenizer
+
+# What a conversion depends on besides its input; a new number makes directories anew.
+CONVERTER_VERSION: Final = 1
+
+_ARCHITECTURES: Final = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+
+# In the order in which they are written: what one input feeds lies together in the file.
+_LAYER_TENSORS: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_TENSORS: Final = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAME: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ROPE_FACTORS: Final = "rope_freqs.weight"
+
+Array = npt.NDArray[Any]
+
+
+def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) -> None:
+    """Writes config, generation config, tokenizer and float32 weights of `source` into `target`.
+
+    Raises:
+        UnsupportedModel: an architecture, rope or tokenizer that is not implemented.
+        ModelLoadError: not a GGUF file, or one with tensors that its architecture does not have.
+    """
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(source)
+    except (ValueError, OSError) as error:
+        raise ModelLoadError(f"{source} is not a GGUF file: {error}") from error
+    fields = _Fields(reader)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    factors = tensors.pop(_ROPE_FACTORS, None)
+    config = _config(fields, tensors, None if factors is None else np.asarray(factors.data))
+    write_json(target / "config.json", config)
+    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    write_json(target / "generation_config.json", {"_from_model_config": True, **ids})
+    progress("writing the tokenizer")
+    write_tokenizer(target, fields.get, config["max_position_embeddings"])
+    progress(f"dequantising {len(tensors)} tensors")
+    write_safetensors(target / "model.safetensors", _planned(tensors, fields.architecture, config))
+
+
+class _Fields:
+    """The key-value part of a GGUF file."""
+
+    def __init__(self, reader: Any) -> None:
+        self._fields = reader.fields
+        self.architecture = str(self.get("general.architecture"))
+        if self.architecture not in _ARCHITECTURES:
+            raise UnsupportedModel(
+                f"GGUF architecture {self.architecture!r} is not supported; supported: "
+                + ", ".join(_ARCHITECTURES)
+            )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        field = self._fields.get(key)
+        return default if field is None else field.contents()
+
+    def of_model(self, key: str, default: Any = None) -> Any:
+        value = self.get(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise ModelLoadError(f"the GGUF file lacks {self.architecture}.{key}")
+        return value
+
+
+def _config(fields: _Fields, tensors: dict[str, Any], factors: Array | None) -> dict[str, Any]:
+    name, model_type = _ARCHITECTURES[fields.architecture]
+    num_heads = int(fields.of_model("attention.head_count"))
+    hidden_size = int(fields.of_model("embedding_length"))
+    head_dim = int(fields.of_model("attention.key_length", hidden_size // num_heads))
+    return {
+        "architectures": [name],
+        "model_type": model_type,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "dtype": "float32",
+        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "intermediate_size": int(fields.of_model("feed_forward_length")),
+        "max_position_embeddings": int(fields.of_model("context_length")),
+        "mlp_bias": False,
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": int(fields.of_model("block_count")),
+        "num_key_value_heads": int(fields.of_model("attention.head_count_kv", num_heads)),
+        "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
+        "rms_norm_eps": _shortest(fields.of_model("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": _rope(fields, head_dim, factors),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+    }
+
+
+def _shortest(value: float) -> float:
+    """The short decimal that a float32 came from: 1e-05, not 9.99999974737875e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope(fields: _Fields, head_dim: int, factors: Array | None) -> dict[str, Any]:
+    base = {"rope_theta": _shortest(fields.of_model("rope.freq_base", 10000.0))}
+    if int(fields.of_model("rope.dimension_count", head_dim)) != head_dim:
+        raise UnsupportedModel("a GGUF file that rotates only a part of each head is not supported")
+    if factors is not None:
+        return {**base, **_llama3_rope(base["rope_theta"], head_dim, factors)}
+    scaling = str(fields.of_model("rope.scaling.type", "none"))
+    if scaling == "none":
+        return {**base, "rope_type": "default"}
+    if scaling != "linear":
+        raise UnsupportedModel(
+            f"GGUF rope scaling {scaling!r} is not supported; supported: none, linear, llama3"
+        )
+    return {**base, "rope_type": "linear", "factor": float(fields.of_model("rope.scaling.factor"))}
+
+
+def _llama3_rope(theta: float, head_dim: int, factors: Array) -> dict[str, Any]:
+    """GGUF stores what llama3's rule yields; all released models share its other parameters."""
+    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
+    inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = original * inverse / (2 * np.pi)
+    smooth = ((turns - low) / (high - low)).clip(0, 1)
+    if not np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=1e-3):
+        raise UnsupportedModel(
+            "this GGUF file's rope_freqs are not supported; supported: llama3 with "
+            "low_freq_factor 1, high_freq_factor 4, original context 8192"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _planned(
+    tensors: dict[str, Any], architecture: str, config: dict[str, Any]
+) -> Iterator[PlannedTensor]:
+    order = {name: index for index, name in enumerate(_LAYER_TENSORS)}
+
+    def place(name: str) -> tuple[int, int, str]:
+        match = _LAYER_NAME.fullmatch(name)
+        if name in _TOP_TENSORS:
+            return (-1, 0, name)
+        if match is None or match[2] not in order:
+            raise ModelLoadError(f"the GGUF file's tensor {name} does not belong to {architecture}")
+        return (int(match[1]), order[match[2]] + 100 * (match[3] == "bias"), name)
+
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for name in sorted(tensors, key=place):
+        tensor = tensors[name]
+        match = _LAYER_NAME.fullmatch(name)
+        new_name, permuted = _TOP_TENSORS.get(name, ""), 0
+        if match is not None:
+            new_name = f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.{match[3]}"
+            permuted = heads.get(match[2], 0) if architecture == "llama" else 0
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        yield PlannedTensor(new_name, shape, _maker(tensor, shape, permuted))
+
+
+def _maker(tensor: Any, shape: tuple[int, ...], permuted_heads: int) -> Callable[[], Array]:
+    def make() -> Array:
+        from gguf.quants import dequantize
+
+        values = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        values = values.reshape(shape)
+        return _unpermute(values, permuted_heads) if permuted_heads else values
+
+    return make
+
+
+def _unpermute(values: Array, num_heads: int) -> Array:
+    """llama.cpp rotates neighbours where transformers rotates halves, and reorders q and k."""
+    pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

@@ -42,14 +42,15 @@ No torch here: processes that only plan or only talk use this too.
 from dataclasses import dataclass, fields
 from math import prod
 
+from protocol.handshake import LayoutRecord
+
 AXES = "BHLCND"
 NAMED_ORDERS = ("BHLCND", "BLCHND", "LBCHND", "LCBHND", "LBCNHD", "LCBNHD")
 DEFAULT_ORDER = NAMED_ORDERS[0]
 MAX_BLOCK_SIZE_TOKENS = 256
 ITEMSIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
-# Offsets travel as signed 64-bit integers everywhere, so an array that needs more is a mistake.
-_MAX_BYTES = 2**62
+_MAX_BYTES = 2**48  # no device has more, and sums of offsets stay far from 64 bits
 
 
 class LayoutError(ValueError):
@@ -89,6 +90,15 @@ class KVLayout:
             raise LayoutError(f"dtype is {self.dtype!r}; use one of {', '.join(ITEMSIZE_BYTES)}")
         if self.nbytes > _MAX_BYTES:
             raise LayoutError(f"num_blocks is {self.num_blocks}: {self.nbytes} bytes; use fewer")
+
+    @classmethod
+    def from_record(cls, record: LayoutRecord) -> "KVLayout":
+        """The layout a peer announced; a LayoutError when it cannot exist."""
+        return cls(**{name: getattr(record, name) for name in _FIELDS})
+
+    def to_record(self) -> LayoutRecord:
+        """This layout on the wire."""
+        return LayoutRecord(**{name: getattr(self, name) for name in _FIELDS})
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -189,7 +199,7 @@ _SIZE_FIELDS = (
     "block_size",
     "head_dim",
 )
-LAYOUT_FIELDS = tuple(field.name for field in fields(KVLayout))
+_FIELDS = tuple(field.name for field in fields(KVLayout))
 
 
 def _check_order(order: str) -> None:

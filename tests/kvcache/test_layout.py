@@ -1,14 +1,16 @@
 """Strides, byte offsets and refusals of KVLayout, against numpy as the second opinion."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.layout import AXES, ITEMSIZE_BYTES, NAMED_ORDERS, KVLayout, LayoutError
+from protocol.handshake import LayoutRecord
 
 ALL_ORDERS = ["".join(head) + "D" for head in itertools.permutations("BHLCN")]
 NUMPY_STANDIN = {1: np.int8, 2: np.int16, 4: np.int32}
@@ -135,6 +137,18 @@ def test_counts_of_tokens_and_bytes() -> None:
 def test_an_impossible_layout_is_refused_by_name(change: dict[str, object], named: str) -> None:
     with pytest.raises(LayoutError, match=named):
         replace(BASE, **change)  # type: ignore[arg-type]
+
+
+def test_a_record_carries_every_field_across_the_wire() -> None:
+    wire = msgspec.msgpack.encode(BASE.to_record())
+    assert KVLayout.from_record(msgspec.msgpack.decode(wire, type=LayoutRecord)) == BASE
+    assert {f.name for f in fields(KVLayout)} == set(LayoutRecord.__struct_fields__)
+
+
+def test_a_peers_impossible_record_is_refused_by_name() -> None:
+    record = msgspec.structs.replace(BASE.to_record(), block_size=-4)
+    with pytest.raises(LayoutError, match="block_size is -4"):
+        KVLayout.from_record(record)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 24, 64, 256])

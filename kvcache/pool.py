@@ -1,0 +1,87 @@
+"""The memory of a rank's KV cache: one allocation, and strided views of it for every order."""
+
+import mmap
+from typing import Final
+
+import torch
+
+from kvcache.layout import AXES, KVLayout
+
+TORCH_DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+class KVPool:
+    """One zero-filled allocation that holds all layers' KV of one rank.
+
+    On the CPU it is an anonymous mapping: it begins on a page, and a page costs memory from its
+    first write on, so a large pool that is not used is free. On a GPU it is one torch allocation,
+    which torch aligns to at least 512 bytes, and to 2 MiB for a pool of some size.
+
+    Args:
+        layout: order, sizes and dtype; every view below has its dtype.
+        device: "cpu", "cuda", "cuda:1", or a torch.device.
+
+    Raises:
+        MemoryError, torch.OutOfMemoryError: the allocation does not fit.
+    """
+
+    def __init__(self, layout: KVLayout, device: str | torch.device = "cpu") -> None:
+        self.layout = layout
+        self.device = _resolved(torch.device(device))
+        # uint8[nbytes]: the allocation as transfers see it
+        self.flat_bytes = _allocate(layout.nbytes, self.device)
+        dtype = TORCH_DTYPES[layout.dtype]
+        # dtype[...six axes in layout.order]
+        self.tensor = self.flat_bytes.view(dtype).view(layout.shape)
+        # dtype[B, H, L, C, N, D] whatever the order
+        self.canonical = self.tensor.permute([layout.order.index(axis) for axis in AXES])
+        by_layer = self.canonical.permute(2, 0, 3, 1, 4, 5)
+        self._layers = by_layer.unbind(0)
+        self._components = [view.unbind(1) for view in self._layers]
+
+    def __repr__(self) -> str:
+        return f"KVPool({self.layout}, device={str(self.device)!r}, nbytes={self.nbytes})"
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    @property
+    def base_address(self) -> int:
+        """Address of the first byte, in the address space of `device`."""
+        return int(self.flat_bytes.data_ptr())
+
+    @property
+    def device_id(self) -> int:
+        """Index of the GPU; 0 on the CPU."""
+        return self.device.index or 0
+
+    def view(self, layer: int) -> torch.Tensor:
+        """[B, C, H, N, D] of one layer, strided, no copy."""
+        return self._layers[layer]
+
+    def component(self, layer: int, component: int) -> torch.Tensor:
+        """[B, H, N, D] of one layer's keys (0) or values (1), strided, no copy."""
+        return self._components[layer][component]
+
+
+def _resolved(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Zeroed uint8[nbytes]; the tensor keeps the mapping alive."""
+    if device.type != "cpu":
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"a KV pool of {nbytes} bytes does not fit: {error}") from error
+    return torch.frombuffer(mapping, dtype=torch.uint8)

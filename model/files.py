@@ -1,4 +1,4 @@
-"""Making model directories: atomic, once, under a lock; and safetensors files, streamed."""
+"""Making model directories: atomic, once, under a lock; and safetensors files, found and written."""
 
 import fcntl
 import json
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy.typing as npt
+
+from model.config import ModelLoadError
 
 _HEADER_ALIGNMENT: Final = 64  # bytes; mapped tensors then start on cache lines
 _MARKER: Final = "baton.json"
@@ -51,6 +53,25 @@ def _is_built(target: Path, key: str) -> bool:
         marker = json.loads((target / _MARKER).read_text(encoding="utf-8"))
         return bool(marker["key"] == key)
     return False
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a directory: the single one, or those its index names.
+
+    Raises:
+        ModelLoadError: none there, or the index names one that is missing.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ModelLoadError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json"
+        )
+    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelLoadError(f"{index} names {', '.join(missing)}, which {folder} lacks")
+    return [folder / name for name in names]
 
 
 class PlannedTensor(NamedTuple):

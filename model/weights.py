@@ -4,7 +4,6 @@ On the CPU a tensor whose dtype already fits is used where the file is mapped, s
 no memory of their own and two engines on one host share them.
 """
 
-import json
 import math
 import zlib
 from abc import ABC, abstractmethod
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model.config import ModelLoadError
+from model.files import weight_files
 
 # Buffers that some exporters saved; they follow from the config.
 _IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias")
@@ -45,7 +45,7 @@ class SafetensorsSource(TensorSource):
     def __init__(self, folder: Path) -> None:
         self._files = ExitStack()
         self._where: dict[str, Any] = {}
-        for path in safetensors_files(folder):
+        for path in weight_files(folder):
             try:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
@@ -179,22 +179,3 @@ class WeightLoader:
             raise ModelLoadError(
                 f"{len(unused)} weights are not used by this architecture: {shown}"
             )
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """The weight files of a directory, in the order of their names.
-
-    Raises:
-        ModelLoadError: none there, or the index names one that is missing.
-    """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise ModelLoadError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json"
-        )
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelLoadError(f"{index} names {', '.join(missing)}, which {folder} lacks")
-    return [folder / name for name in names]

@@ -1,0 +1,70 @@
+"""Whether two servers hold the same model: a digest of its maths and of samples of its weights.
+
+It does not depend on where the files lie, how they are sharded, or who serves them with which
+dtype or parallelism. No torch here.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from model.config import ModelConfig, ModelLoadError
+from model.files import weight_files
+
+_SAMPLE_BYTES: Final = 256
+_SAMPLES_PER_TENSOR: Final = 4
+
+
+def fingerprint(
+    config: ModelConfig, model_dir: str | Path, *, load_format: str = "auto", seed: int = 0
+) -> str:
+    """32 hex digits, equal for equal config and weights.
+
+    A fine-tune differs in nearly every element it trained, so samples of each tensor tell it
+    apart; hashing whole files would take longer than loading them.
+
+    Args:
+        model_dir: as `hub.resolve_model` returns it; not read when load_format is "dummy".
+        seed: of dummy weights.
+    """
+    digest = hashlib.blake2b(config.semantic_json.encode(), digest_size=16)
+    if load_format == "dummy":
+        digest.update(f"dummy {seed}".encode())
+        return digest.hexdigest()
+    entries = {name: entry for path in weight_files(Path(model_dir)) for name, entry in _read(path)}
+    for name in sorted(entries):
+        digest.update(name.encode() + entries[name])
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Name, dtype with shape, and samples of each tensor in a safetensors file."""
+    with path.open("rb") as file:
+        header, start = _header(path, file)
+        for name, tensor in header.items():
+            if name == "__metadata__":
+                continue
+            described = json.dumps([tensor["dtype"], tensor["shape"]]).encode()
+            first, end = (start + offset for offset in tensor["data_offsets"])
+            yield name, described + _samples(file, first, end)
+
+
+def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
+    try:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    except (ValueError, OverflowError, MemoryError) as error:
+        raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
+    return header, 8 + size
+
+
+def _samples(file: BinaryIO, first: int, end: int) -> bytes:
+    step = math.ceil(max(1, end - first) / _SAMPLES_PER_TENSOR)
+    found = b""
+    for start in range(first, end, step):
+        file.seek(start)
+        found += file.read(min(_SAMPLE_BYTES, end - start))
+    return found

@@ -9,6 +9,7 @@ according to the events they left. A sequence's id is the id of its pull.
 """
 
 import logging
+from collections import Counter
 
 from decode_server.failure import FailurePolicy
 from engine.role import KVRole
@@ -28,6 +29,7 @@ from kvcache.transfer.pull import (
 from protocol.errors import BatonError
 from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
+from protocol.metrics import stat_key
 
 logger = logging.getLogger("baton.decode")
 
@@ -47,15 +49,19 @@ class DecodeRole(KVRole):
         self._connecting: dict[_PeerKey, list[Sequence]] = {}
         self._pulling: dict[str, Sequence] = {}
         self._undrained: dict[str, tuple[list[int], bool]] = {}  # blocks, whether quarantined
-        self._totals = dict.fromkeys(
-            ("pulls_done", "pulls_failed", "pull_bytes", "pull_descriptors", "pull_seconds"), 0.0
-        )
-        self._failures: dict[str, int] = {}
+        self._totals: Counter[str] = Counter()
 
     # -- requests ----------------------------------------------------------------------------
 
     def on_add(self, sequence: Sequence) -> None:
         remote = sequence.remote
+        if sequence.request.kv_rejected is not None:
+            self._totals["baton_kv_params_rejected"] += 1
+            logger.warning(
+                "request %s: %s (computing the prompt here)",
+                sequence.request_id,
+                sequence.request.kv_rejected,
+            )
         if remote is None:
             self.core.enqueue(sequence)
             return
@@ -133,10 +139,10 @@ class DecodeRole(KVRole):
         sequence = self._pulling.pop(event.pull_id, None)
         if sequence is None:
             return  # aborted meanwhile; PullDrained follows
-        self._totals["pulls_done"] += 1
-        self._totals["pull_bytes"] += event.bytes
-        self._totals["pull_descriptors"] += event.descriptors
-        self._totals["pull_seconds"] += event.seconds
+        self._totals[stat_key("baton_kv_transfers", outcome="done", path=event.path)] += 1
+        self._totals["baton_kv_transfer_bytes"] += event.bytes
+        self._totals["baton_kv_transfer_descriptors"] += event.descriptors
+        self._totals["baton_kv_transfer_seconds"] += event.seconds
         self.core.scheduler.received(sequence)
 
     def _on_failed(self, event: PullFailed) -> None:
@@ -169,17 +175,18 @@ class DecodeRole(KVRole):
             allocator.cancel_receive(blocks)
 
     def _count_failure(self, sequence: Sequence, error: BatonError) -> None:
-        self._totals["pulls_failed"] += 1
-        self._failures[error.code] = self._failures.get(error.code, 0) + 1
-        action = "recomputing" if self._policy.recomputes(error) else "failing"
+        self._totals[stat_key("baton_kv_transfers", outcome="failed", path="none")] += 1
+        self._totals[stat_key("baton_kv_transfer_failures", code=error.code)] += 1
+        action = "failing"
+        if self._policy.recomputes(error):
+            action = "recomputing"
+            self._totals[stat_key("baton_kv_recoveries", policy=self._policy.name)] += 1
         logger.warning("request %s: %s (%s)", sequence.request_id, error.message, action)
 
     # -- the rest ----------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        failures = {f"pull_failures_{code}": float(n) for code, n in self._failures.items()}
-        counters = {f"pull_{k}": float(v) for k, v in self._coordinator.counters().items()}
-        return {**counters, **self._totals, **failures}
+        return dict(self._totals)
 
     def close(self) -> None:
         self._coordinator.close()

@@ -29,11 +29,19 @@ from protocol.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from protocol.metrics import stat_key
 
 logger = logging.getLogger("baton.engine")
 
 _IDLE_WAIT_S = 1.0  # the loop also looks around this often when nothing wakes it
 _STATS_INTERVAL_S = 0.25
+_TOTALS = (
+    "baton_engine_steps",
+    "baton_engine_step_tokens",
+    "baton_engine_step_seconds",
+    "baton_prefix_cache_query_tokens",
+    "baton_prefix_cache_hit_tokens",
+)
 
 
 class Executor(Protocol):
@@ -67,9 +75,7 @@ class EngineCore(CoreServices):
         self.transport = transport
         self.sequences: dict[str, Sequence] = {}
         self._outbox: list[TokenDelta] = []
-        self._num_steps = 0
-        self._num_prefix_queries = 0
-        self._num_prefix_hits = 0
+        self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._last_stats: dict[str, float] = {}
         self._stats_due_s = 0.0
         role.bind(self)
@@ -98,11 +104,18 @@ class EngineCore(CoreServices):
         if plan.scheduled:
             step = build_step(plan.scheduled)
             self._flush()  # first tokens do not wait for the step
-            output = self.executor.execute(step)
-            self._num_steps += 1
+            output = self._execute(step)
             self._commit(plan, output)
         self._flush()
         return bool(plan.scheduled or plan.receiving or plan.preempted)
+
+    def _execute(self, step: StepInput) -> StepOutput:
+        started_s = time.perf_counter()
+        output = self.executor.execute(step)
+        self._totals["baton_engine_steps"] += 1
+        self._totals["baton_engine_step_tokens"] += len(step.token_ids)
+        self._totals["baton_engine_step_seconds"] += time.perf_counter() - started_s
+        return output
 
     @property
     def is_idle(self) -> bool:
@@ -161,8 +174,9 @@ class EngineCore(CoreServices):
 
     def _begin(self, plan: Plan) -> None:
         for sequence in plan.admitted:
-            self._num_prefix_queries += sequence.num_prompt_tokens
-            self._num_prefix_hits += min(sequence.num_computed, sequence.num_prompt_tokens)
+            hits = min(sequence.num_computed, sequence.num_prompt_tokens)
+            self._totals["baton_prefix_cache_query_tokens"] += sequence.num_prompt_tokens
+            self._totals["baton_prefix_cache_hit_tokens"] += hits
             self._emit_first(sequence)
         for sequence in plan.receiving:
             self.role.on_receive(sequence)
@@ -249,17 +263,22 @@ class EngineCore(CoreServices):
             self._stats_due_s = now_s + _STATS_INTERVAL_S
 
     def stats(self) -> dict[str, float]:
-        counts = self.scheduler.allocator.counts()
-        blocks = {f"blocks_{state.name.lower()}": float(counts[state]) for state in BlockState}
+        """Values by series (protocol.metrics)."""
+        scheduler = self.scheduler
+        counts = scheduler.allocator.counts()
+        blocks = {
+            stat_key("baton_kv_blocks", state=state.name.lower()): float(counts[state])
+            for state in BlockState
+        }
         return {
             **blocks,
-            "running": float(len(self.scheduler.running)),
-            "waiting": float(len(self.scheduler.waiting)),
-            "receiving": float(len(self.scheduler.receiving)),
-            "preemptions": float(self.scheduler.num_preemptions),
-            "steps": float(self._num_steps),
-            "prefix_query_tokens": float(self._num_prefix_queries),
-            "prefix_hit_tokens": float(self._num_prefix_hits),
+            "baton_kv_blocks_capacity": float(scheduler.allocator.capacity),
+            "baton_kv_block_size_tokens": float(scheduler.limits.block_size),
+            "baton_requests_running": float(len(scheduler.running)),
+            "baton_requests_waiting": float(len(scheduler.waiting)),
+            "baton_requests_receiving": float(len(scheduler.receiving)),
+            "baton_preemptions": float(scheduler.num_preemptions),
+            **{name: float(value) for name, value in self._totals.items()},
             **self.role.stats(),
         }
 

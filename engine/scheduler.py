@@ -221,9 +221,7 @@ class Scheduler:
             self.allocator.quarantine(fresh)
         self.allocator.release(sequence.block_ids[: len(sequence.block_ids) - len(fresh)])
         del self.receiving[sequence.request_id]
-        sequence.block_ids = []
-        sequence.num_computed = 0
-        sequence.num_published_blocks = 0
+        sequence.forget_blocks()
         return fresh
 
     # -- after a step ------------------------------------------------------------------------
@@ -249,6 +247,7 @@ class Scheduler:
             sequence.token_ids,
             sequence.block_ids[:num_full],
             start_block=sequence.num_published_blocks,
+            cursor=sequence.prefix_cursor,
         )
         sequence.num_published_blocks = num_full
 
@@ -263,9 +262,7 @@ class Scheduler:
 
     def _release_blocks(self, sequence: Sequence) -> None:
         self.allocator.release(sequence.block_ids)
-        sequence.block_ids = []
-        sequence.num_computed = 0
-        sequence.num_published_blocks = 0
+        sequence.forget_blocks()
 
     def check_integrity(self) -> None:
         """Blocks add up, and an idle scheduler leaves none in use."""

@@ -10,6 +10,7 @@ preempted sequence is simply one whose num_computed fell back.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvcache.prefix import PrefixCursor
 from protocol.messages import AddRequest, FirstToken, KVUsage, RemotePrefill, TokenLogprobs
 
 
@@ -37,6 +38,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_published_blocks: int = 0  # full blocks already offered to the prefix index
+    prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     num_skipped: int = 0  # prompt tokens found in the prefix cache at admission
     num_transferred: int = 0
     num_recomputed: int = 0
@@ -79,6 +81,13 @@ class Sequence:
 
     def append_output(self, token_id: int) -> None:
         self.token_ids.append(token_id)
+
+    def forget_blocks(self) -> None:
+        """The sequence's blocks have gone back to the allocator; its KV is to be had anew."""
+        self.block_ids = []
+        self.num_computed = 0
+        self.num_published_blocks = 0
+        self.prefix_cursor = PrefixCursor()
 
     def finish_reason(self, max_model_len: int) -> str | None:
         """Why the sequence ends with its last token, or None."""

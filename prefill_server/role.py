@@ -16,6 +16,7 @@ from kvcache.transfer.side_channel import LeaseServer
 from protocol import kv_params
 from protocol.handshake import EngineMetadata
 from protocol.messages import FirstToken
+from protocol.metrics import stat_key
 
 
 class PrefillRole(KVRole):
@@ -25,7 +26,6 @@ class PrefillRole(KVRole):
         self._config = config
         self._leases = leases
         self._by_request: dict[str, str] = {}  # lease ids of requests that have ended
-        self._outcomes: dict[str, int] = {}
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         if not sequence.request.retain_kv:
@@ -72,13 +72,19 @@ class PrefillRole(KVRole):
         for ended in self._leases.drain_ended():
             self.core.scheduler.allocator.end_lease(ended.block_ids)
             self._by_request.pop(ended.request_id, None)
-            outcome = ended.outcome.name.lower()
-            self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
 
     def stats(self) -> dict[str, float]:
-        leases = {f"leases_{name}": float(count) for name, count in self._outcomes.items()}
-        counters = {f"side_channel_{k}": float(v) for k, v in self._leases.counters().items()}
-        return {**leases, "leases_held": float(len(self._by_request)), **counters}
+        counters = self._leases.counters()
+        ended = {
+            stat_key("baton_leases", event=event): float(counters[event])
+            for event in ("granted", "completed", "expired", "aborted")
+        }
+        return {
+            **ended,
+            "baton_leases_held": float(len(self._by_request)),
+            "baton_lease_renewals": float(counters["renewed"]),
+            "baton_lease_gone": float(counters["gone"]),
+        }
 
     def side_channel_port(self) -> int | None:
         return self._leases.address[1]

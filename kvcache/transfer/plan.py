@@ -10,13 +10,20 @@ decide how long the runs are (runs.py). Two ways of moving the runs compete on c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from kvcache.transfer.boxes import Transfer, block_table, direct_boxes
 from kvcache.transfer.cost import DEFAULT_COSTS, CostModel
-from kvcache.transfer.runs import count_runs, find_runs
+from kvcache.transfer.runs import RankRead, count_runs, find_runs
+from kvcache.transfer.staged import (
+    Chunk,
+    StagedEstimate,
+    estimate_staged,
+    least_staging_bytes,
+    make_chunks,
+)
 from kvcache.transfer.topology import (
     Endpoint,
     IntArray,
@@ -28,24 +35,16 @@ from kvcache.transfer.topology import (
 
 __all__ = [
     "DEFAULT_COSTS",
+    "Chunk",
     "CostModel",
     "Endpoint",
     "PlanError",
     "RankRead",
     "TransferPlan",
     "heads_of",
+    "least_staging_bytes",
     "plan_transfer",
 ]
-
-
-@dataclass(frozen=True)
-class RankRead:
-    """What to read from one rank of P. Three i64[n], bytes from each allocation's base."""
-
-    remote_rank: int
-    remote_offsets: IntArray
-    local_offsets: IntArray
-    lengths: IntArray
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,13 @@ class TransferPlan:
     """What one rank of D does to get its KV."""
 
     path: Literal["direct", "staged"]
-    reads: tuple[RankRead, ...]  # direct: into the pool
+    reads: tuple[RankRead, ...]  # direct: into the pool; staged: none
+    chunks: tuple[Chunk, ...]  # staged: read into a slot, then reformat.apply; direct: none
     descriptors: int
     bytes_read: int  # over the link
     useful_bytes: int  # wanted, in the peer's dtype
     estimated_s: float
     why: str
-
-
-class _Estimate(NamedTuple):
-    descriptors: int
-    bytes_read: int
-    seconds: float
 
 
 def plan_transfer(
@@ -91,18 +85,39 @@ def plan_transfer(
         remote_block_ids: P's leased blocks from token 0 on, in P's block size.
         costs: of the link between the two.
         lease_hash: spreads leases over ranks of P that hold the same head.
-        staging_bytes: staging memory; None plans the direct path.
+        staging_bytes: staging memory, two slots of half its size; None plans the direct path.
         convert: lets the staged path change the dtype.
 
     Raises:
-        PlanError: geometries that cannot be bridged, or block tables that do not fit them.
+        PlanError: geometries that cannot be bridged, block tables that do not fit them, or
+            staging memory that does not hold two of the peer's blocks.
     """
     check_endpoints(local, remote, total_kv_heads, convert=convert)
     transfer = _checked(
         local, remote, total_kv_heads, (token_start, token_stop), local_block_ids, remote_block_ids,
         lease_hash,
     )  # fmt: skip
-    return _plan_direct(transfer, costs)
+    if token_start == token_stop:
+        return TransferPlan("direct", (), (), 0, 0, 0, 0.0, "direct: there is nothing to read")
+    converts = local.layout.dtype != remote[0].layout.dtype
+    if staging_bytes is None:
+        if converts:
+            raise PlanError("staging_bytes is None; converting the KV dtype needs staging memory")
+        return _direct_plan(transfer, costs, "there is no staging memory")
+    staged = estimate_staged(transfer, costs, staging_bytes)
+    if converts:
+        return _staged_plan(staged, f"{remote[0].layout.dtype} becomes {local.layout.dtype}")
+    return _cheaper(transfer, costs, staged)
+
+
+def _cheaper(transfer: Transfer, costs: CostModel, staged: StagedEstimate) -> TransferPlan:
+    descriptors = sum(count_runs(boxes) for _, boxes in direct_boxes(transfer))
+    seconds = costs.read_s(descriptors, transfer.useful_bytes)
+    if seconds <= staged.seconds:
+        other = _summary(staged.descriptors, staged.bytes_read, staged.seconds)
+        return _direct_plan(transfer, costs, f"staged would read {other}, the copy included")
+    other = _summary(descriptors, transfer.useful_bytes, seconds)
+    return _staged_plan(staged, f"direct would read {other}")
 
 
 def _checked(
@@ -140,24 +155,31 @@ def _check_distinct(blocks: IntArray) -> None:
         raise PlanError(f"local_block_ids names block {ordered[twice[0]]} twice")
 
 
-def _estimate_direct(transfer: Transfer, costs: CostModel) -> _Estimate:
-    descriptors = sum(count_runs(boxes) for _, boxes in direct_boxes(transfer))
-    nbytes = transfer.useful_bytes
-    return _Estimate(descriptors, nbytes, costs.read_s(descriptors, nbytes))
-
-
-def _plan_direct(transfer: Transfer, costs: CostModel) -> TransferPlan:
-    reads = []
-    for owner, boxes in direct_boxes(transfer):
-        runs = find_runs(boxes)
-        if len(runs.remote):
-            reads.append(RankRead(owner, *runs))
+def _direct_plan(transfer: Transfer, costs: CostModel, reason: str) -> TransferPlan:
+    found = ((owner, find_runs(boxes)) for owner, boxes in direct_boxes(transfer))
+    reads = tuple(RankRead(owner, *runs) for owner, runs in found if len(runs.lengths))
     descriptors = sum(len(read.lengths) for read in reads)
     nbytes = transfer.useful_bytes
     seconds = costs.read_s(descriptors, nbytes)
-    why = f"direct: {descriptors} runs of {_mean(nbytes, descriptors)} on average, {seconds:.2g} s"
-    return TransferPlan("direct", tuple(reads), descriptors, nbytes, nbytes, seconds, why)
+    why = f"direct: {_summary(descriptors, nbytes, seconds)}; {reason}"
+    return TransferPlan("direct", reads, (), descriptors, nbytes, nbytes, seconds, why)
 
 
-def _mean(nbytes: int, count: int) -> str:
-    return f"{nbytes // max(count, 1)} bytes"
+def _staged_plan(estimate: StagedEstimate, reason: str) -> TransferPlan:
+    chunks = make_chunks(estimate.staging)
+    descriptors = sum(len(read.lengths) for chunk in chunks for read in chunk.reads)
+    summary = _summary(descriptors, estimate.bytes_read, estimate.seconds)
+    return TransferPlan(
+        "staged",
+        (),
+        chunks,
+        descriptors,
+        estimate.bytes_read,
+        estimate.staging.transfer.useful_bytes,
+        estimate.seconds,
+        f"staged: {summary}, the copy included; {reason}",
+    )
+
+
+def _summary(descriptors: int, nbytes: int, seconds: float) -> str:
+    return f"{descriptors} runs of {nbytes // descriptors} bytes on average in {seconds:.2g} s"

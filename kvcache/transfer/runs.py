@@ -32,6 +32,16 @@ class Runs(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RankRead:
+    """What to read from one rank of P. Three i64[n], bytes from each allocation's base."""
+
+    remote_rank: int
+    remote_offsets: IntArray
+    local_offsets: IntArray
+    lengths: IntArray
+
+
+@dataclass(frozen=True)
 class Boxes:
     """Boxes of one (reader, source) pair: alike but for where they start and their token count."""
 
@@ -58,13 +68,13 @@ class _Product(NamedTuple):
     axes: list[Axis]
 
     @property
-    def count(self) -> int:
+    def num_runs(self) -> int:
         return len(self.remote) * prod(axis.extent for axis in self.axes)
 
 
 def count_runs(boxes: Boxes) -> int:
     """How many runs `find_runs` will return, or a few more, without making them."""
-    return sum(product.count for product in _products(boxes))
+    return sum(product.num_runs for product in _products(boxes))
 
 
 def find_runs(boxes: Boxes) -> Runs:

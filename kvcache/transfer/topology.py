@@ -48,7 +48,7 @@ class HeadGroup:
 
 
 def heads_of(rank: int, tp: int, total_heads: int) -> range:
-    """The heads that `rank` of `tp` holds, of `total_heads`; at least one, copied where tp is larger.
+    """The heads that `rank` of `tp` holds: at least one, copied where tp exceeds total_heads.
 
     Raises:
         PlanError: the rank is not one of tp ranks.

@@ -6,15 +6,16 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.layout import NAMED_ORDERS, KVLayout
+from kvcache.layout import KVLayout
+from kvcache.transfer import reformat
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
     CostModel,
     Endpoint,
-    PlanError,
     TransferPlan,
     heads_of,
     plan_transfer,
@@ -22,7 +23,8 @@ from kvcache.transfer.plan import (
 
 ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
 COSTS = DEFAULT_COSTS["cpu"]
-GARBAGE = -7
+GARBAGE = -7.0
+NUMPY = {"float32": np.float32, "float16": np.float16}
 
 
 @dataclass(frozen=True)
@@ -90,26 +92,27 @@ def element_map(case: Case, side: Side, rank: int, tokens: np.ndarray) -> np.nda
 
 
 def codes(case: Case, heads: range, tokens: np.ndarray) -> np.ndarray:
-    """A different number for each (head of the model, layer, component, token, dim)."""
+    """A different number for each (head of the model, layer, component, token, dim).
+
+    Where 16 bits must hold it the numbers repeat, but with a period that no stride has.
+    """
     shape = (case.heads, case.layers, case.components, case.stop, case.head_dim)
     assert np.prod(shape) < 2**24
-    return np.arange(np.prod(shape)).reshape(shape)[heads.start : heads.stop, :, :, tokens, :]
+    numbers = np.arange(np.prod(shape)).reshape(shape)[heads.start : heads.stop, :, :, tokens, :]
+    return numbers if case.p.dtype == case.d.dtype == "float32" else numbers % 2039
 
 
-def memory_of(case: Case, side: Side, rank: int) -> np.ndarray:
-    """The rank's pool once the whole sequence is in it; garbage everywhere else."""
-    memory = np.full(case.layout(side, rank).nbytes // 4, GARBAGE, np.int32)
-    tokens = np.arange(case.stop)
+def garbage(case: Case, side: Side, rank: int) -> np.ndarray:
+    layout = case.layout(side, rank)
+    return np.full(layout.nbytes // layout.itemsize, GARBAGE, NUMPY[layout.dtype])
+
+
+def memory_of(case: Case, side: Side, rank: int, start: int = 0) -> np.ndarray:
+    """The rank's pool with tokens [start, stop) in it; garbage everywhere else."""
+    memory = garbage(case, side, rank)
+    tokens = np.arange(start, case.stop)
     heads = heads_of(rank, side.tp, case.heads)
     memory[element_map(case, side, rank, tokens)] = codes(case, heads, tokens)
-    return memory
-
-
-def expected_memory(case: Case, d_rank: int) -> np.ndarray:
-    memory = np.full(case.layout(case.d, d_rank).nbytes // 4, GARBAGE, np.int32)
-    tokens = np.arange(case.start, case.stop)
-    heads = heads_of(d_rank, case.d.tp, case.heads)
-    memory[element_map(case, case.d, d_rank, tokens)] = codes(case, heads, tokens)
     return memory
 
 
@@ -202,9 +205,9 @@ def cases(draw) -> Case:
 def check_direct(case: Case, d_rank: int) -> None:
     plan = case.plan(d_rank)
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
-    into = np.full(case.layout(case.d, d_rank).nbytes // 4, GARBAGE, np.int32)
+    into = garbage(case, case.d, d_rank)
     execute_reads(plan.reads, sources, into)
-    np.testing.assert_array_equal(into, expected_memory(case, d_rank))
+    np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
     assert plan.descriptors == sum(len(read.lengths) for read in plan.reads)
     assert plan.descriptors == fewest_descriptors(case, d_rank)
     moved = sum(int(read.lengths.sum()) for read in plan.reads)
@@ -218,6 +221,64 @@ PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_
 @given(cases(), st.integers(0, 7))
 def test_direct_plans_are_exact_and_minimal(case: Case, d_rank: int) -> None:
     check_direct(case, d_rank % case.d.tp)
+
+
+def leased_bytes(case: Case, rank: int) -> np.ndarray:
+    layout = case.layout(case.p, rank)
+    where = np.arange(np.prod(layout.shape)).reshape(layout.shape)
+    leased = np.zeros(where.size, bool)
+    leased[np.moveaxis(where, layout.order.index("B"), 0)[list(case.p.blocks)]] = True
+    return np.repeat(leased, layout.itemsize)
+
+
+def check_staged(case: Case, d_rank: int, staging_blocks: int) -> str:
+    block_bytes = max(case.layout(case.p, rank).block_bytes for rank in range(case.p.tp))
+    staging = staging_blocks * (block_bytes + 64) * 2 * case.p.tp
+    costs = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
+    plan = case.plan(d_rank, costs=costs, staging_bytes=staging, convert=True)
+    sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
+    into = garbage(case, case.d, d_rank)
+    execute_reads(plan.reads, sources, into)
+    layout = case.layout(case.d, d_rank)
+    pool = torch.from_numpy(into).view(layout.shape)
+    for chunk in plan.chunks:
+        assert chunk.nbytes <= staging // 2
+        slot = np.full(chunk.nbytes, 0xEE, np.uint8)
+        execute_reads(chunk.reads, sources, slot)
+        reformat.apply(chunk, torch.from_numpy(slot), pool)
+    np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
+    reads = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
+    assert plan.descriptors == sum(len(read.lengths) for read in reads)
+    assert plan.bytes_read == sum(int(read.lengths.sum()) for read in reads)
+    for read in reads:
+        leased = leased_bytes(case, read.remote_rank)
+        for first, length in zip(read.remote_offsets, read.lengths, strict=True):
+            assert leased[first : first + length].all()
+    return plan.path
+
+
+DTYPES = st.sampled_from([("float32",) * 2, ("float32", "float16"), ("float16", "float32")])
+
+
+def with_dtypes(case: Case, p_dtype: str, d_dtype: str) -> Case:
+    p, d = (dataclasses.replace(s, dtype=t) for s, t in ((case.p, p_dtype), (case.d, d_dtype)))
+    return dataclasses.replace(case, p=p, d=d)
+
+
+@PROPERTY
+@given(cases(), st.integers(0, 7), st.integers(1, 6), DTYPES)
+def test_staged_plans_are_exact_and_stay_in_the_lease(case, d_rank, staging_blocks, dtypes) -> None:
+    case = with_dtypes(case, *dtypes)
+    path = check_staged(case, d_rank % case.d.tp, staging_blocks)
+    if case.start < case.stop and dtypes[0] != dtypes[1]:
+        assert path == "staged"
+
+
+@pytest.mark.slow
+@settings(PROPERTY, max_examples=10_000)
+@given(cases(), st.integers(0, 7), st.integers(1, 6), DTYPES)
+def test_staged_plans_are_exact_in_many_draws(case, d_rank, staging_blocks, dtypes) -> None:
+    check_staged(with_dtypes(case, *dtypes), d_rank % case.d.tp, staging_blocks)
 
 
 @pytest.mark.slow

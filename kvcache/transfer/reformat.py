@@ -1,0 +1,144 @@
+"""Places a chunk of staged KV into the pool: the second half of the staged path.
+
+A move is one strided copy of up to seven axes between views of the slot and of the pool:
+
+    [blocks, repeat, heads, layers, components, tokens, elements]
+
+Blocks of the pool are scattered. A processor copies them one by one, since starting a copy costs it
+little and torch's indexed copy runs at half the speed; a GPU takes the indexed copy, since starting
+a kernel per block would cost it more than the copy.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvcache.layout import KVLayout
+from kvcache.transfer.staged import Chunk, Move, Region
+from kvcache.transfer.topology import IntArray, PlanError
+
+# Moving a head's elements as wider words is faster, where the sizes allow it.
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+class _Lane(NamedTuple):
+    """Memory seen as words of one size."""
+
+    words: torch.Tensor  # 1-D
+    word_bytes: int
+    strides: dict[str, int]  # in words
+    row_words: int  # one head of one token
+
+
+def apply(chunk: Chunk, slot: torch.Tensor, pool: torch.Tensor) -> None:
+    """Copies what the chunk's reads brought into the slot to its places in the pool.
+
+    Converts the dtype where the peer's differs. On a GPU the copies are queued on the current
+    stream: the slot may be reused once that stream has passed them.
+
+    Args:
+        slot: u8[at least chunk.nbytes], contiguous; chunk.reads have been read into it.
+        pool: the rank's whole KV pool, contiguous, on the slot's device.
+
+    Raises:
+        PlanError: the slot is too small or the pool is not the planned one.
+    """
+    if slot.numel() < chunk.nbytes:
+        raise PlanError(f"slot has {slot.numel()} bytes; the chunk needs {chunk.nbytes}")
+    if pool.nbytes != chunk.target.nbytes:
+        raise PlanError(f"pool has {pool.nbytes} bytes; planned for {chunk.target.nbytes}")
+    flat = pool.view(-1)
+    for region in chunk.regions:
+        source, target = _lanes(region.source, chunk.target, slot, flat)
+        for move in chunk.moves:
+            _place(
+                _source_view(source, region, move),
+                _target_view(target, region, chunk.target, move),
+                move,
+            )
+
+
+def _lanes(
+    source: KVLayout, target: KVLayout, slot: torch.Tensor, pool: torch.Tensor
+) -> tuple[_Lane, _Lane]:
+    if source.dtype != target.dtype:
+        theirs: torch.dtype = getattr(torch, source.dtype)
+        usable = slot.numel() // source.itemsize * source.itemsize
+        return (
+            _lane(source, slot[:usable].view(theirs)),
+            _lane(target, pool),
+        )
+    row = source.head_dim * source.itemsize
+    start = int(slot.storage_offset()) | int(pool.storage_offset()) * pool.element_size()
+    word_bytes, word = next(
+        (size, word) for size, word in _WORDS if row % size == 0 and start % size == 0
+    )
+    usable = slot.numel() // word_bytes * word_bytes
+    return _lane(source, slot[:usable].view(word)), _lane(target, pool.view(word))
+
+
+def _lane(layout: KVLayout, words: torch.Tensor) -> _Lane:
+    size = words.element_size()
+    strides = {axis: stride // size for axis, stride in layout.byte_strides.items()}
+    return _Lane(words, size, strides, layout.head_dim * layout.itemsize // size)
+
+
+def _source_view(lane: _Lane, region: Region, move: Move) -> torch.Tensor:
+    """[slot blocks, repeat, ...]: a repetition goes on in the next block of the slot."""
+    layout, strides = region.source, lane.strides
+    shape = _shape(layout.num_blocks - move.repeat + 1, region, move, lane)
+    steps = (strides["B"], strides["B"], *(strides[axis] for axis in "HLCN"), 1)
+    offset = region.source_offset // lane.word_bytes + move.source_token * strides["N"]
+    return lane.words.as_strided(shape, steps, lane.words.storage_offset() + offset)
+
+
+def _target_view(lane: _Lane, region: Region, layout: KVLayout, move: Move) -> torch.Tensor:
+    """[pool blocks, repeat, ...]: a repetition goes on at the next token of the block."""
+    strides = lane.strides
+    shape = _shape(layout.num_blocks, region, move, lane)
+    again = strides["N"] * move.num_tokens
+    steps = (strides["B"], again, *(strides[axis] for axis in "HLCN"), 1)
+    offset = region.target_offset * layout.itemsize // lane.word_bytes
+    offset += move.target_token * strides["N"]
+    return lane.words.as_strided(shape, steps, lane.words.storage_offset() + offset)
+
+
+def _shape(blocks: int, region: Region, move: Move, lane: _Lane) -> tuple[int, ...]:
+    layout = region.source
+    return (
+        blocks,
+        move.repeat,
+        region.num_heads,
+        layout.num_layers,
+        layout.num_components,
+        move.num_tokens,
+        lane.row_words,
+    )
+
+
+def _place(source: torch.Tensor, target: torch.Tensor, move: Move) -> None:
+    rows = _slice(move.source_blocks)
+    places = _slice(move.target_blocks)
+    if rows is not None and places is not None:
+        target[places].copy_(source[rows])
+    elif target.is_cuda:
+        picked = source[rows] if rows is not None else source[_index(move.source_blocks, source)]
+        target[_index(move.target_blocks, target)] = picked.to(target.dtype)
+    else:
+        pairs = zip(move.source_blocks.tolist(), move.target_blocks.tolist(), strict=True)
+        for row, place in pairs:
+            target[place].copy_(source[row])
+
+
+def _slice(blocks: IntArray) -> slice | None:
+    """The blocks as a slice, where they ascend in equal steps."""
+    steps = np.diff(blocks)
+    step = int(steps[0]) if len(steps) else 1
+    if step < 1 or np.any(steps != step):
+        return None
+    return slice(int(blocks[0]), int(blocks[-1]) + 1, step)
+
+
+def _index(blocks: IntArray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(blocks).to(like.device, non_blocking=True)

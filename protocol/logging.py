@@ -1,0 +1,101 @@
+"""One line per event: time, level, role and rank, request id, logger, text.
+
+    2026-01-31T12:00:00.123Z INFO  decode/0 [req-1] baton.engine.core: admitted, 3 blocks
+
+Loggers are named "baton.<package>.<file>". The request id comes from a context variable that
+asyncio tasks inherit, so code in between need not pass it on. A traceback follows its line.
+"""
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TextIO
+
+_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+# Libraries whose lines are worth as much as ours; all others are heard from warnings on.
+_SHARED_LOGGERS = ("baton", "uvicorn.error")
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a file: get_logger(__name__)."""
+    return logging.getLogger(f"baton.{name}")
+
+
+def current_request_id() -> str | None:
+    """The id of the request that the running task serves."""
+    return _request_id.get()
+
+
+@contextlib.contextmanager
+def request_context(request_id: str) -> Iterator[None]:
+    """Within, every line carries `request_id`: any string, shown with control characters escaped.
+
+    The context belongs to the running task: use it within one, not around a `yield` of an
+    asynchronous generator that another task may resume.
+    """
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def escape(text: str) -> str:
+    """`text` on one line: control characters and line separators as backslash escapes."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
+
+
+class LineFormatter(logging.Formatter):
+    """Formats a record as the line above.
+
+    Args:
+        who: role and rank, such as "decode/0".
+    """
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self.who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        millis = int(record.created % 1 * 1000)
+        request_id = getattr(record, "request_id", None) or _request_id.get()
+        request = f" [{escape(request_id)}]" if request_id else ""
+        line = (
+            f"{seconds}.{millis:03d}Z {record.levelname:<7} {self.who}{request} "
+            f"{record.name}: {escape(record.getMessage())}"
+        )
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def setup_logging(
+    role: str, *, rank: int | None = None, level: str = "info", stream: TextIO | None = None
+) -> None:
+    """Sends this process's lines to stderr; called once, first thing in main.
+
+    Args:
+        role: "prefill", "decode", "proxy" or "up".
+        rank: tensor-parallel rank, for an engine process.
+        level: least severe level shown of our own lines: debug, info, warning or error.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(LineFormatter(role if rank is None else f"{role}/{rank}"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    for name in _SHARED_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(level.upper())
+    logging.captureWarnings(True)

@@ -1,0 +1,215 @@
+"""What can be configured, where it comes from, and what is refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from protocol import cluster_secret as secret_file
+from protocol.settings import (
+    PROGRAMS,
+    BatonSettings,
+    ConfigError,
+    DecodeSettings,
+    PrefillSettings,
+    ProxySettings,
+    UpSettings,
+    describe,
+    load,
+    parse,
+    to_argv,
+)
+from protocol.settings_sources import clean_environment, field_paths, option_name
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("BATON_"):
+            monkeypatch.delenv(name)
+
+
+def test_cli_beats_environment_beats_file_beats_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("block-size: 16\nmax_num_seqs: 7\nlease_s: 9\n")
+    monkeypatch.setenv("BATON_MAX_NUM_SEQS", "8")
+    monkeypatch.setenv("BATON_LEASE_S", "10")
+    settings = load(PrefillSettings, ["--config", str(file), "--lease-s", "11"])
+    found = (settings.tp, settings.block_size, settings.max_num_seqs, settings.lease_s)
+    assert found == (1, 16, 8, 11.0)
+
+
+def test_sources_merge_inside_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("prefill:\n  block-size: 16\n  count: 2\ndecode: {tp: 2}\n")
+    monkeypatch.setenv("BATON_CONFIG", str(file))
+    monkeypatch.setenv("BATON_PREFILL__KV_LAYOUT", "LBCNHD")
+    settings = load(UpSettings, ["--prefill.tp", "4"])
+    group = settings.prefill
+    assert (group.block_size, group.count, group.kv_layout, group.tp) == (16, 2, "LBCNHD", 4)
+    assert (settings.decode.tp, settings.decode.block_size) == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("cls", "argv", "told"),
+    [
+        (PrefillSettings, ["--blck-size", "16"], "--block-size"),
+        (PrefillSettings, ["--kv-load-failure-policy", "fail"], "--kv-load-failure-policy"),
+        (UpSettings, ["--prefil.tp=2"], "--prefill.tp"),
+        (UpSettings, ["--prefill.staging-bytes=2"], "--decode.staging-bytes"),
+        (PrefillSettings, ["--block", "16"], "--block"),  # no abbreviations
+        (PrefillSettings, ["stray"], "stray"),
+    ],
+)
+def test_an_unknown_option_is_an_error(
+    cls: type[BatonSettings], argv: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(cls, argv)
+
+
+def test_an_unknown_variable_is_an_error_with_near_matches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BATON_BLOK_SIZE", "16")
+    with pytest.raises(ConfigError, match=r"BATON_BLOK_SIZE \(did you mean BATON_BLOCK_SIZE"):
+        load(PrefillSettings, [])
+
+
+def test_a_variable_of_a_sibling_program_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_LEASE_S", "9")
+    monkeypatch.setenv("BATON_PREFILL__TP", "2")
+    monkeypatch.setenv("BATON_TEST_MODELS", "/models")
+    assert load(DecodeSettings, []).tp == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("blok_size: 1", r"unknown key blok_size \(did you mean block_size"),
+        ("prefill: {tpp: 1}", r"unknown key prefill.tpp"),
+        ("- a", "not a mapping"),
+        ("a: [", "flow node"),
+        ("config: other.yaml", "unknown key config"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text(text)
+    cls = UpSettings if "prefill" in text else PrefillSettings
+    with pytest.raises(ConfigError, match=told):
+        load(cls, [f"--config={file}"])
+
+
+def test_a_missing_file_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        load(PrefillSettings, ["--config", str(tmp_path / "none.yaml")])
+    (tmp_path / "empty.yaml").touch()
+    assert load(PrefillSettings, ["--config", str(tmp_path / "empty.yaml")]).tp == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--kv-layout", "BHLCD", "lacks axis N"),
+        ("--kv-layout", "D", "lacks axes B, H, L, C, N"),
+        ("--kv-layout", "BHLCNDX", "unknown axis X"),
+        ("--kv-layout", "BBHLCND", "repeats an axis"),
+        ("--kv-layout", "DBHLCN", "must end in D"),
+        ("--block-size", "0", "greater than or equal to 1"),
+        ("--block-size", "257", "less than or equal to 256"),
+        ("--block-size", "x", "valid integer"),
+        ("--tp", "0", "greater than or equal to 1"),
+        ("--port", "65536", "less than or equal to 65535"),
+        ("--lease-s", "0", "greater than 0"),
+        ("--lease-s", "inf", "finite"),
+        ("--lease-s", "nan", "finite"),
+        ("--kv-cache-tokens", "0", "greater than or equal to 1"),
+        ("--dtype", "int4", "float32"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_naming_it(option: str, value: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        load(PrefillSettings, [option, value])
+    assert option in str(caught.value)
+
+
+@pytest.mark.parametrize("order", ["BHLCND", "LCBNHD", "NHBCLD"])
+def test_any_order_that_ends_in_d_is_a_layout(order: str) -> None:
+    assert load(DecodeSettings, ["--kv-layout", order]).kv_layout == order
+
+
+def test_server_urls_repeat_or_join_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated = load(ProxySettings, ["--prefill", "http://a:1/", "--prefill", "http://b:2"])
+    assert repeated.prefill == ("http://a:1", "http://b:2")
+    monkeypatch.setenv("BATON_DECODE", "http://c:3,https://d:4")
+    assert load(ProxySettings, []).decode == ("http://c:3", "https://d:4")
+    for wrong in ("c:3", "ftp://c:3", "http://c:3/v1", "http://"):
+        with pytest.raises(ConfigError, match="write http://host:port"):
+            load(ProxySettings, ["--decode", wrong])
+
+
+@pytest.mark.parametrize("cls", PROGRAMS)
+def test_help_explains_every_option(
+    cls: type[BatonSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(cls, ["--help"], prog="baton x")
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    groups = {path[0] for path in field_paths(cls) if len(path) > 1}
+    for path in field_paths(cls):
+        if len(path) > 1 or path[0] not in groups:
+            assert option_name(path) in text
+    for name, info in cls.model_fields.items():
+        assert info.description, name
+
+
+def test_parse_prints_the_error_and_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(PrefillSettings, ["--tp", "0"], prog="baton prefill")
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.startswith("baton prefill: error: --tp: ")
+
+
+def test_secrets_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "correct horse battery")
+    settings = load(PrefillSettings, [])
+    assert "horse" not in describe(settings) + repr(settings) + " ".join(to_argv(settings))
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "too short")
+    with pytest.raises(ConfigError, match="--cluster-secret") as caught:
+        load(PrefillSettings, [])
+    assert "too short" not in str(caught.value)
+
+
+def test_settings_survive_the_way_through_argv() -> None:
+    argv = ["--kv-layout=LBCNHD", "--no-enable-prefix-caching", "--transfer=nixl", "--seed=5"]
+    settings = load(DecodeSettings, argv)
+    assert load(DecodeSettings, to_argv(settings)) == settings
+    proxy = load(ProxySettings, ["--decode=http://a:1", "--decode=http://b:1"])
+    assert load(ProxySettings, to_argv(proxy)) == proxy
+
+
+def test_step_size_follows_the_device() -> None:
+    assert load(PrefillSettings, []).batched_tokens_for("cpu") == 512
+    assert load(PrefillSettings, []).batched_tokens_for("cuda") == 2048
+    assert load(PrefillSettings, ["--max-num-batched-tokens=9"]).batched_tokens_for("cuda") == 9
+
+
+def test_a_launcher_keeps_its_own_variables_to_itself() -> None:
+    environ = {"BATON_PORT": "1", "BATON_READY_FD": "3", "BATON_TEST_MODELS": "m", "HF_TOKEN": "t"}
+    assert clean_environment(environ) == {"BATON_TEST_MODELS": "m", "HF_TOKEN": "t"}
+
+
+def test_the_first_use_makes_this_machines_secret(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "cluster-secret"
+    first = secret_file.cluster_secret(None, file)
+    assert len(first) == 64 and secret_file.cluster_secret(None, file) == first
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in file.parent.iterdir()] == ["cluster-secret"]
+    secret_file._make(file)  # one who came second
+    assert secret_file.cluster_secret(None, file) == first
+    assert secret_file.cluster_secret(SecretStr("mine"), file) == b"mine"

@@ -1,0 +1,36 @@
+"""Clusters shared by the end-to-end tests of a session, and the reference they are held against."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.reference import Reference
+from tests.make_models import ensure_model
+
+_SHARED = Path(__file__).resolve().parents[3] / "shared" / "models"
+
+
+def model_dirs() -> list[Path]:
+    """Real models beside our own tiny one: BATON_TEST_MODELS, or a folder shared by checkouts."""
+    folder = Path(os.environ.get("BATON_TEST_MODELS") or _SHARED)
+    return sorted(p.parent for p in folder.glob("*/config.json")) if folder.is_dir() else []
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    return ensure_model("gqa")
+
+
+@pytest.fixture(scope="session")
+def tiny_cluster(tiny_model: Path) -> Iterator[Cluster]:
+    """One prefill server, one decode server, one proxy; tests leave it as they found it."""
+    with cluster(tiny_model) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tiny_reference(tiny_model: Path) -> Reference:
+    return Reference(tiny_model)

@@ -1,0 +1,136 @@
+"""The law of this project: through prefill and decode, or not, the tokens are the same.
+
+Prompts of every awkward length, greedy and sampled, in float32: P/D equals the decode server alone
+equals transformers' generate.
+"""
+
+import random
+
+import httpx
+import pytest
+
+from tests.e2e.client import complete, complete_all, stream, streamed_token_ids
+from tests.e2e.cluster import Cluster
+from tests.e2e.reference import Reference
+
+_BLOCK = 64
+_LENGTHS = [1, 2, 17, _BLOCK - 1, _BLOCK, _BLOCK + 1, 2 * _BLOCK, 129, 300, 511, 512, 513, 700]
+
+
+def make_prompt(seed: int, length: int, vocab: int = 256) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, vocab) for _ in range(length)]
+
+
+@pytest.mark.parametrize("length", [*_LENGTHS, 1500])
+def test_greedy_equals_decode_alone_and_transformers(
+    tiny_cluster: Cluster, tiny_reference: Reference, length: int
+) -> None:
+    prompt = make_prompt(length, length)
+    expected = tiny_reference.generate(prompt, 12)
+    through = complete(tiny_cluster.url, prompt, 12)
+    alone = complete(tiny_cluster.decode[0].url, make_prompt(length, length), 12)
+    assert through.token_ids == expected
+    assert alone.token_ids == expected
+    assert through.kv == {"transferred": length, "recomputed": 0, "skipped": 0}
+    assert through.usage["prompt_tokens"] == length
+    assert through.usage["completion_tokens"] == 12
+
+
+def test_the_same_prompt_twice_skips_what_the_decode_server_holds(
+    tiny_cluster: Cluster, tiny_reference: Reference
+) -> None:
+    prompt = make_prompt(1000, 200)
+    first = complete(tiny_cluster.url, prompt, 5)
+    second = complete(tiny_cluster.url, prompt, 5)
+    assert first.token_ids == second.token_ids == tiny_reference.generate(prompt, 5)
+    assert second.kv == {"transferred": 200 - 192, "recomputed": 0, "skipped": 192}
+    assert first.usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second.usage["prompt_tokens_details"]["cached_tokens"] == 192
+
+
+def test_many_at_once_with_shared_prefixes(
+    tiny_cluster: Cluster, tiny_reference: Reference
+) -> None:
+    shared = make_prompt(7, 150)
+    prompts = [shared + make_prompt(seed, 1 + 13 * seed) for seed in range(8)]
+    prompts += [shared, shared, make_prompt(99, 40)]
+    answers = complete_all(tiny_cluster.url, prompts, 10)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == tiny_reference.generate(prompt, 10)
+        assert sum(answer.kv.values()) == len(prompt)
+        assert answer.kv["recomputed"] == 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 20},
+        {"temperature": 1.0, "min_p": 0.05, "top_p": 0.95, "top_k": 50},
+    ],
+)
+def test_sampling_with_a_seed_equals_decode_alone(
+    tiny_cluster: Cluster, sampling: dict[str, float]
+) -> None:
+    prompts = [make_prompt(seed, 30 + 50 * seed) for seed in range(4)]
+    for seed, prompt in enumerate(prompts):
+        through = complete(tiny_cluster.url, prompt, 20, seed=seed, **sampling)
+        alone = complete(tiny_cluster.decode[0].url, prompt, 20, seed=seed, **sampling)
+        assert through.token_ids == alone.token_ids
+    batched = complete_all(tiny_cluster.url, prompts, 20, seed=3, **sampling)
+    assert batched[3].token_ids == through.token_ids
+
+
+def test_seeds_differ_and_no_seed_is_random(tiny_cluster: Cluster) -> None:
+    prompt = make_prompt(5, 33)
+    outputs = {
+        tuple(complete(tiny_cluster.url, prompt, 20, temperature=1.0, seed=s).token_ids)
+        for s in range(4)
+    }
+    unseeded = {
+        tuple(complete(tiny_cluster.url, prompt, 20, temperature=1.0).token_ids) for _ in range(3)
+    }
+    assert len(outputs) == 4
+    assert len(unseeded) == 3
+
+
+def test_streaming_delivers_the_same_tokens_and_ends_with_done(
+    tiny_cluster: Cluster, tiny_reference: Reference
+) -> None:
+    prompt = make_prompt(21, 100)
+    events = stream(tiny_cluster.url, prompt, 9, stream_options={"include_usage": True})
+    assert streamed_token_ids(events) == tiny_reference.generate(prompt, 9)
+    assert events[-1] == "[DONE]"
+    usage = events[-2]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (100, 9)
+    kv = next(e["baton_kv"] for e in reversed(events[:-1]) if "baton_kv" in e)
+    assert kv == {"transferred": 100, "recomputed": 0, "skipped": 0}
+
+
+def test_several_prompts_in_one_call(tiny_cluster: Cluster, tiny_reference: Reference) -> None:
+
+    prompts = [make_prompt(seed, 20 + seed) for seed in range(31, 34)]
+    body = {"prompt": prompts, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    response = httpx.post(
+        f"{tiny_cluster.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=60
+    )
+    data = response.json()
+    assert [c["index"] for c in data["choices"]] == [0, 1, 2]
+    for prompt, choice in zip(prompts, data["choices"], strict=True):
+        assert choice["token_ids"] == tiny_reference.generate(prompt, 6)
+    assert (
+        response.headers["x-baton-kv"]
+        == f"transferred={sum(len(p) for p in prompts)}, recomputed=0, skipped=0"
+    )
+
+
+def test_a_single_token_never_touches_the_decode_servers_cache(
+    tiny_cluster: Cluster, tiny_reference: Reference
+) -> None:
+    prompt = make_prompt(41, 90)
+    answer = complete(tiny_cluster.url, prompt, 1)
+    assert answer.token_ids == tiny_reference.generate(prompt, 1)
+    assert answer.finish_reason == "length"
+    assert answer.kv["transferred"] == 0

@@ -6,18 +6,22 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-DEFAULT_FILE = Path("~/.cache/baton/cluster-secret")
+
+def default_file() -> Path:
+    """Where this machine keeps its own secret: in BATON_CACHE, or ~/.cache/baton."""
+    cache = os.environ.get("BATON_CACHE")
+    return (Path(cache) if cache else Path.home() / ".cache" / "baton") / "cluster-secret"
 
 
-def cluster_secret(configured: SecretStr | None, file: Path = DEFAULT_FILE) -> bytes:
-    """The configured secret, else this machine's own, which the first caller makes.
+def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> bytes:
+    """The configured secret, else the one in `file`, which the first caller makes.
 
     Raises:
         OSError: the file can be neither read nor made.
     """
     if configured is not None:
         return configured.get_secret_value().encode()
-    path = file.expanduser()
+    path = file or default_file()
     if not path.exists():
         _make(path)
     return path.read_bytes().strip()

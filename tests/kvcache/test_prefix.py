@@ -1,0 +1,391 @@
+"""The prefix index: longest exact prefix, no wrong hit, no entry left behind."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from kvcache.blocks import BlockAllocator, BlockState, BlockStateError, IntegrityError
+from kvcache.prefix import PrefixCursor, PrefixIndex
+
+BLOCK = 4
+
+
+def make(num_blocks: int = 20) -> tuple[BlockAllocator, PrefixIndex]:
+    allocator = BlockAllocator(num_blocks)
+    return allocator, PrefixIndex(allocator, BLOCK)
+
+
+def published(index: PrefixIndex, tokens: list[int]) -> list[int]:
+    blocks = index.allocator.allocate(len(tokens) // BLOCK)
+    index.publish(tokens, blocks)
+    return blocks
+
+
+def test_only_full_blocks_are_found_and_only_from_the_start() -> None:
+    _allocator, index = make()
+    tokens = list(range(11))
+    blocks = published(index, tokens)
+    assert len(blocks) == 2
+    assert index.match(tokens) == index.match(tokens[:8]) == blocks
+    assert index.match(tokens[:7]) == blocks[:1]
+    assert index.match(tokens[:3]) == []
+    assert index.match(tokens[4:]) == []  # the second block's tokens, without their prefix
+    assert index.match([0, 1, 2, 3, 4, 5, 6, 99]) == blocks[:1]
+
+
+@pytest.mark.parametrize(("max_tokens", "found"), [(8, 2), (7, 1), (4, 1), (3, 0), (0, 0)])
+def test_match_stops_at_the_callers_limit(max_tokens: int, found: int) -> None:
+    _allocator, index = make()
+    blocks = published(index, list(range(8)))
+    assert index.match(list(range(8)), max_tokens=max_tokens) == blocks[:found]
+    assert index.match(list(range(8)), max_tokens=99) == blocks
+
+
+def test_matching_takes_no_reference() -> None:
+    allocator, index = make()
+    blocks = published(index, list(range(8)))
+    allocator.release(blocks)
+    index.match(list(range(8)))
+    assert allocator.counts()[BlockState.CACHED] == 2
+
+
+def test_publishing_block_by_block_equals_publishing_at_once() -> None:
+    allocator, index = make()
+    tokens = list(range(16))
+    blocks = allocator.allocate(4)
+    for full in range(1, 5):
+        index.publish(tokens[: full * BLOCK + 3], blocks[:full], full - 1)
+        assert index.match(tokens) == blocks[:full]
+        index.check_integrity()
+
+
+def test_the_first_block_with_a_content_wins() -> None:
+    allocator, index = make()
+    tokens = list(range(8))
+    first = published(index, tokens)
+    second = published(index, [*tokens, 8, 9, 10, 11])
+    assert index.match([*tokens, 8, 9, 10, 11]) == [*first, second[2]]
+    assert not allocator.is_cached(second[0])
+    allocator.release(second)
+    assert allocator.state(second[0]) is BlockState.FREE
+    index.check_integrity()
+
+
+def test_an_evicted_block_is_found_no_more() -> None:
+    allocator, index = make(4)
+    blocks = published(index, list(range(12)))
+    allocator.release(blocks)
+    allocator.allocate(1)
+    assert index.match(list(range(12))) == blocks[:2]
+    allocator.allocate(2)
+    assert index.match(list(range(12))) == [] and len(index) == 0
+    index.check_integrity()
+
+
+def copies_below_anothers_head() -> tuple[BlockAllocator, PrefixIndex, list[int]]:
+    """A sequence whose first two blocks are unpublished copies; the published ones are evicted."""
+    allocator, index = make(9)
+    theirs = published(index, list(range(8)))
+    ours = published(index, list(range(12)))
+    allocator.release(theirs)
+    allocator.allocate(allocator.num_available)
+    return allocator, index, ours
+
+
+def test_what_lies_below_an_evicted_parent_leaves_the_index_with_it() -> None:
+    allocator, index, ours = copies_below_anothers_head()
+    assert len(index) == 0 and index.match(list(range(12))) == []
+    assert allocator.state(ours[2]) is BlockState.USED and not allocator.is_cached(ours[2])
+    index.check_integrity()
+    allocator.check_integrity()
+
+
+@pytest.mark.parametrize("with_cursor", [False, True])
+def test_a_sequence_publishes_its_own_copies_once_the_others_are_gone(with_cursor: bool) -> None:
+    allocator = BlockAllocator(10)
+    index = PrefixIndex(allocator, BLOCK)
+    tokens = list(range(16))
+    theirs = published(index, tokens[:8])
+    ours = allocator.allocate(4)
+    cursor = PrefixCursor() if with_cursor else None
+    index.publish(tokens, ours[:3], cursor=cursor)
+    allocator.release(theirs)
+    allocator.allocate(allocator.num_available)
+    index.publish(tokens, ours, 3, cursor=cursor)
+    assert index.match(tokens) == ours
+    index.check_integrity()
+
+
+def test_cached_children_of_an_evicted_parent_become_free() -> None:
+    allocator, index = make(6)
+    theirs = published(index, list(range(4)))
+    ours = published(index, list(range(8)))
+    allocator.release(theirs)  # least recently used: evicted before the child
+    allocator.release(ours)
+    assert allocator.counts()[BlockState.CACHED] == 2
+    allocator.allocate(4)
+    assert len(index) == 0 and allocator.counts()[BlockState.CACHED] == 0
+    assert allocator.counts()[BlockState.FREE] == 1
+    index.check_integrity()
+    allocator.check_integrity()
+
+
+def test_the_tail_of_the_less_recent_sequence_is_evicted_first() -> None:
+    allocator, index = make(8)
+    old, new = list(range(12)), list(range(100, 112))
+    old_blocks, new_blocks = published(index, old), published(index, new)
+    allocator.release(old_blocks)
+    allocator.release(new_blocks)
+    allocator.allocate(3)  # one was FREE
+    assert index.match(old) == old_blocks[:1]
+    assert index.match(new) == new_blocks
+
+
+def test_a_block_that_is_receiving_can_not_be_published_or_found() -> None:
+    allocator, index = make()
+    blocks = allocator.allocate(2)
+    allocator.receive(blocks)
+    with pytest.raises(BlockStateError):
+        index.publish(list(range(8)), blocks)
+    assert index.match(list(range(8))) == []
+    allocator.received(blocks)
+    index.publish(list(range(8)), blocks)
+    assert index.match(list(range(8))) == blocks
+
+
+@pytest.mark.parametrize("num_tokens", [0, 7])
+def test_a_block_without_all_its_tokens_can_not_be_published(num_tokens: int) -> None:
+    allocator, index = make()
+    with pytest.raises(BlockStateError, match="2 full blocks of 4 tokens"):
+        index.publish(list(range(num_tokens)), allocator.allocate(2))
+
+
+def test_one_block_can_not_stand_for_two_contents() -> None:
+    allocator, index = make()
+    blocks = published(index, list(range(8)))
+    with pytest.raises(BlockStateError):
+        index.publish(list(range(50, 54)), blocks[:1])
+    with pytest.raises(BlockStateError, match="published as number 1"):
+        index.publish(list(range(50, 58)), [blocks[1], *allocator.allocate(1)], 1)
+    index.check_integrity()
+
+
+def test_clear_forgets_all_and_frees_what_nobody_uses() -> None:
+    allocator, index = make()
+    idle, used = published(index, list(range(8))), published(index, list(range(50, 58)))
+    allocator.release(idle)
+    index.clear()
+    assert index.match(list(range(8))) == index.match(list(range(50, 58))) == []
+    assert allocator.counts()[BlockState.CACHED] == 0
+    assert allocator.state(used[0]) is BlockState.USED
+    index.check_integrity()
+    allocator.check_integrity()
+
+
+def test_a_cursor_saves_reading_the_tokens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator, index = make(100)
+    tokens = list(range(160))
+    published(index, tokens)
+    copies = allocator.allocate(40)
+    cursor = PrefixCursor()
+    read: list[int] = []
+    original = PrefixIndex._key
+
+    def counting(self: PrefixIndex, token_ids: Sequence[int], at: int) -> bytes:
+        read.append(at)
+        return original(self, token_ids, at)
+
+    monkeypatch.setattr(PrefixIndex, "_key", counting)
+    for full in range(1, 41):
+        index.publish(tokens, copies[:full], full - 1, cursor=cursor)
+    assert read == list(range(40))
+
+
+def test_a_long_decode_reads_each_token_once_without_a_cursor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocator, index = make(100)
+    blocks = allocator.allocate(40)
+    read: list[int] = []
+    original = PrefixIndex._key
+
+    def counting(self: PrefixIndex, token_ids: Sequence[int], at: int) -> bytes:
+        read.append(at)
+        return original(self, token_ids, at)
+
+    monkeypatch.setattr(PrefixIndex, "_key", counting)
+    for full in range(1, 41):
+        index.publish(list(range(160)), blocks[:full], full - 1)
+    assert read == list(range(40))
+
+
+def test_integrity_check_sees_a_mark_without_an_entry() -> None:
+    allocator, index = make()
+    (block,) = allocator.allocate(1)
+    allocator.mark_cached(block)
+    with pytest.raises(IntegrityError, match=f"{block}"):
+        index.check_integrity()
+
+
+def test_integrity_check_sees_an_unreachable_entry() -> None:
+    _allocator, index = make()
+    published(index, list(range(8)))
+    index._root.children.clear()
+    with pytest.raises(IntegrityError):
+        index.check_integrity()
+
+
+class Running:
+    """A sequence as the engine has it; `content` is what its blocks really hold."""
+
+    def __init__(self, tokens: list[int], blocks: list[int], use_cursor: bool) -> None:
+        self.tokens = tokens
+        self.blocks = blocks
+        self.cursor = PrefixCursor() if use_cursor else None
+        self.num_published = 0
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Sequences come, grow, publish, lease and go in a small pool that evicts all the time.
+
+    `content` records for every block the exact token prefix whose KV was last written to it. Every
+    match is compared with it, and with the longest prefix among the published ones by brute force.
+    """
+
+    index_type = PrefixIndex
+    sequences = Bundle("sequences")
+    leases = Bundle("leases")
+    # Two tokens only, so that prefixes collide, diverge and recur.
+    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+    @initialize(num_blocks=st.integers(4, 14), block_size=st.integers(1, 3))
+    def start(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.allocator = BlockAllocator(num_blocks)
+        self.index = self.index_type(self.allocator, block_size)
+        self.content: dict[int, tuple[int, ...]] = {}
+
+    def cached_contents(self) -> dict[tuple[int, ...], int]:
+        marked = [b for b in self.content if self.allocator.is_cached(b)]
+        by_content = {self.content[block]: block for block in marked}
+        assert len(by_content) == len(marked)  # each content is published once
+        return by_content
+
+    def expected(self, tokens: list[int], limit: int) -> list[int]:
+        """Brute force: grow the prefix for as long as some marked block holds exactly it."""
+        cached = self.cached_contents()
+        found: list[int] = []
+        for stop in range(self.block_size, min(limit, len(tokens)) + 1, self.block_size):
+            if tuple(tokens[:stop]) not in cached:
+                break
+            found.append(cached[tuple(tokens[:stop])])
+        return found
+
+    @rule(target=sequences, tokens=tokens, use_cursor=st.booleans())
+    def admit(self, tokens: list[int], use_cursor: bool) -> object:
+        limit = len(tokens) - 1
+        hits = self.index.match(tokens, max_tokens=limit)
+        assert hits == self.expected(tokens, limit)
+        for at, block in enumerate(hits):
+            assert self.content[block] == tuple(tokens[: (at + 1) * self.block_size])
+        need = -(-len(tokens) // self.block_size) - len(hits)
+        if not self.allocator.can_allocate(need, sharing=hits):
+            return multiple()
+        self.allocator.share(hits)
+        sequence = Running(tokens, hits + self.allocator.allocate(need), use_cursor)
+        sequence.num_published = len(hits)
+        for at in range(len(hits), len(sequence.blocks)):
+            self.content[sequence.blocks[at]] = tuple(tokens[: (at + 1) * self.block_size])
+        return sequence
+
+    @rule(sequence=sequences, num_blocks=st.integers(0, 14))
+    def publish(self, sequence: Running, num_blocks: int) -> None:
+        full = min(len(sequence.tokens) // self.block_size, sequence.num_published + num_blocks)
+        self.index.publish(
+            sequence.tokens,
+            sequence.blocks[:full],
+            sequence.num_published,
+            cursor=sequence.cursor,
+        )
+        sequence.num_published = full
+        # all of a sequence that was just published can be found
+        assert len(self.index.match(sequence.tokens)) >= full
+
+    @rule(sequence=sequences, more=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def grow(self, sequence: Running, more: list[int]) -> None:
+        tokens = sequence.tokens + more
+        need = -(-len(tokens) // self.block_size) - len(sequence.blocks)
+        if not self.allocator.can_allocate(need):
+            return
+        sequence.tokens = tokens
+        sequence.blocks = sequence.blocks + self.allocator.allocate(need)
+        for at in range(sequence.num_published, len(sequence.blocks)):
+            self.content[sequence.blocks[at]] = tuple(tokens[: (at + 1) * self.block_size])
+
+    @rule(target=leases, sequence=consumes(sequences), leased=st.booleans())
+    def finish(self, sequence: Running, leased: bool) -> object:
+        if leased:
+            self.allocator.lease(sequence.blocks)
+        self.allocator.release(sequence.blocks)
+        return sequence.blocks if leased else multiple()
+
+    @rule(blocks=consumes(leases))
+    def end_lease(self, blocks: list[int]) -> None:
+        self.allocator.end_lease(blocks)
+
+    @rule(tokens=tokens)
+    def look_up(self, tokens: list[int]) -> None:
+        assert self.index.match(tokens) == self.expected(tokens, len(tokens))
+
+    @rule(now=st.sampled_from([False] * 9 + [True]))
+    def clear(self, now: bool) -> None:
+        if now:
+            self.index.clear()
+            assert len(self.index) == 0
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.allocator.check_integrity()
+        self.index.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "index"):
+            self.index.clear()
+            assert len(self.index) == 0
+            self.allocator.check_integrity()
+
+
+class SameHash(bytes):
+    """Keys that all collide in every hash table."""
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class CollidingIndex(PrefixIndex):
+    def _key(self, token_ids: Sequence[int], at: int) -> bytes:
+        return SameHash(super()._key(token_ids, at))
+
+
+class CollidingMachine(PrefixMachine):
+    """The same laws when all hashes are equal: a hit depends on the tokens alone."""
+
+    index_type = CollidingIndex
+
+
+MACHINE_SETTINGS = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestPrefixMachine = PrefixMachine.TestCase
+TestPrefixMachine.settings = MACHINE_SETTINGS
+TestCollidingMachine = CollidingMachine.TestCase
+TestCollidingMachine.settings = MACHINE_SETTINGS

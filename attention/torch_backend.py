@@ -1,0 +1,200 @@
+"""The attention backend in plain torch: reads the paged pool of any layout, on CPU and GPU.
+
+The pool is seen as a matrix of rows of head_dim elements (attention/torch_plan.py), so layouts and
+block sizes differ in indices only. Rows of one query token take a decode path
+(attention/torch_decode.py), all of them together; each chunk of a prompt is attended to on its
+own, the new tokens causally and the cached context, if any, as a second part that is merged in.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attention.base import AttentionBackend, AttentionBatch
+from attention.dense import dense_attention, merge_attention
+from attention.torch_decode import Decode, GatherDecode, SparseDecode, sparse_decode_works
+from attention.torch_plan import RowMap, decode_groups, prefill_chunks
+from kvcache.pool import KVPool
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_SPARSE_GROUP = 4  # query heads per KV head up to which reading in place beats a copy
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    start: int  # query rows [start, stop)
+    stop: int
+    context_rows: torch.Tensor | None  # [H * cached tokens]
+
+
+class TorchBackend(AttentionBackend):
+    """See AttentionBackend. `dtype` is that of the queries; the pool's may differ."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        num_q_heads: int,
+        head_dim: int,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        decode: str = "auto",
+    ) -> None:
+        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
+        if pool.tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"the torch attention backend does not read a KV dtype of {pool.layout.dtype}: "
+                "use float32, bfloat16 or float16"
+            )
+        self._dtype = dtype or pool.tensor.dtype
+        self._device = str(pool.tensor.device)
+        self._rows = RowMap(pool.layout)
+        self._layers = self._shifted_views()
+        self._decode = self._make_decode(decode)
+
+    def _shifted_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer, the pool's rows shifted to its K and to its V (MLA: twice the same)."""
+        matrix = self.pool.tensor.view(-1, self.head_dim)
+        layout = self.pool.layout
+
+        def rows(layer: int, component: int) -> torch.Tensor:
+            return matrix.narrow(0, self._rows.shift(layer, component), self._rows.num_shared_rows)
+
+        views = []
+        for layer in range(layout.num_layers):
+            k_rows = rows(layer, 0)
+            views.append((k_rows, rows(layer, 1) if layout.num_components == 2 else k_rows))
+        return views
+
+    def _make_decode(self, name: str) -> Decode:
+        can_be_sparse = (
+            self._device == "cpu"
+            and self._dtype == self.pool.tensor.dtype == torch.float32
+            and sparse_decode_works()
+        )
+        if name == "auto":
+            few_heads = self.num_q_heads <= _MAX_SPARSE_GROUP * self.num_kv_heads
+            name = "sparse" if can_be_sparse and few_heads else "gather"
+        if name == "sparse" and can_be_sparse:
+            return SparseDecode(
+                num_q_heads=self.num_q_heads,
+                num_shared_rows=self._rows.num_shared_rows,
+                scale=self.scale,
+            )
+        if name == "gather":
+            return GatherDecode(
+                head_dim=self.head_dim, scale=self.scale, dtype=self._dtype, device=self._device
+            )
+        raise ValueError(f"decode={name!r} cannot serve {self._dtype} on {self._device}")
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._slots = self._to_device(self._rows.of_slots(batch.slot_mapping))
+        self._num_tokens = batch.num_tokens
+        self._chunks = [
+            _Chunk(
+                chunk.start,
+                chunk.stop,
+                self._to_device(chunk.context_rows) if chunk.context_rows.size else None,
+            )
+            for chunk in prefill_chunks(batch, self._rows)
+        ]
+        groups = decode_groups(
+            batch,
+            self._rows,
+            width_multiple=self._decode.width_multiple,
+            max_padding=self._decode.max_padding,
+            max_group_tokens=self._decode.max_group_tokens,
+        )
+        self._decode_rows = None
+        if groups:
+            self._decode_rows = self._to_device(np.concatenate([g.query_rows for g in groups]))
+            self._decode.plan(groups)
+
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
+        return torch.from_numpy(array.reshape(-1)).to(self._device)
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        return self._forward(layer, q, k, v, with_lse=False)[0]
+
+    def forward_with_lse(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self._forward(layer, q, k, v, with_lse=True)
+        assert lse is not None
+        return out, lse
+
+    def forward_mla(
+        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
+    ) -> torch.Tensor:
+        # With the up-projections absorbed, the cached row is the one key and, but for its rope
+        # part, the one value of all heads.
+        rank = q_latent.shape[-1]
+        q, row = torch.cat([q_latent, q_rope], -1), latent.unsqueeze(1)
+        return self._forward(layer, q, row, row, with_lse=False)[0][..., :rank]
+
+    def _forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert q.shape == (self._num_tokens, self.num_q_heads, self.head_dim), q.shape
+        k_rows, v_rows = self._layers[layer]
+        k = self._write(k_rows, k)
+        v = k if v_rows is k_rows else self._write(v_rows, v)
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_zeros(q.shape[:2], dtype=torch.float32) if with_lse else None
+        if self._decode_rows is not None:
+            part, part_lse = self._decode.attend(
+                q.index_select(0, self._decode_rows), k_rows, v_rows, with_lse=with_lse
+            )
+            out.index_copy_(0, self._decode_rows, part)
+            if lse is not None and part_lse is not None:
+                lse.index_copy_(0, self._decode_rows, part_lse)
+        for chunk in self._chunks:
+            part, chunk_lse = self._attend_chunk(chunk, q, k, v, k_rows, v_rows)
+            out[chunk.start : chunk.stop] = part.flatten(0, 1).transpose(0, 1)
+            if lse is not None:
+                lse[chunk.start : chunk.stop] = chunk_lse.flatten(0, 1).transpose(0, 1)
+        return out, lse
+
+    def _write(self, rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Stores [T, H, D] by slot; returns it as a later step will read it."""
+        stored = new.reshape(-1, self.head_dim).to(rows.dtype)
+        rows.index_copy_(0, self._slots, stored)
+        return stored.view(new.shape).to(self._dtype)
+
+    def _attend_chunk(
+        self,
+        chunk: _Chunk,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [H, Hq/H, chunk, D] and log-sum-exp [H, Hq/H, chunk] of one prompt chunk."""
+        span = slice(chunk.start, chunk.stop)
+        # Heads by KV head: [chunk, H, Hq/H, D] -> [H, Hq/H, chunk, D].
+        queries = q[span].reshape(chunk.stop - chunk.start, self.num_kv_heads, -1, self.head_dim)
+        queries = queries.permute(1, 2, 0, 3)
+        new = [self._per_query_head(x[span].transpose(0, 1), queries) for x in (k, v)]
+        out, lse = dense_attention(queries, new[0], new[1], scale=self.scale, causal=True)
+        if chunk.context_rows is None:
+            return out, lse
+        cached = [
+            self._per_query_head(self._read(rows, chunk.context_rows), queries)
+            for rows in (k_rows, v_rows)
+        ]
+        context = dense_attention(queries, cached[0], cached[1], scale=self.scale)
+        return merge_attention(out, lse, *context)
+
+    def _read(self, rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """[H * n] rows as [H, n, D] in the queries' dtype."""
+        found = rows.index_select(0, indices).to(self._dtype)
+        return found.view(self.num_kv_heads, -1, self.head_dim)
+
+    @staticmethod
+    def _per_query_head(kv: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """[H, n, D] -> [H, Hq/H, n, D], the same memory for each query head."""
+        return kv.unsqueeze(1).expand(-1, queries.shape[1], -1, -1)

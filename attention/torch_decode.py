@@ -1,0 +1,209 @@
+"""Attention of single query tokens over paged context, two ways, for the torch backend.
+
+`SparseDecode` copies no KV. Scores are a sparse matrix (a row per sequence and query head, a column
+per pool row), so `sampled_addmm` computes exactly the products that exist, reading keys where they
+lie, and `embedding_bag` sums the values weighted by the probabilities, again in place. Every row is
+computed on its own: a sequence's result does not depend on the batch it is in. It reads a key once
+per query head, from cache after the first.
+
+`GatherDecode` copies each group's context into a dense buffer and calls a fused kernel: for other
+dtypes and devices, and for many query heads per KV head (MLA above all), where the copy pays.
+"""
+
+import functools
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attention.dense import dense_attention
+from attention.torch_plan import DecodeGroup
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Decode(ABC):
+    """Attention of G query tokens, one per sequence, over the groups given to `plan`."""
+
+    # How decode_groups is to make the groups: see there.
+    width_multiple: int
+    max_padding: float
+    max_group_tokens: int
+
+    @abstractmethod
+    def plan(self, groups: list[DecodeGroup]) -> None:
+        """Takes the step's groups. The queries of `attend` follow in the same order."""
+
+    @abstractmethod
+    def attend(
+        self, q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, *, with_lse: bool
+    ) -> Result:
+        """q: [G, Hq, D]; k_rows, v_rows: [rows, D], the layer's keys and values (MLA: the same).
+
+        Returns:
+            [G, Hq, D] in q's dtype, and float32 [G, Hq] where asked for.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class _Span:
+    """The scores of one group in the flat array of all scores."""
+
+    start: int
+    stop: int
+    shape: tuple[int, int, int]  # [G, Hq, width]
+    bias: torch.Tensor | None  # [G, 1, width]; -inf on padding
+
+
+class SparseDecode(Decode):
+    """Reads the pool in place. CPU and float32 only."""
+
+    width_multiple = 1
+    max_padding = 0.2
+    max_group_tokens = 1 << 62
+
+    def __init__(self, *, num_q_heads: int, num_shared_rows: int, scale: float) -> None:
+        self._num_q_heads = num_q_heads
+        self._num_rows = num_shared_rows
+        self._scale = scale
+        self._spans: list[_Span] = []
+
+    def plan(self, groups: list[DecodeGroup]) -> None:
+        heads = self._num_q_heads
+        indices = torch.from_numpy(np.concatenate([self._per_query_head(g) for g in groups]))
+        widths = np.repeat([g.width for g in groups], [len(g.context_lens) * heads for g in groups])
+        starts = np.concatenate([[0], np.cumsum(widths)])
+        self._bags = torch.from_numpy(starts[:-1])
+        # Zeros, because beta=0 times an old NaN would be NaN. The scores of each layer go here.
+        self._scores = torch.zeros(len(indices))
+        self._pattern = torch.sparse_csr_tensor(
+            torch.from_numpy(starts),
+            indices,
+            self._scores,
+            size=(len(widths), self._num_rows),
+            check_invariants=False,
+        )
+        self._indices = indices
+        self._spans = self._make_spans(groups)
+
+    def _per_query_head(self, group: DecodeGroup) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        repeats = self._num_q_heads // group.pool_rows.shape[1]
+        return np.repeat(group.pool_rows, repeats, axis=1).reshape(-1)
+
+    def _make_spans(self, groups: list[DecodeGroup]) -> list[_Span]:
+        spans, start = [], 0
+        for group in groups:
+            shape = (len(group.context_lens), self._num_q_heads, group.width)
+            stop = start + shape[0] * shape[1] * shape[2]
+            spans.append(_Span(start, stop, shape, _padding_bias(group, torch.float32, "cpu")))
+            start = stop
+        return spans
+
+    def attend(
+        self, q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, *, with_lse: bool
+    ) -> Result:
+        dim = q.shape[-1]
+        torch.sparse.sampled_addmm(
+            self._pattern,
+            q.reshape(-1, dim),
+            k_rows.t(),
+            beta=0.0,
+            alpha=self._scale,
+            out=self._pattern,
+        )
+        masked = [self._masked(span) for span in self._spans]
+        probs = [torch.softmax(scores, -1).view(-1) for scores in masked]
+        weights = probs[0] if len(probs) == 1 else torch.cat(probs)
+        out = torch.embedding_bag(
+            v_rows, self._indices, self._bags, mode=0, per_sample_weights=weights
+        )[0]
+        lse = torch.cat([s.logsumexp(-1) for s in masked]) if with_lse else None
+        return out.view(q.shape), lse
+
+    def _masked(self, span: _Span) -> torch.Tensor:
+        scores = self._scores[span.start : span.stop].view(span.shape)
+        return scores if span.bias is None else scores + span.bias
+
+
+class GatherDecode(Decode):
+    """Copies the context, then a fused kernel. Any dtype and device."""
+
+    width_multiple = 16  # what the CUDA kernel wants of a bias
+
+    def __init__(self, *, head_dim: int, scale: float, dtype: torch.dtype, device: str) -> None:
+        is_cpu = torch.device(device).type == "cpu"
+        self.max_padding = 0.2 if is_cpu else 0.5  # launches cost more than padding on a GPU
+        self.max_group_tokens = 1 << (15 if is_cpu else 19)
+        self._head_dim = head_dim
+        self._scale = scale
+        self._dtype = dtype  # of the queries
+        self._device = device
+        self._buffers = (torch.empty(0), torch.empty(0))
+
+    def plan(self, groups: list[DecodeGroup]) -> None:
+        self._shapes = [g.pool_rows.shape for g in groups]  # [G, H, width]
+        self._indices = [torch.from_numpy(g.pool_rows.reshape(-1)).to(self._device) for g in groups]
+        self._biases = [self._bias(g) for g in groups]
+
+    def _bias(self, group: DecodeGroup) -> torch.Tensor | None:
+        bias = _padding_bias(group, self._dtype, self._device)
+        return None if bias is None else bias.unsqueeze(1)
+
+    def attend(
+        self, q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, *, with_lse: bool
+    ) -> Result:
+        outs, lses, start = [], [], 0
+        for (num_seqs, heads, width), indices, bias in zip(
+            self._shapes, self._indices, self._biases, strict=True
+        ):
+            shape = (num_seqs, heads, width, self._head_dim)
+            k = self._gather(0, k_rows, indices).view(shape)
+            v = k if v_rows is k_rows else self._gather(1, v_rows, indices).view(shape)
+            # The query heads of one KV head become query positions: no KV is repeated.
+            group_q = q[start : start + num_seqs].view(num_seqs, heads, -1, self._head_dim)
+            out, lse = dense_attention(group_q, k, v, scale=self._scale, bias=bias)
+            outs.append(out.reshape(num_seqs, -1, self._head_dim))
+            lses.append(lse.reshape(num_seqs, -1))
+            start += num_seqs
+        return torch.cat(outs), torch.cat(lses) if with_lse else None
+
+    def _gather(self, which: int, rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """[n, D] rows in the queries' dtype, in a buffer that is kept: fresh pages cost more."""
+        buffer = self._buffers[which]
+        num_elements = len(indices) * self._head_dim
+        if buffer.numel() < num_elements or buffer.dtype != rows.dtype:
+            buffer = torch.empty(num_elements, dtype=rows.dtype, device=self._device)
+            self._buffers = (buffer, self._buffers[1]) if which == 0 else (self._buffers[0], buffer)
+        out = buffer[:num_elements].view(len(indices), self._head_dim)
+        return torch.index_select(rows, 0, indices, out=out).to(self._dtype)
+
+
+def _padding_bias(group: DecodeGroup, dtype: torch.dtype, device: str) -> torch.Tensor | None:
+    """[G, 1, width], 0 on a group's tokens and -inf on its padding; None where there is none."""
+    if not group.is_padded:
+        return None
+    is_padding = np.arange(group.width) >= group.context_lens[:, None]
+    bias = torch.zeros(is_padding.shape, dtype=dtype)
+    return bias.masked_fill_(torch.from_numpy(is_padding), float("-inf")).unsqueeze(1).to(device)
+
+
+@functools.cache
+def sparse_decode_works() -> bool:
+    """Whether this torch build has the sparse kernels (it may lack them without MKL)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Sparse CSR tensor support is in beta state", once
+        try:
+            _probe()
+        except RuntimeError:
+            return False
+    return True
+
+
+def _probe() -> None:
+    pattern = torch.sparse_csr_tensor(
+        torch.tensor([0, 1]), torch.tensor([1]), torch.zeros(1), size=(1, 2)
+    )
+    rows = torch.ones(2, 4)
+    torch.sparse.sampled_addmm(pattern, rows[:1], rows.t(), beta=0.0, out=pattern)

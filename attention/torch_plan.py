@@ -1,0 +1,137 @@
+"""Which rows of the pool each query of a step reads and writes: numpy only, once per step.
+
+The pool is one allocation whose innermost axis is D, so whatever its layout it is also a matrix of
+rows of D elements. Token t of a sequence, KV head h, layer l, component c is row
+
+    block_table[t // N] * stride_B + (t % N) * stride_N + h * stride_H + l * stride_L + c * stride_C
+
+(strides in rows). The last two terms are the same for all tokens, so the indices computed here
+leave them out and serve every layer: the backend shifts the matrix instead.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from attention.base import AttentionBatch
+from kvcache.layout import KVLayout
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeGroup:
+    """Sequences of one query token and of similar context lengths, padded to one width.
+
+    Padding repeats the sequence's own last token, so that nothing foreign is read, and is masked.
+    """
+
+    query_rows: Indices  # [G] rows of the step's query tokens
+    pool_rows: Indices  # [G, H, width]
+    context_lens: Indices  # [G] tokens, each <= width
+    width: int  # tokens
+
+    @property
+    def is_padded(self) -> bool:
+        return bool((self.context_lens < self.width).any())
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillChunk:
+    """One sequence of several query tokens, and the rows of its tokens from earlier steps."""
+
+    start: int  # query rows [start, stop)
+    stop: int
+    context_rows: Indices  # [H, cached tokens]
+
+
+class RowMap:
+    """Pool rows of tokens, for one layout."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        rows = {axis: stride // layout.head_dim for axis, stride in layout.strides.items()}
+        self.block_size = layout.block_size
+        self._block, self._token = rows["B"], rows["N"]
+        self._heads = np.arange(layout.num_heads, dtype=np.int64) * rows["H"]
+        self._layer, self._component = rows["L"], rows["C"]
+        self.num_shared_rows = (  # rows that exist from every layer's and component's shift on
+            layout.nbytes // layout.itemsize // layout.head_dim
+            - (layout.num_layers - 1) * self._layer
+            - (layout.num_components - 1) * self._component
+        )
+
+    def shift(self, layer: int, component: int) -> int:
+        """What to add to a row index for this layer and component."""
+        return layer * self._layer + component * self._component
+
+    def of_slots(self, slots: Indices) -> Indices:
+        """[T] slots -> [T, H] rows."""
+        tokens = slots // self.block_size * self._block + slots % self.block_size * self._token
+        return tokens[:, None] + self._heads
+
+    def of_context(self, tables: npt.NDArray[np.int32], positions: Indices) -> Indices:
+        """[G, max_blocks] block tables and [G, W] token positions -> [G, H, W] rows."""
+        blocks = np.take_along_axis(tables, positions // self.block_size, axis=1)
+        tokens = blocks.astype(np.int64) * self._block + positions % self.block_size * self._token
+        return tokens[:, None, :] + self._heads[:, None]
+
+
+def prefill_chunks(batch: AttentionBatch, rows: RowMap) -> list[PrefillChunk]:
+    stops = np.cumsum(batch.query_lens)
+    chunks = []
+    for seq in np.flatnonzero(batch.query_lens > 1):
+        query_len, stop = int(batch.query_lens[seq]), int(stops[seq])
+        cached = np.arange(int(batch.context_lens[seq]) - query_len, dtype=np.int64)
+        context = rows.of_context(batch.block_tables[seq : seq + 1], cached[None])[0]
+        chunks.append(PrefillChunk(stop - query_len, stop, context))
+    return chunks
+
+
+def decode_groups(
+    batch: AttentionBatch,
+    rows: RowMap,
+    *,
+    width_multiple: int,
+    max_padding: float,
+    max_group_tokens: int,
+) -> list[DecodeGroup]:
+    """Groups the sequences of one query token, longest first.
+
+    Args:
+        width_multiple: a group's width is a multiple of this many tokens.
+        max_padding: a sequence shorter than this part of the group's longest starts a new group.
+        max_group_tokens: bound of a group's sequences x width.
+    """
+    seqs = np.flatnonzero(batch.query_lens == 1)
+    seqs = seqs[np.argsort(-batch.context_lens[seqs], kind="stable")]
+    starts = np.cumsum(batch.query_lens) - batch.query_lens
+    groups = []
+    lens = [int(n) for n in batch.context_lens[seqs]]
+    for first, last in _split(lens, width_multiple, max_padding, max_group_tokens):
+        members = seqs[first:last]
+        width = -(-lens[first] // width_multiple) * width_multiple
+        context_lens = batch.context_lens[members].astype(np.int64)
+        positions = np.minimum(np.arange(width), context_lens[:, None] - 1)
+        pool_rows = rows.of_context(batch.block_tables[members], positions)
+        groups.append(DecodeGroup(starts[members].astype(np.int64), pool_rows, context_lens, width))
+    return groups
+
+
+_SMALL_PADDING_TOKENS = 32  # padding that costs less than one more group
+
+
+def _split(
+    lens: list[int], multiple: int, max_padding: float, max_tokens: int
+) -> Iterable[tuple[int, int]]:
+    """Ranges of the descending `lens` that may share a width."""
+    first = 0
+    for i in range(1, len(lens) + 1):
+        width = -(-lens[first] // multiple) * multiple
+        if i < len(lens):
+            shortest = min(width * (1 - max_padding), width - _SMALL_PADDING_TOKENS)
+            if lens[i] >= shortest and (i + 1 - first) * width <= max_tokens:
+                continue
+        yield first, i
+        first = i

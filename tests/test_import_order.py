@@ -1,0 +1,211 @@
+"""Who may import whom, read from the source: lazy imports and TYPE_CHECKING ones count too.
+
+protocol < kvcache < attention < model < engine < {prefill_server, decode_server}; proxy imports
+protocol only; deploy and benchmarks may import all, and nothing imports them.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+MAY_IMPORT = {
+    "protocol": set(),
+    "kvcache": {"protocol"},
+    "attention": {"protocol", "kvcache"},
+    "model": {"protocol", "kvcache", "attention"},
+    "engine": {"protocol", "kvcache", "attention", "model"},
+    "prefill_server": {"protocol", "kvcache", "attention", "model", "engine"},
+    "decode_server": {"protocol", "kvcache", "attention", "model", "engine"},
+    "proxy": {"protocol"},
+}
+LAUNCHERS = ("deploy", "benchmarks")
+PACKAGES = (*MAY_IMPORT, *LAUNCHERS)
+
+# Only these files may import the package; every other file goes through their interface.
+WRAPPED = {
+    "nixl": ("kvcache/transfer/nixl_agent.py",),
+    "flashinfer": ("attention/flashinfer*.py", "model/fused_ops.py"),
+}
+
+# Processes made of these modules start in a fraction of a second and stay small.
+TORCH_FREE = (
+    "protocol/*.py",
+    "proxy/*.py",
+    "kvcache/layout.py",
+    "kvcache/blocks.py",
+    "kvcache/prefix.py",
+    "engine/http.py",
+    "engine/client.py",
+    "engine/tokenizer.py",
+    "engine/launch.py",
+    "prefill_server/server.py",
+    "decode_server/server.py",
+    "prefill_server/__main__.py",
+    "decode_server/__main__.py",
+)
+HEAVY = ("torch", "transformers")
+
+
+class Import(NamedTuple):
+    path: str  # of the importing file, relative to the repository
+    line: int
+    module: str  # dotted name of what is imported
+
+    @property
+    def top(self) -> str:
+        return self.module.partition(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} imports {self.module}"
+
+
+def sources() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imported_names(node: ast.AST, package: list[str]) -> list[str]:
+    """Dotted names that one statement or call imports; a `from` import names its members too."""
+    match node:
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=module, names=names, level=level):
+            base = package[: len(package) - level + 1] if level else []
+            start = ".".join([*base, *([module] if module else [])])
+            return [start, *(f"{start}.{alias.name}" for alias in names)]
+        case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]):
+            called = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", None)
+            return [name] if called in ("import_module", "__import__") else []
+    return []
+
+
+def imports_in(source: str, path: str) -> Iterator[Import]:
+    package = list(Path(path).parent.parts)
+    for node in ast.walk(ast.parse(source)):
+        for name in imported_names(node, package):
+            yield Import(path, getattr(node, "lineno", 0), name)
+
+
+def all_imports() -> list[Import]:
+    return [
+        found
+        for path in sources()
+        for found in imports_in(path.read_text(), path.relative_to(ROOT).as_posix())
+    ]
+
+
+def order_violations(imports: list[Import]) -> list[Import]:
+    return [
+        found
+        for found in imports
+        if (importer := found.path.partition("/")[0]) in MAY_IMPORT
+        and found.top in PACKAGES
+        and found.top not in MAY_IMPORT[importer] | {importer}
+    ]
+
+
+def wrapper_violations(imports: list[Import]) -> list[Import]:
+    return [
+        found
+        for found in imports
+        for wrapped, owners in WRAPPED.items()
+        if (found.top == wrapped or found.top.startswith(wrapped + "_"))
+        and not any(fnmatch(found.path, owner) for owner in owners)
+    ]
+
+
+def torch_free_files() -> list[str]:
+    found = {path for pattern in TORCH_FREE for path in ROOT.glob(pattern)}
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def test_packages_import_only_what_lies_below_them() -> None:
+    violations = order_violations(all_imports())
+    assert not violations, "\n".join(map(str, violations))
+
+
+def test_foreign_transports_and_kernels_are_imported_in_one_place() -> None:
+    violations = wrapper_violations(all_imports())
+    assert not violations, "\n".join(map(str, violations))
+
+
+def test_light_processes_name_no_heavy_package_even_lazily() -> None:
+    light = set(torch_free_files())
+    heavy = [found for found in all_imports() if found.path in light and found.top in HEAVY]
+    assert not heavy, "\n".join(map(str, heavy))
+
+
+def test_light_processes_load_no_heavy_package() -> None:
+    modules = [
+        path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        for path in torch_free_files()
+    ]
+    assert "protocol.handshake" in modules and "kvcache.layout" in modules
+    script = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    loaded = [heavy for heavy in {HEAVY!r} if heavy in sys.modules]\n"
+        "    if loaded:\n"
+        "        sys.exit(f'importing {name} loads {loaded}')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("protocol/a.py", "import kvcache.layout"),
+        ("kvcache/a.py", "from attention import base"),
+        ("kvcache/transfer/a.py", "def f():\n    from engine.core import Core"),
+        (
+            "model/a.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import engine.core",
+        ),
+        ("proxy/a.py", "from kvcache.layout import KVLayout"),
+        ("decode_server/a.py", "import prefill_server.role"),
+        ("engine/a.py", "import importlib\nimportlib.import_module('deploy.local')"),
+        ("engine/a.py", "import benchmarks"),
+    ],
+)
+def test_the_order_check_sees_every_way_to_import(path: str, source: str) -> None:
+    assert order_violations(list(imports_in(source, path)))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("kvcache/transfer/pull.py", "import nixl"),
+        ("engine/worker.py", "def f():\n    from nixl._api import nixl_agent"),
+        ("attention/torch_backend.py", "import flashinfer"),
+        ("attention/mla.py", "import nixl_cu12"),
+    ],
+)
+def test_the_wrapper_check_sees_foreign_imports(path: str, source: str) -> None:
+    assert wrapper_violations(list(imports_in(source, path)))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("kvcache/pool.py", "from kvcache.layout import KVLayout\nimport protocol.handshake"),
+        ("kvcache/transfer/plan.py", "from . import topology\nfrom ..layout import KVLayout"),
+        ("kvcache/transfer/nixl_agent.py", "from nixl._api import nixl_agent"),
+        ("kvcache/transfer/pull.py", "from kvcache.transfer import nixl_agent"),
+        ("attention/flashinfer_mla.py", "import flashinfer"),
+        ("deploy/cli.py", "import proxy, engine.core, decode_server"),
+    ],
+)
+def test_the_checks_let_lawful_imports_pass(path: str, source: str) -> None:
+    imports = list(imports_in(source, path))
+    assert imports and not order_violations(imports) and not wrapper_violations(imports)

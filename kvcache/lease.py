@@ -1,0 +1,174 @@
+"""Leases: which blocks a prefill server keeps for whom, and until when.
+
+    grant ---> HELD ---complete---> COMPLETED
+                    ---abort------> ABORTED
+                    ---deadline---> EXPIRED
+
+An ended lease leaves a tombstone, which repeats `ok` to the attempt that completed it and says
+`gone` to everyone else. Tombstones are bounded by count and age; the unknown is `gone` as well.
+
+Pure: the clock is an argument, always the prefill server's own (I3). An operation at or after a
+deadline finds the lease expired, whether or not anyone has swept since: a reader is never told
+`ok` for blocks that are no longer promised (I4, I5).
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+_MAX_TOMBSTONES = 65536
+_TOMBSTONE_S = 600.0
+
+
+class LeaseState(Enum):
+    HELD = "held"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True)
+class EndedLease:
+    """A lease whose blocks are the engine's again."""
+
+    lease_id: str
+    request_id: str
+    block_ids: tuple[int, ...]
+    outcome: LeaseState
+
+
+@dataclass
+class _Held:
+    request_id: str
+    block_ids: tuple[int, ...]
+    lease_s: float
+    deadline: float
+
+
+@dataclass(frozen=True)
+class _Tombstone:
+    outcome: LeaseState
+    attempt_id: str | None  # of the completion
+    ended_at: float
+
+
+class LeaseTable:
+    """All leases of one engine. Times are seconds on one monotonic clock."""
+
+    def __init__(
+        self, max_tombstones: int = _MAX_TOMBSTONES, tombstone_s: float = _TOMBSTONE_S
+    ) -> None:
+        self._max_tombstones = max_tombstones
+        self._tombstone_s = tombstone_s
+        self._held: dict[str, _Held] = {}
+        self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()  # oldest first
+        self._deadlines: list[tuple[float, str]] = []  # a heap; renewed leases leave old entries
+        self._ended: list[EndedLease] = []
+
+    def __repr__(self) -> str:
+        return f"<LeaseTable {len(self._held)} held, {len(self._ended)} to collect>"
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def grant(
+        self, lease_id: str, request_id: str, block_ids: Iterable[int], lease_s: float, now: float
+    ) -> None:
+        """Holds the blocks until `now + lease_s`, unless renewed or ended before.
+
+        Raises:
+            ValueError: the id was used before, or lease_s is not above 0 (our bug).
+        """
+        if lease_id in self._held or lease_id in self._tombstones:
+            raise ValueError(f"lease {lease_id} exists already")
+        if not lease_s > 0:
+            raise ValueError(f"lease_s is {lease_s}; use a number of seconds above 0")
+        self._held[lease_id] = _Held(request_id, tuple(block_ids), lease_s, now + lease_s)
+        heapq.heappush(self._deadlines, (now + lease_s, lease_id))
+
+    def renew(self, lease_id: str, now: float) -> bool:
+        """Moves the deadline to `now + lease_s`; False when the lease is gone."""
+        self.expire(now)
+        lease = self._held.get(lease_id)
+        if lease is None:
+            return False
+        lease.deadline = now + lease.lease_s
+        heapq.heappush(self._deadlines, (lease.deadline, lease_id))
+        return True
+
+    def complete(self, lease_id: str, attempt_id: str, now: float) -> bool:
+        """The fence: True when the lease was held until now, or this very attempt completed it."""
+        self.expire(now)
+        if lease_id in self._held:
+            self._end(lease_id, LeaseState.COMPLETED, attempt_id, now)
+            return True
+        grave = self._tombstones.get(lease_id)
+        return grave is not None and grave.attempt_id == attempt_id
+
+    def abort(self, lease_id: str, now: float) -> bool:
+        """Ends a held lease; False when it was gone already."""
+        self.expire(now)
+        if lease_id not in self._held:
+            return False
+        self._end(lease_id, LeaseState.ABORTED, None, now)
+        return True
+
+    def expire(self, now: float) -> int:
+        """Ends the leases whose deadline has come, forgets old tombstones; how many expired."""
+        expired = 0
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, lease_id = heapq.heappop(self._deadlines)
+            lease = self._held.get(lease_id)
+            if lease is not None and lease.deadline <= now:
+                self._end(lease_id, LeaseState.EXPIRED, None, now)
+                expired += 1
+        self._bury(now)
+        return expired
+
+    def abort_all(self, now: float) -> None:
+        """Ends every held lease: the engine is going away."""
+        for lease_id in list(self._held):
+            self._end(lease_id, LeaseState.ABORTED, None, now)
+
+    @property
+    def has_ended(self) -> bool:
+        """True while `drain_ended` has something to hand over."""
+        return bool(self._ended)
+
+    def next_deadline(self) -> float | None:
+        """When `expire` may next have something to do."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def drain_ended(self) -> list[EndedLease]:
+        """Leases that ended since the last call, each exactly once, in order of ending."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def state(self, lease_id: str) -> LeaseState | None:
+        """None for a lease that was never granted or whose tombstone is forgotten."""
+        if lease_id in self._held:
+            return LeaseState.HELD
+        grave = self._tombstones.get(lease_id)
+        return grave.outcome if grave else None
+
+    def held_blocks(self) -> list[int]:
+        """Blocks of held and uncollected leases, one entry for each lease that has them."""
+        held = [block for lease in self._held.values() for block in lease.block_ids]
+        return held + [block for lease in self._ended for block in lease.block_ids]
+
+    def _end(self, lease_id: str, outcome: LeaseState, attempt_id: str | None, now: float) -> None:
+        lease = self._held.pop(lease_id)
+        self._ended.append(EndedLease(lease_id, lease.request_id, lease.block_ids, outcome))
+        self._tombstones[lease_id] = _Tombstone(outcome, attempt_id, now)
+        self._bury(now)
+
+    def _bury(self, now: float) -> None:
+        while self._tombstones:
+            grave = next(iter(self._tombstones.values()))
+            fresh = now - grave.ended_at <= self._tombstone_s
+            if fresh and len(self._tombstones) <= self._max_tombstones:
+                return
+            self._tombstones.popitem(last=False)

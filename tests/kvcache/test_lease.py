@@ -1,0 +1,178 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcache.lease import LeaseState, LeaseTable
+
+
+def table_with(lease_s: float = 10.0, **options: float) -> LeaseTable:
+    table = LeaseTable(**options)  # type: ignore[arg-type]
+    table.grant("L", "r", [1, 2], lease_s, now=100.0)
+    return table
+
+
+def outcomes(table: LeaseTable) -> list[tuple[str, LeaseState]]:
+    return [(lease.lease_id, lease.outcome) for lease in table.drain_ended()]
+
+
+def test_complete_ends_a_held_lease_and_hands_the_blocks_over_once() -> None:
+    table = table_with()
+    assert table.complete("L", "a", now=101.0)
+    (ended,) = table.drain_ended()
+    assert (ended.request_id, ended.block_ids) == ("r", (1, 2))
+    assert ended.outcome is LeaseState.COMPLETED
+    assert table.drain_ended() == [] and table.num_held == 0
+
+
+def test_a_repeated_complete_is_ok_for_the_same_attempt_only() -> None:
+    table = table_with()
+    assert table.complete("L", "a", now=101.0)
+    assert table.complete("L", "a", now=105.0)
+    assert not table.complete("L", "b", now=105.0)
+    assert len(table.drain_ended()) == 1
+
+
+def test_expiry_comes_at_the_deadline_even_when_nobody_swept() -> None:
+    for late in (110.0, 111.0):
+        table = table_with()
+        assert not table.complete("L", "a", now=late)
+        assert outcomes(table) == [("L", LeaseState.EXPIRED)]
+        assert not table.renew("L", now=late) and not table.abort("L", now=late)
+        assert not table.complete("L", "a", now=late)
+    assert table_with().complete("L", "a", now=109.999)
+
+
+def test_renewals_keep_a_lease_past_its_first_deadline() -> None:
+    table = table_with()
+    for now in (109.0, 118.0, 127.0):
+        assert table.renew("L", now=now)
+        assert table.expire(now) == 0
+    assert table.expire(136.9) == 0 and table.expire(137.0) == 1
+    assert not table.renew("L", now=137.0)
+
+
+def test_abort_ends_early_and_nothing_brings_the_lease_back() -> None:
+    table = table_with()
+    assert table.abort("L", now=101.0) and not table.abort("L", now=101.0)
+    assert not table.complete("L", "a", now=101.0) and not table.renew("L", now=101.0)
+    assert outcomes(table) == [("L", LeaseState.ABORTED)]
+
+
+def test_unknown_leases_are_gone() -> None:
+    table = LeaseTable()
+    assert not table.complete("x", "a", now=0.0)
+    assert not table.renew("x", now=0.0) and not table.abort("x", now=0.0)
+    assert table.state("x") is None
+
+
+def test_tombstones_are_bounded_by_count_and_age() -> None:
+    table = LeaseTable(max_tombstones=2, tombstone_s=50.0)
+    for name in "abc":
+        table.grant(name, name, [1], 10.0, now=0.0)
+        assert table.complete(name, "t", now=1.0)
+    assert table.state("a") is None and table.state("b") is LeaseState.COMPLETED
+    assert table.complete("c", "t", now=51.0)
+    assert not table.complete("c", "t", now=51.5)
+
+
+def test_a_lease_id_serves_once() -> None:
+    table = table_with()
+    with pytest.raises(ValueError, match="exists"):
+        table.grant("L", "r", [3], 1.0, now=100.0)
+    table.abort("L", now=100.0)
+    with pytest.raises(ValueError, match="exists"):
+        table.grant("L", "r", [3], 1.0, now=100.0)
+    with pytest.raises(ValueError, match="lease_s"):
+        table.grant("M", "r", [3], 0.0, now=100.0)
+
+
+def test_going_away_ends_every_lease() -> None:
+    table = table_with()
+    table.grant("M", "s", [3], 10.0, now=100.0)
+    table.abort_all(now=101.0)
+    assert outcomes(table) == [("L", LeaseState.ABORTED), ("M", LeaseState.ABORTED)]
+
+
+def test_the_next_deadline_is_never_later_than_an_expiry() -> None:
+    table = table_with()
+    table.renew("L", now=105.0)
+    assert table.next_deadline() == 110.0  # too early is harmless
+    table.expire(110.0)
+    assert table.next_deadline() == 115.0
+    table.expire(115.0)
+    assert table.next_deadline() is None
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Property: every lease ends once, `ok` is said only for blocks still promised (I3, I4, I5)."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.table = LeaseTable()
+        self.now = 0.0
+        self.deadlines: dict[str, float] = {}  # the model: held leases
+        self.completed_by: dict[str, str] = {}
+        self.blocks: dict[str, tuple[int, ...]] = {}
+        self.collected: list[str] = []
+
+    def held(self, lease_id: str) -> bool:
+        return self.now < self.deadlines.get(lease_id, -1.0)
+
+    @rule(lease_s=st.floats(0.1, 20.0), size=st.integers(1, 4))
+    def grant(self, lease_s: float, size: int) -> None:
+        lease_id = f"L{len(self.blocks)}"
+        self.blocks[lease_id] = tuple(range(size))
+        self.lease_s = {**getattr(self, "lease_s", {}), lease_id: lease_s}
+        self.deadlines[lease_id] = self.now + lease_s
+        self.table.grant(lease_id, "r", self.blocks[lease_id], lease_s, self.now)
+
+    @rule(seconds=st.floats(0.0, 8.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(index=st.integers(0, 30), attempt=st.sampled_from("ab"))
+    def complete(self, index: int, attempt: str) -> None:
+        lease_id = f"L{index}"
+        expected = self.held(lease_id) or self.completed_by.get(lease_id) == attempt
+        if self.held(lease_id):
+            self.completed_by[lease_id] = attempt
+            del self.deadlines[lease_id]
+        assert self.table.complete(lease_id, attempt, self.now) == expected
+
+    @rule(index=st.integers(0, 30))
+    def renew(self, index: int) -> None:
+        lease_id = f"L{index}"
+        expected = self.held(lease_id)
+        if expected:
+            self.deadlines[lease_id] = self.now + self.lease_s[lease_id]
+        assert self.table.renew(lease_id, self.now) == expected
+
+    @rule(index=st.integers(0, 30))
+    def abort(self, index: int) -> None:
+        lease_id = f"L{index}"
+        assert self.table.abort(lease_id, self.now) == self.held(lease_id)
+        self.deadlines.pop(lease_id, None)
+
+    @rule()
+    def sweep(self) -> None:
+        self.table.expire(self.now)
+        held = {lease_id for lease_id in self.deadlines if self.held(lease_id)}
+        assert self.table.num_held == len(held)
+
+    @rule()
+    def collect(self) -> None:
+        for lease in self.table.drain_ended():
+            assert lease.block_ids == self.blocks[lease.lease_id]
+            assert not self.held(lease.lease_id)
+            self.collected.append(lease.lease_id)
+
+    @invariant()
+    def nothing_is_lost_or_collected_twice(self) -> None:
+        assert len(set(self.collected)) == len(self.collected)
+        owed = sum(len(self.blocks[i]) for i in self.blocks if i not in self.collected)
+        assert len(self.table.held_blocks()) == owed
+
+
+TestLeaseProperties = LeaseMachine.TestCase
+TestLeaseProperties.settings = settings(deadline=None, max_examples=60)

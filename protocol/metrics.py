@@ -2,9 +2,11 @@
 
 Two applications in one process share nothing: each makes a `Metrics`. Metrics whose origin is
 "engine" are counted in the engine's process and arrive as EngineStats, keyed by `stat_key`; the
-others are counted where they are exposed.
+others are counted where they are exposed. The engine core may also use the short keys of
+`ENGINE_KEYS`; a key that neither knows is exposed as the gauge `baton_engine_<key>`.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -132,10 +134,33 @@ def stat_key(name: str, **labels: str) -> str:
     return name + "{" + ",".join(f"{label}={labels[label]}" for label in spec.labels) + "}"
 
 
-def _parse_key(key: str) -> tuple[str, list[str]]:
-    name, _, rest = key.partition("{")
-    pairs = rest.removesuffix("}").split(",") if rest else []
-    return name, [pair.partition("=")[2] for pair in pairs]
+# Short names that the engine core sends, by the series they stand for.
+ENGINE_KEYS: Mapping[str, str] = {
+    "running": "baton_requests_running",
+    "waiting": "baton_requests_waiting",
+    "receiving": "baton_requests_receiving",
+    "preemptions": "baton_preemptions",
+    "steps": "baton_engine_steps",
+    "prefix_query_tokens": "baton_prefix_cache_query_tokens",
+    "prefix_hit_tokens": "baton_prefix_cache_hit_tokens",
+    **{
+        f"blocks_{state}": stat_key("baton_kv_blocks", state=state)
+        for state in ("free", "used", "cached", "leased", "receiving", "quarantined")
+    },
+}
+
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+
+
+def _parse_key(key: str) -> tuple[Spec, list[str]]:
+    """The spec and the label values of an engine's key; an unknown key gets a spec of its own."""
+    name, _, rest = ENGINE_KEYS.get(key, key).partition("{")
+    labels = [pair.partition("=")[2] for pair in rest.removesuffix("}").split(",") if pair]
+    spec = SPECS.get(name)
+    if spec is not None and spec.origin == "engine" and len(labels) == len(spec.labels):
+        return spec, labels
+    unknown = "baton_engine_" + _NOT_IN_NAMES.sub("_", key.removeprefix("baton_"))
+    return Spec(unknown, "gauge", "engine", "A value that only the engine knows about."), []
 
 
 class _EngineCollector(Collector):
@@ -147,14 +172,11 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for key, value in list(self.values.items()):
-            name, labels = _parse_key(key)
-            spec = SPECS.get(name)
-            if spec is None or spec.origin != "engine" or len(labels) != len(spec.labels):
-                continue  # an engine of another version: its unknown series are not ours to name
-            if name not in families:
+            spec, labels = _parse_key(key)
+            if spec.name not in families:
                 family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-                families[name] = family(name, spec.help, labels=spec.labels)
-            families[name].add_metric(labels, value)
+                families[spec.name] = family(spec.name, spec.help, labels=spec.labels)
+            families[spec.name].add_metric(labels, value)
         return families.values()
 
 
@@ -199,7 +221,7 @@ class Metrics:
 
     def update_engine(self, values: Mapping[str, float]) -> None:
         """Takes over EngineStats.values; see `stat_key` for the keys."""
-        self._engine.values.update(values)
+        self._engine.values.update({ENGINE_KEYS.get(key, key): values[key] for key in values})
 
     def value(self, name: str, **labels: str) -> float:
         """The current value of a counter or gauge, 0 when it was never touched (for tests)."""

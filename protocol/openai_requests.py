@@ -58,16 +58,16 @@ _MUST_BE = {
 
 def _check_prompt(prompt: Any) -> Any:
     """Refuses what no prompt can be; cheap on long lists of token ids."""
+    if not isinstance(prompt, str | list) or not prompt:
+        raise ValueError("prompt")
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, list) or not prompt:
-        raise ValueError("prompt")
     if isinstance(prompt[0], int):
         return _check_ids(prompt)
     if len(prompt) > MAX_PROMPTS:
         raise ValueError("prompt")
     if isinstance(prompt[0], str):
-        if not all(isinstance(item, str) for item in prompt):
+        if not all(isinstance(item, str) and item for item in prompt):
             raise ValueError("prompt")
         return prompt
     return [_check_ids(item) for item in prompt]

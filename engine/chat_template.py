@@ -1,0 +1,98 @@
+"""A model's Jinja chat template, rendered in a sandbox exactly as transformers renders it."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from protocol.errors import InvalidRequest
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; it renders what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration is not a ClassVar)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template. Templates come from the hub, so they are not trusted."""
+
+    def __init__(self, source: str) -> None:
+        self._template = _environment().from_string(source)
+        self._knows_developer = "developer" in source
+
+    def render(self, messages: Sequence[dict[str, Any]], special_tokens: dict[str, str]) -> str:
+        """The text of `messages` and the head of the assistant's next turn.
+
+        A "developer" message is a "system" one for a template that does not know the role.
+
+        Raises:
+            InvalidRequest: the template refuses the messages or fails on them.
+        """
+        plain = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        for message in plain:
+            if message.get("role") == "developer" and not self._knows_developer:
+                message["role"] = "system"
+        try:
+            return self._template.render(
+                messages=plain,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **special_tokens,
+            )
+        except Exception as error:  # a template may fail in any way; none is the server's fault
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages: {error}", param="messages"
+            ) from None
+
+
+def find_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
+    """The directory's default template: chat_template.jinja before tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return ChatTemplate(path.read_text("utf-8"))
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several templates by name
+        found = {item["name"]: item["template"] for item in found}.get("default")
+    return ChatTemplate(found) if isinstance(found, str) else None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which would put other text into the prompt."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

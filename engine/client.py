@@ -1,0 +1,377 @@
+"""The HTTP process's side of the engine: requests out, tokens in.
+
+`EngineClient` talks to an engine process over ZMQ, `ScriptedEngine` plays one in memory. Both
+are `Engine`s, and all bookkeeping is in `Engine`: they differ in how a message gets out.
+
+    submit([AddRequest, ...]) -> Subscription -> batches of TokenDeltas, one terminal each
+
+One subscription serves all prompts of a call, so several prompts need no tasks of their own.
+Everything here runs on one event loop; only `fail` may be called from another thread.
+"""
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from types import TracebackType
+
+import zmq
+import zmq.asyncio
+
+from protocol.errors import EngineDied
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineFailed,
+    EngineInput,
+    EngineOutput,
+    EngineReady,
+    EngineStats,
+    ErrorInfo,
+    KVUsage,
+    Outputs,
+    Shutdown,
+    TokenDelta,
+    decode_output,
+    encode,
+)
+
+logger = logging.getLogger("baton.client")
+
+
+def is_terminal(delta: TokenDelta) -> bool:
+    """Whether this is its request's one terminal event."""
+    return delta.finish_reason is not None or delta.error is not None
+
+
+class Subscription:
+    """The deltas of some requests, in batches of what has arrived since the last look.
+
+    Use it as an async context manager: leaving it aborts whatever has not ended.
+    """
+
+    def __init__(self, engine: "Engine", request_ids: Iterable[str]) -> None:
+        self._engine = engine
+        self._open = set(request_ids)  # no terminal event has arrived
+        self._pending: list[TokenDelta] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next_batch(self) -> list[TokenDelta]:
+        """Waits for news; an empty list says that every request has ended and been read."""
+        if not self._pending and self._open:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        batch, self._pending = self._pending, []
+        return batch
+
+    def deliver(self, delta: TokenDelta) -> None:
+        """Called by the engine for each delta of an open request."""
+        self._pending.append(delta)
+        if is_terminal(delta):
+            self._open.discard(delta.request_id)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def abort(self, request_id: str) -> None:
+        """Asks the engine to end a request; its terminal delta ("abort") still comes."""
+        if request_id in self._open:
+            self._engine.send_abort(request_id)
+
+    def close(self) -> None:
+        """Forgets every request and aborts those that have not ended. Idempotent."""
+        for request_id in self._open:
+            self._engine.forget(request_id)
+            self._engine.send_abort(request_id)
+        self._open.clear()
+        self._pending.clear()
+
+    async def __aenter__(self) -> "Subscription":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Engine(ABC):
+    """What engine/http.py needs to know of an engine."""
+
+    def __init__(self) -> None:
+        self.ready: EngineReady | None = None
+        self.stats: dict[str, float] = {}
+        self.failure: str | None = None  # why the engine cannot go on
+        self._subscriptions: dict[str, Subscription] = {}
+        self._settled = asyncio.Event()  # ready or failed
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def healthy(self) -> bool:
+        return self.failure is None
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose terminal event has not arrived."""
+        return len(self._subscriptions)
+
+    @abstractmethod
+    def _send(self, message: EngineInput) -> None:
+        """Hands a message to the engine; raises EngineDied when nobody is there to take it."""
+
+    async def start(self) -> None:
+        """Begins to listen; call it on the event loop that the requests will run on."""
+        self._loop = asyncio.get_running_loop()
+
+    async def close(self) -> None:
+        """Stops listening and ends every open request with EngineDied."""
+        self._fail("the server is shutting down")
+
+    async def wait_ready(self, timeout_s: float) -> EngineReady:
+        """Waits for the engine to say that it can serve.
+
+        Raises:
+            EngineDied: it failed, or said nothing in time.
+        """
+        try:
+            await asyncio.wait_for(self._settled.wait(), timeout_s)
+        except TimeoutError:
+            raise EngineDied(f"the engine was not ready after {timeout_s:g} s") from None
+        if self.ready is None or self.failure is not None:
+            raise EngineDied(f"the engine did not start: {self.failure}")
+        return self.ready
+
+    def submit(self, requests: Sequence[AddRequest]) -> Subscription:
+        """Starts requests; all their deltas come through the one subscription.
+
+        Raises:
+            EngineDied: the engine is gone; nothing was started.
+            ValueError: a request id is in use, which is our own bug.
+        """
+        self.check_alive()
+        ids = [request.request_id for request in requests]
+        if len(set(ids)) != len(ids) or any(i in self._subscriptions for i in ids):
+            raise ValueError(f"request ids are in use: {ids}")
+        subscription = Subscription(self, ids)
+        self._subscriptions.update(dict.fromkeys(ids, subscription))
+        try:
+            for request in requests:
+                self._send(request)
+        except BaseException:
+            subscription.close()
+            raise
+        return subscription
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
+        """One request's deltas, ending after the terminal one; closing it early aborts."""
+        async with self.submit([request]) as subscription:
+            while batch := await subscription.next_batch():
+                for delta in batch:
+                    yield delta
+
+    def send_abort(self, request_id: str) -> None:
+        """Asks for a request's end; to a dead engine there is nobody left to ask."""
+        with contextlib.suppress(EngineDied):
+            self._send(AbortRequest(request_id))
+
+    def forget(self, request_id: str) -> None:
+        """Drops what may still come for a request."""
+        self._subscriptions.pop(request_id, None)
+
+    def fail(self, reason: str) -> None:
+        """Ends every open request with EngineDied: the engine's process is gone. Thread-safe."""
+        if self._loop is None:
+            self._fail(reason)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail, reason)
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is not None:
+            return
+        self.failure = reason
+        self._settled.set()
+        error = ErrorInfo("engine_died", f"the engine ended: {reason}")
+        for request_id in list(self._subscriptions):
+            self._deliver(TokenDelta(request_id=request_id, error=error))
+
+    def check_alive(self) -> None:
+        """Raises EngineDied when the engine is gone."""
+        if self.failure is not None:
+            raise EngineDied(f"the engine ended: {self.failure}")
+
+    def _take(self, message: EngineOutput) -> None:
+        match message:
+            case Outputs(deltas):
+                for delta in deltas:
+                    self._deliver(delta)
+            case EngineStats(values):
+                self.stats.update(values)
+            case EngineReady():
+                self.ready = message
+                self._settled.set()
+            case EngineFailed(reason):
+                self._fail(reason)
+
+    def _deliver(self, delta: TokenDelta) -> None:
+        subscription = self._subscriptions.get(delta.request_id)
+        if subscription is None:
+            return  # aborted and forgotten; the engine had not heard of it yet
+        if is_terminal(delta):
+            del self._subscriptions[delta.request_id]
+        subscription.deliver(delta)
+
+
+class EngineClient(Engine):
+    """An engine in another process. This end binds, because it lives longer.
+
+    Args:
+        input_address, output_address: ZMQ endpoints, seen from the engine. A wildcard port is
+            resolved once `start` has returned.
+    """
+
+    def __init__(self, input_address: str, output_address: str) -> None:
+        super().__init__()
+        self.input_address = input_address
+        self.output_address = output_address
+        self._context: zmq.asyncio.Context | None = None
+        self._inputs: zmq.Socket[bytes] | None = None
+        self._outputs: zmq.asyncio.Socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await super().start()
+        self._context = zmq.asyncio.Context()
+        # A plain socket: a PUSH without high-water mark takes a message at once or never.
+        self._inputs = zmq.Socket(self._context, zmq.PUSH)
+        self._inputs.setsockopt(zmq.SNDHWM, 0)
+        self._inputs.bind(self.input_address)
+        self._outputs = self._context.socket(zmq.PULL)
+        self._outputs.setsockopt(zmq.RCVHWM, 0)
+        self._outputs.bind(self.output_address)
+        self.input_address = _last_endpoint(self._inputs)
+        self.output_address = _last_endpoint(self._outputs)
+        self._reader = asyncio.create_task(self._read(self._outputs))
+
+    async def close(self) -> None:
+        with contextlib.suppress(EngineDied):
+            self._send(Shutdown())
+        await super().close()
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+        for socket in (self._inputs, self._outputs):
+            if socket is not None:
+                socket.close(linger=200)
+        if self._context is not None:
+            self._context.term()
+        self._inputs = self._outputs = self._context = self._reader = None
+
+    async def wait_ready(self, timeout_s: float) -> EngineReady:
+        ready = await super().wait_ready(timeout_s)
+        # The engine speaks on one connection and listens on another, which may be a moment late.
+        while self._inputs is not None and not self._inputs.poll(0, zmq.POLLOUT):
+            await asyncio.sleep(0.001)
+            self.check_alive()
+        return ready
+
+    def _send(self, message: EngineInput) -> None:
+        if self._inputs is None:
+            raise EngineDied("the client is not started")
+        try:
+            self._inputs.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDied("the engine is not connected") from None
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        try:
+            while True:
+                self._take(decode_output(await socket.recv()))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            logger.exception("the engine's messages cannot be read")
+            self._fail(f"its messages cannot be read: {error}")
+
+
+def _last_endpoint(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> str:
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode()
+
+
+Script = Callable[[AddRequest], AsyncIterator[TokenDelta]]
+
+
+async def count_up(request: AddRequest) -> AsyncIterator[TokenDelta]:
+    """The default script: answers with the prompt's last token + 1, + 2, ... up to the limit."""
+    last = request.token_ids[-1]
+    for step in range(1, request.max_tokens + 1):
+        yield TokenDelta(request_id=request.request_id, token_ids=[last + step])
+        await asyncio.sleep(0)
+    yield TokenDelta(
+        request_id=request.request_id,
+        finish_reason="length",
+        usage=KVUsage(recomputed=len(request.token_ids)),
+    )
+
+
+SMALL_ENGINE = EngineReady(num_blocks=64, block_size=16, max_model_len=256, vocab_size=1000)
+
+
+class ScriptedEngine(Engine):
+    """An engine in memory that answers each request with what a script yields.
+
+    A script that returns without a terminal delta, or raises, leaves its request open: that is
+    how a test makes an engine hang. An abort ends the script and answers as the engine does.
+
+    Args:
+        script: an async generator function of the request.
+        ready: what the engine says of itself; None: it never becomes ready by itself.
+    """
+
+    def __init__(
+        self,
+        script: Script = count_up,
+        ready: EngineReady | None = SMALL_ENGINE,
+    ) -> None:
+        super().__init__()
+        self.added: list[AddRequest] = []
+        self.aborted: list[str] = []
+        self._script = script
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        if ready is not None:
+            self._take(ready)
+
+    async def close(self) -> None:
+        await super().close()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def say(self, message: EngineOutput) -> None:
+        """Plays a message of the engine."""
+        self._take(message)
+
+    def _send(self, message: EngineInput) -> None:
+        self.check_alive()
+        if isinstance(message, AddRequest):
+            self.added.append(message)
+            self._tasks[message.request_id] = asyncio.create_task(self._play(message))
+        elif isinstance(message, AbortRequest):
+            self.aborted.append(message.request_id)
+            self._tasks.pop(message.request_id).cancel()
+            delta = TokenDelta(
+                request_id=message.request_id, finish_reason="abort", usage=KVUsage()
+            )
+            asyncio.get_running_loop().call_soon(self._deliver, delta)
+
+    async def _play(self, request: AddRequest) -> None:
+        async for delta in self._script(request):
+            self._deliver(delta)

@@ -1,0 +1,141 @@
+"""Token ids to text while they arrive: UTF-8 safe, stop strings across token borders.
+
+Two pure pieces. `Detokenizer` turns ids into text, holding back bytes that may be the beginning
+of a character; `StopFinder` cuts the text before a stop string, holding back what may be the
+beginning of one. The law of both: what they emit does not depend on how the tokens or the text
+were cut into pieces.
+"""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextSource(Protocol):
+    """What the detokenizer needs of a tokenizer."""
+
+    special_ids: frozenset[int]
+
+    @property
+    def token_bytes(self) -> Sequence[bytes] | None:
+        """The bytes of every id, when a text is the plain join of them."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Detokenizer(Protocol):
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; special tokens have none."""
+        ...
+
+    def flush(self) -> str:
+        """The text that was held back, with U+FFFD for an incomplete character."""
+        ...
+
+
+def create_detokenizer(tokenizer: TextSource) -> Detokenizer:
+    """A fresh detokenizer for one sequence; the text equals `tokenizer.decode` of all ids."""
+    if tokenizer.token_bytes is not None:
+        return ByteDetokenizer(tokenizer.token_bytes, tokenizer.special_ids)
+    return WindowDetokenizer(tokenizer)
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM2): a lookup and a UTF-8 decoder."""
+
+    def __init__(self, token_bytes: Sequence[bytes], special_ids: frozenset[int]) -> None:
+        self._token_bytes = token_bytes
+        self._special_ids = special_ids
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._special_ids or token_id >= len(self._token_bytes):
+            return ""
+        return self._decode(self._token_bytes[token_id])
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For any other vocabulary: decodes a short window twice and emits the difference.
+
+    A token's text may depend on its neighbours (a leading space is dropped at the start, byte
+    tokens join into characters), so the window begins at tokens that are already emitted:
+
+        ids:    ... | emitted, the context | not emitted yet |
+                    ^_context_start        ^_emitted         ^len
+    """
+
+    def __init__(self, tokenizer: TextSource) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context_start = 0
+        self._emitted = 0
+        self._context_text = ""
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_ids:
+            return ""  # skipped before decoding, as a decode of the whole sequence does
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids[self._context_start :])
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._emitted < 8:
+            return ""  # perhaps the beginning of a character; none takes more than 4 bytes
+        return self._emit(text)
+
+    def flush(self) -> str:
+        if self._emitted == len(self._ids):
+            return ""
+        return self._emit(self._tokenizer.decode(self._ids[self._context_start :]))
+
+    def _emit(self, text: str) -> str:
+        if text.startswith(self._context_text):
+            new = text[len(self._context_text) :]
+        else:  # invalid bytes turned the context into U+FFFD as well: it stays as it was emitted
+            new = self._tokenizer.decode(self._ids[self._emitted :])
+        self._context_start, self._emitted = self._emitted, len(self._ids)
+        self._context_text = self._tokenizer.decode(self._ids[self._context_start :])
+        return new
+
+
+class StopFinder:
+    """Cuts a text before the first stop string that is complete.
+
+    "First" is the one whose last character comes first, and of those the longest, so the answer
+    is the same however the text arrives.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to emit, and whether a stop string was found (then it is all)."""
+        if not self._stops or not text:
+            return text, False
+        text = self._held + text
+        found = [
+            (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
+        ]
+        if found:
+            self._held = ""
+            return text[: min(found)[1]], True
+        keep = self._num_held(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """What was held back and turned out to be no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[len(text) - length :]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,128 @@
+"""A server's HTTP application. It runs in a process without torch and talks to the engine.
+
+POST /v1/completions, /v1/chat/completions     engine/http_generate.py
+GET  /v1/models, /v1/models/{name}
+GET  /health     this process and its engine are alive
+GET  /ready      the engine can serve; says what it is
+GET  /metrics    Prometheus
+"""
+
+import logging
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from engine.client import Engine
+from engine.http_generate import CHAT, COMPLETIONS, Api
+from engine.http_hooks import HttpSettings, PlainHooks, ServerHooks
+from engine.http_middleware import RequestIdMiddleware, RequestLog, error_response, plain_error
+from engine.tokenizer import Tokenizer
+from protocol.errors import BatonError, InternalError, ModelNotFound
+from protocol.metrics import CONTENT_TYPE, Metrics
+from protocol.openai_responses import model_card, model_list
+
+__all__ = ["HttpSettings", "PlainHooks", "ServerHooks", "create_app"]
+
+log = RequestLog(logging.getLogger("baton.http"), {})
+
+
+def create_app(
+    client: Engine, tokenizer: Tokenizer, settings: HttpSettings, hooks: ServerHooks
+) -> FastAPI:
+    """The application of one server; its metrics are `app.state.metrics`.
+
+    Starting and closing `client` is the caller's part, on the loop that serves the application.
+    """
+    metrics = Metrics("server")
+    api = Api(client, tokenizer, settings, hooks, metrics)
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.metrics = metrics
+    app.add_middleware(RequestIdMiddleware)
+    _add_error_handlers(app)
+    _add_generation(app, api)
+    _add_models(app, api)
+    _add_operations(app, api)
+    return app
+
+
+def _add_generation(app: FastAPI, api: Api) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await api.respond(request, COMPLETIONS)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await api.respond(request, CHAT)
+
+
+def _add_models(app: FastAPI, api: Api) -> None:
+    created = int(time.time())
+
+    def max_model_len() -> int | None:
+        return api.client.ready.max_model_len if api.client.ready else None
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse(model_list(api.model_names, created, max_model_len()))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name not in api.model_names:
+            return error_response(ModelNotFound(f"There is no model {name[:200]!r}."))
+        return JSONResponse(model_card(name, created, max_model_len()))
+
+
+def _add_operations(app: FastAPI, api: Api) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        if not api.client.healthy:
+            return _state(503, status="dead", reason=api.client.failure)
+        return _state(200, status="ok")
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        engine = api.client.ready
+        common = {"role": api.hooks.role, "model": api.model_names[0]}
+        if engine is None or not api.client.healthy:
+            reason = api.client.failure or "the engine is starting"
+            return _state(503, ready=False, reason=reason, **common)
+        return _state(
+            200,
+            ready=True,
+            **common,
+            num_blocks=engine.num_blocks,
+            block_size=engine.block_size,
+            max_model_len=engine.max_model_len,
+        )
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        api.metrics.update_engine(api.client.stats)
+        return Response(api.metrics.expose(), headers={"content-type": CONTENT_TYPE})
+
+
+def _state(status_code: int, **members: Any) -> Response:
+    return JSONResponse(members, status_code=status_code)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(BatonError)
+    async def on_baton_error(request: Request, error: BatonError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path[:200]
+        if error.status_code == 404:
+            return plain_error(404, f"There is no {path} here.", "not_found")
+        if error.status_code == 405:
+            return plain_error(405, f"{path} does not take {request.method}.", "method_not_allowed")
+        return plain_error(error.status_code, str(error.detail), "http_error")
+
+    @app.exception_handler(Exception)
+    async def on_any_error(request: Request, error: Exception) -> Response:
+        log.exception("unexpected error", exc_info=error)
+        return error_response(InternalError("The server failed on this request."))

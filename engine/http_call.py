@@ -1,0 +1,216 @@
+"""Answering one accepted request: pieces of its choices into a whole response or a stream.
+
+A stream starts only when the first tokens are there, so whatever fails before that is an HTTP
+error; a later failure ends the stream with an error event and no [DONE].
+"""
+
+import logging
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.client import Subscription
+from engine.http_choice import Choice
+from engine.http_hooks import ServerHooks
+from engine.http_middleware import (
+    ClientDisconnected,
+    RequestLog,
+    cancelled_on_disconnect,
+    error_response,
+)
+from engine.http_tally import Tally
+from protocol import sse
+from protocol.errors import BatonError, InternalError, from_code
+from protocol.messages import TokenDelta
+from protocol.openai import ChoicePiece, GenerationRequest, ResponseWriter, Usage, kv_header
+from protocol.openai_responses import add_kv
+
+log = RequestLog(logging.getLogger("baton.http"), {})
+
+CLIENT_GONE = 499  # what proxies log for it; nobody reads it
+
+
+class Generation:
+    """The running sequences of one call, seen as pieces of its choices."""
+
+    def __init__(
+        self, subscription: Subscription, choices: dict[str, Choice], tally: Tally
+    ) -> None:
+        self._subscription = subscription
+        self._choices = choices
+        self._tally = tally
+        self._num_open = len(choices)
+
+    @property
+    def done(self) -> bool:
+        return self._num_open == 0
+
+    @property
+    def finals(self) -> list[TokenDelta]:
+        """Each prompt's last delta, in order; only once `done`."""
+        return [choice.final for choice in self._choices.values() if choice.final is not None]
+
+    @property
+    def usage(self) -> Usage:
+        choices = self._choices.values()
+        return Usage(
+            prompt_tokens=sum(choice.num_prompt_tokens for choice in choices),
+            completion_tokens=sum(choice.num_tokens for choice in choices),
+            kv=add_kv([choice.kv for choice in choices]),
+        )
+
+    async def next_pieces(self) -> list[ChoicePiece]:
+        """What has arrived since the last call, at least one piece until `done`.
+
+        Raises:
+            BatonError: a sequence failed; the call cannot go on.
+        """
+        return [self._feed(delta) for delta in await self._subscription.next_batch()]
+
+    def close(self) -> None:
+        """Aborts whatever still runs. Idempotent."""
+        self._subscription.close()
+
+    def _feed(self, delta: TokenDelta) -> ChoicePiece:
+        if delta.error is not None:
+            raise from_code(delta.error.code, delta.error.message, delta.error.param)
+        choice = self._choices[delta.request_id]
+        was_found = choice.stop_found
+        piece = choice.feed(delta)
+        if piece.token_ids:
+            self._tally.tokens(len(piece.token_ids))
+        if piece.finish_reason is not None:
+            self._num_open -= 1
+        elif choice.stop_found and not was_found:
+            self._subscription.abort(delta.request_id)
+        return piece
+
+
+class Call:
+    """Answers one accepted request, in a stream or whole."""
+
+    def __init__(
+        self,
+        hooks: ServerHooks,
+        parsed: GenerationRequest,
+        writer: ResponseWriter,
+        generation: Generation,
+        tally: Tally,
+    ) -> None:
+        self._hooks = hooks
+        self._parsed = parsed
+        self._writer = writer
+        self.generation = generation
+        self.tally = tally
+        self._sends_empty = parsed.return_token_ids or parsed.num_logprobs is not None
+
+    async def respond(self, receive: Receive) -> Response:
+        """The response; a stream is begun, and closes the generation itself."""
+        streaming = False
+        try:
+            async with cancelled_on_disconnect(receive):
+                pieces = await self.generation.next_pieces()
+                if not self._parsed.stream:
+                    return await self._whole(pieces)
+            streaming = True
+            return EventStream(self, pieces)
+        except ClientDisconnected as gone:
+            self.tally.close(gone)
+            return Response(status_code=CLIENT_GONE)
+        except BatonError as error:
+            self.tally.close(error)
+            return error_response(error)
+        except BaseException as error:
+            self.tally.close(error)
+            raise
+        finally:
+            if not streaming:
+                self.generation.close()
+
+    async def _whole(self, pieces: list[ChoicePiece]) -> Response:
+        merged: dict[int, ChoicePiece] = {}
+        while True:
+            for piece in pieces:
+                if piece.index in merged:
+                    merged[piece.index].extend(piece)
+                else:
+                    merged[piece.index] = piece
+            if self.generation.done:
+                break
+            pieces = await self.generation.next_pieces()
+        choices = [merged[index] for index in sorted(merged)]
+        usage, extra = self._finish(choices[0].finish_reason)
+        body = self._writer.full(choices, usage, extra)
+        headers = {"x-baton-kv": kv_header(usage)}
+        return Response(body, media_type="application/json", headers=headers)
+
+    def events(self, pieces: list[ChoicePiece]) -> bytes:
+        """The stream's bytes for some pieces, through [DONE] when they are the last."""
+        last = len(pieces) - 1 if self.generation.done else -1
+        parts: list[bytes] = []
+        for position, piece in enumerate(pieces):
+            if position == last:
+                usage, extra = self._finish(piece.finish_reason)
+                parts.append(self._writer.last_chunk(piece, usage, extra) + sse.DONE)
+            elif piece.text or piece.first or piece.finish_reason or self._sends_empty:
+                parts.append(self._writer.chunk(piece))
+        return b"".join(parts)
+
+    def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:
+        usage = self.generation.usage
+        extra = self._hooks.finish(self.generation.finals)
+        self.tally.finished(usage, finish_reason or "stop")
+        return usage, extra
+
+
+class EventStream(Response):
+    """Sends a call's events; leaner than StreamingResponse, which runs a task group per stream."""
+
+    media_type = sse.MEDIA_TYPE
+
+    def __init__(self, call: Call, pieces: list[ChoicePiece]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._call = call
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with cancelled_on_disconnect(receive):
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
+                await self._send_events(send)
+        except ClientDisconnected as gone:
+            self._call.tally.close(gone)
+        except BaseException as error:
+            self._call.tally.close(error)
+            raise
+        finally:
+            self._call.generation.close()
+
+    async def _send_events(self, send: Send) -> None:
+        generation, pieces = self._call.generation, self._pieces
+        try:
+            while True:
+                if data := self._call.events(pieces):
+                    await _send_body(send, data, more=not generation.done)
+                if generation.done:
+                    return
+                pieces = await generation.next_pieces()
+        except BatonError as error:
+            failure = error
+        except Exception:
+            log.exception("a stream failed")
+            failure = InternalError("The server failed while it was answering.")
+        self._call.tally.close(failure)
+        await _send_body(send, sse.error_event(failure), more=False)
+
+
+async def _send_body(send: Send, data: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,53 @@
+"""What engine/http.py needs to be told by the server that it serves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from protocol.messages import SamplingParams, TokenDelta
+from protocol.openai import GenerationRequest
+
+
+class HttpSettings(Protocol):
+    """The settings that this module reads."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def served_model_name(self) -> str | None: ...
+    @property
+    def max_body_bytes(self) -> int: ...
+
+
+class ServerHooks(Protocol):
+    """What a prefill or a decode server adds to the HTTP API."""
+
+    @property
+    def role(self) -> str: ...
+
+    def prepare(
+        self, request: GenerationRequest, prompts: Sequence[list[int]], sampling: SamplingParams
+    ) -> Sequence[Mapping[str, Any]]:
+        """Per prompt, members of its AddRequest (retain_kv, remote, kv_rejected, sampling, ...).
+
+        Raises:
+            KVParamsRejected: the request's kv_transfer_params cannot be honoured.
+        """
+        ...
+
+    def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
+        """Top-level members of the response, from the last delta of each prompt, in order."""
+        ...
+
+
+class PlainHooks:
+    """A server that does its own prefill and decode and nothing else."""
+
+    role = "both"
+
+    def prepare(
+        self, request: GenerationRequest, prompts: Sequence[list[int]], sampling: SamplingParams
+    ) -> Sequence[Mapping[str, Any]]:
+        return [{} for _ in prompts]
+
+    def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
+        return {}

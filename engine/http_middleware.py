@@ -1,0 +1,170 @@
+"""What every HTTP request passes: its id, the limit on its body, and errors in OpenAI's shape."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from protocol.errors import BatonError, PayloadTooLarge
+
+_DRAIN_LIMIT_BYTES = 256 * 2**20
+_DRAIN_TIMEOUT_S = 10.0
+_MAX_LOGGED_ID = 128
+
+request_id_var: ContextVar[str] = ContextVar("baton_request_id", default="-")
+
+
+class RequestLog(logging.LoggerAdapter[logging.Logger]):
+    """A logger that puts the request's id into every line."""
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        # The id may hold anything, and the message is a %-format.
+        request_id = request_id_var.get()[:_MAX_LOGGED_ID].replace("%", "%%")
+        return f"[{request_id}] {msg}", kwargs
+
+
+class ClientDisconnected(Exception):
+    """The client has gone; nobody reads an answer."""
+
+
+class RequestIdMiddleware:
+    """Takes over the client's X-Request-Id, any string, or makes one; echoes it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        header = (b"x-request-id", given or secrets.token_hex(16).encode())
+        token = request_id_var.set(header[1].decode("latin-1"))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), header]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            request_id_var.reset(token)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The request's body.
+
+    Raises:
+        PayloadTooLarge: it is longer than `max_bytes`; at most that much was kept in memory.
+        ClientDisconnected: the client went away before it was complete.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        chunks.append(message.get("body", b""))
+        num_bytes += len(chunks[-1])
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The body is longer than {max_bytes} bytes; send less at once.")
+
+
+def error_response(error: BatonError) -> Response:
+    """An error as an HTTP response in OpenAI's shape."""
+    kind = DrainingResponse if isinstance(error, PayloadTooLarge) else JSONResponse
+    return kind(error.to_openai(), status_code=error.status)
+
+
+def plain_error(status: int, message: str, code: str) -> Response:
+    """An error that HTTP itself names (no such route, no such method), in the same shape."""
+    body = {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": code,
+        "phase": "request",
+        "retryable": False,
+    }
+    return JSONResponse({"error": body}, status_code=status)
+
+
+class DrainingResponse(JSONResponse):
+    """Answers at once, then discards what the client is still sending.
+
+    Closing a socket with unread input resets the connection, and a client that is still writing
+    would see that instead of the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [*self.raw_headers, (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        try:
+            async with asyncio.timeout(_DRAIN_TIMEOUT_S):
+                await _drain(receive)
+        except TimeoutError:
+            pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _drain(receive: Receive) -> None:
+    num_bytes = 0
+    while num_bytes < _DRAIN_LIMIT_BYTES:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
+
+
+@asynccontextmanager
+async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancels the body of the `with` when the client goes away, as ClientDisconnected.
+
+    Use it only once the request's body has been read.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if gone and task.uncancel() == 0:
+            raise ClientDisconnected from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+def now_s() -> float:
+    """Seconds on a monotonic clock, for latencies."""
+    return time.perf_counter()

@@ -1,0 +1,79 @@
+"""What one request leaves behind: its metrics and one closing log line."""
+
+import asyncio
+import logging
+
+from engine.http_middleware import ClientDisconnected, RequestLog, now_s
+from protocol.errors import BatonError, RequestError
+from protocol.metrics import Metrics
+from protocol.openai import Usage, kv_header
+
+log = RequestLog(logging.getLogger("baton.http"), {})
+
+
+class Tally:
+    """One request's metrics and its closing log line."""
+
+    def __init__(self, metrics: Metrics, endpoint: str) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._start_s = now_s()
+        self._last_s: float | None = None  # when tokens came last
+        self._first_s: float | None = None
+        self._num_prompt_tokens = 0
+        self._closed = False
+        metrics.inc("baton_requests_in_progress")
+
+    def accepted(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._metrics.inc("baton_prompt_tokens", num_prompt_tokens)
+
+    def tokens(self, count: int) -> None:
+        """Some tokens arrived just now."""
+        now = now_s()
+        self._metrics.inc("baton_generation_tokens", count)
+        if self._last_s is None:
+            self._first_s = now - self._start_s
+            self._metrics.observe("baton_time_to_first_token_seconds", self._first_s)
+        else:
+            self._metrics.observe("baton_inter_token_seconds", now - self._last_s)
+        self._last_s = now
+
+    def finished(self, usage: Usage, finish_reason: str) -> None:
+        """The request ended as it should."""
+        kv = usage.kv
+        for source, count in usage.baton_kv().items():
+            self._metrics.inc("baton_kv_tokens", count, source=source)
+        self._metrics.inc("baton_cached_prompt_tokens", kv.cached_tokens)
+        self._end(finish_reason, f"generated={usage.completion_tokens} kv={kv_header(usage)}")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The request ended in any other way; does nothing once it is finished."""
+        if isinstance(error, RequestError):
+            self._end("rejected", f"status={error.status} error={error.code}: {error.message}")
+        elif isinstance(error, ClientDisconnected | asyncio.CancelledError):
+            self._end("abort", "the client has gone")
+        elif isinstance(error, BatonError):
+            self._end("error", f"status={error.status} error={error.code}: {error.message}")
+        else:
+            self._end("error", f"error={error!r}")
+
+    def _end(self, outcome: str, detail: str) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        seconds = now_s() - self._start_s
+        self._metrics.dec("baton_requests_in_progress")
+        self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)
+        if self._last_s is not None:
+            self._metrics.observe("baton_request_seconds", seconds)
+        first = "-" if self._first_s is None else f"{self._first_s * 1000:.1f}"
+        log.info(
+            "%s %s prompt=%d first_ms=%s total_ms=%.1f %s",
+            self._endpoint,
+            outcome,
+            self._num_prompt_tokens,
+            first,
+            seconds * 1000,
+            detail,
+        )

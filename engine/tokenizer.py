@@ -1,0 +1,180 @@
+"""Text to token ids and back, and the chat template, without torch or transformers.
+
+Reads what a Hugging Face directory holds: tokenizer.json (which says itself which special tokens
+it puts around a text), tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
+generation_config.json and config.json. The results equal transformers' AutoTokenizer.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.chat_template import find_chat_template
+from protocol.errors import InvalidRequest
+
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class TokenizerNotFound(ValueError):
+    """A model directory has no tokenizer that can be read; the message says what to do."""
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to share between threads.
+
+    Args:
+        model_dir: a directory with a tokenizer.json.
+
+    Raises:
+        TokenizerNotFound: there is no tokenizer.json, or it cannot be read.
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        folder = Path(model_dir)
+        config = _read_json(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # the older split of the same facts
+            config = {**config, **_read_json(folder / "special_tokens_map.json")}
+        self._tokenizer = _load(folder)
+        self.special_tokens = _special_tokens(config)
+        _add_missing(self._tokenizer, config, self.special_tokens)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.token_bytes = _byte_level_table(self._tokenizer)
+        self.eos_ids = self._find_eos_ids(folder)
+        self.chat_template = find_chat_template(folder, config)
+        self.token_text = lru_cache(maxsize=65536)(self._token_text)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`, with the special tokens that the model expects around a prompt."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens left out."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The prompt for the assistant's next turn.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or its template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "The model has no chat template; use /v1/completions.", param="messages"
+            )
+        return self.chat_template.render(messages, self.special_tokens)
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """The ids of `render_chat`: the template itself writes the special tokens."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def _token_text(self, token_id: int) -> str:
+        """One token on its own, special tokens by name; incomplete bytes become U+FFFD."""
+        if self.token_bytes is not None and token_id < len(self.token_bytes):
+            return self.token_bytes[token_id].decode("utf-8", "replace")
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
+        """The ids that end a generation: generation_config, else config, else the tokenizer's."""
+        for name in ("generation_config.json", "config.json"):
+            found = _read_json(folder / name).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (found,)
+        eos = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
+        return () if eos is None else (eos,)
+
+
+def _load(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        others = sorted(p.name for p in folder.glob("*") if p.suffix in (".model", ".txt"))
+        raise TokenizerNotFound(
+            f"{folder} has no tokenizer.json (found: {', '.join(others) or 'no vocabulary'}); "
+            "convert it once with transformers: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerNotFound(f"{path} cannot be read: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise TokenizerNotFound(f"{path} is not valid JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as a string or as an object with `content`."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by name, the seven usual ones first; templates know them by these names."""
+    extra = [name for name in config if name.endswith("_token") and name not in _SPECIAL_NAMES]
+    named = {name: _content(config.get(name)) for name in (*_SPECIAL_NAMES, *extra)}
+    return {name: content for name, content in named.items() if content is not None}
+
+
+def _add_missing(
+    tokenizer: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    """Adds tokens that only tokenizer_config.json knows, as transformers does."""
+    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for _, token in listed:
+        if token["content"] not in known:
+            tokenizer.add_tokens([tokenizers.AddedToken(**token)])
+            known.add(token["content"])
+    missing = [content for content in special.values() if content not in known]
+    tokenizer.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in missing])
+
+
+def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
+    """The bytes of every id, when the decoder is the byte-level one; else None.
+
+    A byte-level vocabulary spells each byte as one printable character. A token with any other
+    character (an added one) stands for its own UTF-8.
+    """
+    if type(tokenizer.decoder) is not tokenizers.decoders.ByteLevel:
+        return None
+    byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    table = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        mapped = [byte_of.get(char) for char in token]
+        table[token_id] = (
+            token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
+        )
+    return table
+
+
+def _byte_alphabet() -> list[str]:
+    """The character of each byte: itself where it is printable, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -46,8 +46,8 @@ class DecodeRole(KVRole):
     def __init__(self, coordinator: PullCoordinator, policy: FailurePolicy) -> None:
         self._coordinator = coordinator
         self._policy = policy
+        self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
         self._connecting: dict[_PeerKey, list[Sequence]] = {}
-        self._pulling: dict[str, Sequence] = {}
         self._undrained: dict[str, tuple[list[int], bool]] = {}  # blocks, whether quarantined
         self._totals: Counter[str] = Counter()
 
@@ -65,6 +65,7 @@ class DecodeRole(KVRole):
         if remote is None:
             self.core.enqueue(sequence)
             return
+        self._remote[sequence.request_id] = sequence
         self._coordinator.hold(sequence.request_id, remote)
         self._connecting.setdefault(_key(remote), []).append(sequence)
         self._coordinator.connect(remote)
@@ -75,10 +76,8 @@ class DecodeRole(KVRole):
             # Every block was cached here: nothing to read, so nothing to fence.
             self._release_remote(sequence)
             self.core.scheduler.received(sequence)
-            self.core.wake()
             return
-        self._pulling[sequence.request_id] = sequence
-        self._coordinator.start(
+        self._coordinator.pull(
             sequence.request_id,
             sequence.remote,
             sequence.num_computed,
@@ -94,49 +93,44 @@ class DecodeRole(KVRole):
         if sequence.remote is None:
             return False
         self._release_remote(sequence)
-        if sequence.phase is not Phase.RECEIVING:
-            for waiting in self._connecting.values():
-                if sequence in waiting:
-                    waiting.remove(sequence)
-            return False
-        del self._pulling[sequence.request_id]
-        fresh = self.core.scheduler.abandon(sequence)
-        self._undrained[sequence.request_id] = (fresh, False)
-        return True
+        if sequence.phase is Phase.RECEIVING:
+            fresh = self.core.scheduler.abandon(sequence)
+            self._undrained[sequence.request_id] = (fresh, False)
+            return True
+        for waiting in self._connecting.values():
+            if sequence in waiting:
+                waiting.remove(sequence)
+        return False
 
     def _release_remote(self, sequence: Sequence) -> None:
         """Lets the prefill server have its blocks back, as soon as no read is under way."""
+        del self._remote[sequence.request_id]
         self._coordinator.cancel(sequence.request_id)
 
     # -- events ------------------------------------------------------------------------------
 
     def poll(self) -> None:
         for event in self._coordinator.drain():
-            if isinstance(event, PeerReady):
-                for sequence in self._connecting.pop((event.engine_id, event.incarnation), []):
-                    self.core.enqueue(sequence)
-            elif isinstance(event, PeerFailed):
-                for sequence in self._connecting.pop((event.engine_id, event.incarnation), []):
-                    self._release_remote(sequence)
-                    self._give_up_remote(sequence, event.error)
-            elif isinstance(event, PullDone):
-                self._on_done(event)
-            elif isinstance(event, PullFailed):
-                self._on_failed(event)
-            elif isinstance(event, PullDrained):
-                self._on_drained(event.pull_id)
+            match event:
+                case PeerReady():
+                    for sequence in self._connected(event):
+                        self.core.enqueue(sequence)
+                case PeerFailed():
+                    for sequence in self._connected(event):
+                        self._release_remote(sequence)
+                        self._give_up_remote(sequence, event.error)
+                case PullDone():
+                    self._on_done(event)
+                case PullFailed():
+                    self._on_failed(event)
+                case PullDrained():
+                    self._on_drained(event.pull_id)
 
-    def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
-        """No KV will come, and no block is held yet."""
-        self._count_failure(sequence, error)
-        sequence.remote = None
-        if self._policy.recomputes(error):
-            self.core.enqueue(sequence)
-        else:
-            self.core.fail(sequence, error)
+    def _connected(self, event: PeerReady | PeerFailed) -> list[Sequence]:
+        return self._connecting.pop((event.engine_id, event.incarnation), [])
 
     def _on_done(self, event: PullDone) -> None:
-        sequence = self._pulling.pop(event.pull_id, None)
+        sequence = self._remote.pop(event.pull_id, None)
         if sequence is None:
             return  # aborted meanwhile; PullDrained follows
         self._totals[stat_key("baton_kv_transfers", outcome="done", path=event.path)] += 1
@@ -146,25 +140,43 @@ class DecodeRole(KVRole):
         self.core.scheduler.received(sequence)
 
     def _on_failed(self, event: PullFailed) -> None:
-        sequence = self._pulling.pop(event.pull_id, None)
+        sequence = self._remote.pop(event.pull_id, None)
         if sequence is None:
             return
-        self._count_failure(sequence, event.error)
-        recomputes = self._policy.recomputes(event.error)
-        scheduler = self.core.scheduler
-        if not event.drained or not recomputes:
-            fresh = scheduler.abandon(sequence, quarantine=not event.drained)
-            if event.drained:
-                scheduler.allocator.cancel_receive(fresh)
-            else:
-                self._undrained[event.pull_id] = (fresh, True)
-            sequence.remote = None
-            if recomputes:
-                scheduler.requeue(sequence)
-            else:
-                self.core.fail(sequence, event.error)
+        if sequence.phase is Phase.RECEIVING:
+            self._recover_blocks(sequence, event)
             return
-        scheduler.recompute_in_place(sequence)
+        for waiting in self._connecting.values():  # the lease ended before its turn came
+            if sequence in waiting:
+                waiting.remove(sequence)
+        if sequence.phase is Phase.WAITING:
+            self.core.scheduler.withdraw(sequence)
+        self._give_up_remote(sequence, event.error)
+
+    def _recover_blocks(self, sequence: Sequence, event: PullFailed) -> None:
+        """A pull failed under way. Blocks that a read may still write to are quarantined."""
+        scheduler = self.core.scheduler
+        if event.drained and self._policy.recomputes(event.error):
+            self._count_failure(sequence, event.error)
+            scheduler.recompute_in_place(sequence)
+            return
+        fresh = scheduler.abandon(sequence, quarantine=not event.drained)
+        if event.drained:
+            scheduler.allocator.cancel_receive(fresh)
+        else:
+            self._undrained[event.pull_id] = (fresh, True)
+        self._give_up_remote(sequence, event.error)
+
+    def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
+        """No KV will come to a sequence that holds no block."""
+        self._count_failure(sequence, error)
+        sequence.remote = None
+        if not self._policy.recomputes(error):
+            self.core.fail(sequence, error)
+        elif sequence.was_admitted:  # it has waited its turn already
+            self.core.scheduler.requeue(sequence)
+        else:
+            self.core.enqueue(sequence)
 
     def _on_drained(self, pull_id: str) -> None:
         blocks, quarantined = self._undrained.pop(pull_id, ([], False))
@@ -202,7 +214,14 @@ class _WorkerService(RankService):
 
 class DecodeRoleFactory(RoleFactory):
     def start_rank(self, context: RankContext) -> RankService:
-        worker = PullWorker(context.rank, context.agent, context.pool, context.config)
+        worker = PullWorker(
+            context.rank,
+            context.config.tp,
+            context.compat.total_kv_heads,
+            context.agent,
+            PoolInfo(context.pool),
+            context.config.transfer_address,
+        )
         worker.start()
         return _WorkerService(worker)
 
@@ -216,14 +235,15 @@ class DecodeRoleFactory(RoleFactory):
             fence_timeout_s=config.fence_timeout_s,
         )
         coordinator = PullCoordinator(
-            address=config.transfer_address,
-            num_ranks=config.tp,
-            compat=context.compat,
-            secret=config.cluster_secret.encode(),
+            config.transfer_address,
+            config.tp,
+            context.compat,
+            config.cluster_secret.encode(),
             settings=settings,
             on_event=transport.wake,
+            convert=config.kv_convert,
         )
-        coordinator.start_thread()
+        coordinator.start()
         return DecodeRole(coordinator, FailurePolicy(config.kv_load_failure_policy))
 
 

@@ -260,6 +260,11 @@ class Scheduler:
         self._release_blocks(sequence)
         sequence.phase = Phase.FINISHED
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Takes a waiting sequence, which holds no block, out of the queue."""
+        self.waiting.remove(sequence)
+        sequence.phase = Phase.NEW
+
     def _release_blocks(self, sequence: Sequence) -> None:
         self.allocator.release(sequence.block_ids)
         sequence.forget_blocks()

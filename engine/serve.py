@@ -57,7 +57,7 @@ def run_server(
         hooks: makes what the HTTP side does differently for this role.
     """
     lifecycle.watch_parent()
-    setup_logging(role, settings.log_level)
+    setup_logging(role, level=settings.log_level)
     logger.info("settings %s", describe(settings))
     try:
         return uvloop.run(_Server(settings, role, module, hooks).run())

@@ -31,8 +31,8 @@ from kvcache.prefix import PrefixIndex
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.nixl_agent import NixlAgent
 from model.config import ModelConfig, load_config
+from model.fingerprint import fingerprint
 from model.parallel import Parallel
-from model.registry import fingerprint
 from protocol import lifecycle
 from protocol.handshake import (
     PROTOCOL_VERSION,
@@ -87,7 +87,7 @@ def main(factory: RoleFactory) -> None:
     lifecycle.watch_parent()
     signal.signal(signal.SIGTERM, _on_sigterm)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    setup_logging(f"{config.role}:{rank}", config.log_level)
+    setup_logging(config.role, rank=rank, level=config.log_level)
     if config.threads:
         torch.set_num_threads(config.threads)
     code = 0
@@ -191,7 +191,7 @@ def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
 def _parallel(config: EngineConfig, rank: int) -> Parallel:
     if config.tp == 1:
         return Parallel(0, 1)
-    return Parallel(
+    return Parallel.connect(
         rank, config.tp, host=config.store_host, port=config.store_port, device=config.device
     )
 
@@ -224,7 +224,7 @@ def _allocate(
 ) -> tuple[RankContext, RankMetadata]:
     """Allocates a rank's KV and registers it with the rank's transfer agent."""
     pool = runner.allocate(num_blocks).pool
-    agent = NixlAgent(f"{config.engine_id}-{config.incarnation}-{rank}")
+    agent = NixlAgent(f"{config.engine_id}-{rank}")
     kind = "VRAM" if config.device == "cuda" else "DRAM"
     agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
     own = RankMetadata(

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 TIMEOUT_S = 120.0
+MODEL = "test-model"  # what the tests' servers call theirs
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Answer:
 def complete(url: str, prompt: Sequence[int] | str, max_tokens: int = 8, **members: Any) -> Answer:
     """A greedy completion, unless `members` say otherwise, that ignores ends of sequence."""
     body = {
+        "model": MODEL,
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0,
@@ -59,6 +61,7 @@ def complete_all(
 def stream(url: str, prompt: Sequence[int], max_tokens: int = 8, **members: Any) -> list[Any]:
     """The parsed events of a streamed completion; "[DONE]" stays text."""
     body = {
+        "model": MODEL,
         "prompt": list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0,

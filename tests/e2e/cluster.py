@@ -88,7 +88,10 @@ class Cluster:
         return [self.proxy, *self.prefill, *self.decode, *self.extra]
 
 
-ENGINE_ARGV = ("--port", "0", "--device", "cpu", "--threads", "1", "--kv-cache-tokens", "8192")
+ENGINE_ARGV = (
+    *("--port", "0", "--device", "cpu", "--threads", "1"),
+    *("--served-model-name", "test-model", "--kv-cache-tokens", "8192"),
+)
 
 
 def start_prefill(model: Path, *argv: str, **env: str) -> Server:

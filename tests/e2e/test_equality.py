@@ -9,7 +9,7 @@ import random
 import httpx
 import pytest
 
-from tests.e2e.client import complete, complete_all, stream, streamed_token_ids
+from tests.e2e.client import MODEL, complete, complete_all, stream, streamed_token_ids
 from tests.e2e.cluster import Cluster
 from tests.e2e.reference import Reference
 
@@ -112,7 +112,13 @@ def test_streaming_delivers_the_same_tokens_and_ends_with_done(
 def test_several_prompts_in_one_call(tiny_cluster: Cluster, tiny_reference: Reference) -> None:
 
     prompts = [make_prompt(seed, 20 + seed) for seed in range(31, 34)]
-    body = {"prompt": prompts, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    body = {
+        "model": MODEL,
+        "prompt": prompts,
+        "max_tokens": 6,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     response = httpx.post(
         f"{tiny_cluster.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=60
     )

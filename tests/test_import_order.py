@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,6 +94,7 @@ def imports_in(source: str, path: str) -> Iterator[Import]:
             yield Import(path, getattr(node, "lineno", 0), name)
 
 
+@cache
 def all_imports() -> list[Import]:
     return [
         found

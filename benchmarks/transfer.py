@@ -1,0 +1,363 @@
+"""What a KV transfer costs for every pair of layouts and geometries, over real NIXL.
+
+    python -m benchmarks.transfer --device cpu|cuda
+
+One process holds the KV of all ranks of P, another is rank 0 of D and pulls. Every case is planned
+and moved by Baton, then by the field's scheme: one descriptor per layer, component and block, of
+the smaller block size, and one per token where token-major blocks are cut by heads. That scheme
+is given equal scattered runs and no copy afterwards, so its figure is an upper bound. Blocks are
+scattered on both sides; what arrives is compared with what was sent, byte for byte. Seconds are the
+best of the repetitions and cover planning, posting, reading and placing. GB/s counts useful bytes.
+The last line is one JSON document.
+"""
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcache.layout import NAMED_ORDERS, KVLayout
+from kvcache.transfer import reformat
+from kvcache.transfer.agent import MemoryKind, ReadState
+from kvcache.transfer.nixl_agent import NixlAgent
+from kvcache.transfer.plan import (
+    DEFAULT_COSTS,
+    Endpoint,
+    RankRead,
+    TransferPlan,
+    heads_of,
+    plan_transfer,
+)
+from kvcache.transfer.topology import IntArray
+
+GEOMETRIES = ("same", "1->2", "2->1", "16->64", "64->16")
+MIXED = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model and the prompt."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    tokens: int
+    dtype: str = "bfloat16"
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.layers * self.heads * self.head_dim * self.tokens * 2 * 2
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine in one case."""
+
+    order: str
+    tp: int
+    block_size: int
+    seed: int
+
+    def endpoints(self, size: Size) -> list[Endpoint]:
+        return [Endpoint(self.layout(size, rank), rank, self.tp) for rank in range(self.tp)]
+
+    def layout(self, size: Size, rank: int) -> KVLayout:
+        heads = len(heads_of(rank, self.tp, size.heads))
+        blocks = size.tokens // self.block_size + 1
+        return KVLayout(
+            self.order, blocks, heads, size.layers, 2, self.block_size, size.head_dim, size.dtype
+        )
+
+    def blocks(self, size: Size) -> IntArray:
+        """A scattered block table; block 0 stays the null block."""
+        rng = np.random.default_rng(self.seed)
+        return rng.permutation(size.tokens // self.block_size).astype(np.int64) + 1
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    p: Side
+    d: Side
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    path: str
+    descriptors: int
+    bytes: int
+    seconds: float
+    gb_per_s: float
+    copy_gb_per_s: float
+
+
+def cases() -> Iterator[Case]:
+    for order in NAMED_ORDERS:
+        for geometry in GEOMETRIES:
+            p_size, d_size = {"16->64": (16, 64), "64->16": (64, 16)}.get(geometry, (64, 64))
+            p_tp, d_tp = {"1->2": (1, 2), "2->1": (2, 1)}.get(geometry, (1, 1))
+            name = f"{order} {geometry}"
+            yield Case(name, Side(order, p_tp, p_size, 1), Side(order, d_tp, d_size, 2))
+    for p_order, d_order in MIXED:
+        yield Case(f"{p_order}->{d_order} same", Side(p_order, 1, 64, 1), Side(d_order, 1, 64, 2))
+
+
+def reference_kv(size: Size) -> torch.Tensor:
+    """i16[tokens, heads, layers, 2, head_dim], the same bits in both processes."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (size.tokens, size.heads, size.layers, 2, size.head_dim)
+    return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
+
+
+def pool_view(buffer: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """The pool at the buffer's start as i16[B, N, H, L, C, D]."""
+    pool = buffer[: layout.nbytes].view(torch.int16).view(layout.shape)
+    return pool.permute([layout.order.index(axis) for axis in "BNHLCD"])
+
+
+def by_block(kv: torch.Tensor, block_size: int, heads: range) -> torch.Tensor:
+    """i16[blocks, N, heads, L, C, D]"""
+    return kv.unflatten(0, (-1, block_size))[:, :, heads.start : heads.stop]
+
+
+def rank_offsets(side: Side, size: Size) -> list[int]:
+    """Where each rank's pool starts in the one buffer of its process."""
+    sizes = [-(-end.layout.nbytes // PAGE_BYTES) * PAGE_BYTES for end in side.endpoints(size)]
+    return [sum(sizes[:rank]) for rank in range(side.tp)]
+
+
+def buffer_bytes(size: Size) -> int:
+    # One null block per rank more than the KV, at 64 tokens a block.
+    return size.kv_bytes + 2 * size.kv_bytes // size.tokens * 64 + 2 * PAGE_BYTES
+
+
+class Memory:
+    """A buffer, registered with an agent of its own."""
+
+    def __init__(self, device: str, *nbytes: int) -> None:
+        self.kind: MemoryKind = "VRAM" if device == "cuda" else "DRAM"
+        self.agent = NixlAgent(
+            "bench", device_id=0 if device == "cuda" else None, set_device=torch.cuda.set_device
+        )
+        self.buffers = [torch.zeros(count, dtype=torch.uint8, device=device) for count in nbytes]
+        for buffer in self.buffers:
+            self.agent.register(buffer.data_ptr(), buffer.nbytes, kind=self.kind)
+
+    def close(self) -> None:
+        self.agent.close()
+
+
+def serve(connection: Connection, device: str, size: Size) -> None:
+    """Process P: fills its pools for each case it is told, and lets itself be read."""
+    memory = Memory(device, buffer_bytes(size))
+    buffer, kv = memory.buffers[0], reference_kv(size).to(device)
+    connection.send((memory.agent.metadata(), buffer.data_ptr()))
+    while (side := connection.recv()) is not None:
+        blocks = torch.from_numpy(side.blocks(size)).to(device)
+        for end, offset in zip(side.endpoints(size), rank_offsets(side, size), strict=True):
+            heads = end.heads(size.heads)
+            pool = pool_view(buffer[offset:], end.layout)
+            pool[blocks] = by_block(kv, side.block_size, heads)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        connection.send("filled")
+    memory.close()
+
+
+class Puller:
+    """Process D's side: plans, reads, places, checks."""
+
+    def __init__(self, device: str, size: Size, staging_bytes: int, peer: tuple[bytes, int]):
+        self.device, self.size, self.staging_bytes = device, size, staging_bytes
+        self.costs = DEFAULT_COSTS[device]
+        self.memory = Memory(device, buffer_bytes(size), staging_bytes)
+        self.pool, self.staging = self.memory.buffers
+        self.kv = reference_kv(size)
+        self.peer_base = peer[1]
+        # The agent belongs to one thread; the other half of the work happens in this one.
+        self.thread = ThreadPoolExecutor(1, initializer=self.memory.agent.bind_thread)
+        self.peer = self.thread.submit(self.memory.agent.add_peer, peer[0]).result()
+
+    def read(self, offsets: list[int], base: int, reads: tuple[RankRead, ...]) -> None:
+        """Posts reads and waits for their end; runs in the reading thread."""
+        for read in reads:
+            remote = read.remote_offsets + (self.peer_base + offsets[read.remote_rank])
+            self.wait(read.local_offsets + base, remote, read.lengths)
+
+    def wait(self, local: IntArray, remote: IntArray, lengths: IntArray) -> None:
+        agent, kind = self.memory.agent, self.memory.kind
+        handle = agent.read(self.peer, local, remote, lengths, kinds=(kind, kind))
+        while agent.poll(handle) is ReadState.ACTIVE:
+            time.sleep(0)
+        if handle.state is not ReadState.DONE:
+            raise RuntimeError("a READ failed")
+        agent.release(handle)
+
+    def pull(self, case: Case) -> TransferPlan:
+        local = case.d.endpoints(self.size)[0]
+        plan = plan_transfer(
+            local,
+            case.p.endpoints(self.size),
+            self.size.heads,
+            0,
+            self.size.tokens,
+            case.d.blocks(self.size),
+            case.p.blocks(self.size),
+            costs=self.costs,
+            staging_bytes=self.staging_bytes,
+        )
+        offsets = rank_offsets(case.p, self.size)
+        self.thread.submit(self.read, offsets, self.pool.data_ptr(), plan.reads).result()
+        pool = self.pool[: local.layout.nbytes].view(getattr(torch, self.size.dtype))
+        half = self.staging_bytes // 2
+        slots = [self.staging[:half], self.staging[half:]]
+        reading: list[Future[None]] = []
+        for number, chunk in enumerate(plan.chunks[:1]):
+            reading.append(
+                self.thread.submit(self.read, offsets, slots[number].data_ptr(), chunk.reads)
+            )
+        for number, chunk in enumerate(plan.chunks):
+            reading.pop().result()
+            for following in plan.chunks[number + 1 : number + 2]:
+                base = slots[(number + 1) % 2].data_ptr()
+                reading.append(self.thread.submit(self.read, offsets, base, following.reads))
+            reformat.apply(chunk, slots[number % 2], pool)
+            self.synchronize()
+        return plan
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def pull_per_layer(self, case: Case, useful_bytes: int) -> int:
+        """The field's scheme: that many equal runs, scattered on both sides."""
+        count = per_layer_descriptors(case, self.size)
+        length = useful_bytes // count
+        rng = np.random.default_rng(3)
+        local = rng.permutation(count) * length + self.pool.data_ptr()
+        remote = rng.permutation(count) * length + self.peer_base
+        lengths = np.full(count, length, np.int64)
+        self.thread.submit(self.wait, local, remote, lengths).result()
+        return count
+
+    def check(self, case: Case) -> None:
+        layout = case.d.layout(self.size, 0)
+        blocks = torch.from_numpy(case.d.blocks(self.size)).to(self.device)
+        found = pool_view(self.pool, layout)[blocks].cpu()
+        heads = heads_of(0, case.d.tp, self.size.heads)
+        if not torch.equal(found, by_block(self.kv, case.d.block_size, heads)):
+            raise RuntimeError(f"{case.name}: what arrived is not what was sent")
+
+    def copy_gb_per_s(self, nbytes: int, repeat: int) -> float:
+        target = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+        def copy() -> None:
+            target.copy_(self.pool[:nbytes])
+            self.synchronize()
+
+        return nbytes / best_s(copy, repeat) / 1e9
+
+    def close(self) -> None:
+        self.thread.shutdown()
+        self.memory.close()
+
+
+def per_layer_descriptors(case: Case, size: Size) -> int:
+    """Layers x components x blocks of the smaller size, or x tokens where heads cut NHD."""
+    by_token = case.p.order.endswith("NHD") and case.p.tp != case.d.tp
+    block = 1 if by_token else min(case.p.block_size, case.d.block_size)
+    return size.layers * 2 * max(case.p.tp // case.d.tp, 1) * (size.tokens // block)
+
+
+def best_s(action: Any, repeat: int) -> float:
+    times = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def measure(puller: Puller, case: Case, repeat: int) -> list[Row]:
+    puller.pool.zero_()
+    plan = puller.pull(case)
+    puller.check(case)
+    nbytes = plan.useful_bytes
+    copy = puller.copy_gb_per_s(nbytes, repeat)
+    seconds = best_s(lambda: puller.pull(case), repeat)
+    row = Row(case.name, plan.path, plan.descriptors, nbytes, seconds, nbytes / seconds / 1e9, copy)
+    count = puller.pull_per_layer(case, nbytes)
+    seconds = best_s(lambda: puller.pull_per_layer(case, nbytes), repeat)
+    field = replace(
+        row,
+        path="per-layer",
+        descriptors=count,
+        seconds=seconds,
+        gb_per_s=nbytes / seconds / 1e9,
+    )
+    return [row, field]
+
+
+def print_table(rows: list[Row]) -> None:
+    print(f"{'case':24} {'path':10} {'descriptors':>11} {'MB':>7} {'GB/s':>7} {'of copy':>7}")
+    for row in rows:
+        share = row.gb_per_s / row.copy_gb_per_s
+        print(
+            f"{row.case:24} {row.path:10} {row.descriptors:11} {row.bytes / 1e6:7.1f} "
+            f"{row.gb_per_s:7.2f} {share:7.0%}"
+        )
+
+
+def run(device: str, size: Size, staging_bytes: int, repeat: int, only: str) -> list[Row]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there, device, size), daemon=True)
+    process.start()
+    puller = Puller(device, size, staging_bytes, here.recv())
+    rows: list[Row] = []
+    for case in cases():
+        if only in case.name:
+            here.send(case.p)
+            here.recv()
+            rows += measure(puller, case, repeat)
+    here.send(None)
+    puller.close()
+    process.join(30)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--tokens", type=int, help="a multiple of 64")
+    parser.add_argument("--staging-bytes", type=int, default=256 << 20)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    size = Size(
+        args.layers or (32 if cuda else 16),
+        args.heads,
+        args.head_dim,
+        args.tokens or (8192 if cuda else 2048),
+    )
+    rows = run(args.device, size, args.staging_bytes, args.repeat, args.only)
+    print_table(rows)
+    print(json.dumps({"rows": [asdict(row) for row in rows]}))
+
+
+if __name__ == "__main__":
+    main()

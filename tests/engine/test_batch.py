@@ -1,0 +1,38 @@
+"""A plan becomes arrays, and the arrays survive the trip to other ranks."""
+
+import numpy as np
+
+from engine.batch import build_step, step_from_bytes, step_to_bytes
+from engine.scheduler import Scheduled
+from engine.sequence import Sequence
+from tests.engine.shadow import add
+
+
+def _sequence(name: str, tokens: list[int], blocks: list[int], num_computed: int) -> Sequence:
+    sequence = Sequence.from_request(add(name, tokens, 4))
+    sequence.block_ids = blocks
+    sequence.num_computed = num_computed
+    return sequence
+
+
+def test_positions_slots_and_sampling_rows_of_a_mixed_step() -> None:
+    decoding = _sequence("a", [1, 2, 3, 4, 5, 6], [3, 7], 5)
+    chunk = _sequence("b", list(range(10, 20)), [4, 5, 6], 4)  # 10 tokens, computes 4..7
+    step = build_step([Scheduled(decoding, 1), Scheduled(chunk, 4)])
+    assert step.token_ids.tolist() == [6, 14, 15, 16, 17]
+    assert step.positions.tolist() == [5, 4, 5, 6, 7]
+    assert step.context_lens.tolist() == [6, 8]
+    assert step.sample_rows.tolist() == [0], "a prompt that goes on draws nothing"
+    assert step.last_token_rows.tolist() == [0]
+    batch = step.attention_batch(block_size=4)
+    assert batch.slot_mapping.tolist() == [7 * 4 + 1, 5 * 4, 5 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3]
+    assert batch.block_tables.tolist() == [[3, 7, 0], [4, 5, 6]]
+
+
+def test_a_step_is_the_same_after_its_trip() -> None:
+    step = build_step([Scheduled(_sequence("a", [1, 2, 3], [2], 0), 3)])
+    copy = step_from_bytes(step_to_bytes(step))
+    for name in ("token_ids", "query_lens", "context_lens", "block_tables", "sample_rows"):
+        ours, theirs = getattr(step, name), getattr(copy, name)
+        assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype, name
+    assert copy.sampling == step.sampling

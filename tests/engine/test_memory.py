@@ -1,0 +1,59 @@
+"""Sizing the KV pool: what decides, and what the refusals say."""
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig
+from engine.memory import MemoryTooSmall, free_host_bytes, size_pool
+
+_BASE = EngineConfig(
+    role="decode",
+    engine_id="e",
+    incarnation="i",
+    model_dir="m",
+    block_size=16,
+    max_num_seqs=4,
+    input_address="a",
+    output_address="b",
+    control_address="c",
+    transfer_address="d",
+)
+
+
+def _size(free_bytes: int = 10**9, **options: object) -> tuple[int, int]:
+    config = msgspec.structs.replace(_BASE, **options)
+    size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=free_bytes)
+    return size.num_blocks, size.max_model_len
+
+
+def test_tokens_are_rounded_up_to_blocks_beside_the_null_block() -> None:
+    assert _size(kv_cache_tokens=300) == (19 + 1, 256)
+
+
+def test_bytes_are_rounded_down_to_blocks() -> None:
+    assert _size(kv_cache_bytes=20_999) == (20 + 1, 256)
+
+
+def test_the_default_takes_a_share_of_free_memory_but_no_more_than_is_useful() -> None:
+    assert _size(free_bytes=10**12) == (4 * 16 + 1, 256)
+    assert _size(free_bytes=100_000) == (20 + 1, 256)
+
+
+def test_a_small_pool_shortens_the_longest_sequence_unless_it_was_asked_for() -> None:
+    assert _size(kv_cache_tokens=64) == (5, 64)
+    with pytest.raises(MemoryTooSmall, match=r"holds 64 tokens .* 136 tokens are missing"):
+        _size(kv_cache_tokens=64, max_model_len=200)
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    with pytest.raises(MemoryTooSmall, match=r"max_model_len is 300 .* --max-model-len 256"):
+        _size(max_model_len=300)
+
+
+def test_a_pool_of_no_block_is_refused() -> None:
+    with pytest.raises(MemoryTooSmall, match="one block takes 1000 bytes"):
+        _size(kv_cache_bytes=999)
+
+
+def test_free_memory_is_read() -> None:
+    assert free_host_bytes() > 2**20

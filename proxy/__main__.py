@@ -1,0 +1,98 @@
+"""`python -m proxy`, also `baton proxy`: serves until a signal or its launcher's end."""
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+
+from protocol import lifecycle
+from protocol.logging import get_logger, setup_logging
+from protocol.settings import ProxySettings, describe, parse
+from proxy.app import ProxyApp
+
+logger = get_logger(__name__)
+
+BACKLOG = 4096
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first
+GRACE_SHARE = 0.7  # of shutdown_grace_s, after which streams are ended
+
+
+class ProxyServer(uvicorn.Server):
+    """uvicorn, ending with an error for those who still wait, and without its signal handling."""
+
+    def __init__(self, config: uvicorn.Config, app: ProxyApp, grace_s: float) -> None:
+        super().__init__(config)
+        self._app = app
+        self._grace_s = grace_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.shut_down(self._grace_s * GRACE_SHARE)
+        await super().shutdown(sockets)
+
+    def stop(self, _signal: int, count: int) -> None:
+        self.should_exit = True
+        self.force_exit = count > 1
+
+
+def make_server(app: ProxyApp) -> ProxyServer:
+    """The HTTP server of `app`; run it with `serve(sockets=[...])`."""
+    settings = app.settings
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        loop="uvloop",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),
+    )
+    return ProxyServer(config, app, settings.shutdown_grace_s)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the proxy; returns the exit status."""
+    lifecycle.watch_parent()
+    settings = parse(ProxySettings, argv, prog="baton proxy")
+    setup_logging("proxy", settings.log_level)
+    logger.info("settings %s", describe(settings))
+    try:
+        listener = listen(settings.host, settings.port)
+    except OSError as error:
+        reason = f"cannot listen on {settings.host} port {settings.port}: {error.strerror}"
+        lifecycle.report_failure(reason)
+        return 1
+    _serve(settings, listener)
+    return 0
+
+
+def _serve(settings: ProxySettings, listener: socket.socket) -> None:
+    server = make_server(ProxyApp(settings))
+    port = listener.getsockname()[1]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    logger.info("listening on http://%s:%d", host, port)
+    lifecycle.report_ready({"port": port, "url": f"http://{host}:{port}"})
+    with lifecycle.stop_signals(server.stop):
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(server.serve(sockets=[listener]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

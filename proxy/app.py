@@ -1,0 +1,293 @@
+"""The proxy's ASGI application: routes, reading a request, its end, and shutting down.
+
+Plain ASGI: a framework would take longer over a request than everything else here together.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from protocol.errors import BatonError, InternalError, PayloadTooLarge
+from protocol.logging import get_logger, request_context
+from protocol.metrics import CONTENT_TYPE
+from protocol.settings import ProxySettings
+from proxy import body as bodies
+from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
+from proxy.flow import ClientRequest, Flow
+from proxy.health import Health
+from proxy.legs import Trace
+from proxy.membership import Fleet, Server
+from proxy.metrics import ProxyMetrics
+from proxy.poller import Poller
+from proxy.relay import Reply, Send
+from proxy.retry import Kind
+from proxy.upstream import HttpUpstream
+
+logger = get_logger(__name__)
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions")
+MODELS_PATH = "/v1/models"
+# What else of the client's headers the servers get: who asks, and which trace it belongs to.
+FORWARDED_HEADERS = (b"authorization", b"traceparent", b"tracestate")
+DISCARD_FACTOR = 8  # of max_body_bytes: what is read of a body that is too large, to answer it
+STOP_TIMEOUT_S = 1.0  # for the last bytes to clients whose requests shutting down ends
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody is there to be told anything."""
+
+
+class ProxyApp:
+    """One proxy. Lives from ASGI's startup to its shutdown event."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self.settings = settings
+        self.metrics = ProxyMetrics()
+        self.fleet = Fleet(on_change=self._on_change)
+        self._upstream = HttpUpstream(
+            connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
+        )
+        self._poller = Poller(
+            self.fleet,
+            self._upstream,
+            interval_s=settings.health_interval_s,
+            timeout_s=settings.health_timeout_s,
+        )
+        self._flow = Flow(self.fleet, self._upstream, self.metrics)
+        self._running: set[asyncio.Task[None]] = set()
+        self._stopped: set[asyncio.Task[None]] = set()
+        self.shutting_down = False
+        for server in (
+            *(Server(Kind.PREFILL, url) for url in settings.prefill),
+            *(Server(Kind.DECODE, url) for url in settings.decode),
+        ):
+            self.fleet.join(server)
+            self.metrics.ready_changed(server, self.fleet.health(server))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http":
+                request_id = _request_id(scope)
+                with request_context(request_id.decode("latin-1")):
+                    await self._http(scope, receive, Reply(send, request_id))
+            case "lifespan":
+                await self._lifespan(receive, send)
+            case _:
+                raise NotImplementedError(scope["type"])
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self._poller.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._poller.close()
+        await self._upstream.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def shut_down(self, grace_s: float) -> None:
+        """Is not ready from now on; requests still running after `grace_s` end with an error."""
+        self.shutting_down = True
+        asyncio.get_running_loop().call_later(grace_s, self._stop_all)
+
+    def _stop_all(self) -> None:
+        for task in self._running:
+            self._stopped.add(task)
+            task.cancel()
+
+    # requests
+
+    async def _http(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        path, trace = scope["path"], Trace()
+        try:
+            await self._route(scope, receive, reply, trace)
+        except ClientGone:
+            self.metrics.inc("baton_proxy_client_disconnects")
+            logger.info("client gone in phase %s", trace.phase)
+        except BatonError as error:
+            await self._tell(reply, error)
+        except Exception:
+            logger.exception("failed: %s", path)
+            await self._tell(reply, InternalError("the proxy failed; its log says how"))
+        if path in GENERATE_PATHS:
+            self._record(path, reply, trace)
+
+    async def _tell(self, reply: Reply, error: BatonError) -> None:
+        if not isinstance(error, ShuttingDown):
+            await reply.fail(error)
+            return
+        try:  # a client that does not read must not keep the process
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await reply.fail(error)
+        except TimeoutError:
+            pass
+
+    async def _route(self, scope: Scope, receive: Receive, reply: Reply, trace: Trace) -> None:
+        method, path = scope["method"], scope["path"]
+        is_model = path == MODELS_PATH or path.startswith(MODELS_PATH + "/")
+        if path in GENERATE_PATHS:
+            _expect(method, "POST")
+            await self._generate(scope, receive, reply, trace)
+            return
+        if is_model or path in ("/health", "/ready", "/metrics"):
+            _expect(method, "GET", "HEAD")
+        match path:
+            case "/health":
+                await reply.answer_json(200, {"status": "ok"})
+            case "/ready":
+                await self._ready(reply)
+            case "/metrics":
+                content_type = (b"content-type", CONTENT_TYPE.encode())
+                await reply.answer(200, [content_type], self.metrics.expose())
+            case _ if is_model:
+                headers = _forwarded(scope, reply.request_id)
+                raw_path = scope.get("raw_path") or path.encode()
+                work = self._flow.get(raw_path.decode("latin-1"), headers, reply, trace)
+                await self._run(work, receive)
+            case _:
+                raise UnknownPath(f"no such path: {method} {path}")
+
+    async def _generate(self, scope: Scope, receive: Receive, reply: Reply, trace: Trace) -> None:
+        data = await read_body(scope, receive, self.settings.max_body_bytes)
+        body, stripped = bodies.sanitize(bodies.parse_body(data))
+        if stripped:
+            self.metrics.stripped()
+        headers = [(b"content-type", b"application/json"), *_forwarded(scope, reply.request_id)]
+        trace.begin()
+        request = ClientRequest(scope["path"], headers, body)
+        self.metrics.inc("baton_proxy_requests_in_progress")
+        try:
+            await self._run(self._flow.run(request, reply, trace), receive)
+        finally:
+            self.metrics.dec("baton_proxy_requests_in_progress")
+
+    async def _run(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
+        """Awaits `work`, cancelling it when the client goes or this process has to end.
+
+        Raises:
+            ClientGone, ShuttingDown: it was cancelled.
+        """
+        if self.shutting_down:
+            work.close()
+            raise ShuttingDown("this proxy is shutting down")
+        task = asyncio.create_task(work)
+        watcher = asyncio.create_task(_client_gone(receive))
+        self._running.add(task)
+        try:
+            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watcher.cancel()
+            task.cancel()  # nothing, when it is done
+            self._running.discard(task)
+            stopped = task in self._stopped
+            self._stopped.discard(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if stopped:
+                raise ShuttingDown(
+                    "this proxy is shutting down; the request was cut short"
+                ) from None
+            if not task.cancelled() or not watcher.done():
+                raise  # it is us who are cancelled
+            raise ClientGone from None
+
+    # answers of our own
+
+    async def _ready(self, reply: Reply) -> None:
+        counts = {
+            kind.value: {
+                "ready": self.fleet.num_ready(kind),
+                "configured": len(self.fleet.servers(kind)),
+            }
+            for kind in Kind
+        }
+        missing = [f"no {kind} server is ready" for kind, n in counts.items() if not n["ready"]]
+        if self.shutting_down:
+            missing.append("shutting down")
+        ready = bool(counts["decode"]["ready"]) and not self.shutting_down
+        servers = [_describe(server, self.fleet.health(server)) for server in self.fleet.servers()]
+        status = {"status": "ready" if ready else "not_ready", "missing": missing}
+        await reply.answer_json(200 if ready else 503, {**status, **counts, "servers": servers})
+
+    def _record(self, path: str, reply: Reply, trace: Trace) -> None:
+        total_s = trace.elapsed_s()
+        status = str(reply.status or "none")
+        self.metrics.inc("baton_proxy_responses", status=status)
+        self.metrics.observe("baton_proxy_request_seconds", total_s)
+        if trace.first_byte_s is not None:
+            self.metrics.observe("baton_proxy_first_byte_seconds", trace.first_byte_s)
+        logger.info(
+            "%s status=%s prefill=%s decode=%s decode_only=%s prefill_ms=%s first_byte_ms=%s "
+            "total_ms=%s%s",
+            path, status, trace.prefill, trace.decode, trace.decode_only,
+            _ms(trace.prefill_s), _ms(trace.first_byte_s), _ms(total_s),
+            "" if reply.finished else " unfinished",
+        )  # fmt: skip
+
+    def _on_change(self, server: Server, health: Health) -> None:
+        self.metrics.ready_changed(server, health)
+        if health.ready:
+            logger.info("%s is ready", server)
+        else:
+            logger.warning("%s is not ready: %s", server, health.reason)
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The request's body.
+
+    A body that is too large is read on for a while: a client that is still sending would not see
+    the answer.
+
+    Raises:
+        PayloadTooLarge: more than `limit_bytes`.
+        ClientGone: it did not send all of it.
+    """
+    parts: list[bytes] = []
+    total = 0
+    more = True
+    while more and total <= limit_bytes * DISCARD_FACTOR:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        total += len(part)
+        if total <= limit_bytes:
+            parts.append(part)
+        more = message.get("more_body", False)
+    if total > limit_bytes:
+        shown = f"more than {total}" if more else str(total)
+        raise PayloadTooLarge(f"the body has {shown} bytes, the limit is {limit_bytes} bytes")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _client_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _expect(method: str, *allowed: str) -> None:
+    if method not in allowed:
+        raise MethodNotAllowed(f"method {method} is not allowed here; use {allowed[0]}")
+
+
+def _request_id(scope: Scope) -> bytes:
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given or uuid.uuid4().hex.encode()
+
+
+def _forwarded(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in scope["headers"] if name in FORWARDED_HEADERS]
+    return [(b"x-request-id", request_id), *kept]
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _describe(server: Server, health: Health) -> dict[str, object]:
+    shown: dict[str, object] = {"kind": server.kind.value, "url": server.url, "ready": health.ready}
+    return shown if health.ready else {**shown, "reason": health.reason}

@@ -1,0 +1,110 @@
+"""The two requests that one client request becomes: pure.
+
+Members stay the bytes the client sent: reading a body costs one scan, writing a leg one copy, and
+no number or escape changes on the way. A value that is wrong is left for the server to refuse, so
+that the client hears the same of it with and without a proxy.
+"""
+
+import secrets
+
+import msgspec
+
+from protocol.errors import InvalidRequest
+from protocol.openai import REMOTE_DECODE
+
+Body = dict[str, msgspec.Raw]
+
+MAX_TOKENS_LIMIT = 2**31 - 1
+
+_decode_object = msgspec.json.Decoder(Body).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(_encode(value))
+
+
+_NULL = _raw(None)
+_ONE = _raw(1)
+_FALSE = _raw(False)
+_REMOTE_DECODE = _raw(REMOTE_DECODE)
+_BOOLEANS_OR_NULL = (b"true", b"false", b"null")
+_NEUTRAL_MIN_TOKENS = (b"0", b"1", b"null")
+
+
+def parse_body(data: bytes) -> Body:
+    """The members of a JSON object, unread.
+
+    Raises:
+        InvalidRequest: not one JSON object in UTF-8.
+    """
+    try:
+        str(data, "utf-8")  # members are not decoded here, so nothing else would look
+        return _decode_object(data)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the body must be a JSON object: {error}") from None
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
+
+
+def member(body: Body, name: str) -> bytes:
+    """A member's JSON text; `null` when it is absent."""
+    return bytes(body.get(name, _NULL))
+
+
+def sanitize(body: Body) -> tuple[Body, bool]:
+    """The body with a seed and without `kv_transfer_params`, and whether a client had sent any.
+
+    The params name hosts to connect to, which only a server may. The seed makes both servers draw
+    the same tokens.
+    """
+    clean = {name: value for name, value in body.items() if name != "kv_transfer_params"}
+    if member(clean, "seed") == b"null":
+        clean["seed"] = _raw(secrets.randbits(63))
+    return clean, member(body, "kv_transfer_params") != b"null"
+
+
+def prefill_leg(body: Body) -> bytes:
+    """What the prefill server is asked: the same request, for one token."""
+    leg = {name: value for name, value in body.items() if name != "stream_options"}
+    limits = [n for n in ("max_tokens", "max_completion_tokens") if member(leg, n) != b"null"]
+    for name in limits or ["max_tokens"]:
+        if not limits or _is_token_limit(member(leg, name)):
+            leg[name] = _ONE
+    if member(leg, "stream") in _BOOLEANS_OR_NULL:
+        leg["stream"] = _FALSE
+    if member(leg, "min_tokens") in _NEUTRAL_MIN_TOKENS:
+        leg.pop("min_tokens", None)
+    leg["kv_transfer_params"] = _REMOTE_DECODE
+    return _encode(leg)
+
+
+def _is_token_limit(value: bytes) -> bool:
+    """Whether a server would take it as a limit; it is what the server checks, or P hides it."""
+    return value.isdigit() and len(value) <= 10 and 1 <= int(value) <= MAX_TOKENS_LIMIT
+
+
+def decode_leg(body: Body, params: msgspec.Raw | None) -> bytes:
+    """What the decode server is asked: the request, and where its prompt's KV is, if anywhere."""
+    return _encode(body if params is None else {**body, "kv_transfer_params": params})
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = _NULL
+
+
+_decode_answer = msgspec.json.Decoder(_PrefillAnswer).decode
+
+
+def params_of(answer: bytes) -> msgspec.Raw | None:
+    """The `kv_transfer_params` of a prefill server's answer: an object, or a list of objects."""
+    try:
+        params = _decode_answer(answer).kv_transfer_params
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    text = bytes(params)
+    is_object = text.startswith(b"{")
+    is_list = text.startswith(b"[") and text[1:].lstrip().startswith(b"{")
+    return params.copy() if is_object or is_list else None

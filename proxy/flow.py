@@ -1,0 +1,156 @@
+"""One request through a prefill and a decode server.
+
+prefill leg --params--> decode leg --> the client gets the decode server's bytes
+    |- 4xx -----------> the client gets that; no decode server is asked
+    `- nothing usable-> decode leg without params: it does all the work, and is counted
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from protocol import sse
+from protocol.errors import BatonError, NoServerAvailable
+from proxy import body as bodies
+from proxy.body import Body
+from proxy.errors import DecodeServerLost, DecodeServerTimeout
+from proxy.legs import Answer, LegFailed, Legs, Trace, failure_of, read
+from proxy.membership import Fleet, Server
+from proxy.metrics import ProxyMetrics
+from proxy.relay import Reply
+from proxy.retry import Failure, Kind, RetryPolicy
+from proxy.upstream import Headers, Response, TimedOut, Upstream, UpstreamError
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """A request as both legs need it. `body` is sanitized."""
+
+    path: str
+    headers: Headers
+    body: Body
+
+
+class Flow:
+    """Takes requests through the fleet. Holds nothing of a request between two calls."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        upstream: Upstream,
+        metrics: ProxyMetrics,
+        policy: RetryPolicy | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._upstream = upstream
+        self._metrics = metrics
+        self._legs = Legs(fleet, metrics, policy or RetryPolicy())
+
+    async def run(self, request: ClientRequest, reply: Reply, trace: Trace) -> None:
+        """Serves `request`. Being cancelled aborts the leg in flight.
+
+        Raises:
+            BatonError: what the client is to be told; the reply has not ended.
+        """
+        if self._fleet.num_ready(Kind.DECODE) == 0:
+            raise NoServerAvailable("no decode server is ready; see /ready")
+        prefilled = await self._prefill(request, trace)
+        if isinstance(prefilled, Answer):
+            await reply.relay_answer(prefilled.status, prefilled.headers, prefilled.body)
+        else:
+            leg = bodies.decode_leg(request.body, prefilled)
+            await self._decode("POST", request.path, request.headers, leg, reply, trace)
+
+    async def get(self, path: str, headers: Headers, reply: Reply, trace: Trace) -> None:
+        """Answers a GET as a decode server does.
+
+        Raises:
+            BatonError: as `run`.
+        """
+        await self._decode("GET", path, headers, b"", reply, trace)
+
+    async def _prefill(self, request: ClientRequest, trace: Trace) -> Answer | msgspec.Raw | None:
+        """The params of a prefill, None to do without, or the answer that refuses the request."""
+        leg = bodies.prefill_leg(request.body)
+
+        async def send(server: Server) -> Answer:
+            return await read(
+                await self._upstream.send(
+                    server.url, "POST", request.path, headers=request.headers, body=leg
+                )
+            )
+
+        try:
+            server, answer = await self._legs.run(Kind.PREFILL, send, trace)
+        except LegFailed as failed:
+            self._decode_only(failed.reason, trace)
+            return None
+        self._legs.release(server)
+        self._legs.succeeded(server)
+        trace.prefill, trace.prefill_s = server.url, trace.elapsed_s()
+        self._metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
+        if answer.status != 200:
+            self._metrics.refused(answer.status)
+            return answer
+        params = bodies.params_of(answer.body)
+        if params is None:
+            self._decode_only("no_kv_params", trace)
+        else:
+            self._metrics.routed()
+        return params
+
+    def _decode_only(self, reason: str, trace: Trace) -> None:
+        trace.decode_only = reason
+        self._metrics.decode_only(reason)
+
+    async def _decode(
+        self, method: str, path: str, headers: Headers, leg: bytes, reply: Reply, trace: Trace
+    ) -> None:
+        async def send(server: Server) -> Answer | Response:
+            response = await self._upstream.send(
+                server.url, method, path, headers=headers, body=leg
+            )
+            return await read(response) if response.status >= 500 else response
+
+        try:
+            server, response = await self._legs.run(Kind.DECODE, send, trace)
+        except LegFailed as failed:
+            if failed.answer is None:
+                raise failed.to_error() from None
+            await reply.relay_answer(
+                failed.answer.status, failed.answer.headers, failed.answer.body
+            )
+            return
+        assert isinstance(response, Response)
+        trace.decode = server.url
+        await self._relay(server, response, reply, trace)
+
+    async def _relay(self, server: Server, response: Response, reply: Reply, trace: Trace) -> None:
+        try:
+            ended = await _relay(response, reply, trace)
+        except UpstreamError as error:
+            self._legs.failed(server, failure_of(error), None, f"{server}: {error}")
+            raise _broken(error) from None
+        finally:
+            response.close()
+            self._legs.release(server)
+        if not ended:
+            self._legs.failed(server, Failure.ERROR, None, f"{server}: no last event")
+            raise DecodeServerLost("the decode server ended the stream before its last event")
+        self._legs.succeeded(server)
+
+
+async def _relay(response: Response, reply: Reply, trace: Trace) -> bool:
+    """Sends the client what the decode server sends; False: a stream without an end of its own."""
+    media_type = (response.header(b"content-type") or b"").partition(b";")[0].strip()
+    if media_type == sse.MEDIA_TYPE.encode():
+        return await reply.relay_stream(response, trace.on_bytes)
+    answer = await read(response)  # whole: a failure up to here is still an HTTP error
+    trace.on_bytes()
+    await reply.relay_answer(answer.status, answer.headers, answer.body)
+    return True
+
+
+def _broken(error: UpstreamError) -> BatonError:
+    kind = DecodeServerTimeout if isinstance(error, TimedOut) else DecodeServerLost
+    return kind(f"the decode server broke off its answer: {error}")

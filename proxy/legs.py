@@ -1,0 +1,165 @@
+"""One leg of a request: servers are tried until one answers, and what happened is remembered."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from protocol.errors import BatonError, NoServerAvailable
+from protocol.logging import get_logger
+from proxy import retry
+from proxy.errors import DecodeServerLost, DecodeServerTimeout
+from proxy.membership import Fleet, Server
+from proxy.metrics import ProxyMetrics
+from proxy.retry import Failure, Kind, RetryPolicy
+from proxy.upstream import Headers, Response, TimedOut, Unreachable, UpstreamError
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class Trace:
+    """What became of a request: for its log line and the metrics."""
+
+    prefill: str = "-"  # URL of the server that answered
+    decode: str = "-"
+    decode_only: str = "-"  # why no prefill server was used
+    phase: str = "body"  # "prefill" or "decode" from the time on that leg begins
+    started_at: float = field(default_factory=time.monotonic)
+    prefill_s: float | None = None
+    first_byte_s: float | None = None
+
+    def begin(self) -> None:
+        """The request is read; its time runs from here."""
+        self.started_at = time.monotonic()
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    def on_bytes(self) -> None:
+        if self.first_byte_s is None:
+            self.first_byte_s = self.elapsed_s()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole response of a server."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+ResultT = TypeVar("ResultT", Answer, Answer | Response)
+
+
+class LegFailed(Exception):
+    """No server of a kind did the work. `answer`: the error response of the last one, if any."""
+
+    def __init__(
+        self, kind: Kind, failures: list[Failure], message: str, answer: Answer | None
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.failures = failures
+        self.answer = answer
+
+    @property
+    def reason(self) -> str:
+        """One word for metrics."""
+        return self.failures[-1].value if self.failures else f"no_{self.kind.value}_server"
+
+    def to_error(self) -> BatonError:
+        """What a client is told when it was the decode leg."""
+        match self.failures[-1] if self.failures else None:
+            case Failure.LOST:
+                return DecodeServerLost(f"the decode server was lost: {self}")
+            case Failure.TIMEOUT:
+                return DecodeServerTimeout(f"the decode server did not answer: {self}")
+            case _:
+                return NoServerAvailable(f"no decode server could be had: {self}")
+
+
+class Legs:
+    """Sends legs to the fleet's servers and tells the fleet how they did."""
+
+    def __init__(self, fleet: Fleet, metrics: ProxyMetrics, policy: RetryPolicy) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._policy = policy
+
+    async def run(
+        self, kind: Kind, send: Callable[[Server], Awaitable[ResultT]], trace: Trace
+    ) -> tuple[Server, ResultT]:
+        """The first answer that is not a server's failure, and whose it is: `release` that.
+
+        Raises:
+            LegFailed: no server is ready, or those that may be tried failed.
+        """
+        trace.phase = kind.value
+        tried: list[Server] = []
+        failures: list[Failure] = []
+        message, answer = f"no {kind.value} server is ready", None
+        while (server := self._fleet.choose(kind, tried)) is not None:
+            if tried:
+                self._metrics.inc("baton_proxy_retries", leg=kind.value)
+            tried.append(server)
+            try:
+                result = await self._attempt(server, send)
+            except UpstreamError as error:
+                failure, answer, message = failure_of(error), None, f"{server}: {error}"
+            else:
+                status_failure = retry.failure_of_status(result.status)
+                if status_failure is None:
+                    return server, result
+                self.release(server)
+                assert isinstance(result, Answer)
+                failure, answer, message = status_failure, result, f"{server}: {result.status}"
+            failures.append(failure)
+            self.failed(server, failure, answer, message)
+            if not retry.may_retry(kind, failures, self._policy):
+                break
+        raise LegFailed(kind, failures, message, answer)
+
+    async def _attempt(
+        self, server: Server, send: Callable[[Server], Awaitable[ResultT]]
+    ) -> ResultT:
+        self._metrics.in_flight(server, +1)
+        try:
+            return await send(server)
+        except BaseException:
+            self.release(server)
+            raise
+
+    def release(self, server: Server) -> None:
+        """The server has nothing more to do for this leg."""
+        self._metrics.in_flight(server, -1)
+
+    def failed(self, server: Server, failure: Failure, answer: Answer | None, message: str) -> None:
+        """Counts a failure and lets the fleet know."""
+        self._metrics.inc(
+            "baton_proxy_upstream_failures", leg=server.kind.value, reason=failure.value
+        )
+        logger.warning("%s leg: %s: %s", server.kind.value, failure.value, message)
+        if failure in (Failure.UNREACHABLE, Failure.LOST):
+            self._fleet.unreachable(server, message)
+        elif retry.trips_breaker(failure, answer.status if answer else None):
+            self._fleet.failed(server)
+
+    def succeeded(self, server: Server) -> None:
+        self._fleet.succeeded(server)
+
+
+async def read(response: Response) -> Answer:
+    """The whole response. Raises UpstreamError when it breaks off."""
+    return Answer(response.status, response.headers, await response.read())
+
+
+def failure_of(error: UpstreamError) -> Failure:
+    match error:
+        case Unreachable():
+            return Failure.UNREACHABLE
+        case TimedOut():
+            return Failure.TIMEOUT
+        case _:
+            return Failure.LOST

@@ -1,0 +1,94 @@
+"""The servers behind the proxy and what is known of each. Does no I/O."""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from proxy import health, routing
+from proxy.health import BreakerPolicy, Health
+from proxy.retry import Kind
+
+
+@dataclass(frozen=True)
+class Server:
+    kind: Kind
+    url: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.url}"
+
+
+class Fleet:
+    """All servers, in the order in which they joined.
+
+    Args:
+        on_change: called with (server, health) when a server becomes ready or stops being so.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: BreakerPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[Server, Health], None] | None = None,
+    ) -> None:
+        self._policy = policy or BreakerPolicy()
+        self._clock = clock
+        self._on_change = on_change or (lambda _server, _health: None)
+        self._health: dict[Server, Health] = {}
+        self._last: dict[Kind, str] = {}
+
+    def join(self, server: Server) -> None:
+        """Adds a server, not ready until a health check says so."""
+        self._health.setdefault(server, Health())
+
+    def leave(self, server: Server) -> None:
+        """Removes a server; requests that it has go on."""
+        self._health.pop(server, None)
+
+    def servers(self, kind: Kind | None = None) -> list[Server]:
+        return [server for server in self._health if kind in (None, server.kind)]
+
+    def health(self, server: Server) -> Health:
+        return self._health.get(server, Health(reason="left"))
+
+    def num_ready(self, kind: Kind) -> int:
+        return sum(self._health[server].ready for server in self.servers(kind))
+
+    def choose(self, kind: Kind, exclude: Collection[Server] = ()) -> Server | None:
+        """The server for the next request of this kind; None when no other is ready."""
+        now = self._clock()
+        known = {s.url: self._health[s] for s in self.servers(kind) if s not in exclude}
+        url = routing.choose(
+            [server.url for server in self.servers(kind)],
+            self._last.get(kind),
+            ready=lambda url: url in known and known[url].ready,
+            admits=lambda url: url in known and health.admits(known[url], now),
+        )
+        if url is None:
+            return None
+        self._last[kind] = url
+        server = Server(kind, url)
+        self._set(server, health.began(known[url], now, self._policy))
+        return server
+
+    def polled(self, server: Server, *, ready: bool, reason: str, started_at: float) -> None:
+        before = self.health(server)
+        self._set(server, health.polled(before, ready=ready, reason=reason, started_at=started_at))
+
+    def unreachable(self, server: Server, reason: str) -> None:
+        self._set(server, health.unreachable(self.health(server), reason, self._clock()))
+
+    def failed(self, server: Server) -> None:
+        self._set(server, health.failed(self.health(server), self._clock(), self._policy))
+
+    def succeeded(self, server: Server) -> None:
+        self._set(server, health.succeeded(self.health(server)))
+
+    def _set(self, server: Server, new: Health) -> None:
+        old = self._health.get(server)
+        if old is None or old is new:
+            return  # it left, or nothing changed
+        self._health[server] = new
+        if old.ready != new.ready:
+            self._on_change(server, new)

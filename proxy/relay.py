@@ -1,0 +1,139 @@
+"""The client's half of a request: exactly one answer, or one stream with one end.
+
+A stream that breaks ends in an error event without `[DONE]`. To leave that event readable, the
+beginning of an event that has not fully arrived is held back: no client could use it anyway.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from protocol import sse
+from protocol.errors import BatonError
+from proxy.upstream import Headers, Response
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+# Named by RFC 9110 as of one connection alone, or written by our own HTTP server.
+_NOT_RELAYED = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"content-length",
+        b"date",
+        b"server",
+        b"x-request-id",
+    }
+)
+
+
+class EventBuffer:
+    """Passes complete events on and keeps the rest; knows whether the stream came to its end."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._last = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """`data` up to the end of its last event, after what was held back before."""
+        if self._held:
+            data = self._held + data
+        cut = len(data) if data.endswith(b"\n\n") else _last_event_end(data)
+        self._held = data[cut:]
+        if cut:
+            self._last = data[:cut]
+        return self._last if cut else b""
+
+    def rest(self) -> bytes:
+        """What is held back, at the end of a stream that ended well."""
+        held, self._held = self._held, b""
+        self._last = held or self._last
+        return held
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last event was one that ends a stream: [DONE], or an error."""
+        text = self._last.replace(b"\r\n", b"\n").strip()
+        last = text[text.rfind(b"\n\n") + 1 :].strip()
+        return last == b"data: [DONE]" or last.startswith(b"event: error") or b'"error"' in last
+
+
+def _last_event_end(data: bytes) -> int:
+    """The length of the complete events at the start of `data`."""
+    ends = (data.rfind(mark) + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if mark in data)
+    return max(ends, default=0)
+
+
+class Reply:
+    """Answers one client request. Whatever happens, it sends one head and one end."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status: int | None = None  # once the head is sent
+        self.finished = False
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """Sends a whole response."""
+        await self._head(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self._body(body, more=False)
+
+    async def answer_json(self, status: int, value: object, headers: Headers = ()) -> None:
+        body = msgspec.json.encode(value)
+        await self.answer(status, [(b"content-type", b"application/json"), *headers], body)
+
+    async def fail(self, error: BatonError) -> None:
+        """Ends in `error`: as the response, or as the last event of a stream that has begun."""
+        if self.finished:
+            return
+        if self.status is None:
+            retry = [(b"retry-after", b"1")] if error.status == 503 else []
+            await self.answer_json(error.status, error.to_openai(), retry)
+        else:
+            await self._body(sse.error_event(error), more=False)
+
+    async def relay_answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """Sends a server's whole response."""
+        await self.answer(status, end_to_end(headers), body)
+
+    async def relay_stream(self, response: Response, on_bytes: Callable[[], None]) -> bool:
+        """Sends a server's event stream as it comes.
+
+        Returns:
+            Whether the stream had an end of its own. If not, `fail` has to end it.
+
+        Raises:
+            UpstreamError: the server broke it off.
+        """
+        events = EventBuffer()
+        await self._head(response.status, end_to_end(response.headers))
+        while (chunk := await response.next_chunk()) is not None:
+            on_bytes()
+            if complete := events.feed(chunk):
+                await self._body(complete, more=True)
+        if rest := events.rest():
+            await self._body(rest, more=True)
+        if events.has_ended:
+            await self._body(b"", more=False)
+        return events.has_ended
+
+    async def _head(self, status: int, headers: Headers) -> None:
+        self.status = status
+        identified = [*headers, (b"x-request-id", self.request_id)]
+        await self._send({"type": "http.response.start", "status": status, "headers": identified})
+
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        self.finished = not more
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """The headers of a server's response that are meant for the client."""
+    return [(name, value) for name, value in headers if name not in _NOT_RELAYED]

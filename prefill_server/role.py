@@ -99,11 +99,12 @@ class PrefillRoleFactory(RoleFactory):
     ) -> KVRole:
         config = context.config
         leases = LeaseServer(
-            config.side_channel_host,
+            config.side_channel_advertise,
             config.side_channel_port,
             metadata,
             config.cluster_secret.encode(),
             on_event=transport.wake,
+            bind_host=config.side_channel_host,
         )
         leases.start()
         return PrefillRole(config, leases)

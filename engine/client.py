@@ -11,7 +11,6 @@ Everything here runs on one event loop; only `fail` may be called from another t
 
 import asyncio
 import contextlib
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
@@ -20,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from protocol.errors import EngineDied
+from protocol.logging import get_logger
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -37,7 +37,7 @@ from protocol.messages import (
     encode,
 )
 
-logger = logging.getLogger("baton.client")
+log = get_logger(__name__)
 
 
 def is_terminal(delta: TokenDelta) -> bool:
@@ -296,7 +296,7 @@ class EngineClient(Engine):
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            logger.exception("the engine's messages cannot be read")
+            log.exception("the engine's messages cannot be read")
             self._fail(f"its messages cannot be read: {error}")
 
 

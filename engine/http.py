@@ -7,7 +7,6 @@ GET  /ready      the engine can serve; says what it is
 GET  /metrics    Prometheus
 """
 
-import logging
 import time
 from typing import Any
 
@@ -18,15 +17,16 @@ from starlette.responses import JSONResponse
 from engine.client import Engine
 from engine.http_generate import CHAT, COMPLETIONS, Api
 from engine.http_hooks import HttpSettings, PlainHooks, ServerHooks
-from engine.http_middleware import RequestIdMiddleware, RequestLog, error_response, plain_error
+from engine.http_middleware import RequestIdMiddleware, error_response, plain_error
 from engine.tokenizer import Tokenizer
 from protocol.errors import BatonError, InternalError, ModelNotFound
+from protocol.logging import get_logger
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.openai_responses import model_card, model_list
 
 __all__ = ["HttpSettings", "PlainHooks", "ServerHooks", "create_app"]
 
-log = RequestLog(logging.getLogger("baton.http"), {})
+log = get_logger(__name__)
 
 
 def create_app(

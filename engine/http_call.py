@@ -4,7 +4,6 @@ A stream starts only when the first tokens are there, so whatever fails before t
 error; a later failure ends the stream with an error event and no [DONE].
 """
 
-import logging
 from typing import Any
 
 from starlette.responses import Response
@@ -15,18 +14,18 @@ from engine.http_choice import Choice
 from engine.http_hooks import ServerHooks
 from engine.http_middleware import (
     ClientDisconnected,
-    RequestLog,
     cancelled_on_disconnect,
     error_response,
 )
 from engine.http_tally import Tally
 from protocol import sse
 from protocol.errors import BatonError, InternalError, from_code
+from protocol.logging import get_logger
 from protocol.messages import TokenDelta
 from protocol.openai import ChoicePiece, GenerationRequest, ResponseWriter, Usage, kv_header
 from protocol.openai_responses import add_kv
 
-log = RequestLog(logging.getLogger("baton.http"), {})
+log = get_logger(__name__)
 
 CLIENT_GONE = 499  # what proxies log for it; nobody reads it
 

@@ -23,7 +23,6 @@ from engine.http_middleware import (
     ClientDisconnected,
     error_response,
     read_body,
-    request_id_var,
 )
 from engine.http_tally import Tally
 from engine.tokenizer import Tokenizer
@@ -34,6 +33,7 @@ from protocol.errors import (
     ModelNotFound,
     NoServerAvailable,
 )
+from protocol.logging import current_request_id
 from protocol.messages import AddRequest, EngineReady
 from protocol.metrics import Metrics
 from protocol.openai import (
@@ -164,7 +164,7 @@ class Api:
         sampling = parsed.sampling(seed)
         extras = self.hooks.prepare(parsed, prompts, sampling)
         # Unique even where a client uses one X-Request-Id twice, and short whatever it sent.
-        unique = f"{request_id_var.get()[:64]}-{secrets.token_hex(6)}"
+        unique = f"{(current_request_id() or '')[:64]}-{secrets.token_hex(6)}"
         common = {
             "sampling": sampling,
             "stop_token_ids": [] if parsed.ignore_eos else list(self.tokenizer.eos_ids),

@@ -1,36 +1,20 @@
 """What every HTTP request passes: its id, the limit on its body, and errors in OpenAI's shape."""
 
 import asyncio
-import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import BatonError, PayloadTooLarge
+from protocol.logging import request_context
 
 _DRAIN_LIMIT_BYTES = 256 * 2**20
 _DRAIN_TIMEOUT_S = 10.0
-_MAX_LOGGED_ID = 128
-
-request_id_var: ContextVar[str] = ContextVar("baton_request_id", default="-")
-
-
-class RequestLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger that puts the request's id into every line."""
-
-    def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
-    ) -> tuple[Any, MutableMapping[str, Any]]:
-        # The id may hold anything, and the message is a %-format.
-        request_id = request_id_var.get()[:_MAX_LOGGED_ID].replace("%", "%%")
-        return f"[{request_id}] {msg}", kwargs
 
 
 class ClientDisconnected(Exception):
@@ -49,17 +33,14 @@ class RequestIdMiddleware:
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         header = (b"x-request-id", given or secrets.token_hex(16).encode())
-        token = request_id_var.set(header[1].decode("latin-1"))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", []), header]}
             await send(message)
 
-        try:
+        with request_context(header[1].decode("latin-1")):
             await self._app(scope, receive, send_with_id)
-        finally:
-            request_id_var.reset(token)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -1,14 +1,14 @@
 """What one request leaves behind: its metrics and one closing log line."""
 
 import asyncio
-import logging
 
-from engine.http_middleware import ClientDisconnected, RequestLog, now_s
+from engine.http_middleware import ClientDisconnected, now_s
 from protocol.errors import BatonError, RequestError
+from protocol.logging import get_logger
 from protocol.metrics import Metrics
 from protocol.openai import Usage, kv_header
 
-log = RequestLog(logging.getLogger("baton.http"), {})
+log = get_logger(__name__)
 
 
 class Tally:

@@ -57,6 +57,11 @@ class Tokenizer:
         self.chat_template = find_chat_template(folder, config)
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
+    @classmethod
+    def from_directory(cls, model_dir: str | Path) -> "Tokenizer":
+        """The tokenizer of a local model directory."""
+        return cls(model_dir)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with the special tokens that the model expects around a prompt."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

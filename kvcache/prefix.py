@@ -179,7 +179,7 @@ class PrefixIndex:
         self._drop_below(node)
 
     def _drop_below(self, node: _Node) -> None:
-        """Takes all descendants out, and cuts the links so that no cycle waits for the collector."""
+        """Takes all descendants out; cuts the links, so that no cycle waits for the collector."""
         pending = [node]
         while pending:
             above = pending.pop()

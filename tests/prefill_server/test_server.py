@@ -1,0 +1,53 @@
+"""Which requests a prefill server keeps the KV of, and what its answer adds."""
+
+from typing import Any
+
+import pytest
+
+from prefill_server.server import PrefillHooks
+from protocol.errors import InvalidRequest, KVParamsRejected
+from protocol.messages import SamplingParams, TokenDelta
+from protocol.openai import parse_completion
+
+_ASK = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def _prepare(**members: Any) -> list[dict[str, Any]]:
+    body = {"model": "m", "prompt": [[1, 2], [3]], "max_tokens": 1, "kv_transfer_params": _ASK}
+    request = parse_completion({**body, **members})
+    extras = PrefillHooks(b"secret").prepare(request, [[1, 2], [3]], SamplingParams())
+    return [dict(extra) for extra in extras]
+
+
+def test_do_remote_decode_retains_the_kv_of_every_prompt() -> None:
+    assert _prepare() == [{"retain_kv": True}, {"retain_kv": True}]
+
+
+def test_an_ordinary_request_retains_nothing() -> None:
+    assert _prepare(kv_transfer_params=None, max_tokens=9) == [{}, {}]
+
+
+@pytest.mark.parametrize("members", [{"max_tokens": 2}, {"stream": True}])
+def test_a_handover_of_more_than_one_token_is_refused(members: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens 1 and stream false"):
+        _prepare(**members)
+
+
+def test_a_reference_beside_do_remote_decode_is_refused() -> None:
+    with pytest.raises(KVParamsRejected, match="remote_host"):
+        _prepare(kv_transfer_params={**_ASK, "remote_host": "10.0.0.1"})
+
+
+def test_one_prompt_answers_with_an_object_and_several_with_a_list() -> None:
+    finals = [TokenDelta(request_id=r, kv_transfer_params={"lease_id": r}) for r in "ab"]
+    hooks = PrefillHooks(b"secret")
+    assert hooks.finish(finals[:1]) == {"kv_transfer_params": {"lease_id": "a"}}
+    assert hooks.finish(finals) == {"kv_transfer_params": [{"lease_id": "a"}, {"lease_id": "b"}]}
+    assert hooks.finish([TokenDelta(request_id="c")]) == {}

@@ -1,0 +1,66 @@
+"""The command `baton`: one subcommand per program."""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from protocol.settings import UpSettings, parse
+from protocol.settings_sources import suggestion
+
+USAGE = """usage: baton <command> [options]
+
+  up       a local cluster: prefill servers, decode servers and the proxy on this machine
+  prefill  a prefill server
+  decode   a decode server
+  proxy    one endpoint in front of prefill and decode servers
+  plan     what would move between two KV geometries, how, and why
+
+baton <command> --help explains every option; each may also be given as BATON_* variable or in
+the file named by --config. baton --version prints the version."""
+
+
+def _up(argv: Sequence[str]) -> int:
+    from deploy.local import up
+
+    return up(parse(UpSettings, argv, prog="baton up"))
+
+
+def _program(module: str) -> Callable[[Sequence[str]], int]:
+    """A program that `python -m` runs too: its main(argv) returns the exit status."""
+
+    def run(argv: Sequence[str]) -> int:
+        main: Callable[[Sequence[str]], int | None] = importlib.import_module(module).main
+        return main(argv) or 0
+
+    return run
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "up": _up,
+    "prefill": _program("prefill_server.__main__"),
+    "decode": _program("decode_server.__main__"),
+    "proxy": _program("proxy.__main__"),
+    "plan": _program("deploy.plan"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand. Returns its exit status; 2 for a wrong command line."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    match words:
+        case [] | ["-h" | "--help", *_]:
+            print(USAGE)
+            return 0 if words else 2
+        case ["--version", *_]:
+            print(f"baton {metadata.version('baton')}")
+            return 0
+        case [name, *rest] if name in COMMANDS:
+            return COMMANDS[name](rest)
+    print(f"baton: unknown command {words[0]}{suggestion(words[0], COMMANDS)}", file=sys.stderr)
+    print(USAGE, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

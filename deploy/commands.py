@@ -1,0 +1,134 @@
+"""What `baton up` runs: from its settings to the command lines of a local cluster. Pure."""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel
+
+from protocol.settings import (
+    DecodeSettings,
+    ModelOptions,
+    PrefillSettings,
+    ProxySettings,
+    UpSettings,
+    to_argv,
+)
+
+ServerKind = Literal["prefill", "decode"]
+Kind = ServerKind | Literal["proxy"]
+
+PROGRAMS: Mapping[Kind, tuple[str, ...]] = {
+    "prefill": (sys.executable, "-m", "prefill_server"),
+    "decode": (sys.executable, "-m", "decode_server"),
+    "proxy": (sys.executable, "-m", "proxy"),
+}
+
+LOOPBACK = "127.0.0.1"
+# Servers see a request with kv_transfer_params added by the proxy, which enforces the limit.
+KV_PARAMS_BYTES = 2**20
+# Below this many cores a prefill and a decode server are rarely busy at once in earnest, and
+# halving them would double the time to first token: each server may use them all.
+MIN_CORES_PER_SERVER = 4
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process to start."""
+
+    name: str  # "prefill-0"
+    kind: Kind
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def server_commands(
+    settings: UpSettings,
+    *,
+    secret: str,
+    cores: int,
+    programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS,
+) -> list[Command]:
+    """All prefill and decode servers, each on free ports of the loopback address.
+
+    Args:
+        secret: the cluster secret; it goes by environment, which other users cannot read.
+        cores: CPU cores of this machine.
+    """
+    counts: dict[ServerKind, int] = {
+        "prefill": settings.prefill.count,
+        "decode": settings.decode.count,
+    }
+    commands = []
+    for kind, count in counts.items():
+        argv = (*programs[kind], *server_argv(settings, kind, cores=cores))
+        env = {"BATON_CLUSTER_SECRET": secret}
+        commands += [Command(f"{kind}-{i}", kind, argv, env) for i in range(count)]
+    return commands
+
+
+def server_argv(settings: UpSettings, kind: ServerKind, *, cores: int) -> list[str]:
+    """The options of one server of `kind`."""
+    group = settings.prefill if kind == "prefill" else settings.decode
+    target = PrefillSettings if kind == "prefill" else DecodeSettings
+    own = [name for name in type(group).model_fields if name in target.model_fields]
+    argv = _changed(settings, [n for n in ModelOptions.model_fields if n not in _by_group(group)])
+    argv += _changed(group, [name for name in own if name != "threads"])
+    threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
+    return [
+        *argv,
+        f"--host={LOOPBACK}",
+        "--port=0",
+        f"--threads={threads}",
+        f"--max-body-bytes={settings.max_body_bytes + KV_PARAMS_BYTES}",
+        f"--shutdown-grace-s={settings.shutdown_grace_s}",
+    ]
+
+
+def _by_group(group: BaseModel) -> set[str]:
+    """Options of the whole cluster that this group has values of its own for."""
+    return {name for name in ("device", "dtype") if getattr(group, name) is not None}
+
+
+def _changed(options: BaseModel, names: Iterable[str]) -> list[str]:
+    """The arguments for those of `names` that are not at their default."""
+    fields = type(options).model_fields
+    return to_argv(
+        options, only=[name for name in names if getattr(options, name) != fields[name].default]
+    )
+
+
+def proxy_command(
+    settings: UpSettings,
+    prefill_urls: Sequence[str],
+    decode_urls: Sequence[str],
+    *,
+    programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS,
+) -> Command:
+    """The proxy in front of servers that already serve."""
+    shared = [name for name in ProxySettings.model_fields if name in UpSettings.model_fields]
+    argv = to_argv(settings, only=[n for n in shared if n not in ("config", "prefill", "decode")])
+    argv += [f"--prefill={url}" for url in prefill_urls]
+    argv += [f"--decode={url}" for url in decode_urls]
+    return Command("proxy", "proxy", (*programs["proxy"], *argv))
+
+
+def default_threads(settings: UpSettings, *, cores: int, tp: int) -> int:
+    """CPU threads of each rank of a server, where not configured."""
+    servers = settings.prefill.count + settings.decode.count
+    share = min(cores, max(MIN_CORES_PER_SERVER, cores // servers))
+    return max(1, share // tp)
+
+
+def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores this process may use: its affinity, and the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = cgroup.read_text().split()[:2]
+        limit = int(quota) / int(period)
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return cores or 1
+    return max(1, min(cores or 1, int(limit)))

@@ -1,0 +1,268 @@
+"""`baton up`: prefill servers, decode servers and the proxy as processes of this machine.
+
+    start: port free? -> servers on free ports, all at once -> proxy with their URLs -> `ready`
+    end:   Ctrl-C, SIGTERM, or any process ended -> all end; a second Ctrl-C kills
+
+Exit status: 0 ended on request; 1 a process failed, or had to be killed at the end; 130 killed by
+a second signal. The reason of a failure is the last thing printed.
+"""
+
+import json
+import queue
+import secrets
+import shlex
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from deploy.commands import (
+    LOOPBACK,
+    PROGRAMS,
+    Command,
+    Kind,
+    available_cores,
+    proxy_command,
+    server_commands,
+)
+from protocol import lifecycle
+from protocol.settings import UpSettings, describe
+
+FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for
+NOTE_INTERVAL_S = 5.0
+PROBE_INTERVAL_S = 0.05
+PROBE_TIMEOUT_S = 2.0
+KILLED_BY_USER = 130
+
+
+class ClusterFailed(Exception):
+    """Why the cluster cannot start or go on, in a sentence for the user."""
+
+
+class StopRequested(Exception):
+    """The user asked for the end."""
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """A stop signal, as an event in the order of the others."""
+
+
+def up(settings: UpSettings, programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS) -> int:
+    """Runs a local cluster until told to end. Returns the exit status.
+
+    Args:
+        programs: the command of each kind of process.
+    """
+    cluster = LocalCluster(settings, programs)
+    reason: str | None = None
+    with lifecycle.stop_signals(lambda _number, count: cluster.on_signal(count)):
+        try:
+            cluster.start()
+            cluster.announce()
+            cluster.wait()
+        except StopRequested:
+            say("ending")
+        except ClusterFailed as error:
+            reason = str(error)
+        clean = cluster.close()
+    if cluster.killed_by_user:
+        return KILLED_BY_USER
+    if reason is None and not clean:
+        reason = "some processes did not end in time and were killed"
+    if reason is not None:
+        print(f"baton up: error: {reason}", file=sys.stderr, flush=True)
+        return 1
+    say("ended")
+    return 0
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own among those of the processes."""
+    sys.stdout.write(f"baton | {text}\n")
+    sys.stdout.flush()
+
+
+class LocalCluster:
+    """The processes of `baton up`. Owned by the main thread; events come from others."""
+
+    def __init__(self, settings: UpSettings, programs: Mapping[Kind, tuple[str, ...]]) -> None:
+        self.settings = settings
+        self.programs = programs
+        self.children: list[lifecycle.Child] = []
+        self.killed_by_user = False
+        # SimpleQueue: its put may interrupt its own get, as a signal handler does.
+        self._events: queue.SimpleQueue[lifecycle.Event | _Stop] = queue.SimpleQueue()
+        self._endpoint = ""
+
+    def on_signal(self, count: int) -> None:
+        """The first signal asks for an end; any further one kills."""
+        self._events.put(_Stop())
+        if count > 1:
+            self.killed_by_user = True
+            for child in self.children:
+                child.kill()
+
+    def start(self) -> None:
+        """Starts everything; returns once the endpoint serves.
+
+        Raises:
+            ClusterFailed, StopRequested
+        """
+        settings = self.settings
+        say(f"settings {describe(settings)}")
+        check_port(settings.host, settings.port)
+        deadline = time.monotonic() + settings.start_timeout_s
+        commands = server_commands(
+            settings,
+            secret=secrets.token_hex(32),
+            cores=available_cores(),
+            programs=self.programs,
+        )
+        servers = [self._spawn(command) for command in commands]
+        ready = self._await_ready(servers, deadline)
+        urls: dict[Kind, list[str]] = {"prefill": [], "decode": [], "proxy": []}
+        for command, child in zip(commands, servers, strict=True):
+            urls[command.kind].append(f"http://{LOOPBACK}:{ready[child]['port']}")
+        command = proxy_command(settings, urls["prefill"], urls["decode"], programs=self.programs)
+        proxy = self._spawn(command)
+        port = self._await_ready([proxy], deadline)[proxy]["port"]
+        self._endpoint = f"http://{url_host(settings.host)}:{port}"
+        self._await_endpoint(deadline)
+
+    def _spawn(self, command: Command) -> lifecycle.Child:
+        # A signal between fork and append would miss this child: it ends with us all the same.
+        child = lifecycle.spawn(
+            command.argv, name=command.name, env=command.env, on_event=self._events.put
+        )
+        self.children.append(child)
+        return child
+
+    def _await_ready(
+        self, starting: Collection[lifecycle.Child], deadline: float
+    ) -> dict[lifecycle.Child, dict[str, int]]:
+        ready: dict[lifecycle.Child, dict[str, int]] = {}
+        doing = dict.fromkeys(starting, "starting")
+        notes = _Notes(deadline)
+        while doing:
+            event = self._next_event(notes.timeout_s())
+            match event:
+                case lifecycle.Ready(child, info):
+                    ready[child] = info
+                    doing.pop(child, None)
+                case lifecycle.Progress(child, text) if child in doing:
+                    doing[child] = text
+            notes.tell(", ".join(f"{child.name} {text}" for child, text in doing.items()))
+        return ready
+
+    def _await_endpoint(self, deadline: float) -> None:
+        """Until the proxy has found its servers: GET /ready answers 200."""
+        notes = _Notes(deadline)
+        while _status(f"{self._endpoint}/ready") != 200:
+            self._next_event(PROBE_INTERVAL_S)
+            notes.tell("the proxy to find its servers")
+
+    def _next_event(self, timeout_s: float | None) -> lifecycle.Event | None:
+        """The next event that is not the end of the cluster; None after `timeout_s`."""
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        match event:
+            case _Stop():
+                raise StopRequested
+            case lifecycle.Failed(child, reason):
+                raise ClusterFailed(f"{child.name}: {reason}")
+            case lifecycle.Exited(child, _):
+                raise ClusterFailed(f"{child.name} ended: {child.reason()}")
+        return event
+
+    def announce(self) -> None:
+        """Prints `ready`, where, and a line to paste."""
+        sys.stdout.write(f"ready {self._endpoint}/v1\n{example(self._endpoint)}\n")
+        sys.stdout.flush()
+
+    def wait(self) -> None:
+        """Returns never: raises ClusterFailed when a process ends, StopRequested on a signal."""
+        while True:
+            self._next_event(None)
+
+    def close(self) -> bool:
+        """Ends and reaps every process. Returns whether none had to be killed."""
+        # A server drains its requests, then ends its engine: each may take the grace time.
+        return lifecycle.terminate(self.children, 2 * self.settings.shutdown_grace_s + 1)
+
+
+class _Notes:
+    """When to tell the user what is waited for: after a second, on news, and now and then.
+
+    Args:
+        deadline: time.monotonic() at which waiting has failed.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.started = time.monotonic()
+        self.due = self.started + FIRST_NOTE_S
+        self.last = ""
+
+    def timeout_s(self) -> float:
+        return max(0.0, min(self.due, self.deadline) - time.monotonic())
+
+    def tell(self, what: str) -> None:
+        now = time.monotonic()
+        if what and now >= self.deadline:
+            raise ClusterFailed(f"not ready in time (--start-timeout-s), waited for {what}")
+        waited_s = now - self.started
+        if not what or waited_s < FIRST_NOTE_S or (what == self.last and now < self.due):
+            return
+        say(f"{waited_s:.0f} s, waiting for {what}")
+        self.last, self.due = what, now + NOTE_INTERVAL_S
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ClusterFailed when nobody could listen there: better known before models load."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ClusterFailed(
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another --port "
+                "(make serve PORT=...)"
+            ) from None
+
+
+def url_host(host: str) -> str:
+    """How a client on this machine writes the address we listen on."""
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _status(url: str) -> int | None:
+    try:
+        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except OSError:
+        return None
+
+
+def example(endpoint: str) -> str:
+    """A curl line for the model served at `endpoint`."""
+    body = {"model": _model_name(endpoint), "prompt": "The capital of France is", "max_tokens": 16}
+    return (
+        f"curl {endpoint}/v1/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+
+
+def _model_name(endpoint: str) -> str:
+    with urllib.request.urlopen(f"{endpoint}/v1/models", timeout=PROBE_TIMEOUT_S) as answer:
+        return str(json.load(answer)["data"][0]["id"])

@@ -1,0 +1,55 @@
+"""Stands in for a server or the proxy of `baton up`: python fake_program.py KIND MODE [options].
+
+MODE: serve | fail (reports why) | crash (raises) | hang (never ready) | stubborn (ignores SIGTERM)
+| die-later (serves, ends when GET /die is asked).
+"""
+
+import json
+import os
+import signal
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from protocol import lifecycle
+
+kind, mode = sys.argv[1:3]
+options = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[3:] if "=" in word)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/die":
+            print("out of luck", flush=True)
+            os._exit(3)
+        answer = {"data": [{"id": "fake"}], "argv": sys.argv[3:], "pid": os.getpid()}
+        answer["environ"] = sorted(name for name in os.environ if name.startswith("BATON_"))
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main() -> int:
+    lifecycle.watch_parent(grace_s=0.2)
+    print(f"{kind} starts", flush=True)
+    if mode == "crash":
+        raise ValueError("tp=3 does not divide 4 heads")
+    if mode == "fail":
+        lifecycle.report_failure("no model here")
+        return 1
+    if mode == "hang":
+        signal.pause()
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server = ThreadingHTTPServer((options["host"], int(options["port"])), Handler)
+    lifecycle.report_progress("serving")
+    lifecycle.report_ready({"port": server.server_port, "side_channel_port": 1})
+    server.serve_forever()
+    return 0
+
+
+sys.exit(main())

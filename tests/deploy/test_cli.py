@@ -1,0 +1,46 @@
+"""The command `baton`."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+
+from deploy import cli
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in cli.COMMANDS)
+    assert cli.main([]) == 2
+
+
+def test_an_unknown_command_suggests_a_known_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["prefil"]) == 2
+    assert "unknown command prefil (did you mean prefill" in capsys.readouterr().err
+
+
+def test_a_subcommand_gets_the_rest_and_gives_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setitem(cli.COMMANDS, "proxy", lambda argv: seen.append(list(argv)) or 7)
+    assert cli.main(["proxy", "--port", "0"]) == 7
+    assert seen == [["--port", "0"]]
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} 1.2")
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "baton baton 1.2\n"
+
+
+@pytest.mark.parametrize("command", ["up", "proxy"])
+def test_a_wrong_option_ends_with_2_and_says_which(command: str) -> None:
+    argv = [sys.executable, "-m", "deploy.cli", command, "--prot", "1"]
+    ended = subprocess.run(
+        argv, capture_output=True, text=True, cwd=os.getcwd(), timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert f"baton {command}: error: unrecognized arguments: --prot 1" in ended.stderr
+    assert "did you mean --port" in ended.stderr

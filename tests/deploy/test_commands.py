@@ -1,0 +1,94 @@
+"""From the settings of a local cluster to its command lines."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy.commands import (
+    KV_PARAMS_BYTES,
+    Kind,
+    available_cores,
+    default_threads,
+    proxy_command,
+    server_argv,
+    server_commands,
+)
+from protocol.settings import DecodeSettings, PrefillSettings, ProxySettings, UpSettings, load
+
+PROGRAMS: dict[Kind, tuple[str, ...]] = {"prefill": ("p",), "decode": ("d",), "proxy": ("x",)}
+
+
+def up(*argv: str) -> UpSettings:
+    return load(UpSettings, argv)
+
+
+def test_each_server_gets_a_name_and_the_secret_by_environment() -> None:
+    settings = up("--prefill.count=2", "--decode.count", "1")
+    commands = server_commands(settings, secret="s" * 16, cores=8, programs=PROGRAMS)
+    assert [command.name for command in commands] == ["prefill-0", "prefill-1", "decode-0"]
+    for command in commands:
+        assert command.env == {"BATON_CLUSTER_SECRET": "s" * 16}
+        assert "s" * 16 not in " ".join(command.argv)
+
+
+def test_options_reach_their_servers_and_no_others() -> None:
+    settings = up(
+        *("--model=m", "--dtype=float32", "--max-model-len=99", "--max-body-bytes=1000"),
+        *("--prefill.block-size=16", "--prefill.kv-layout=LBCNHD", "--prefill.lease-s=3"),
+        *("--prefill.dtype=bfloat16", "--no-decode.enable-prefix-caching", "--decode.tp=2"),
+    )
+    prefill = load(PrefillSettings, server_argv(settings, "prefill", cores=8))
+    decode = load(DecodeSettings, server_argv(settings, "decode", cores=8))
+    assert (prefill.model, prefill.max_model_len, prefill.dtype) == ("m", 99, "bfloat16")
+    assert (prefill.block_size, prefill.kv_layout, prefill.lease_s) == (16, "LBCNHD", 3.0)
+    assert (decode.model, decode.dtype, decode.block_size, decode.tp) == ("m", "float32", 64, 2)
+    assert prefill.enable_prefix_caching and not decode.enable_prefix_caching
+    assert prefill.port == decode.port == 0
+    assert prefill.max_body_bytes == 1000 + KV_PARAMS_BYTES
+
+
+def test_every_group_option_is_one_of_its_server() -> None:
+    settings = up()
+    for group, target in ((settings.prefill, PrefillSettings), (settings.decode, DecodeSettings)):
+        assert set(type(group).model_fields) - set(target.model_fields) == {"count"}
+
+
+def test_the_proxy_gets_the_endpoint_and_all_urls() -> None:
+    settings = up("--host=0.0.0.0", "--port=9", "--log-level=debug", "--max-body-bytes=5")
+    command = proxy_command(settings, ["http://a:1"], ["http://b:2", "http://c:3"])
+    proxy = load(ProxySettings, command.argv[3:])
+    assert (proxy.host, proxy.port, proxy.log_level) == ("0.0.0.0", 9, "debug")
+    assert (proxy.max_body_bytes, proxy.prefill) == (5, ("http://a:1",))
+    assert proxy.decode == ("http://b:2", "http://c:3")
+
+
+@pytest.mark.parametrize(
+    ("cores", "argv", "tp", "threads"),
+    [
+        (2, [], 1, 2),  # small: every server may use all
+        (1, [], 2, 1),
+        (4, [], 2, 2),
+        (64, [], 1, 32),  # large: shared by the servers
+        (64, ["--prefill.count=3"], 4, 4),
+    ],
+)
+def test_cores_are_shared_sensibly(cores: int, argv: list[str], tp: int, threads: int) -> None:
+    assert default_threads(up(*argv), cores=cores, tp=tp) == threads
+
+
+def test_configured_threads_win() -> None:
+    settings = up("--prefill.threads=3")
+    assert "--threads=3" in server_argv(settings, "prefill", cores=64)
+    assert "--threads=32" in server_argv(settings, "decode", cores=64)
+
+
+@pytest.mark.parametrize(("quota", "most"), [("150000 100000\n", 1), ("50000 100000", 1)])
+def test_a_containers_quota_counts(tmp_path: Path, quota: str, most: int) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(quota)
+    assert available_cores(file) == most
+
+
+def test_no_quota_is_no_limit(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert available_cores(tmp_path / "cpu.max") == available_cores(tmp_path / "missing") >= 1

@@ -1,0 +1,226 @@
+"""`baton up` with stand-ins for its programs: start, announce, fail, end, and never an orphan."""
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = Path(__file__).with_name("fake_program.py")
+DEADLINE_S = 60.0
+
+LAUNCH = """
+import sys
+from deploy.local import up
+from protocol.settings import UpSettings, load
+modes, argv = sys.argv[1].split(","), sys.argv[2:]
+programs = {{kind: (sys.executable, {fake!r}, kind, mode)
+             for kind, mode in zip(("prefill", "decode", "proxy"), modes, strict=True)}}
+sys.exit(up(load(UpSettings, argv), programs))
+"""
+
+
+class Launcher:
+    """A running `baton up` and what it printed."""
+
+    def __init__(self, modes: str, *argv: str) -> None:
+        program = textwrap.dedent(LAUNCH).format(fake=str(FAKE))
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, modes, "--port=0", *argv],
+            cwd=ROOT,
+            env={**environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+
+    def until(self, start: str) -> str:
+        """The first line that begins so."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if line.startswith(start):
+                return self.lines[-1]
+        raise AssertionError(f"no line {start!r} in {self.lines}")
+
+    def end(self) -> int:
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.read().splitlines()
+        return self.process.wait(DEADLINE_S)
+
+    def endpoint(self) -> str:
+        return self.until("ready ").removeprefix("ready ").removesuffix("/v1")
+
+
+@contextmanager
+def launched(modes: str, *argv: str) -> Iterator[Launcher]:
+    launcher = Launcher(modes, *argv)
+    try:
+        yield launcher
+    finally:
+        launcher.process.kill()
+        launcher.process.wait()
+        assert launcher.process.stdout is not None
+        launcher.process.stdout.close()
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+        return json.load(answer)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends (it is not ours to reap)."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], DEADLINE_S)[0])
+    finally:
+        os.close(fd)
+
+
+def family(endpoint: str) -> dict[str, Any]:
+    """What the proxy and every server say about themselves, by URL."""
+    proxy = get(endpoint)
+    urls = [
+        word.split("=", 1)[1] for word in proxy["argv"] if re.match("--(prefill|decode)=", word)
+    ]
+    return {endpoint: proxy, **{url: get(url) for url in urls}}
+
+
+def test_it_starts_everything_says_so_and_ends_on_sigterm() -> None:
+    with launched("serve,serve,serve", "--prefill.count=2") as launcher:
+        endpoint = launcher.endpoint()
+        curl = launcher.until("curl ")
+        members = family(endpoint)
+        assert len(members) == 4
+        assert f"{endpoint}/v1/completions" in curl and '"model": "fake"' in curl
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 0
+        assert launcher.lines[-2:] == ["baton | ending", "baton | ended"]
+        assert "prefill-1 | prefill starts" in launcher.lines
+        assert all(gone(member["pid"]) for member in members.values())
+
+
+def test_the_secret_goes_to_servers_alone_and_never_by_argv() -> None:
+    with launched("serve,serve,serve") as launcher:
+        endpoint = launcher.endpoint()
+        members = family(endpoint)
+        for url, member in members.items():
+            secret = "BATON_CLUSTER_SECRET" in member["environ"]
+            assert secret == (url != endpoint)
+            assert "secret" not in " ".join(member["argv"])
+
+
+def test_ctrl_c_reaches_the_launcher_alone_and_ends_all() -> None:
+    with launched("serve,serve,serve") as launcher:
+        members = family(launcher.endpoint())
+        os.killpg(launcher.process.pid, signal.SIGINT)  # as a terminal does
+        assert launcher.end() == 0
+        assert all(gone(member["pid"]) for member in members.values())
+
+
+@pytest.mark.parametrize(
+    ("modes", "name", "reason"),
+    [
+        ("fail,serve,serve", "prefill-0", "no model here"),
+        ("serve,crash,serve", "decode-0 ended", "ValueError: tp=3 does not divide 4 heads"),
+        ("serve,hang,fail", None, "not ready in time (--start-timeout-s), waited for decode-0"),
+        ("serve,serve,fail", "proxy", "no model here"),
+    ],
+)
+def test_a_failed_start_ends_all_and_its_reason_comes_last(
+    modes: str, name: str | None, reason: str
+) -> None:
+    options = ["--start-timeout-s=2"] if "hang" in modes else []
+    with launched(modes, *options) as launcher:
+        assert launcher.end() == 1
+        assert launcher.lines[-1].startswith("baton up: error: " + (f"{name}: " if name else ""))
+        assert reason in launcher.lines[-1]
+
+
+def test_waiting_is_explained() -> None:
+    with launched("serve,hang,serve", "--start-timeout-s=2.5") as launcher:
+        assert launcher.end() == 1
+        notes = [line for line in launcher.lines if "waiting for" in line]
+        assert notes and notes[0] == "baton | 1 s, waiting for decode-0 starting"
+
+
+def test_a_process_that_dies_later_ends_all_and_is_named() -> None:
+    with launched("serve,serve,serve") as launcher:
+        endpoint = launcher.endpoint()
+        members = family(endpoint)
+        decode = next(url for url in members if url != endpoint)
+        with pytest.raises(OSError):
+            get(f"{decode}/die")
+        assert launcher.end() == 1
+        assert launcher.lines[-1].endswith("prefill-0 ended: out of luck (exit status 3)")
+        assert all(gone(member["pid"]) for member in members.values())
+
+
+def test_a_kill_from_outside_is_named() -> None:
+    with launched("serve,serve,serve") as launcher:
+        members = family(launcher.endpoint())
+        os.kill(next(reversed(members.values()))["pid"], signal.SIGKILL)
+        assert launcher.end() == 1
+        assert "decode-0 ended: " in launcher.lines[-1] and "SIGKILL" in launcher.lines[-1]
+
+
+def test_sigkill_of_the_launcher_leaves_no_orphan() -> None:
+    with launched("serve,serve,serve", "--decode.count=2") as launcher:
+        members = family(launcher.endpoint())
+        launcher.process.kill()
+        assert all(gone(member["pid"]) for member in members.values())
+
+
+def test_one_that_does_not_end_is_killed_and_told() -> None:
+    with launched("serve,stubborn,serve", "--shutdown-grace-s=0.1") as launcher:
+        members = family(launcher.endpoint())
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 1
+        assert "killed" in launcher.lines[-1]
+        assert all(gone(member["pid"]) for member in members.values())
+
+
+def test_a_second_ctrl_c_kills_at_once() -> None:
+    with launched("serve,stubborn,serve", "--shutdown-grace-s=1000") as launcher:
+        members = family(launcher.endpoint())
+        launcher.process.send_signal(signal.SIGINT)
+        launcher.until("baton | ending")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130
+        assert all(gone(member["pid"]) for member in members.values())
+
+
+def test_a_stop_while_starting_ends_all() -> None:
+    with launched("serve,hang,serve") as launcher:
+        launcher.until("decode-0 | decode starts")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 0
+
+
+def test_a_taken_port_is_refused_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with launched("serve,serve,serve", f"--port={port}") as launcher:
+            assert launcher.end() == 1
+            assert f"cannot listen on 127.0.0.1:{port}" in launcher.lines[-1]
+            assert "make serve PORT=" in launcher.lines[-1]
+            assert not any("starts" in line for line in launcher.lines)

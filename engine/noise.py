@@ -1,0 +1,83 @@
+"""Counter-based noise: the Gumbel variate of a token is a pure function of what is being drawn.
+
+    noise = f(seed, choice, position, token id)
+
+No generator has a state, so a draw comes out the same on any server, in any batch, before and after
+a preemption. Rows are keyed by 64 bits of splitmix64 (Steele, Lea, Flood: "Fast splittable
+pseudorandom number generators", 2014) chained over (seed, choice, position). Tokens are mixed in 32
+bits with the constants of lowbias32 (C. Wellons, "Prospecting for hash functions", 2018), half of
+the key entering before the first multiplication and half before the second. Integers wrap, and the
+same integers come out on every device; only the two logarithms at the end may differ in the last
+bit.
+"""
+
+import functools
+
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_SPLITMIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+_LOWBIAS_1, _LOWBIAS_2 = 0x7FEB352D, 0x846CA68B - 2**32
+
+# 31 bits to (0, 1): a little less than 2**-31, so that the largest stays below 1 in float32.
+_TO_UNIT = 2.0**-31 * (1 - 2.0**-24)
+
+
+def row_keys(seed: torch.Tensor, choice: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """One 64-bit key per drawn token, as int32 [S, 2].
+
+    Args:
+        seed, choice, position: int64 [S]; the position is that of the token in the sequence.
+    """
+    key = _splitmix64(seed)
+    for counter in (choice, position):
+        key = _splitmix64(key ^ counter)
+    return key.view(torch.int32).view(-1, 2)
+
+
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float32 [S, n], finite.
+
+    Args:
+        keys: int32 [S, 2] from `row_keys`.
+        token_ids: int64 [S, n], or [n] for the same ids in every row.
+    """
+    return _gumbel_of_hashes(keys, _lowbias32(token_ids.to(torch.int32)))
+
+
+def gumbel_of_vocabulary(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """`gumbel` for all token ids below vocab_size."""
+    return _gumbel_of_hashes(keys, _vocabulary_hashes(vocab_size, keys.device))
+
+
+@functools.lru_cache(maxsize=8)
+def _vocabulary_hashes(vocab_size: int, device: torch.device) -> torch.Tensor:
+    return _lowbias32(torch.arange(vocab_size, dtype=torch.int32, device=device))
+
+
+def _gumbel_of_hashes(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
+    first, second = keys[:, :1], keys[:, 1:]
+    x = _xorshift_(hashes ^ first, 16).mul_(_LOWBIAS_1).add_(second)
+    x = _xorshift_(_xorshift_(x, 15).mul_(_LOWBIAS_2), 16)
+    # Small uniforms make the large variates that win: those are the ones held with full precision.
+    minus_uniform = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(-_TO_UNIT)
+    exponential = minus_uniform.log1p_().neg_()
+    return exponential.log_().neg_()
+
+
+def _lowbias32(x: torch.Tensor) -> torch.Tensor:
+    # + 1, because a hash of this kind maps 0 to 0.
+    x = _xorshift_(x + 1, 16).mul_(_LOWBIAS_1)
+    return _xorshift_(_xorshift_(x, 15).mul_(_LOWBIAS_2), 16)
+
+
+def _xorshift_(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x ^= x >>> bits, for int32: torch shifts the sign in, so it is masked off."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+    x = x + _GOLDEN
+    for bits, factor in _SPLITMIX:
+        x = (x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))) * factor
+    return x ^ ((x >> 31) & ((1 << 33) - 1))

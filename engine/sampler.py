@@ -1,0 +1,210 @@
+"""Draws the next token of every sequence of a step.
+
+A row of temperature 0 takes the largest logit (the lowest id among equals). Another row takes
+
+    argmax over the allowed tokens of  logit / temperature + Gumbel noise,
+
+which draws from softmax(logit / temperature) over them. The noise is counter-based, see
+engine/noise.py: a row's token depends on its own logits and parameters, never on its neighbours.
+
+The allowed tokens are found in this order, each step looking at what the one before left, after
+the temperature is applied:
+  top_k  the k largest logits;
+  top_p  the fewest largest whose probabilities, renormalised over the above, reach p; at least one;
+  min_p  those whose probability is at least min_p times the largest one's.
+A token equal to the smallest allowed one is allowed too (as in vLLM's top_k), so the set is a
+function of the values, not of the order in which a sort leaves equal ones. The first two are vLLM's
+semantics; min_p acts last here, as in vLLM's first engine and in transformers.
+
+Logits that are not numbers: NaN counts as -inf, +inf takes all the probability. A row with nothing
+but NaN and -inf yields token 0 with a log-probability of -inf: it is the model that failed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.noise import gumbel, gumbel_of_vocabulary, row_keys
+from protocol.messages import SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingBatch:
+    """How to draw one token for each of S rows; see `from_params`."""
+
+    temperature: torch.Tensor  # float32 [S]
+    top_p: torch.Tensor  # float32 [S]
+    top_k: torch.Tensor  # int64 [S], 0 is off
+    min_p: torch.Tensor  # float32 [S]
+    seed: torch.Tensor  # int64 [S]
+    choice: torch.Tensor  # int64 [S]
+    position: torch.Tensor  # int64 [S], index in its sequence of the token being drawn
+    max_logprobs: int | None  # None: no logprobs at all; 0: of the drawn token only
+    # Known on the host, so that no step waits for the device to learn its own shape.
+    free_rows: torch.Tensor | None  # int64, rows of a temperature that allow every token
+    restricted_rows: torch.Tensor | None  # int64, rows of a temperature with top_k, top_p or min_p
+    max_top_k: int  # of the restricted rows
+
+    @classmethod
+    def from_params(
+        cls,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        device: str | torch.device = "cpu",
+    ) -> "SamplingBatch":
+        """One row per entry; `positions` are those of the tokens being drawn."""
+        assert len(params) == len(positions), (len(params), len(positions))
+
+        def floats(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        def ints(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        sampled = [i for i, p in enumerate(params) if p.temperature > 0]
+        restricted = [i for i in sampled if _is_restricted(params[i])]
+        free = [i for i in sampled if not _is_restricted(params[i])]
+        wanted = [p.num_logprobs for p in params if p.num_logprobs is not None]
+        return cls(
+            temperature=floats([p.temperature for p in params]),
+            top_p=floats([p.top_p for p in params]),
+            top_k=ints([p.top_k for p in params]),
+            min_p=floats([p.min_p for p in params]),
+            seed=ints([p.seed for p in params]),
+            choice=ints([p.choice_index for p in params]),
+            position=ints(positions),
+            max_logprobs=max(wanted, default=None),
+            free_rows=ints(free) if free else None,
+            restricted_rows=ints(restricted) if restricted else None,
+            max_top_k=max((params[i].top_k for i in restricted), default=0),
+        )
+
+
+def _is_restricted(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+@dataclass(frozen=True, eq=False)
+class SampledTokens:
+    """The drawn tokens; the rest is None unless logprobs were asked for by some row."""
+
+    token_ids: torch.Tensor  # int64 [S]
+    logprobs: torch.Tensor | None = None  # float32 [S], of the drawn tokens
+    top_ids: torch.Tensor | None = None  # int64 [S, max_logprobs], most likely first
+    top_logprobs: torch.Tensor | None = None  # float32 [S, max_logprobs]
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+    """Draws a token per row.
+
+    Args:
+        logits: float32 [S, V], unmodified; not written to.
+        batch: S rows on the same device.
+    """
+    assert logits.dtype == torch.float32 and logits.shape[0] == len(batch.temperature)
+    largest, token_ids = logits.max(-1)
+    logits, largest, token_ids = _without_non_numbers(logits, largest, token_ids)
+    for rows, draw in (
+        (batch.free_rows, _draw_freely),
+        (batch.restricted_rows, _draw_restricted),
+    ):
+        if rows is not None:
+            # Differences to the largest logit, so that a tiny temperature overflows nothing.
+            scaled = logits[rows] - largest[rows, None]
+            scaled.div_(batch.temperature[rows, None])
+            token_ids[rows] = draw(scaled, rows, batch)
+    if batch.max_logprobs is None:
+        return SampledTokens(token_ids)
+    return _with_logprobs(logits, token_ids, batch.max_logprobs)
+
+
+def _without_non_numbers(
+    logits: torch.Tensor, largest: torch.Tensor, token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits without NaN and +inf, as the module says, with their maxima made finite."""
+    # A maximum is NaN where any logit is. On a GPU asking costs more than always cleaning.
+    if logits.device.type == "cpu" and bool(largest.isfinite().all()):
+        return logits, largest, token_ids
+    logits = logits.masked_fill(logits.isnan(), float("-inf"))
+    is_sure = logits.isposinf().any(-1, keepdim=True)
+    only_sure = torch.where(logits.isposinf(), 0.0, float("-inf"))
+    logits = torch.where(is_sure, only_sure, logits)
+    largest, token_ids = logits.max(-1)
+    return logits, torch.where(largest.isfinite(), largest, 0.0), token_ids
+
+
+def _draw_freely(scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
+    return scaled.add_(gumbel_of_vocabulary(keys, scaled.shape[1])).argmax(-1)
+
+
+_MIN_CANDIDATES = 128
+_CANDIDATE_GROWTH = 8
+
+
+def _draw_restricted(
+    scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch
+) -> torch.Tensor:
+    top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
+    values, ids, threshold = _candidates(scaled, top_k, top_p, min_p, batch.max_top_k)
+    keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
+    scores = values + gumbel(keys, ids)
+    scores.masked_fill_(values < threshold, float("-inf"))
+    return ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
+
+
+def _candidates(
+    scaled: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    max_top_k: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest values [R, n], descending, their ids, and the smallest allowed value [R, 1].
+
+    n is large enough that no allowed token is left out, those equal to the smallest one included.
+    """
+    vocab_size = scaled.shape[1]
+    num = min(max(max_top_k + 1, _MIN_CANDIDATES), vocab_size)
+    while True:
+        values, ids = scaled.topk(num)
+        threshold = _smallest_allowed(values, scaled, top_k, top_p, min_p)
+        if num == vocab_size or bool((values[:, -1:] < threshold).all()):
+            return values, ids, threshold
+        num = min(num * _CANDIDATE_GROWTH, vocab_size)
+
+
+def _smallest_allowed(
+    values: torch.Tensor,
+    scaled: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """[R, 1], the value of the smallest allowed token, as far as `values` [R, n] reach."""
+    everything = torch.full_like(values[:, :1], float("-inf"))
+    has_top_k = top_k[:, None] > 0
+    kth = values.gather(1, (top_k[:, None] - 1).clamp(0, values.shape[1] - 1))
+    by_top_k = torch.where(has_top_k, kth, everything)
+    # In float64, because whether a sum reaches top_p must not hang on the order of summation.
+    mass = values.exp().double()
+    left = mass.masked_fill(values < by_top_k, 0.0)
+    total = torch.where(
+        has_top_k,
+        left.sum(-1, keepdim=True),
+        scaled.exp().sum(-1, keepdim=True, dtype=torch.float64),
+    )
+    before = left.cumsum(-1) - left
+    last = (before < top_p[:, None] * total).sum(-1, keepdim=True).clamp(1) - 1
+    by_top_p = torch.where(top_p[:, None] < 1, values.gather(1, last), everything)
+    by_min_p = min_p[:, None].log()  # the largest value is 0; log(0) is -inf
+    return by_top_k.maximum(by_top_p).maximum(by_min_p)
+
+
+def _with_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> SampledTokens:
+    total = logits.logsumexp(-1, keepdim=True)
+    total.masked_fill_(total.isneginf(), 0.0)
+    drawn = (logits.gather(1, token_ids[:, None]) - total).squeeze(1)
+    top, top_ids = logits.topk(min(num_top, logits.shape[1]))
+    return SampledTokens(token_ids, drawn, top_ids, top - total)

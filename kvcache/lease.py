@@ -13,7 +13,7 @@ deadline finds the lease expired, whether or not anyone has swept since: a reade
 """
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -66,6 +66,7 @@ class LeaseTable:
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()  # oldest first
         self._deadlines: list[tuple[float, str]] = []  # a heap; renewed leases leave old entries
         self._ended: list[EndedLease] = []
+        self.ended_counts = Counter[LeaseState]()  # since the start
 
     def __repr__(self) -> str:
         return f"<LeaseTable {len(self._held)} held, {len(self._ended)} to collect>"
@@ -161,6 +162,7 @@ class LeaseTable:
 
     def _end(self, lease_id: str, outcome: LeaseState, attempt_id: str | None, now: float) -> None:
         lease = self._held.pop(lease_id)
+        self.ended_counts[outcome] += 1
         self._ended.append(EndedLease(lease_id, lease.request_id, lease.block_ids, outcome))
         self._tombstones[lease_id] = _Tombstone(outcome, attempt_id, now)
         self._bury(now)

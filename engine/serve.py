@@ -137,8 +137,7 @@ class _Server:
             stopping.cancel()
             return task.result()
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
+        await asyncio.gather(task, return_exceptions=True)
         if self.failure.done():
             raise StartFailure(self.failure.result())
         raise StartFailure("told to end before it was ready")

@@ -1,4 +1,4 @@
-"""Making model directories: atomic, once, under a lock; and safetensors files, found and written."""
+"""Model directories: made once and atomically; their safetensors files found and written."""
 
 import fcntl
 import json

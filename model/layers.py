@@ -169,6 +169,20 @@ def load_rows(
     )
 
 
+def load_mlp(
+    loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel
+) -> GatedMLP:
+    """The feed-forward of a dense layer."""
+    return GatedMLP(
+        loader,
+        prefix,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        bias=config.mlp_bias,
+        parallel=parallel,
+    )
+
+
 def load_norm(loader: WeightLoader, name: str, size: int, eps: float) -> RMSNorm:
     return RMSNorm(loader.load(f"{name}.weight", (size,)), eps)
 

@@ -3,22 +3,13 @@
 import torch
 
 from attention.base import AttentionBackend
-from model.base import AttentionSpec, CausalLM
+from model.base import AttentionSpec
 from model.config import ModelConfig
-from model.layers import (
-    GatedMLP,
-    RMSNorm,
-    VocabShard,
-    even_share,
-    load_columns,
-    load_norm,
-    load_rows,
-)
+from model.decoder import AttentionLayer, Decoder, FeedForward
+from model.layers import RMSNorm, even_share, load_columns, load_mlp, load_norm, load_rows
 from model.parallel import Parallel, heads_of
-from model.rope import Rope
+from model.rope import Angles, Rope
 from model.weights import WeightLoader
-
-Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class LlamaAttention:
@@ -84,45 +75,14 @@ class LlamaAttention:
         return self._out(attended.reshape(num_tokens, -1), residual)
 
 
-class LlamaLayer:
-    def __init__(
-        self, loader: WeightLoader, config: ModelConfig, layer: int, parallel: Parallel, rope: Rope
-    ) -> None:
-        prefix = f"model.layers.{layer}"
-        norms = (f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm")
-        self._norm, self._mlp_norm = (
-            load_norm(loader, name, config.hidden_size, config.rms_eps) for name in norms
-        )
-        self._attention = LlamaAttention(loader, config, layer, parallel, rope)
-        self._mlp = GatedMLP(
-            loader,
-            f"{prefix}.mlp",
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            bias=config.mlp_bias,
-            parallel=parallel,
-        )
-
-    def __call__(
-        self, hidden: torch.Tensor, angles: Angles, attention: AttentionBackend
-    ) -> torch.Tensor:
-        """hidden [T, hidden], changed in place and returned."""
-        hidden = self._attention(self._norm(hidden), hidden, angles, attention)
-        return self._mlp(self._mlp_norm(hidden), hidden)
-
-
-class LlamaForCausalLM(CausalLM):
+class LlamaForCausalLM(Decoder):
     """See CausalLM."""
 
-    def __init__(self, config: ModelConfig, loader: WeightLoader, parallel: Parallel) -> None:
-        super().__init__(config, parallel)
-        self._rope = Rope(config.rope, dtype=loader.dtype, device=loader.device)
-        self._vocab = VocabShard(loader, config, parallel)
-        self._layers = [
-            LlamaLayer(loader, config, layer, parallel, self._rope)
-            for layer in range(config.num_layers)
-        ]
-        self._norm = load_norm(loader, "model.norm", config.hidden_size, config.rms_eps)
+    def make_attention(self, loader: WeightLoader, layer: int, rope: Rope) -> AttentionLayer:
+        return LlamaAttention(loader, self.config, layer, self.parallel, rope)
+
+    def make_feed_forward(self, loader: WeightLoader, layer: int) -> FeedForward:
+        return load_mlp(loader, f"model.layers.{layer}.mlp", self.config, self.parallel)
 
     @property
     def attention_spec(self) -> AttentionSpec:
@@ -134,15 +94,3 @@ class LlamaForCausalLM(CausalLM):
             scale=config.head_dim**-0.5,
             mla=False,
         )
-
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
-    ) -> torch.Tensor:
-        hidden = self._vocab.embedding(token_ids)
-        angles = self._rope.angles(positions)
-        for layer in self._layers:
-            hidden = layer(hidden, angles, attention)
-        return self._norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._vocab.head(hidden)

@@ -6,18 +6,21 @@ from typing import Final
 import torch
 
 from model.base import CausalLM
-from model.config import ModelConfig, ModelError, UnsupportedModel
+from model.config import ModelConfig, ModelError
+from model.decoder import Decoder
+from model.deepseek import DeepseekV2ForCausalLM
 from model.llama import LlamaForCausalLM
 from model.parallel import Parallel, check_parallelism
 from model.weights import DummySource, SafetensorsSource, TensorSource, WeightLoader
 
 LOAD_FORMATS: Final = ("auto", "dummy")
 
-_MODELS: Final[dict[str, type[LlamaForCausalLM]]] = {
+_MODELS: Final[dict[str, type[Decoder]]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": LlamaForCausalLM,
+    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
 }
 
 
@@ -43,8 +46,6 @@ def load_model(
     """
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size)
-    if config.architecture not in _MODELS:
-        raise UnsupportedModel(f"architecture {config.architecture} is not supported")
     loader = WeightLoader(
         _source(Path(model_dir), load_format, seed, device), dtype=dtype, device=device
     )

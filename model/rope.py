@@ -6,6 +6,8 @@ import torch
 
 from model.config import RopeConfig
 
+Angles = tuple[torch.Tensor, torch.Tensor]  # cos, sin: see Rope.angles
+
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
     """Radians per position of each rotated pair, float32 [dim / 2], on the CPU."""
@@ -67,6 +69,13 @@ def attention_scaling(config: RopeConfig) -> float:
     return yarn_mscale(config.factor, 1.0)
 
 
+def mscale_of_scores(config: RopeConfig) -> float:
+    """What DeepSeek multiplies the attention scale by; 1 except for yarn with mscale_all_dim."""
+    if config.rope_type != "yarn" or not config.mscale_all_dim:
+        return 1.0
+    return yarn_mscale(config.factor, config.mscale_all_dim) ** 2
+
+
 class Rope:
     """The rotation of one model on one device.
 
@@ -83,7 +92,7 @@ class Rope:
         self._half = config.dim // 2
         self._interleaved = config.interleaved
 
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, positions: torch.Tensor) -> Angles:
         """cos and signed sin [T, 1, dim] of positions [T], ready for `rotate`."""
         turned = positions[:, None].to(torch.float32) * self._inverse
         cos, sin = turned.cos(), turned.sin()
@@ -95,7 +104,7 @@ class Rope:
         sin = torch.cat((-sin, sin), dim=-1)
         return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
 
-    def rotate(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Rotates x [T, heads, dim]."""
         cos, sin = angles
         if not self._interleaved:

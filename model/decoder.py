@@ -1,0 +1,86 @@
+"""The decoder that every architecture here is: they differ in attention and feed-forward only."""
+
+from abc import abstractmethod
+from typing import Protocol
+
+import torch
+
+from attention.base import AttentionBackend
+from model.base import CausalLM
+from model.config import ModelConfig
+from model.layers import VocabShard, load_norm
+from model.parallel import Parallel
+from model.rope import Angles, Rope
+from model.weights import WeightLoader
+
+
+class AttentionLayer(Protocol):
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, angles: Angles, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
+        ...
+
+
+class FeedForward(Protocol):
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
+        ...
+
+
+class _Layer:
+    def __init__(
+        self,
+        loader: WeightLoader,
+        config: ModelConfig,
+        index: int,
+        attention: AttentionLayer,
+        feed_forward: FeedForward,
+    ) -> None:
+        names = ("input_layernorm", "post_attention_layernorm")
+        self._norm, self._mlp_norm = (
+            load_norm(loader, f"model.layers.{index}.{name}", config.hidden_size, config.rms_eps)
+            for name in names
+        )
+        self._attention = attention
+        self._feed_forward = feed_forward
+
+    def __call__(
+        self, hidden: torch.Tensor, angles: Angles, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """hidden [T, hidden], changed in place and returned."""
+        hidden = self._attention(self._norm(hidden), hidden, angles, attention)
+        return self._feed_forward(self._mlp_norm(hidden), hidden)
+
+
+class Decoder(CausalLM):
+    """Embedding, layers, final norm and head of one rank."""
+
+    def __init__(self, config: ModelConfig, loader: WeightLoader, parallel: Parallel) -> None:
+        super().__init__(config, parallel)
+        self._rope = Rope(config.rope, dtype=loader.dtype, device=loader.device)
+        self._vocab = VocabShard(loader, config, parallel)
+        self._layers = [self._make_layer(loader, index) for index in range(config.num_layers)]
+        self._norm = load_norm(loader, "model.norm", config.hidden_size, config.rms_eps)
+
+    def _make_layer(self, loader: WeightLoader, index: int) -> _Layer:
+        attention = self.make_attention(loader, index, self._rope)
+        return _Layer(loader, self.config, index, attention, self.make_feed_forward(loader, index))
+
+    @abstractmethod
+    def make_attention(self, loader: WeightLoader, layer: int, rope: Rope) -> AttentionLayer: ...
+
+    @abstractmethod
+    def make_feed_forward(self, loader: WeightLoader, layer: int) -> FeedForward: ...
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        hidden = self._vocab.embedding(token_ids)
+        angles = self._rope.angles(positions)
+        for layer in self._layers:
+            hidden = layer(hidden, angles, attention)
+        return self._norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._vocab.head(hidden)

@@ -1,0 +1,147 @@
+"""DeepSeek-V2: multi-head latent attention, with feed-forward layers that may mix experts.
+
+The cache holds one latent per token, shared by all heads: the normed compressed KV beside the
+roped key. The up-projections of keys and values are absorbed into the query and the output, so
+that attention reads latents as they lie and every rank keeps the same, whole cache.
+"""
+
+from typing import Final
+
+import torch
+
+from attention.base import AttentionBackend
+from model.base import AttentionSpec
+from model.config import MLAConfig, ModelConfig
+from model.decoder import AttentionLayer, Decoder, FeedForward
+from model.layers import Linear, even_share, load_mlp, load_norm, load_rows
+from model.moe import MoELayer
+from model.parallel import Parallel
+from model.rope import Angles, Rope, mscale_of_scores
+from model.weights import WeightLoader
+
+_LATENT_NORM_EPS: Final = 1e-6  # the architecture's own, whatever the config says of the others
+
+
+class _Query:
+    """x [T, hidden] to this rank's queries [T, heads, nope + rope], perhaps through a low rank."""
+
+    def __init__(
+        self, loader: WeightLoader, config: ModelConfig, mla: MLAConfig, prefix: str, heads: range
+    ) -> None:
+        self._dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        rows = range(heads.start * self._dim, heads.stop * self._dim)
+        total = config.num_heads * self._dim
+        self._down = None
+        if mla.q_lora_rank is None:
+            shape = (total, config.hidden_size)
+            self._up = Linear(loader.load(f"{prefix}.q_proj.weight", shape, rows=rows))
+            return
+        rank = mla.q_lora_rank
+        self._down = _load_linear(
+            loader, f"{prefix}.q_a_proj", (rank, config.hidden_size), bias=config.attention_bias
+        )
+        self._norm = load_norm(loader, f"{prefix}.q_a_layernorm", rank, _LATENT_NORM_EPS)
+        self._up = Linear(loader.load(f"{prefix}.q_b_proj.weight", (total, rank), rows=rows))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._down is not None:
+            x = self._norm(self._down(x))
+        return self._up(x).view(x.shape[0], -1, self._dim)
+
+
+def _load_linear(loader: WeightLoader, name: str, shape: tuple[int, int], *, bias: bool) -> Linear:
+    weight = loader.load(f"{name}.weight", shape)
+    return Linear(weight, loader.load(f"{name}.bias", shape[:1]) if bias else None)
+
+
+class LatentAttention:
+    """Absorbed multi-head latent attention over this rank's query heads."""
+
+    def __init__(
+        self, loader: WeightLoader, config: ModelConfig, layer: int, parallel: Parallel, rope: Rope
+    ) -> None:
+        mla = config.mla
+        assert mla is not None
+        self._layer, self._rope, self._mla = layer, rope, mla
+        prefix = f"model.layers.{layer}.self_attn"
+        heads = even_share(parallel, config.num_heads)
+        self._query = _Query(loader, config, mla, prefix, heads)
+        latent_shape = (mla.kv_lora_rank + mla.qk_rope_head_dim, config.hidden_size)
+        self._latent = _load_linear(
+            loader, f"{prefix}.kv_a_proj_with_mqa", latent_shape, bias=config.attention_bias
+        )
+        self._latent_norm = load_norm(
+            loader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, _LATENT_NORM_EPS
+        )
+        width = mla.qk_nope_head_dim + mla.v_head_dim
+        up = loader.load(
+            f"{prefix}.kv_b_proj.weight",
+            (config.num_heads * width, mla.kv_lora_rank),
+            rows=range(heads.start * width, heads.stop * width),
+        ).view(len(heads), width, mla.kv_lora_rank)
+        self._key_up = up[:, : mla.qk_nope_head_dim]  # [heads, nope, rank]
+        self._value_up = up[:, mla.qk_nope_head_dim :].transpose(1, 2)  # [heads, rank, v]
+        self._out = load_rows(
+            loader,
+            f"{prefix}.o_proj",
+            (config.hidden_size, config.num_heads * mla.v_head_dim),
+            range(heads.start * mla.v_head_dim, heads.stop * mla.v_head_dim),
+            bias=config.output_bias,
+            parallel=parallel,
+        )
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, angles: Angles, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
+        mla = self._mla
+        q = self._query(x)
+        q_nope, q_rope = q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :]
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
+        compressed = self._latent(x)
+        key_rope = compressed[:, None, mla.kv_lora_rank :]
+        latent = torch.cat(
+            (
+                self._latent_norm(compressed[:, : mla.kv_lora_rank]),
+                self._rope.rotate(key_rope, angles)[:, 0],
+            ),
+            dim=-1,
+        )
+        attended = attention.forward_mla(
+            self._layer, q_latent, self._rope.rotate(q_rope, angles), latent
+        )
+        values = torch.bmm(attended.transpose(0, 1), self._value_up)  # [heads, T, v]
+        return self._out(values.transpose(0, 1).reshape(x.shape[0], -1), residual)
+
+
+class DeepseekV2ForCausalLM(Decoder):
+    """See CausalLM. Calls AttentionBackend.forward_mla."""
+
+    def make_attention(self, loader: WeightLoader, layer: int, rope: Rope) -> AttentionLayer:
+        return LatentAttention(loader, self.config, layer, self.parallel, rope)
+
+    def make_feed_forward(self, loader: WeightLoader, layer: int) -> FeedForward:
+        prefix, config = f"model.layers.{layer}.mlp", self.config
+        if config.moe is not None and layer >= config.moe.first_dense_layers:
+            return MoELayer(
+                loader,
+                prefix,
+                config.moe,
+                hidden_size=config.hidden_size,
+                bias=config.mlp_bias,
+                parallel=self.parallel,
+            )
+        return load_mlp(loader, prefix, config, self.parallel)
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        mla = self.config.mla
+        assert mla is not None
+        head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        return AttentionSpec(
+            num_q_heads=self.config.num_heads // self.parallel.size,
+            num_kv_heads=1,
+            head_dim=mla.kv_lora_rank + mla.qk_rope_head_dim,
+            scale=head_dim**-0.5 * mscale_of_scores(self.config.rope),
+            mla=True,
+        )

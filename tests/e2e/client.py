@@ -83,3 +83,23 @@ def stream(url: str, prompt: Sequence[int], max_tokens: int = 8, **members: Any)
 def streamed_token_ids(events: Sequence[Any]) -> list[int]:
     chunks = [e for e in events if isinstance(e, dict) and e.get("choices")]
     return [t for chunk in chunks for t in chunk["choices"][0].get("token_ids") or []]
+
+
+ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+
+
+def prefill(url: str, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
+    """Runs leg 1 by hand and returns the kv_transfer_params that a proxy would relay."""
+    body = {
+        "model": MODEL,
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 0,
+        "ignore_eos": True,
+        "kv_transfer_params": ASK,
+        **members,
+    }
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    params: dict[str, Any] = response.json()["kv_transfer_params"]
+    return params

@@ -37,6 +37,25 @@ class Server:
         self.child.signal(signal.SIGKILL)
         assert self.child.exited.wait(30)
 
+    def engine_pids(self) -> list[int]:
+        """The rank processes behind the HTTP process."""
+        path = Path(f"/proc/{self.child.pid}/task")
+        tasks = [task / "children" for task in path.iterdir()]
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+    def signal_engine(self, number: int) -> None:
+        for pid in self.engine_pids():
+            os.kill(pid, number)
+
+    def free_blocks(self) -> float:
+        """Blocks that hold nothing anybody waits for: free ones and cached ones."""
+        metrics = self.metrics()
+        states = ("free", "cached")
+        return sum(metrics[f'baton_kv_blocks{{state="{state}"}}'] for state in states)
+
+    def all_blocks_home(self) -> bool:
+        return self.free_blocks() == self.metrics()["baton_kv_blocks_capacity"]
+
     def stop(self) -> int:
         lifecycle.terminate([self.child], 20)
         assert self.child.returncode is not None

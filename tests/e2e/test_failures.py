@@ -1,0 +1,245 @@
+"""What goes wrong between two servers, and that no client ever gets other text because of it."""
+
+import copy
+import itertools
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.client import MODEL, complete, prefill, stream, streamed_token_ids
+from tests.e2e.cluster import (
+    Cluster,
+    Server,
+    running,
+    start_decode,
+    start_prefill,
+    start_proxy,
+    wait_until,
+)
+from tests.e2e.reference import Reference
+from tests.e2e.test_equality import make_prompt
+
+_seeds = itertools.count(5000)
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    """A prompt that no server has seen."""
+    return make_prompt(next(_seeds), 150)
+
+
+def _recomputed(decode: Server, prompt: list[int], params: object, expected: list[int]) -> None:
+    answer = complete(decode.url, prompt, len(expected), kv_transfer_params=params)
+    assert answer.token_ids == expected
+    assert answer.kv["transferred"] == 0
+    assert answer.kv["recomputed"] + answer.kv["skipped"] == len(prompt)
+    wait_until(decode.all_blocks_home)
+
+
+def test_a_reference_is_good_once(
+    tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
+) -> None:
+    expected = tiny_reference.generate(prompt, 10)
+    params = prefill(tiny_cluster.prefill[0].url, prompt)
+    first = complete(tiny_cluster.decode[0].url, prompt, 10, kv_transfer_params=params)
+    assert first.token_ids == expected and first.kv["transferred"] == len(prompt)
+    wait_until(tiny_cluster.prefill[0].all_blocks_home)
+    again = complete(tiny_cluster.decode[0].url, prompt, 10, kv_transfer_params=params)
+    assert again.token_ids == expected and again.kv["transferred"] == 0
+
+
+def test_an_expired_lease_is_never_used(
+    tiny_model: Path, tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
+) -> None:
+    decode = tiny_cluster.decode[0]
+    prefiller = start_prefill(tiny_model, "--lease-s", "0.3")
+    with running(prefiller):
+        params = prefill(prefiller.url, prompt)
+        wait_until(prefiller.all_blocks_home)
+        # The bytes are still there, unclaimed; only the fence knows that they may not be used.
+        for seed in range(3):
+            complete(prefiller.url, make_prompt(900 + seed, 400), 2)
+        _recomputed(decode, prompt, params, tiny_reference.generate(prompt, 10))
+        assert decode.metrics()['baton_kv_transfer_failures_total{code="lease_gone"}'] >= 1
+
+
+def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
+    def change(params: dict[str, Any]) -> None:
+        params[path] = value
+
+    return change
+
+
+_FORGERIES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "another lease": _set("lease_id", "00" * 16),
+    "another engine": _set("remote_engine_id", "prefill-elsewhere"),
+    "another incarnation": _set("incarnation", "11" * 8),
+    "another host": _set("remote_host", "127.0.0.2"),
+    "another port": _set("remote_port", 9),
+    "other blocks": lambda p: p["remote_block_ids"].reverse(),
+    "another first token": lambda p: p["first_tokens"][0].update(id=7),
+    "another digest": _set("prompt_digest", "0" * 64),
+    "no signature": _set("signature", "0" * 64),
+}
+
+
+@pytest.mark.parametrize("name", _FORGERIES)
+def test_a_forged_reference_gives_the_right_text(
+    tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int], name: str
+) -> None:
+    params = copy.deepcopy(prefill(tiny_cluster.prefill[0].url, prompt))
+    _FORGERIES[name](params)
+    _recomputed(tiny_cluster.decode[0], prompt, params, tiny_reference.generate(prompt, 6))
+
+
+def test_another_prompts_reference_gives_the_right_text(
+    tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
+) -> None:
+    params = prefill(tiny_cluster.prefill[0].url, make_prompt(next(_seeds), len(prompt)))
+    _recomputed(tiny_cluster.decode[0], prompt, params, tiny_reference.generate(prompt, 6))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "remote_block_ids": "all"},
+        [],
+        "yes",
+        {"do_remote_decode": True},
+    ],
+)
+def test_a_malformed_reference_is_a_400(
+    tiny_cluster: Cluster, prompt: list[int], params: object
+) -> None:
+    body = {"model": MODEL, "prompt": prompt, "kv_transfer_params": params}
+    response = httpx.post(f"{tiny_cluster.decode[0].url}/v1/completions", json=body, timeout=60)
+    assert response.status_code == 400, response.text
+    assert "kv_transfer_params" in response.json()["error"]["message"]
+
+
+@pytest.fixture
+def own_cluster(tiny_model: Path) -> Iterator[Cluster]:
+    """A cluster to break."""
+    prefiller = start_prefill(tiny_model)
+    with running(prefiller):
+        decode = start_decode(tiny_model, "--fence-timeout-s", "20", "--handshake-timeout-s", "3")
+        with running(decode):
+            proxy = start_proxy([prefiller], [decode])
+            with running(proxy):
+                yield Cluster([prefiller], [decode], proxy, tiny_model)
+
+
+def test_kill_of_the_prefill_server_in_mid_transfer(
+    own_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
+) -> None:
+    prefiller, decode = own_cluster.prefill[0], own_cluster.decode[0]
+    complete(own_cluster.url, make_prompt(next(_seeds), 70), 3)  # the handshake is done
+    expected = tiny_reference.generate(prompt, 12)
+    params = prefill(prefiller.url, prompt)
+    prefiller.signal_engine(signal.SIGSTOP)  # the fence cannot be passed
+    first = threading.Event()
+    events: list[Any] = []
+
+    def consume() -> None:
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": 12,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "kv_transfer_params": params,
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{decode.url}/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    events.append(line.removeprefix("data: "))
+                    first.set()
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    assert first.wait(30), "the first token comes before any KV has moved"
+    assert decode.metrics()["baton_requests_receiving"] <= 1
+    prefiller.signal_engine(signal.SIGKILL)
+    consumer.join(60)
+    assert events[-1] == "[DONE]"
+    assert streamed_token_ids([json.loads(e) for e in events[:-1]]) == expected
+    wait_until(decode.all_blocks_home)
+    # The server whose engine died ends as a whole, and the proxy goes on without it.
+    assert prefiller.child.exited.wait(30)
+    assert prefiller.child.returncode == 1
+    answer = complete(own_cluster.url, prompt, 12)
+    assert answer.token_ids == expected and answer.kv["transferred"] == 0
+
+
+def test_a_prefill_server_that_comes_back_is_used_again(
+    own_cluster: Cluster, tiny_model: Path, tiny_reference: Reference
+) -> None:
+    prefiller, decode = own_cluster.prefill[0], own_cluster.decode[0]
+    before, after = make_prompt(next(_seeds), 90), make_prompt(next(_seeds), 90)
+    assert complete(own_cluster.url, before, 5).kv["transferred"] == 90
+    port, side_channel = prefiller.port, prefiller.info["side_channel_port"]
+    prefiller.kill()
+    successor = start_prefill(
+        tiny_model, "--port", str(port), "--side-channel-port", str(side_channel)
+    )
+    with running(successor):
+        url = f'baton_proxy_upstream_ready{{role="prefill",url="{prefiller.url}"}}'
+        wait_until(lambda: own_cluster.proxy.metrics()[url] == 1)
+        answer = complete(own_cluster.url, after, 5)
+        assert answer.token_ids == tiny_reference.generate(after, 5)
+        assert answer.kv["transferred"] == 90
+        wait_until(decode.all_blocks_home)
+
+
+def test_a_client_that_leaves_frees_blocks_on_both_servers(tiny_cluster: Cluster) -> None:
+    body = {
+        "model": MODEL,
+        "prompt": make_prompt(next(_seeds), 300),
+        "max_tokens": 2000,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    url = f"{tiny_cluster.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+    for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
+        wait_until(lambda server=server: server.metrics()["baton_requests_running"] == 0)
+        wait_until(server.all_blocks_home)
+
+
+def test_the_fail_policy_answers_with_a_typed_error(
+    tiny_model: Path, tiny_cluster: Cluster, prompt: list[int]
+) -> None:
+    decode = start_decode(tiny_model, "--kv-load-failure-policy", "fail")
+    with running(decode):
+        params = prefill(tiny_cluster.prefill[0].url, prompt)
+        good = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+        body = {**good, "ignore_eos": True, "kv_transfer_params": params}
+        url = f"{decode.url}/v1/completions"
+        assert httpx.post(url, json=body, timeout=60).status_code == 200
+        complete(decode.url, make_prompt(next(_seeds), 600), 1)
+        stale = {**body, "prompt": prompt[:-1] + [3]}
+        refused = httpx.post(url, json=stale, timeout=60)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "kv_transfer_params_rejected"
+        other = make_prompt(next(_seeds), 150)
+        params = prefill(tiny_cluster.prefill[0].url, other)
+        consumed = {**body, "prompt": other, "kv_transfer_params": params}
+        prefixless = complete(tiny_cluster.decode[0].url, other, 3, kv_transfer_params=params)
+        assert prefixless.kv["transferred"] == 150
+        gone = httpx.post(url, json=consumed, timeout=60)
+        assert gone.status_code == 502, gone.text
+        assert gone.json()["error"]["code"] == "lease_gone"
+        events = stream(tiny_cluster.url, other, 3)
+        assert events[-1] == "[DONE]"
+        wait_until(decode.all_blocks_home)

@@ -127,7 +127,8 @@ def pool_view(buffer: torch.Tensor, layout: KVLayout) -> torch.Tensor:
 
 def by_block(kv: torch.Tensor, block_size: int, heads: range) -> torch.Tensor:
     """i16[blocks, N, heads, L, C, D]"""
-    return kv.unflatten(0, (-1, block_size))[:, :, heads.start : heads.stop]
+    shape = (-1, block_size, *kv.shape[1:])
+    return kv.view(shape)[:, :, heads.start : heads.stop]
 
 
 def rank_offsets(side: Side, size: Size) -> list[int]:

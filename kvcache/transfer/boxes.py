@@ -5,12 +5,13 @@ of one rank of D. The token axis is cut wherever a block of either side ends.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 
 from kvcache.transfer.runs import Axis, Boxes
-from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, PlanError
+from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, PlanError, byte_strides
 
 
 @dataclass(frozen=True)
@@ -73,24 +74,36 @@ def at_blocks(table: IntArray, tokens: IntArray, strides: dict[str, int], size: 
     return table[tokens // size] * strides["B"] + tokens % size * strides["N"]
 
 
+def split_ends(transfer: Transfer) -> tuple[Transfer | None, list[Transfer]]:
+    """The tokens in blocks that both sides want whole, and those before and after them."""
+    period = lcm(transfer.local.layout.block_size, transfer.remote[0].layout.block_size)
+    start, stop = transfer.token_start, transfer.token_stop
+    first, last = -(-start // period) * period, stop // period * period
+    if first >= last:
+        return None, [transfer]
+    spans = [(low, high) for low, high in ((start, first), (last, stop)) if low < high]
+    ends = [replace(transfer, token_start=low, token_stop=high) for low, high in spans]
+    return replace(transfer, token_start=first, token_stop=last), ends
+
+
 def direct_boxes(transfer: Transfer) -> list[tuple[int, Boxes]]:
     """The boxes from each rank of P straight to the local pool."""
     local, remote = transfer.local.layout, transfer.remote[0].layout
     starts, tokens = cut_tokens(
         transfer.token_start, transfer.token_stop, local.block_size, remote.block_size
     )
-    into = at_blocks(transfer.local_blocks, starts, local.byte_strides, local.block_size)
+    into = at_blocks(transfer.local_blocks, starts, byte_strides(local), local.block_size)
     first = transfer.local.heads(transfer.total_kv_heads).start
     found = []
     for group in transfer.groups:
         whose = group.owner_index(starts // remote.block_size)
-        target = into + (group.heads.start - first) * local.byte_strides["H"]
+        target = into + (group.heads.start - first) * byte_strides(local)["H"]
         for index, owner in enumerate(group.owners):
             mine = slice(None) if len(group.owners) == 1 else whose == index
             source = remote_offsets(transfer, owner, starts[mine], group.heads.start)
             boxes = pair_boxes(
-                transfer.remote[owner].layout.byte_strides,
-                local.byte_strides,
+                byte_strides(transfer.remote[owner].layout),
+                byte_strides(local),
                 (source, target[mine], tokens[mine]),
                 (len(group.heads), remote.num_layers, remote.num_components),
                 remote.head_dim * remote.itemsize,
@@ -102,7 +115,7 @@ def direct_boxes(transfer: Transfer) -> list[tuple[int, Boxes]]:
 def remote_offsets(transfer: Transfer, owner: int, tokens: IntArray, head: int) -> IntArray:
     """Byte offset in `owner`'s pool of head `head` (of the model) at tokens of the sequence."""
     end = transfer.remote[owner]
-    strides, size = end.layout.byte_strides, end.layout.block_size
+    strides, size = byte_strides(end.layout), end.layout.block_size
     local_head = head - end.heads(transfer.total_kv_heads).start
     return at_blocks(transfer.remote_blocks, tokens, strides, size) + local_head * strides["H"]
 

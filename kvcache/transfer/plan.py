@@ -2,24 +2,25 @@
 
 There is no case per feature. Tensor parallelism decides whose heads are wanted from whom
 (topology.py), block sizes and prefix hits cut the token axis (boxes.py), the layouts' strides
-decide how long the runs are (runs.py). Two ways of moving the runs compete on cost:
+decide how long the runs are (runs.py). Ways of moving the runs compete on cost:
 
     direct   READ every run into its final place
     staged   READ the peer's own, longer runs into staging memory, then copy (staged.py)
+    mixed    whole blocks one way, the partly wanted blocks at the ends the other
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kvcache.transfer.boxes import Transfer, block_table, direct_boxes
+from kvcache.transfer.boxes import Transfer, block_table, direct_boxes, split_ends
 from kvcache.transfer.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.runs import RankRead, count_runs, find_runs
 from kvcache.transfer.staged import (
     Chunk,
-    StagedEstimate,
+    Staging,
     estimate_staged,
     least_staging_bytes,
     make_chunks,
@@ -49,12 +50,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """What one rank of D does to get its KV."""
+    """What one rank of D does to get its KV: all reads, and all chunks, whatever the path."""
 
-    path: Literal["direct", "staged"]
-    reads: tuple[RankRead, ...]  # direct: into the pool; staged: none
-    chunks: tuple[Chunk, ...]  # staged: read into a slot, then reformat.apply; direct: none
-    descriptors: int
+    path: Literal["direct", "staged", "mixed"]
+    reads: tuple[RankRead, ...]  # straight into the pool
+    chunks: tuple[Chunk, ...]  # each is read into a slot, then reformat.apply places it
+    descriptors: int  # of reads and chunks together
     bytes_read: int  # over the link
     useful_bytes: int  # wanted, in the peer's dtype
     estimated_s: float
@@ -103,21 +104,62 @@ def plan_transfer(
     if staging_bytes is None:
         if converts:
             raise PlanError("staging_bytes is None; converting the KV dtype needs staging memory")
-        return _direct_plan(transfer, costs, "there is no staging memory")
-    staged = estimate_staged(transfer, costs, staging_bytes)
+        return _build([_direct(transfer, costs)], "there is no staging memory")
+    staged = _staged(transfer, costs, staging_bytes)
     if converts:
-        return _staged_plan(staged, f"{remote[0].layout.dtype} becomes {local.layout.dtype}")
-    return _cheaper(transfer, costs, staged)
+        return _build([staged], f"{remote[0].layout.dtype} becomes {local.layout.dtype}")
+    return _cheapest(transfer, costs, staging_bytes, staged)
 
 
-def _cheaper(transfer: Transfer, costs: CostModel, staged: StagedEstimate) -> TransferPlan:
+def _cheapest(
+    transfer: Transfer, costs: CostModel, staging_bytes: int, staged: "_Part"
+) -> TransferPlan:
+    direct = _direct(transfer, costs)
+    options = [[direct], [staged]]
+    body, ends = split_ends(transfer)
+    if body and ends:  # a partly wanted block may be many short runs where a whole one is one
+        ways = ((_direct(end, costs), _staged(end, costs, staging_bytes)) for end in ends)
+        options.append([_direct(body, costs), *(min(way, key=_seconds) for way in ways)])
+    best = min(options, key=_total_seconds)
+    others = [part for part in (direct, staged) if best != [part]]
+    reasons = (f"{part.path} would read {part.summary}" for part in others)
+    return _build(best, "; ".join(reasons))
+
+
+class _Part(NamedTuple):
+    """One way to move a range of tokens, not yet worked out."""
+
+    transfer: Transfer
+    staging: Staging | None  # None: direct
+    descriptors: int
+    bytes_read: int
+    seconds: float
+
+    @property
+    def path(self) -> Literal["direct", "staged"]:
+        return "direct" if self.staging is None else "staged"
+
+    @property
+    def summary(self) -> str:
+        return _summary(self.descriptors, self.bytes_read, self.seconds)
+
+
+def _seconds(part: _Part) -> float:
+    return part.seconds
+
+
+def _total_seconds(parts: list[_Part]) -> float:
+    return sum(part.seconds for part in parts)
+
+
+def _direct(transfer: Transfer, costs: CostModel) -> _Part:
     descriptors = sum(count_runs(boxes) for _, boxes in direct_boxes(transfer))
-    seconds = costs.read_s(descriptors, transfer.useful_bytes)
-    if seconds <= staged.seconds:
-        other = _summary(staged.descriptors, staged.bytes_read, staged.seconds)
-        return _direct_plan(transfer, costs, f"staged would read {other}, the copy included")
-    other = _summary(descriptors, transfer.useful_bytes, seconds)
-    return _staged_plan(staged, f"direct would read {other}")
+    nbytes = transfer.useful_bytes
+    return _Part(transfer, None, descriptors, nbytes, costs.read_s(descriptors, nbytes))
+
+
+def _staged(transfer: Transfer, costs: CostModel, staging_bytes: int) -> _Part:
+    return _Part(transfer, *estimate_staged(transfer, costs, staging_bytes))
 
 
 def _checked(
@@ -155,30 +197,47 @@ def _check_distinct(blocks: IntArray) -> None:
         raise PlanError(f"local_block_ids names block {ordered[twice[0]]} twice")
 
 
-def _direct_plan(transfer: Transfer, costs: CostModel, reason: str) -> TransferPlan:
-    found = ((owner, find_runs(boxes)) for owner, boxes in direct_boxes(transfer))
-    reads = tuple(RankRead(owner, *runs) for owner, runs in found if len(runs.lengths))
-    descriptors = sum(len(read.lengths) for read in reads)
-    nbytes = transfer.useful_bytes
-    seconds = costs.read_s(descriptors, nbytes)
-    why = f"direct: {_summary(descriptors, nbytes, seconds)}; {reason}"
-    return TransferPlan("direct", reads, (), descriptors, nbytes, nbytes, seconds, why)
-
-
-def _staged_plan(estimate: StagedEstimate, reason: str) -> TransferPlan:
-    chunks = make_chunks(estimate.staging)
-    descriptors = sum(len(read.lengths) for chunk in chunks for read in chunk.reads)
-    summary = _summary(descriptors, estimate.bytes_read, estimate.seconds)
+def _build(parts: list[_Part], reason: str) -> TransferPlan:
+    reads = _join([read for part in parts if part.staging is None for read in _reads(part)])
+    chunks = tuple(
+        chunk for part in parts if part.staging is not None for chunk in make_chunks(part.staging)
+    )
+    staged = [read for chunk in chunks for read in chunk.reads]
+    descriptors = sum(len(read.lengths) for read in (*reads, *staged))
+    nbytes = sum(part.bytes_read for part in parts)
+    seconds = _total_seconds(parts)
+    paths = {part.path for part in parts}
+    path: Literal["direct", "staged", "mixed"] = "mixed" if len(paths) > 1 else parts[0].path
     return TransferPlan(
-        "staged",
-        (),
+        path,
+        reads,
         chunks,
         descriptors,
-        estimate.bytes_read,
-        estimate.staging.transfer.useful_bytes,
-        estimate.seconds,
-        f"staged: {summary}, the copy included; {reason}",
+        nbytes,
+        sum(part.transfer.useful_bytes for part in parts),
+        seconds,
+        f"{path}: {_summary(descriptors, nbytes, seconds)}; {reason}",
     )
+
+
+def _reads(part: _Part) -> Iterator[RankRead]:
+    for owner, boxes in direct_boxes(part.transfer):
+        runs = find_runs(boxes)
+        if len(runs.lengths):
+            yield RankRead(owner, *runs)
+
+
+def _join(reads: list[RankRead]) -> tuple[RankRead, ...]:
+    """One read for each rank of P: several ranges of tokens may have gone direct."""
+    joined = []
+    for rank in sorted({read.remote_rank for read in reads}):
+        same = [read for read in reads if read.remote_rank == rank]
+        arrays = zip(
+            *((read.remote_offsets, read.local_offsets, read.lengths) for read in same),
+            strict=True,
+        )
+        joined.append(RankRead(rank, *(np.concatenate(parts) for parts in arrays)))
+    return tuple(joined)
 
 
 def _summary(descriptors: int, nbytes: int, seconds: float) -> str:

@@ -24,7 +24,7 @@ from kvcache.layout import KVLayout
 from kvcache.transfer.boxes import Transfer, cut_tokens, pair_boxes, remote_offsets
 from kvcache.transfer.cost import CostModel
 from kvcache.transfer.runs import Boxes, RankRead, Runs, count_runs, find_runs
-from kvcache.transfer.topology import HeadGroup, IntArray, PlanError
+from kvcache.transfer.topology import HeadGroup, IntArray, PlanError, byte_strides
 
 # Regions, and so chunks, start at multiples of this: placing may move whole words.
 ALIGN_BYTES = 64
@@ -177,7 +177,7 @@ def _regions(
     regions, offset = [], 0
     for group, heads in zip(transfer.groups, region_heads, strict=True):
         layout = replace(theirs, num_heads=len(heads), num_blocks=num_blocks)
-        skipped = (group.heads.start - heads.start) * layout.byte_strides["H"]
+        skipped = (group.heads.start - heads.start) * byte_strides(layout)["H"]
         target = (group.heads.start - first) * ours.strides["H"]
         regions.append(Region(layout, offset + skipped, target, len(group.heads)))
         offset += _aligned(layout.nbytes)
@@ -206,7 +206,7 @@ def _staged_boxes(staging: Staging) -> Iterator[tuple[int, Boxes]]:
     for group, heads, region in zip(
         transfer.groups, staging.region_heads, staging.regions, strict=True
     ):
-        strides = region.source.byte_strides
+        strides = byte_strides(region.source)
         target = offset + slot_block * strides["B"] + starts % size * strides["N"]
         yield from _group_boxes(staging, group, heads, region, (blocks, starts, target, tokens))
         offset = offset + _aligned(region.source.nbytes)
@@ -228,8 +228,8 @@ def _group_boxes(
         yield (
             owner,
             pair_boxes(
-                staging.transfer.remote[owner].layout.byte_strides,
-                layout.byte_strides,
+                byte_strides(staging.transfer.remote[owner].layout),
+                byte_strides(layout),
                 (source, target[mine], tokens[mine]),
                 (len(heads), layout.num_layers, layout.num_components),
                 layout.head_dim * layout.itemsize,

@@ -8,6 +8,7 @@ block, so that no rank of P is a hot spot; a holder nobody reads from simply nev
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,12 @@ import numpy.typing as npt
 from kvcache.layout import KVLayout
 
 IntArray = npt.NDArray[np.int64]
+
+
+@lru_cache(maxsize=256)
+def byte_strides(layout: KVLayout) -> dict[str, int]:
+    """A layout's byte strides, kept: one plan asks for them dozens of times. Do not change them."""
+    return layout.byte_strides
 
 
 class PlanError(ValueError):

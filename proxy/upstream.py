@@ -21,7 +21,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 PAUSE_BYTES = 256 * 1024  # unread body bytes at which a connection stops reading from its server
 IDLE_S = 4.0  # a connection idle for longer is not used again; servers drop theirs after 5 s
-STALE_S = 1.0  # a reused connection lost within this may have been closed for idleness
+STALE_S = 1.0  # one idle for longer and lost on its next use may have been closed for idleness
 
 
 class UpstreamError(Exception):
@@ -349,7 +349,7 @@ class HttpUpstream:
     ) -> Response:
         """Sends a request and waits for the head of its answer.
 
-        A pooled connection that its server closed at this moment is replaced by a new one, once.
+        A connection that its server closed for idleness at this moment is replaced by a new one.
 
         Raises:
             Unreachable: nothing was sent.
@@ -359,14 +359,13 @@ class HttpUpstream:
         pool = self._pools.setdefault(origin, _Pool())
         request = _encode(method, path, origin, headers, body)
         timeout_s = timeout_s or self._read_timeout_s
-        now = asyncio.get_running_loop().time
         stale: Lost | None = None
-        sent_at = now()
+        sent_at = asyncio.get_running_loop().time()
         if (pooled := pool.take(sent_at)) is not None:
             try:
                 return await self._exchange(pooled, request, timeout_s, pool)
             except Lost as error:
-                if now() - sent_at > STALE_S:
+                if sent_at - pooled.idle_since < STALE_S:
                     raise
                 stale = error
         try:

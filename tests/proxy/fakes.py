@@ -1,0 +1,244 @@
+"""Real HTTP servers that play prefill and decode servers, and a proxy in front of them.
+
+Everything runs in one event loop, over loopback: `async with Rig(...)` in a coroutine given to
+`run`. What a fake does with a generation request is its `behave` coroutine.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+
+from protocol.settings import ProxySettings
+from proxy.__main__ import ProxyServer, make_server
+from proxy.app import ProxyApp
+
+T = TypeVar("T")
+LIMIT_S = 30.0
+KV_PARAMS = {
+    "do_remote_decode": False,
+    "do_remote_prefill": True,
+    "remote_engine_id": "engine-1",
+    "remote_block_ids": [4, 5, 6],
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+    "lease_s": 30.0,
+    "signature": "00ff",
+}
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a test's coroutine, which must end by itself in time."""
+    return asyncio.run(asyncio.wait_for(work, LIMIT_S))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns when the condition holds; the test's own time limit ends the wait."""
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+@dataclass
+class Call:
+    """A request that a fake got, and the means to answer it."""
+
+    path: str
+    headers: dict[str, str]
+    raw: bytes
+    receive: Any = field(repr=False)
+    send: Any = field(repr=False)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        value = json.loads(self.raw)
+        assert isinstance(value, dict)
+        return value
+
+    async def answer(
+        self, status: int, value: object, headers: dict[str, str] | None = None
+    ) -> None:
+        body = json.dumps(value).encode()
+        await self.start(
+            status,
+            {
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                **(headers or {}),
+            },
+        )
+        await self.write(body, more=False)
+
+    async def start(self, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        given = {"content-type": "text/event-stream; charset=utf-8"} if headers is None else headers
+        pairs = [(name.encode(), value.encode()) for name, value in given.items()]
+        await self.send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def gone(self) -> None:
+        """Returns when the other side has closed the connection."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+
+class Drop(Exception):
+    """Raised by a behaviour: the connection ends here (after the head: without an end)."""
+
+
+Behave = Callable[[Call], Awaitable[None]]
+
+
+async def prefills(call: Call) -> None:
+    await call.answer(200, {"id": "p", "choices": [], "kv_transfer_params": KV_PARAMS})
+
+
+async def decodes(call: Call) -> None:
+    if call.body.get("stream"):
+        await call.start()
+        for text in ("one", "two"):
+            await call.write(b'data: {"text": "%s"}\n\n' % text.encode())
+        await call.write(b"data: [DONE]\n\n", more=False)
+    else:
+        kv = {"x-baton-kv": "transferred=3, recomputed=0, skipped=0"}
+        await call.answer(200, {"text": "onetwo"}, kv)
+
+
+class Fake:
+    """One server. `calls` are the generation requests it got."""
+
+    def __init__(self, behave: Behave, *, ready: bool = True) -> None:
+        self.behave = behave
+        self.ready = ready
+        self.calls: list[Call] = []
+        self.polls = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self._task: asyncio.Task[None] | None = None
+        self._server: uvicorn.Server | None = None
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        raw, more = b"", True
+        while more:
+            message = await receive()
+            raw, more = raw + message.get("body", b""), message.get("more_body", False)
+        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+        call = Call(scope["path"], headers, raw, receive, send)
+        if call.path == "/ready":
+            self.polls += 1
+            reason = {} if self.ready else {"reason": "the engine is starting"}
+            await call.answer(200 if self.ready else 503, reason)
+            return
+        self.calls.append(call)
+        try:
+            await self.behave(call)
+        except Drop:
+            scope["extensions"]["drop"]()
+
+    def start(self) -> None:
+        config = uvicorn.Config(
+            self, lifespan="off", log_config=None, access_log=False, http=_DroppingProtocol
+        )
+        self._server = _QuietServer(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self.listener]))
+
+    async def stop(self) -> None:
+        """Ends it as a crash would: connections break, the port refuses."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = self._server.force_exit = True
+            for connection in list(self._server.server_state.connections):
+                transport = getattr(connection, "transport", None)
+                if transport is not None:
+                    transport.abort()
+            await self._task
+            self._task = None
+        self.listener.close()
+
+
+class _QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: E402
+
+
+class _DroppingProtocol(HttpToolsProtocol):
+    """Lets an application end its connection without another byte."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {"drop": self.transport.abort}  # type: ignore[typeddict-item]
+
+
+class Rig:
+    """Fakes, a proxy, and a client of it.
+
+    Args:
+        ready: wait until the proxy has found every fake ready that says so.
+    """
+
+    def __init__(
+        self,
+        prefill: list[Fake] | None = None,
+        decode: list[Fake] | None = None,
+        *,
+        ready: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.prefill = [Fake(prefills)] if prefill is None else prefill
+        self.decode = [Fake(decodes)] if decode is None else decode
+        self._wait = ready
+        self._settings = {
+            "health_interval_s": 0.02,
+            "shutdown_grace_s": 2.0,
+            "prefill": tuple(fake.url for fake in self.prefill),
+            "decode": tuple(fake.url for fake in self.decode),
+            **settings,
+        }
+
+    async def __aenter__(self) -> "Rig":
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        for fake in (*self.prefill, *self.decode):
+            fake.start()
+        self.app = ProxyApp(ProxySettings(**self._settings))
+        self.server: ProxyServer = make_server(self.app)
+        self.task = asyncio.create_task(self.server.serve(sockets=[self.listener]))
+        self.client = httpx.AsyncClient(
+            base_url=self.url, timeout=LIMIT_S, trust_env=False, verify=False
+        )
+        if self._wait:
+            await until(self._all_known)
+        return self
+
+    def _all_known(self) -> bool:
+        return all(
+            self.app.fleet.health(server).ready == fake.ready
+            for server, fake in zip(
+                self.app.fleet.servers(), (*self.prefill, *self.decode), strict=True
+            )
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.aclose()
+        self.server.should_exit = True
+        await self.task
+        await asyncio.gather(*(fake.stop() for fake in (*self.prefill, *self.decode)))
+
+    async def complete(self, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        body = {"model": "m", "prompt": "hello", **body}
+        return await self.client.post("/v1/completions", json=body, headers=headers)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.app.metrics.value(name, **labels)
+
+    def decode_only(self, reason: str) -> float:
+        return self.metric("baton_proxy_requests", path="decode_only", reason=reason)

@@ -1,0 +1,442 @@
+"""Requests through real servers over loopback: both legs, relaying, and a failure at each point."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.proxy.fakes import KV_PARAMS, Call, Drop, Fake, Rig, decodes, prefills, run
+
+NULL_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def answers(status: int, value: object) -> Any:
+    async def behave(call: Call) -> None:
+        await call.answer(status, value)
+
+    return behave
+
+
+async def drops(call: Call) -> None:
+    raise Drop
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_request_goes_through_both_servers(path: str) -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            body = {
+                "model": "m",
+                "prompt": "héllo \U0001f600",
+                "max_tokens": 7,
+                "n": 1,
+                "temperature": 0.30000000000000004,
+                "seed": 2**63 - 1,
+            }
+            response = await rig.client.post(path, content=json.dumps(body))
+            assert response.status_code == 200
+            assert response.json() == {"text": "onetwo"}
+            (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
+            assert to_p.path == to_d.path == path
+            leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": NULL_PARAMS}
+            assert to_p.body == leg
+            assert to_d.body == {**body, "kv_transfer_params": KV_PARAMS}
+            assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
+
+    run(test())
+
+
+def test_headers_travel_both_ways() -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            name = 'any string: "quotes", ünïcode'.encode().decode("latin-1")
+            headers = {"X-Request-Id": name.encode("latin-1"), "Authorization": b"Bearer k"}
+            response = await rig.client.post("/v1/completions", content="{}", headers=headers)
+            for call in (rig.prefill[0].calls[0], rig.decode[0].calls[0]):
+                assert call.headers["x-request-id"] == name
+                assert call.headers["authorization"] == "Bearer k"
+                assert call.headers["content-type"] == "application/json"
+            assert response.headers.get_list("x-request-id") == [response.headers["x-request-id"]]
+            assert (b"x-request-id", name.encode("latin-1")) in response.headers.raw
+            assert response.headers["x-baton-kv"] == "transferred=3, recomputed=0, skipped=0"
+            assert response.headers["content-type"] == "application/json"
+
+    run(test())
+
+
+def test_a_request_without_an_id_gets_one() -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            ids = [(await rig.complete()).headers["x-request-id"] for _ in range(2)]
+            assert len(set(ids)) == 2
+            assert [call.headers["x-request-id"] for call in rig.prefill[0].calls] == ids
+            assert [call.headers["x-request-id"] for call in rig.decode[0].calls] == ids
+
+    run(test())
+
+
+@pytest.mark.parametrize("given", [{}, {"seed": None}])
+def test_both_servers_get_the_same_seed(given: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            for _ in range(2):
+                await rig.complete(**given)
+            seeds = [call.body["seed"] for call in rig.prefill[0].calls]
+            assert seeds == [call.body["seed"] for call in rig.decode[0].calls]
+            assert len(set(seeds)) == 2
+            assert all(0 <= seed < 2**63 for seed in seeds)
+
+    run(test())
+
+
+def test_a_list_of_params_is_relayed() -> None:
+    async def test() -> None:
+        params = [KV_PARAMS, {**KV_PARAMS, "remote_block_ids": [9]}]
+        rig = Rig(prefill=[Fake(answers(200, {"kv_transfer_params": params}))])
+        async with rig:
+            await rig.complete(prompt=["a", "b"])
+            assert rig.decode[0].calls[0].body["kv_transfer_params"] == params
+
+    run(test())
+
+
+def test_params_of_a_client_reach_no_server() -> None:
+    async def test() -> None:
+        async with Rig(prefill=[]) as rig:
+            await rig.complete(kv_transfer_params={**KV_PARAMS, "remote_host": "10.0.0.1"})
+            assert "kv_transfer_params" not in rig.decode[0].calls[0].body
+            metrics = (await rig.client.get("/metrics")).text
+            assert "baton_proxy_stripped_kv_transfer_params_total 1.0" in metrics
+
+    run(test())
+
+
+def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk() -> None:
+    seen = asyncio.Event()
+
+    async def streams(call: Call) -> None:
+        await call.start()
+        await call.write(b'data: {"n": 1}\n\n')
+        await seen.wait()  # the second chunk exists only once the client has the first
+        await call.write(b': comment\r\n\r\ndata: {"n": 2}\n\ndata: [DO')
+        await call.write(b"NE]\n\n", more=False)
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(streams)]) as rig:
+            body = {"prompt": "x", "stream": True}
+            async with rig.client.stream("POST", "/v1/completions", json=body) as response:
+                assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+                received = b""
+                async for chunk in response.aiter_raw():
+                    if not received:
+                        assert chunk == b'data: {"n": 1}\n\n'
+                        seen.set()
+                    received += chunk
+        assert received == (
+            b'data: {"n": 1}\n\n: comment\r\n\r\ndata: {"n": 2}\n\ndata: [DONE]\n\n'
+        )
+        leg = rig.prefill[0].calls[0].body
+        assert leg["stream"] is False
+
+    run(test())
+
+
+def test_a_refusal_by_the_prefill_server_is_the_answer() -> None:
+    error = {"error": {"message": "temperature must be a number", "param": "temperature"}}
+
+    async def test() -> None:
+        async with Rig(prefill=[Fake(answers(400, error))]) as rig:
+            response = await rig.complete(temperature="hot", stream=True)
+            assert (response.status_code, response.json()) == (400, error)
+            assert rig.decode[0].calls == []
+            assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400") == 1
+
+    run(test())
+
+
+def test_a_refusal_by_the_decode_server_is_the_answer() -> None:
+    async def test() -> None:
+        async with Rig(decode=[Fake(answers(422, {"error": {"message": "no"}}))]) as rig:
+            response = await rig.complete(stream=True)
+            assert (response.status_code, response.json()["error"]["message"]) == (422, "no")
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("behave", "reason"),
+    [
+        (answers(500, {}), "error"),
+        (answers(503, {}), "busy"),
+        (drops, "lost"),
+        (answers(200, {"choices": []}), "no_kv_params"),
+        (answers(200, {"kv_transfer_params": None}), "no_kv_params"),
+        (answers(200, {"kv_transfer_params": []}), "no_kv_params"),
+        (answers(200, {"kv_transfer_params": "text"}), "no_kv_params"),
+        (answers(200, ["not an object"]), "no_kv_params"),
+    ],
+)
+def test_without_a_usable_prefill_the_decode_server_does_all_and_it_is_counted(
+    behave: Any, reason: str
+) -> None:
+    async def test() -> None:
+        async with Rig(prefill=[Fake(behave)]) as rig:
+            response = await rig.complete()
+            assert response.status_code == 200
+            assert "kv_transfer_params" not in rig.decode[0].calls[0].body
+            assert rig.decode_only(reason) == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("prefill", [[], [Fake(prefills, ready=False)]])
+def test_no_prefill_server_at_all(prefill: list[Fake]) -> None:
+    async def test() -> None:
+        async with Rig(prefill=prefill) as rig:
+            assert (await rig.complete()).status_code == 200
+            assert rig.decode_only("no_prefill_server") == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("behave", [answers(500, {}), answers(503, {}), drops])
+def test_another_prefill_server_takes_over(behave: Any) -> None:
+    async def test() -> None:
+        async with Rig(prefill=[Fake(behave), Fake(prefills)]) as rig:
+            assert (await rig.complete()).status_code == 200
+            assert [len(fake.calls) for fake in rig.prefill] == [1, 1]
+            assert rig.decode[0].calls[0].body["kv_transfer_params"] == KV_PARAMS
+            assert rig.metric("baton_proxy_retries", leg="prefill") == 1
+
+    run(test())
+
+
+def test_a_prefill_answer_that_breaks_off_is_tried_again() -> None:
+    async def breaks(call: Call) -> None:
+        await call.start(200, {"content-type": "application/json", "content-length": "100"})
+        await call.write(b'{"kv_tr')
+        raise Drop
+
+    async def test() -> None:
+        async with Rig(prefill=[Fake(breaks), Fake(prefills)]) as rig:
+            await rig.complete()
+            assert rig.decode[0].calls[0].body["kv_transfer_params"] == KV_PARAMS
+
+    run(test())
+
+
+@pytest.mark.parametrize("behave", [answers(503, {}), drops])
+def test_another_decode_server_gets_the_same_params(behave: Any) -> None:
+    async def test() -> None:
+        async with Rig(decode=[Fake(behave), Fake(decodes)]) as rig:
+            response = await rig.complete()
+            assert response.json() == {"text": "onetwo"}
+            assert [call.raw for call in rig.decode[0].calls] == [rig.decode[1].calls[0].raw]
+            assert rig.decode[1].calls[0].body["kv_transfer_params"] == KV_PARAMS
+            assert len(rig.prefill[0].calls) == 1
+
+    run(test())
+
+
+def test_a_request_that_kills_decode_servers_does_not_walk_the_whole_fleet() -> None:
+    async def test() -> None:
+        async with Rig(decode=[Fake(drops) for _ in range(4)], health_interval_s=60.0) as rig:
+            response = await rig.complete()
+            assert response.status_code == 502
+            assert response.json()["error"]["code"] == "decode_server_lost"
+            assert sum(len(fake.calls) for fake in rig.decode) == 2
+
+    run(test())
+
+
+def test_errors_of_a_decode_server_are_relayed_when_no_other_helps() -> None:
+    error = {"error": {"message": "the KV could not be pulled", "code": "transfer_failed"}}
+
+    async def test() -> None:
+        for status in (500, 502, 503, 504):
+            async with Rig(decode=[Fake(answers(status, error))]) as rig:
+                response = await rig.complete()
+                assert (response.status_code, response.json()) == (status, error)
+
+    run(test())
+
+
+def test_a_decode_server_that_is_gone_makes_503() -> None:
+    async def test() -> None:
+        async with Rig(health_interval_s=60.0) as rig:
+            await rig.decode[0].stop()
+            response = await rig.complete()
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "no_server_available"
+            again = await rig.complete()
+            assert again.status_code == 503
+            assert len(rig.prefill[0].calls) == 1  # the second was refused before any work
+
+    run(test())
+
+
+def test_a_prefill_server_that_is_gone_is_not_asked_again() -> None:
+    async def test() -> None:
+        async with Rig(health_interval_s=60.0) as rig:
+            await rig.prefill[0].stop()
+            assert (await rig.complete()).status_code == 200
+            assert (await rig.complete()).status_code == 200
+            assert rig.decode_only("unreachable") == 1
+            assert rig.decode_only("no_prefill_server") == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("tail", [b"", b'data: {"half'])
+def test_a_stream_that_breaks_ends_in_an_error_event(tail: bytes) -> None:
+    async def breaks(call: Call) -> None:
+        await call.start()
+        await call.write(b"data: 1\n\n" + tail)
+        raise Drop
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(breaks)]) as rig:
+            response = await rig.complete(stream=True)
+            assert response.status_code == 200
+            first, event, data, *rest = response.text.split("\n")[0:1] + [
+                line for line in response.text.split("\n")[1:] if line
+            ]
+            assert (first, event, rest) == ("data: 1", "event: error", [])
+            error = json.loads(data.removeprefix("data: "))["error"]
+            assert (error["code"], error["phase"]) == ("decode_server_lost", "decode")
+
+    run(test())
+
+
+def test_a_stream_that_ends_without_its_last_event_ends_in_an_error_event() -> None:
+    async def ends(call: Call) -> None:
+        await call.start()
+        await call.write(b"data: 1\n\n", more=False)
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(ends)]) as rig:
+            response = await rig.complete(stream=True)
+            assert "event: error" in response.text
+            assert "[DONE]" not in response.text
+
+    run(test())
+
+
+def test_an_error_event_of_the_decode_server_is_relayed_alone() -> None:
+    text = b'data: 1\n\nevent: error\ndata: {"error": {"code": "engine_died"}}\n\n'
+
+    async def fails(call: Call) -> None:
+        await call.start()
+        await call.write(text, more=False)
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(fails)]) as rig:
+            assert (await rig.complete(stream=True)).content == text
+
+    run(test())
+
+
+def test_an_answer_that_breaks_off_is_a_502() -> None:
+    async def breaks(call: Call) -> None:
+        await call.start(200, {"content-type": "application/json", "content-length": "100"})
+        await call.write(b'{"text": "on')
+        raise Drop
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(breaks)]) as rig:
+            response = await rig.complete()
+            assert response.status_code == 502
+            assert response.json()["error"]["code"] == "decode_server_lost"
+
+    run(test())
+
+
+async def hangs(call: Call) -> None:
+    await call.gone()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(hangs, decodes), (prefills, hangs)])
+def test_a_silent_server_times_out(prefill: Any, decode: Any) -> None:
+    async def test() -> None:
+        async with Rig([Fake(prefill)], [Fake(decode)], read_timeout_s=0.2) as rig:
+            response = await rig.complete()
+            if prefill is hangs:
+                assert response.status_code == 200
+                assert rig.decode_only("timeout") == 1
+            else:
+                assert response.status_code == 504
+                assert response.json()["error"]["code"] == "decode_server_timeout"
+
+    run(test())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode", "stream"])
+def test_a_client_that_goes_away_ends_the_leg_in_flight(leg: str) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def waits(call: Call) -> None:
+        if leg == "stream":
+            await call.start()
+            await call.write(b"data: 1\n\n")
+        begun.set()
+        await call.gone()
+        ended.set()
+
+    async def test() -> None:
+        fakes = ([Fake(waits)], None) if leg == "prefill" else (None, [Fake(waits)])
+        async with Rig(*fakes) as rig:
+            request = asyncio.create_task(rig.complete(stream=leg == "stream"))
+            await begun.wait()
+            request.cancel()
+            await ended.wait()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            if leg == "prefill":
+                assert rig.decode[0].calls == []
+            while rig.metric("baton_proxy_client_disconnects") == 0:
+                await asyncio.sleep(0.002)
+            assert rig.metric("baton_proxy_requests_in_progress") == 0
+            assert all(rig.app.fleet.health(server).ready for server in rig.app.fleet.servers())
+
+    run(test())
+
+
+def test_requests_go_round_all_servers() -> None:
+    async def test() -> None:
+        async with Rig(
+            [Fake(prefills) for _ in range(3)], [Fake(decodes) for _ in range(2)]
+        ) as rig:
+            for _ in range(6):
+                await rig.complete()
+            assert [len(fake.calls) for fake in rig.prefill] == [2, 2, 2]
+            assert [len(fake.calls) for fake in rig.decode] == [3, 3]
+
+    run(test())
+
+
+def test_many_requests_at_once() -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(
+                base_url=rig.url, limits=limits, timeout=30, trust_env=False, verify=False
+            ) as client:
+                bodies = [{"prompt": f"p{i}", "stream": i % 2 == 0} for i in range(200)]
+                responses = await asyncio.gather(
+                    *(client.post("/v1/completions", json=body) for body in bodies)
+                )
+            assert {response.status_code for response in responses} == {200}
+            assert sorted(call.body["prompt"] for call in rig.decode[0].calls) == sorted(
+                str(body["prompt"]) for body in bodies
+            )
+
+    run(test())

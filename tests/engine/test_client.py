@@ -1,0 +1,326 @@
+"""The client over real ZMQ, and the scripted engine, keep one set of promises."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from engine.client import SMALL_ENGINE, Engine, EngineClient, ScriptedEngine
+from protocol.errors import EngineDied
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineFailed,
+    EngineStats,
+    ErrorInfo,
+    KVUsage,
+    Outputs,
+    SamplingParams,
+    Shutdown,
+    TokenDelta,
+    decode_input,
+    encode,
+)
+
+WAIT_S = 20.0
+
+
+def add(request_id: str, max_tokens: int = 3) -> AddRequest:
+    return AddRequest(
+        request_id=request_id, token_ids=[10], sampling=SamplingParams(), max_tokens=max_tokens
+    )
+
+
+class RemoteEngine:
+    """The engine's end of the sockets: says it is ready, records, and answers when told to."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._context = zmq.asyncio.Context()
+        self._inputs = self._context.socket(zmq.PULL)
+        self._inputs.connect(client.input_address)
+        self._outputs = self._context.socket(zmq.PUSH)
+        self._outputs.connect(client.output_address)
+
+    async def receive(self) -> Any:
+        return decode_input(await asyncio.wait_for(self._inputs.recv(), WAIT_S))
+
+    async def send(self, message: Any) -> None:
+        await self._outputs.send(encode(message))
+
+    async def answer(self, request: AddRequest, *token_ids: int, finish: str | None = None) -> None:
+        delta = TokenDelta(
+            request_id=request.request_id, token_ids=list(token_ids), finish_reason=finish
+        )
+        await self.send(Outputs([delta]))
+
+    def close(self) -> None:
+        self._inputs.close(0)
+        self._outputs.close(0)
+        self._context.term()
+
+
+@asynccontextmanager
+async def connected(tmp_path: Any) -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
+    client = EngineClient(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
+    await client.start()
+    remote = RemoteEngine(client)
+    try:
+        await remote.send(SMALL_ENGINE)
+        assert await client.wait_ready(WAIT_S) == SMALL_ENGINE
+        yield client, remote
+    finally:
+        await client.close()
+        remote.close()
+
+
+async def collect(engine: Engine, request: AddRequest) -> list[TokenDelta]:
+    return [delta async for delta in engine.generate(request)]
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def test_a_request_goes_out_and_its_tokens_come_back(tmp_path: Any) -> None:
+    async def main() -> None:
+        async with connected(tmp_path) as (client, remote):
+            answer = asyncio.create_task(collect(client, add("r")))
+            request = await remote.receive()
+            assert request == add("r")
+            await remote.answer(request, 1)
+            await remote.answer(request, 2, 3, finish="length")
+            deltas = await answer
+            assert tokens(deltas) == [1, 2, 3] and deltas[-1].finish_reason == "length"
+            assert client.num_open == 0
+
+    asyncio.run(main())
+
+
+def test_several_requests_share_one_subscription(tmp_path: Any) -> None:
+    async def main() -> None:
+        async with connected(tmp_path) as (client, remote):
+            with_both = client.submit([add("a"), add("b")])
+            first, second = await remote.receive(), await remote.receive()
+            await remote.answer(second, 7, finish="stop")
+            await remote.answer(first, 8, finish="stop")
+            found = {}
+            while batch := await asyncio.wait_for(with_both.next_batch(), WAIT_S):
+                found.update({delta.request_id: delta.token_ids for delta in batch})
+            assert found == {"a": [8], "b": [7]}
+
+    asyncio.run(main())
+
+
+def test_leaving_early_aborts_and_drops_what_still_comes(tmp_path: Any) -> None:
+    async def main() -> None:
+        async with connected(tmp_path) as (client, remote):
+            async with aclosing(client.generate(add("r"))) as answer:
+                asyncio.get_running_loop().create_task(remote.send(Outputs([_delta("r", 1)])))
+                assert (await anext(answer)).token_ids == [1]
+            assert await remote.receive() == add("r")
+            assert await remote.receive() == AbortRequest("r")
+            await remote.send(Outputs([_delta("r", 2), _delta("r", finish="abort")]))
+            await remote.send(EngineStats({"x": 1.0}))
+            await _until(lambda: client.stats == {"x": 1.0})
+            assert client.num_open == 0
+
+    asyncio.run(main())
+
+
+def test_cancelling_aborts(tmp_path: Any) -> None:
+    async def main() -> None:
+        async with connected(tmp_path) as (client, remote):
+            answer = asyncio.create_task(collect(client, add("r")))
+            assert await remote.receive() == add("r")
+            answer.cancel()
+            assert await remote.receive() == AbortRequest("r")
+
+    asyncio.run(main())
+
+
+def test_an_asked_for_abort_still_brings_the_last_delta(tmp_path: Any) -> None:
+    async def main() -> None:
+        async with connected(tmp_path) as (client, remote):
+            async with client.submit([add("r")]) as subscription:
+                await remote.receive()
+                subscription.abort("r")
+                assert await remote.receive() == AbortRequest("r")
+                await remote.send(Outputs([_delta("r", finish="abort")]))
+                (last,) = await asyncio.wait_for(subscription.next_batch(), WAIT_S)
+                assert last.finish_reason == "abort"
+                assert await subscription.next_batch() == []
+            await remote.send(EngineStats({}))
+            await client.close()
+            assert await remote.receive() == Shutdown()  # and no second abort
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["message", "process", "thread", "garbage"])
+def test_a_dead_engine_ends_every_open_request(tmp_path: Any, how: str) -> None:
+    async def main() -> None:
+        async with connected(tmp_path) as (client, remote):
+            answers = [asyncio.create_task(collect(client, add(name))) for name in "ab"]
+            await remote.receive()
+            await remote.receive()
+            if how == "message":
+                await remote.send(EngineFailed("out of memory"))
+            elif how == "process":
+                client.fail("out of memory")
+            elif how == "thread":
+                threading.Thread(target=client.fail, args=("out of memory",)).start()
+            else:
+                await remote._outputs.send(b"\xc1")
+            for answer in answers:
+                (last,) = await asyncio.wait_for(answer, WAIT_S)
+                assert last.error is not None and last.error.code == "engine_died"
+            assert not client.healthy and client.num_open == 0
+            with pytest.raises(EngineDied):
+                client.submit([add("c")])
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_fails_at_start_is_not_waited_for(tmp_path: Any) -> None:
+    async def main() -> None:
+        client = EngineClient(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
+        await client.start()
+        client.fail("no such model")
+        with pytest.raises(EngineDied, match="no such model"):
+            await client.wait_ready(WAIT_S)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_silent_engine_is_given_up() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(ready=None)
+        await engine.start()
+        with pytest.raises(EngineDied, match="not ready after"):
+            await engine.wait_ready(0.001)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_nobody_connected_is_a_dead_engine_not_a_hang(tmp_path: Any) -> None:
+    async def main() -> None:
+        client = EngineClient(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
+        await client.start()
+        with pytest.raises(EngineDied, match="not connected"):
+            client.submit([add("r")])
+        assert client.num_open == 0
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_wildcard_ports_are_resolved() -> None:
+    async def main() -> None:
+        client = EngineClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+        await client.start()
+        assert "*" not in client.input_address + client.output_address
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_closing_ends_open_requests(tmp_path: Any) -> None:
+    async def main() -> None:
+        async with connected(tmp_path) as (client, remote):
+            answer = asyncio.create_task(collect(client, add("r")))
+            await remote.receive()
+            await client.close()
+            (last,) = await asyncio.wait_for(answer, WAIT_S)
+            assert last.error is not None
+
+    asyncio.run(main())
+
+
+# -- the engine in memory ----------------------------------------------------------------------
+
+
+def test_the_scripted_engine_counts_up() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine()
+        await engine.start()
+        deltas = await collect(engine, add("r"))
+        assert tokens(deltas) == [11, 12, 13]
+        assert deltas[-1].usage == KVUsage(recomputed=1)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_the_scripted_engine_answers_an_abort() -> None:
+    async def silent(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(request_id=request.request_id, token_ids=[1])
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        engine = ScriptedEngine(silent)
+        await engine.start()
+        async with engine.submit([add("r")]) as subscription:
+            await subscription.next_batch()
+            subscription.abort("r")
+            (last,) = await subscription.next_batch()
+            assert last.finish_reason == "abort"
+        assert engine.aborted == ["r"]
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_id_in_use_is_our_own_bug() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine()
+        await engine.start()
+        with pytest.raises(ValueError, match="in use"):
+            engine.submit([add("r"), add("r")])
+        with engine_open(engine, "r"), pytest.raises(ValueError, match="in use"):
+            engine.submit([add("r")])
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_error_is_a_terminal_event() -> None:
+    async def failing(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(request_id=request.request_id, error=ErrorInfo("overloaded", "full"))
+
+    async def main() -> None:
+        engine = ScriptedEngine(failing)
+        await engine.start()
+        (only,) = await collect(engine, add("r"))
+        assert only.error == ErrorInfo("overloaded", "full")
+        await engine.close()
+
+    asyncio.run(main())
+
+
+class engine_open:
+    """A request that is open within the block."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self._subscription = engine.submit([add(request_id)])
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self._subscription.close()
+
+
+def _delta(request_id: str, *token_ids: int, finish: str | None = None) -> TokenDelta:
+    return TokenDelta(request_id=request_id, token_ids=list(token_ids), finish_reason=finish)
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)

@@ -1,0 +1,140 @@
+"""Text comes out the same however tokens and characters are cut."""
+
+import functools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.detokenizer import (
+    ByteDetokenizer,
+    StopFinder,
+    WindowDetokenizer,
+    create_detokenizer,
+)
+
+
+class PieceTokenizer:
+    """SentencePiece-like: a leading space is dropped, byte tokens join, 0 is special."""
+
+    special_ids = frozenset([0])
+    token_bytes = None
+
+    def __init__(self, pieces: list[str | bytes]) -> None:
+        self.pieces = pieces
+
+    def decode(self, token_ids: list[int]) -> str:
+        pieces = [self.pieces[i] for i in token_ids if i not in self.special_ids]
+        data = b"".join(p if isinstance(p, bytes) else p.encode() for p in pieces)
+        return data.decode("utf-8", "replace").replace("▁", " ").removeprefix(" ")
+
+
+PIECES: list[str | bytes] = ["<s>", "▁", "▁he", "llo", "▁wörld", "!", *"ab\n"]
+PIECES += [bytes([byte]) for byte in "€🙂é".encode()]
+TOKENIZER = PieceTokenizer(PIECES)
+
+TOKEN_BYTES = [bytes([byte]) for byte in range(256)] + [b"", "🙂".encode(), b"ab\xe2", b"\x82\xac"]
+
+
+def run(detokenizer: ByteDetokenizer | WindowDetokenizer, ids: list[int]) -> str:
+    return "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
+
+
+def ids_of(text: str) -> list[int]:
+    """`text` in byte tokens where there are some, else in pieces of one character."""
+    ids = []
+    for char in text:
+        if char in PIECES:
+            ids.append(PIECES.index(char))
+        else:
+            ids += [PIECES.index(bytes([byte])) for byte in char.encode()]
+    return ids
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0, 256, 257, 258, 259, 0xE2, 0x82, 0xAC, 0xF0, 0x80, 0x41])))
+def test_bytes_are_decoded_as_if_at_once(ids: list[int]) -> None:
+    expected = b"".join(TOKEN_BYTES[i] for i in ids if i != 256).decode("utf-8", "replace")
+    assert run(ByteDetokenizer(TOKEN_BYTES, frozenset([256])), ids) == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["<s>", "▁he", "llo", "▁", "€", "🙂", "é", "▁wörld", "a", "\n"])))
+def test_windows_are_decoded_as_if_at_once(texts: list[str]) -> None:
+    ids = []
+    for text in texts:
+        ids += [PIECES.index(text)] if text in PIECES else ids_of(text)
+    assert run(WindowDetokenizer(TOKENIZER), ids) == TOKENIZER.decode(ids)
+
+
+def test_a_character_comes_out_once_it_is_complete() -> None:
+    detokenizer = WindowDetokenizer(TOKENIZER)
+    assert [detokenizer.push(i) for i in ids_of("a€b")] == ["a", "", "", "€", "b"]
+
+
+def test_an_incomplete_character_ends_as_replacement() -> None:
+    detokenizer = WindowDetokenizer(TOKENIZER)
+    assert [detokenizer.push(i) for i in ids_of("a€")[:-1]] == ["a", "", ""]
+    assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert detokenizer.flush() == ""
+
+
+def test_endless_invalid_bytes_are_not_held_back_for_ever() -> None:
+    detokenizer = WindowDetokenizer(TOKENIZER)
+    lead = PIECES.index("€".encode()[:1])
+    assert any(detokenizer.push(lead) for _ in range(20))
+
+
+def test_special_tokens_have_no_text() -> None:
+    detokenizer = WindowDetokenizer(TOKENIZER)
+    assert [detokenizer.push(i) for i in (0, 2, 0, 2)] == ["", "he", "", " he"]
+
+
+def test_the_vocabulary_decides_how() -> None:
+    assert isinstance(create_detokenizer(TOKENIZER), WindowDetokenizer)
+
+
+def test_an_id_beyond_the_vocabulary_has_no_text() -> None:
+    """Models pad their output layer; a padding row can be drawn from random weights."""
+    assert ByteDetokenizer(TOKEN_BYTES, frozenset()).push(10_000) == ""
+
+
+# -- stop strings ------------------------------------------------------------------------------
+
+
+def feed(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+    finder = StopFinder(stops)
+    out = ""
+    for piece in pieces:
+        text, found = finder.push(piece)
+        out += text
+        if found:
+            return out, True
+    return out + finder.flush(), False
+
+
+@functools.cache
+def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
+    """Character by character: cut before the first stop string to be complete."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], True
+    return text, False
+
+
+@settings(deadline=None, max_examples=500)
+@given(
+    st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+    st.lists(st.text("ab\n", max_size=4), max_size=8),
+)
+def test_a_stop_is_found_across_any_border(stops: list[str], pieces: list[str]) -> None:
+    assert feed(stops, pieces) == expected_cut(tuple(stops), "".join(pieces))
+
+
+def test_what_may_begin_a_stop_is_held_and_nothing_else() -> None:
+    finder = StopFinder(["\n\nUser:"])
+    assert finder.push("Hi\n") == ("Hi", False)
+    assert finder.push("\nUs") == ("", False)
+    assert finder.push("a") == ("\n\nUsa", False)
+    assert finder.push("\n\nUser") == ("", False)
+    assert finder.push(": me") == ("", True)

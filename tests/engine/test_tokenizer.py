@@ -1,0 +1,286 @@
+"""The tokenizer and the chat template agree with transformers on the same directory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from engine.chat_template import ChatTemplate
+from engine.tokenizer import Tokenizer, TokenizerNotFound
+from protocol.errors import InvalidRequest
+
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if loop.first and message.role != 'system' %}
+        {{- '<|begin|>system\\nBe brief. ' + strftime_now('%Y') + '<|end|>' }}
+    {%- endif %}
+    {{- '<|begin|>' + message['role'] + '\\n' + message['content'] + '<|end|>' + '\\n' }}
+    {%- if message.name is defined %}{{ message | tojson }}{% endif %}
+    {% generation %}{% if loop.last %}{{ bos_token }}{% endif %}{% endgeneration %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|begin|>assistant\\n' }}{% endif %}
+"""
+
+TEXTS = [
+    "Hello world",
+    "  two  spaces\n\n\ttab 12345 x=3.14",
+    "Ünïcödé 你好 🙂👩‍👩‍👧 e\u0301",
+    "<|begin|>user\nhi<|end|> <extra>x",
+    "</s> x <s>",
+    "a" * 300,
+    "",
+]
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": 'Hi "you" <b>&'}],
+    [
+        {"role": "system", "content": "Sys"},
+        {"role": "user", "content": " a ", "name": "Zoë <i>"},
+        {"role": "assistant", "content": "yo\n"},
+        {"role": "user", "content": "<|end|>"},
+    ],
+]
+
+
+def train(tokenizer: tokenizers.Tokenizer, special: list[str], alphabet: list[str]) -> None:
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, he said hello world"] * 5, trainer)
+
+
+def write_byte_level(folder: Path) -> None:
+    """As Llama 3, Qwen and SmolLM2 have it: byte-level, no prefix, ChatML-like tokens."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    train(tokenizer, ["<|begin|>", "<|end|>"], pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.add_tokens(["<extra>", "ß→"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|end|>"},
+        "pad_token": "<|pad|>",  # known to this file only
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_sentencepiece_like(folder: Path) -> None:
+    """As Llama 2 has it: spaces are ▁, unknown characters are byte tokens, <s> is put in front."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    special = ["<unk>", "<s>", "</s>"]
+    train(tokenizer, special + [f"<0x{byte:02X}>" for byte in range(256)], [])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    saved = json.loads(tokenizer.to_str())
+    # The trainer made the byte tokens special; in such models they are plain vocabulary.
+    saved["added_tokens"] = [t for t in saved["added_tokens"] if t["content"] in special]
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(names))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+MAKERS = {"byte-level": write_byte_level, "sentencepiece-like": write_sentencepiece_like}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, write in MAKERS.items():
+        made[name] = tmp_path_factory.mktemp(name)
+        write(made[name])
+    return made
+
+
+def shared_models() -> list[Path]:
+    beside = Path(__file__).parents[3] / "shared" / "models"
+    root = Path(os.environ.get("BATON_TEST_MODELS", beside))
+    return sorted(path.parent for path in root.glob("*/tokenizer.json"))
+
+
+def assert_equal_to_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = Tokenizer(folder)
+    assert ours.special_tokens == theirs.special_tokens_map
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    if ours.chat_template is None:
+        return
+    for messages in CHATS:
+        assert ours.render_chat(messages) == theirs.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        assert ours.encode_chat(messages) == theirs.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_equals_transformers(folders: dict[str, Path], name: str) -> None:
+    assert_equal_to_transformers(folders[name])
+
+
+@pytest.mark.parametrize("folder", shared_models(), ids=lambda folder: folder.name)
+def test_it_equals_transformers_on_shared_models(folder: Path) -> None:
+    assert_equal_to_transformers(folder)
+
+
+def test_the_byte_table_says_what_decode_says(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer(folders["byte-level"])
+    assert tokenizer.token_bytes is not None
+    for token_id in range(tokenizer.vocab_size):
+        if token_id not in tokenizer.special_ids:
+            text = tokenizer.token_bytes[token_id].decode("utf-8", "replace")
+            assert text == tokenizer.decode([token_id]), token_id
+
+
+def test_no_other_decoder_gets_a_byte_table(folders: dict[str, Path]) -> None:
+    assert Tokenizer(folders["sentencepiece-like"]).token_bytes is None
+
+
+def test_token_text_names_special_tokens(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer(folders["byte-level"])
+    assert tokenizer.token_text(tokenizer.encode("<|end|>")[0]) == "<|end|>"
+    assert tokenizer.token_text(tokenizer.encode("ß→")[0]) == "ß→"
+
+
+# -- end of sequence ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, (5, 6)),
+        ({"eos_token_id": 5}, {}, (5,)),
+        ({}, {"eos_token_id": 7}, (7,)),
+        (None, None, None),
+    ],
+)
+def test_eos_comes_from_the_most_specific_file(
+    tmp_path: Path, generation: Any, config: Any, expected: Any
+) -> None:
+    write_byte_level(tmp_path)
+    for name, content in (("generation_config", generation), ("config", config)):
+        if content is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.eos_ids == (expected or tuple(tokenizer.encode("<|end|>")))
+
+
+# -- what is missing or broken -----------------------------------------------------------------
+
+
+def test_a_directory_without_tokenizer_json_says_how_to_convert(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(TokenizerNotFound, match=r"tokenizer\.model.*save_pretrained"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_file_is_named(tmp_path: Path, broken: str) -> None:
+    write_byte_level(tmp_path)
+    (tmp_path / broken).write_text("{")
+    with pytest.raises(TokenizerNotFound, match=broken):
+        Tokenizer(tmp_path)
+
+
+def test_truncation_and_padding_in_the_file_do_not_apply(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=8)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer(tmp_path).encode("q" * 50)) == 50
+    assert len(Tokenizer(tmp_path).encode("q")) == 1
+
+
+# -- templates ---------------------------------------------------------------------------------
+
+
+def render(source: str, *messages: dict[str, Any]) -> str:
+    return ChatTemplate(source).render(messages, {"eos_token": "</s>"})
+
+
+def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "plain"},
+    ]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": templates}))
+    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": ""}]) == "plain"
+
+
+def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_a_template_s_refusal_reaches_the_client() -> None:
+    with pytest.raises(InvalidRequest, match="must alternate"):
+        render("{{ raise_exception('Roles must alternate') }}", {"role": "user", "content": ""})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.at.all }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox_nor_crash_the_server(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat template"):
+        render(source, {"role": "user", "content": ""})
+
+
+def test_developer_is_system_for_a_template_that_does_not_know_it() -> None:
+    message = {"role": "developer", "content": ""}
+    assert render("{{ messages[0].role }}", message) == "system"
+    assert render("{# developer #}{{ messages[0].role }}", message) == "developer"
+    assert message["role"] == "developer"
+
+
+def test_loop_controls_work_as_in_transformers() -> None:
+    source = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}"
+    assert render(source, *[{"role": "user", "content": ""}] * 3) == "x"
+
+
+def test_tokenizing_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, engine.http, engine.tokenizer; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)

@@ -1,0 +1,52 @@
+"""Small random transformers models, saved as checkpoints, to compare ours with."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+MLA_SIZES: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+def make(architecture: str, folder: Path, *, seed: int = 0, shard: str = "5GB", **options: Any):
+    """Saves a random model of `architecture` in `folder`; returns the transformers model."""
+    sizes = MLA_SIZES if architecture.startswith("Deepseek") else SIZES
+    config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    torch.manual_seed(seed)
+    model = getattr(transformers, architecture)(config_class(**{**sizes, **options})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.1)
+            else:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model

@@ -1,0 +1,94 @@
+"""Logits and greedy tokens of every architecture and rope type equal transformers', in float32."""
+
+import pytest
+import torch
+import transformers
+
+from model.config import load_config
+from model.registry import load_model
+from tests.make_models import trained_models
+from tests.model.dense import DenseAttention, greedy
+from tests.model.random_models import make
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+CASES = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "llama-linear": ("LlamaForCausalLM", {"rope_parameters": LINEAR}),
+    "llama-llama3": ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("LlamaForCausalLM", {"rope_parameters": {"rope_theta": 10000.0, **YARN}}),
+    "llama-bias": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("LlamaForCausalLM", {"head_dim": 24, "rms_norm_eps": 1e-3}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {"rope_parameters": {**LINEAR, "rope_theta": 1e6}}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "num_key_value_heads": 2}),
+    "qwen3-bias": ("Qwen3ForCausalLM", {"head_dim": 16, "attention_bias": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path):
+    architecture, options = CASES[case]
+    reference = make(architecture, tmp_path, **options)
+    model = load_model(load_config(tmp_path), tmp_path, dtype=torch.float32)
+    check_equal(model, reference)
+
+
+def check_equal(model, reference, num_tokens: int = 20) -> None:
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randint(0, model.config.vocab_size, (1, 150), generator=generator)
+    with torch.inference_mode():
+        wanted = reference(prompt).logits[0]
+        attention = DenseAttention(model.attention_spec)
+        logits = model.logits(model.forward(prompt[0], torch.arange(150), attention))
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    generated = reference.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    ids = prompt[0].tolist()
+    assert greedy(model, ids, num_tokens, chunk=64) == generated[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("name", trained_models() or [None])
+def test_trained_models_generate_what_transformers_does(name):
+    if name is None:
+        pytest.skip("no trained models in BATON_TEST_MODELS or ../shared/models")
+    folder = trained_models()[name]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    check_equal(load_model(load_config(folder), folder, dtype=torch.float32), reference)
+
+
+def test_bfloat16_is_close_to_float32(tmp_path):
+    make("LlamaForCausalLM", tmp_path)
+    config = load_config(tmp_path)
+    ids, positions = torch.arange(40), torch.arange(40)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(config, tmp_path, dtype=dtype)
+        with torch.inference_mode():
+            hidden = model.forward(ids, positions, DenseAttention(model.attention_spec))
+            assert hidden.dtype == dtype
+            found.append(model.logits(hidden).softmax(-1))
+    assert (found[0] - found[1]).abs().max() < 0.05
+
+
+def test_a_forward_does_not_change_the_weights(tmp_path):
+    # Layers add to the residual in place; the first residual comes from the embedding table.
+    make("LlamaForCausalLM", tmp_path)
+    model = load_model(load_config(tmp_path), tmp_path, dtype=torch.float32)
+    assert greedy(model, [5, 6, 7], 8) == greedy(model, [5, 6, 7], 8)

@@ -16,16 +16,16 @@ from engine.role import KVRole
 from engine.sequence import Phase, Sequence
 from engine.transport import ZmqTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
+from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.pull import (
     PeerFailed,
     PeerReady,
-    PullCoordinator,
     PullDone,
     PullDrained,
     PullFailed,
     PullSettings,
-    PullWorker,
 )
+from kvcache.transfer.pull_worker import PullWorker
 from protocol.errors import BatonError
 from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
@@ -134,7 +134,7 @@ class DecodeRole(KVRole):
         if sequence is None:
             return  # aborted meanwhile; PullDrained follows
         self._totals[stat_key("baton_kv_transfers", outcome="done", path=event.path)] += 1
-        self._totals["baton_kv_transfer_bytes"] += event.bytes
+        self._totals["baton_kv_transfer_bytes"] += event.nbytes
         self._totals["baton_kv_transfer_descriptors"] += event.descriptors
         self._totals["baton_kv_transfer_seconds"] += event.seconds
         self.core.scheduler.received(sequence)
@@ -204,28 +204,34 @@ class DecodeRole(KVRole):
         self._coordinator.close()
 
 
-class _WorkerService(RankService):
+class _PullService(RankService):
     def __init__(self, worker: PullWorker) -> None:
         self._worker = worker
+
+    def start(self) -> None:
+        self._worker.start()
 
     def close(self) -> None:
         self._worker.close()
 
 
 class DecodeRoleFactory(RoleFactory):
-    def start_rank(self, context: RankContext) -> RankService:
-        worker = PullWorker(
-            context.rank,
-            context.config.tp,
-            context.compat.total_kv_heads,
-            context.agent,
-            PoolInfo(context.pool),
-            context.config.transfer_address,
+    def make_service(self, context: RankContext) -> RankService:
+        config = context.config
+        return _PullService(
+            PullWorker(
+                context.rank,
+                config.tp,
+                context.compat.total_kv_heads,
+                context.agent,
+                context.pool,
+                config.transfer_address,
+                staging_bytes=config.staging_bytes,
+                convert=config.kv_convert,
+            )
         )
-        worker.start()
-        return _WorkerService(worker)
 
-    def create(
+    def make_role(
         self, context: RankContext, metadata: EngineMetadata, transport: ZmqTransport
     ) -> KVRole:
         config = context.config
@@ -238,7 +244,7 @@ class DecodeRoleFactory(RoleFactory):
             config.transfer_address,
             config.tp,
             context.compat,
-            config.cluster_secret.encode(),
+            config.cluster_secret,
             settings=settings,
             on_event=transport.wake,
             convert=config.kv_convert,

@@ -36,7 +36,8 @@ class StepInput:
         starts = self.context_lens - self.query_lens
         offsets = np.cumsum(self.query_lens) - self.query_lens
         within = np.arange(len(self.token_ids), dtype=np.int64)
-        return within + np.repeat(starts - offsets, self.query_lens)
+        positions: Int64s = within + np.repeat(starts - offsets, self.query_lens)
+        return positions
 
     def attention_batch(self, block_size: int) -> AttentionBatch:
         positions = self.positions

@@ -40,7 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     side_channel_host: str = "127.0.0.1"  # bound here
     side_channel_advertise: str = "127.0.0.1"  # told to peers
     side_channel_port: int = 0
-    cluster_secret: str = ""
+    cluster_secret: bytes = b""
     lease_s: float = 30.0
     kv_load_failure_policy: str = "recompute"  # "recompute" | "fail"
     transfer: str = "auto"

@@ -15,7 +15,7 @@ import secrets
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("baton.serve")
 
 _START_TIMEOUT_S = 600.0
 
-HooksFactory = Callable[[str], ServerHooks]  # from the cluster secret
+HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
 
 
 class StartFailure(Exception):
@@ -69,8 +69,9 @@ def run_server(
 class _HttpServer(uvicorn.Server):
     """uvicorn without its own signal handlers: ending is this module's business."""
 
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class _Server:
@@ -162,18 +163,21 @@ class _Server:
         lifecycle.report_ready({"port": port, "side_channel_port": ready.side_channel_port})
         stopping = asyncio.ensure_future(self.stop.wait())
         assert self.failure is not None
-        await asyncio.wait({serving, stopping, self.failure}, return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        if self.failure.done():
-            await client.close()  # every open request gets its EngineDied
-            await serving
-            raise StartFailure(self.failure.result())
+        ends: set[asyncio.Future[Any]] = {serving, stopping, self.failure}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True  # accepts nothing more; open requests may finish for a while
+        if not self.failure.done():
+            await asyncio.wait({serving}, timeout=self.settings.shutdown_grace_s / 2)
+        await client.close()  # every request still open gets its one error
         await serving
+        if self.failure.done():
+            raise StartFailure(self.failure.result())
         return 0
 
     def _engine_config(self, model_dir: Path, model_config: ModelConfig) -> EngineConfig:
         settings = self.settings
-        device, dtype = settings.device, settings.dtype
+        device: str = settings.device
+        dtype: str = settings.dtype
         if device == "auto":
             device = "cuda" if _has_gpu() else "cpu"
         if dtype == "auto":

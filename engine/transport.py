@@ -40,7 +40,7 @@ class ZmqTransport:
 
     def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
         """Waits for input or a wake-up, at most `timeout_s`; True once a Shutdown has come."""
-        ready = dict(self._poller.poll(timeout_s * 1000))
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         messages: list[EngineInput] = []

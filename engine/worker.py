@@ -48,7 +48,7 @@ logger = logging.getLogger("baton.engine")
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a role finds on one rank once its KV is allocated and registered."""
+    """What a role finds on one rank once its KV is allocated."""
 
     config: EngineConfig
     rank: int
@@ -58,7 +58,11 @@ class RankContext:
 
 
 class RankService(ABC):
-    """Something a role runs on a rank beside the engine, such as a pull worker."""
+    """What a role runs on a rank beside the engine. Making it registers the rank's KV with the
+    rank's agent, which the service owns from `start` on."""
+
+    @abstractmethod
+    def start(self) -> None: ...
 
     @abstractmethod
     def close(self) -> None: ...
@@ -67,15 +71,15 @@ class RankService(ABC):
 class RoleFactory(ABC):
     """Makes the role-specific parts of an engine process."""
 
-    def start_rank(self, context: RankContext) -> RankService | None:
-        """Called on every rank."""
-        return None
+    @abstractmethod
+    def make_service(self, context: RankContext) -> RankService:
+        """Called on every rank, once."""
 
     @abstractmethod
-    def create(
+    def make_role(
         self, context: RankContext, metadata: EngineMetadata, transport: ZmqTransport
     ) -> KVRole:
-        """Called on rank 0, after `start_rank`."""
+        """Called on rank 0, after `make_service`."""
 
 
 def main(factory: RoleFactory) -> None:
@@ -132,15 +136,14 @@ def _lead(config: EngineConfig, factory: RoleFactory) -> None:
         raise
     finally:
         role.close()
-        if service is not None:
-            service.close()
+        service.close()
         leader.close()
         transport.close()
 
 
 def _build_leader(
     config: EngineConfig, factory: RoleFactory, leader: Leader, transport: ZmqTransport
-) -> tuple[EngineCore, KVRole, RankService | None, EngineReady]:
+) -> tuple[EngineCore, KVRole, RankService, EngineReady]:
     model_config = load_config(config.model_dir)
     parallel = _parallel(config, 0)
     runner = ModelRunner(config, model_config, parallel)
@@ -148,7 +151,7 @@ def _build_leader(
     num_blocks = leader.agree_on_blocks(size.num_blocks)
     logger.info("%s", size.explanation)
     compat = _compat(config, model_config)
-    context, own = _allocate(config, 0, runner, num_blocks, compat)
+    context, service, own = _allocate(config, 0, runner, num_blocks, compat, factory)
     leader.runner = runner
     metadata = EngineMetadata(
         protocol_version=PROTOCOL_VERSION,
@@ -158,8 +161,8 @@ def _build_leader(
         tp_size=config.tp,
         ranks=leader.collect(own),
     )
-    service = factory.start_rank(context)
-    role = factory.create(context, metadata, transport)
+    service.start()
+    role = factory.make_role(context, metadata, transport)
     max_len = min(size.max_model_len, (num_blocks - 1) * config.block_size)
     core = EngineCore(_scheduler(config, num_blocks, max_len), leader, role, transport)
     ready = EngineReady(
@@ -177,14 +180,14 @@ def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
     model_config = load_config(config.model_dir)
     runner = ModelRunner(config, model_config, _parallel(config, rank))
     num_blocks = follower.agree_on_blocks(_pool_size(config, model_config, runner).num_blocks)
-    context, own = _allocate(config, rank, runner, num_blocks, _compat(config, model_config))
-    service = factory.start_rank(context)
+    compat = _compat(config, model_config)
+    _, service, own = _allocate(config, rank, runner, num_blocks, compat, factory)
+    service.start()
     follower.announce(own)
     try:
         follower.run(runner)
     finally:
-        if service is not None:
-            service.close()
+        service.close()
         follower.close()
 
 
@@ -220,13 +223,18 @@ def _compat(config: EngineConfig, model_config: ModelConfig) -> CompatRecord:
 
 
 def _allocate(
-    config: EngineConfig, rank: int, runner: ModelRunner, num_blocks: int, compat: CompatRecord
-) -> tuple[RankContext, RankMetadata]:
-    """Allocates a rank's KV and registers it with the rank's transfer agent."""
+    config: EngineConfig,
+    rank: int,
+    runner: ModelRunner,
+    num_blocks: int,
+    compat: CompatRecord,
+    factory: RoleFactory,
+) -> tuple[RankContext, RankService, RankMetadata]:
+    """Allocates a rank's KV, registers it with an agent, and says how to reach it."""
     pool = runner.allocate(num_blocks).pool
     agent = NixlAgent(f"{config.engine_id}-{rank}")
-    kind = "VRAM" if config.device == "cuda" else "DRAM"
-    agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
+    context = RankContext(config=config, rank=rank, pool=pool, agent=agent, compat=compat)
+    service = factory.make_service(context)
     own = RankMetadata(
         rank=rank,
         agent_metadata=agent.metadata(),
@@ -236,7 +244,7 @@ def _allocate(
         device_kind=config.device,
         layout=pool.layout.to_record(),
     )
-    return RankContext(config=config, rank=rank, pool=pool, agent=agent, compat=compat), own
+    return context, service, own
 
 
 def _scheduler(config: EngineConfig, num_blocks: int, max_model_len: int) -> Scheduler:

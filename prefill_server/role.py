@@ -11,7 +11,8 @@ from engine.config import EngineConfig
 from engine.role import KVRole
 from engine.sequence import Sequence
 from engine.transport import ZmqTransport
-from engine.worker import RankContext, RoleFactory, main
+from engine.worker import RankContext, RankService, RoleFactory, main
+from kvcache.transfer.agent import MemoryKind
 from kvcache.transfer.side_channel import LeaseServer
 from protocol import kv_params
 from protocol.handshake import EngineMetadata
@@ -42,7 +43,7 @@ class PrefillRole(KVRole):
         sampling = sequence.request.sampling
         host, port = self._config.side_channel_advertise, self._leases.address[1]
         return kv_params.build(
-            self._config.cluster_secret.encode(),
+            self._config.cluster_secret,
             remote_engine_id=self._config.engine_id,
             remote_request_id=sequence.request_id,
             remote_block_ids=block_ids,
@@ -93,8 +94,27 @@ class PrefillRole(KVRole):
         self._leases.close()
 
 
+class _Readable(RankService):
+    """A rank's KV, registered for peers to read; nothing runs here."""
+
+    def __init__(self, context: RankContext) -> None:
+        pool = context.pool
+        kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
+        self._agent = context.agent
+        self._agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._agent.close()
+
+
 class PrefillRoleFactory(RoleFactory):
-    def create(
+    def make_service(self, context: RankContext) -> RankService:
+        return _Readable(context)
+
+    def make_role(
         self, context: RankContext, metadata: EngineMetadata, transport: ZmqTransport
     ) -> KVRole:
         config = context.config
@@ -102,7 +122,7 @@ class PrefillRoleFactory(RoleFactory):
             config.side_channel_advertise,
             config.side_channel_port,
             metadata,
-            config.cluster_secret.encode(),
+            config.cluster_secret,
             on_event=transport.wake,
             bind_host=config.side_channel_host,
         )

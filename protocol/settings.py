@@ -75,8 +75,8 @@ class ModelOptions(BaseModel):
     log_level: LogLevel = Field("info", description="least severe lines that are logged")
 
 
-class EngineOptions(BaseModel):
-    """Batching, the KV cache and its geometry: what prefill and decode servers may differ in."""
+class GeometryOptions(BaseModel):
+    """How an engine's KV lies: prefill and decode servers may differ in all of it."""
 
     tp: int = Field(1, ge=1, le=64, description="tensor parallelism (ranks, one process each)")
     block_size: int = Field(64, ge=1, le=256, description="KV block (tokens, 1 to 256)")
@@ -85,18 +85,6 @@ class EngineOptions(BaseModel):
         description="order of the KV axes: B block, H head, L layer, C K/V, N token, D element; "
         "any order that ends in D",
     )
-    attention_backend: str = Field("auto", description="attention implementation")
-    kv_cache_tokens: int | None = Field(
-        None, ge=1, description="size of the KV cache (tokens; None: from free memory)"
-    )
-    kv_cache_bytes: int | None = Field(
-        None, ge=1, description="size of the KV cache of a rank (bytes; None: from free memory)"
-    )
-    max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="most tokens in one step (tokens; None: 512 on CPU, 2048 on GPU)"
-    )
-    max_num_seqs: int = Field(64, ge=1, description="most sequences in one step (sequences)")
-    enable_prefix_caching: bool = Field(True, description="reuse the KV of shared prompt prefixes")
 
     @field_validator("kv_layout")
     @classmethod
@@ -112,6 +100,23 @@ class EngineOptions(BaseModel):
         if not order.endswith("D"):
             raise ValueError(f"{order!r} must end in D: elements of a head stay together")
         return order
+
+
+class EngineOptions(GeometryOptions):
+    """Batching and the size of the KV cache."""
+
+    attention_backend: str = Field("auto", description="attention implementation")
+    kv_cache_tokens: int | None = Field(
+        None, ge=1, description="size of the KV cache (tokens; None: from free memory)"
+    )
+    kv_cache_bytes: int | None = Field(
+        None, ge=1, description="size of the KV cache of a rank (bytes; None: from free memory)"
+    )
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="most tokens in one step (tokens; None: 512 on CPU, 2048 on GPU)"
+    )
+    max_num_seqs: int = Field(64, ge=1, description="most sequences in one step (sequences)")
+    enable_prefix_caching: bool = Field(True, description="reuse the KV of shared prompt prefixes")
 
     def batched_tokens_for(self, device: str) -> int:
         """The most tokens of one step on `device` ("cpu" or "cuda")."""

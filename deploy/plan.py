@@ -1,0 +1,76 @@
+"""`baton plan`: what would move between two KV geometries, how, and why. Moves nothing."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from pydantic import ConfigDict, Field
+
+from kvcache.transfer.explain import Explanation, Geometry, Model, explain
+from kvcache.transfer.plan import DEFAULT_COSTS
+from model.config import load_config
+from protocol.settings import DEFAULT_MODEL, BatonSettings, DType, GeometryOptions, parse
+
+
+class PlanGroup(GeometryOptions):
+    """The geometry of one side."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    dtype: DType = Field("auto", description="type of the KV; auto: as `baton up` on --device")
+
+    def geometry(self, auto_dtype: str) -> Geometry:
+        dtype = auto_dtype if self.dtype == "auto" else self.dtype
+        return Geometry(self.tp, self.kv_layout, self.block_size, dtype)
+
+
+class PlanSettings(BatonSettings):
+    """What would move from a prefill to a decode server, how, and why."""
+
+    model: str = Field(DEFAULT_MODEL, min_length=1, description="a local directory or a hub id")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    device: str = Field("cpu", pattern="^(cpu|cuda)$", description="cost model: cpu or cuda")
+    tokens: int = Field(1000, ge=1, description="length of the prompt (tokens)")
+    hit_tokens: int = Field(0, ge=0, description="prefix the decode server has already (tokens)")
+    staging_bytes: int = Field(256 * 2**20, ge=1, description="staging memory (bytes)")
+    kv_convert: bool = Field(False, description="convert KV of another dtype instead of refusing")
+    as_json: bool = Field(False, description="print one JSON line instead of a text")
+    prefill: PlanGroup = Field(PlanGroup(), description="geometry of the prefill server")
+    decode: PlanGroup = Field(PlanGroup(), description="geometry of the decode server")
+
+
+def plan(settings: PlanSettings) -> Explanation:
+    """Plans the transfer of one prompt.
+
+    Raises:
+        ValueError: the geometries cannot be, or cannot be bridged; names field, value and fix.
+    """
+    config = load_config(settings.model, settings.revision)
+    model = Model(config.num_layers, config.kv_heads_total, config.kv_components, config.kv_dim)
+    auto_dtype = "float32" if settings.device == "cpu" else config.dtype
+    return explain(
+        model,
+        settings.prefill.geometry(auto_dtype),
+        settings.decode.geometry(auto_dtype),
+        tokens=settings.tokens,
+        hit_tokens=settings.hit_tokens,
+        costs=DEFAULT_COSTS[settings.device],
+        staging_bytes=settings.staging_bytes,
+        convert=settings.kv_convert,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the plan; returns the exit status."""
+    settings = parse(PlanSettings, argv, prog="baton plan")
+    try:
+        explanation = plan(settings)
+    except ValueError as error:
+        print(f"baton plan: error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(explanation.to_dict()) if settings.as_json else explanation)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

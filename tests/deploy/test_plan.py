@@ -1,0 +1,73 @@
+"""`baton plan` answers from a config alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.plan import main
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def test_equal_geometry_moves_at_most_a_read_per_block(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", model, "--tokens=256", "--as-json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    [rank] = found["ranks"]
+    kv_bytes = 256 * 3 * 2 * 4 * 8 * 4  # tokens x layers x K,V x heads x head dim x itemsize
+    assert rank["path"] == "direct" and rank["descriptors"] <= 4
+    assert rank["useful_bytes"] == rank["bytes_read"] == kv_bytes
+
+
+def test_a_hit_is_not_moved_and_the_text_says_why(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", model, "--tokens=128", "--hit-tokens=64", "--decode.tp=2"]
+    assert main([*argv, "--prefill.kv-layout=LBCNHD", "--prefill.block-size=16"]) == 0
+    text = capsys.readouterr().out
+    assert "64 of them already on D" in text
+    assert text.count("why: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--decode.tp=3"], "tp is 3"),
+        (["--decode.dtype=bfloat16"], "bfloat16"),
+        (["--hit-tokens=2000"], "hit_tokens is 2000"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    model: str, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", model, *argv]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_an_impossible_layout_is_refused_at_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--prefill.kv-layout=BHLCD"])
+    assert exit_.value.code == 2
+    assert "--prefill.kv-layout: 'BHLCD' lacks axis N" in capsys.readouterr().err

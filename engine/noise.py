@@ -58,7 +58,9 @@ def _vocabulary_hashes(vocab_size: int, device: torch.device) -> torch.Tensor:
 def _gumbel_of_hashes(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     first, second = keys[:, :1], keys[:, 1:]
     x = _xorshift_(hashes ^ first, 16).mul_(_LOWBIAS_1).add_(second)
-    x = _xorshift_(_xorshift_(x, 15).mul_(_LOWBIAS_2), 16)
+    x = _xorshift_(x, 15).mul_(_LOWBIAS_2)
+    # The last shift need not be masked: what the sign adds keeps each 31-bit result equally likely.
+    x.bitwise_xor_(x >> 16)
     # Small uniforms make the large variates that win: those are the ones held with full precision.
     minus_uniform = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(-_TO_UNIT)
     exponential = minus_uniform.log1p_().neg_()

@@ -17,7 +17,7 @@ function of the values, not of the order in which a sort leaves equal ones. The 
 semantics; min_p acts last here, as in vLLM's first engine and in transformers.
 
 Logits that are not numbers: NaN counts as -inf, +inf takes all the probability. A row with nothing
-but NaN and -inf yields token 0 with a log-probability of -inf: it is the model that failed.
+but NaN and -inf counts as sure of token 0: it is the model that failed, not the batch.
 """
 
 from collections.abc import Sequence
@@ -45,6 +45,7 @@ class SamplingBatch:
     free_rows: torch.Tensor | None  # int64, rows of a temperature that allow every token
     restricted_rows: torch.Tensor | None  # int64, rows of a temperature with top_k, top_p or min_p
     max_top_k: int  # of the restricted rows
+    has_bare_top_p: bool  # some row has top_p without top_k
 
     @classmethod
     def from_params(
@@ -78,6 +79,7 @@ class SamplingBatch:
             free_rows=ints(free) if free else None,
             restricted_rows=ints(restricted) if restricted else None,
             max_top_k=max((params[i].top_k for i in restricted), default=0),
+            has_bare_top_p=any(params[i].top_p < 1 and not params[i].top_k for i in restricted),
         )
 
 
@@ -122,7 +124,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
 def _without_non_numbers(
     logits: torch.Tensor, largest: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits without NaN and +inf, as the module says, with their maxima made finite."""
+    """Logits without NaN and +inf and with a finite maximum, as the module says."""
     # A maximum is NaN where any logit is. On a GPU asking costs more than always cleaning.
     if logits.device.type == "cpu" and bool(largest.isfinite().all()):
         return logits, largest, token_ids
@@ -131,7 +133,10 @@ def _without_non_numbers(
     only_sure = torch.where(logits.isposinf(), 0.0, float("-inf"))
     logits = torch.where(is_sure, only_sure, logits)
     largest, token_ids = logits.max(-1)
-    return logits, torch.where(largest.isfinite(), largest, 0.0), token_ids
+    is_empty = largest.isneginf()
+    logits[:, 0] = torch.where(is_empty, 0.0, logits[:, 0])
+    largest = torch.where(is_empty, 0.0, largest)
+    return logits, largest, token_ids
 
 
 def _draw_freely(scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -140,14 +145,13 @@ def _draw_freely(scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch)
 
 
 _MIN_CANDIDATES = 128
-_CANDIDATE_GROWTH = 8
+_CANDIDATE_GROWTH = 16
 
 
 def _draw_restricted(
     scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch
 ) -> torch.Tensor:
-    top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
-    values, ids, threshold = _candidates(scaled, top_k, top_p, min_p, batch.max_top_k)
+    values, ids, threshold = _candidates(scaled, rows, batch)
     keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
     scores = values + gumbel(keys, ids)
     scores.masked_fill_(values < threshold, float("-inf"))
@@ -155,21 +159,21 @@ def _draw_restricted(
 
 
 def _candidates(
-    scaled: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    max_top_k: int,
+    scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The largest values [R, n], descending, their ids, and the smallest allowed value [R, 1].
 
     n is large enough that no allowed token is left out, those equal to the smallest one included.
     """
+    limits = [x[rows, None] for x in (batch.top_k, batch.top_p, batch.min_p)]
+    mass = None  # of all tokens, where nothing but top_p restricts them
+    if batch.has_bare_top_p:
+        mass = scaled.exp().sum(-1, keepdim=True, dtype=torch.float64)
     vocab_size = scaled.shape[1]
-    num = min(max(max_top_k + 1, _MIN_CANDIDATES), vocab_size)
+    num = min(max(batch.max_top_k + 1, _MIN_CANDIDATES), vocab_size)
     while True:
         values, ids = scaled.topk(num)
-        threshold = _smallest_allowed(values, scaled, top_k, top_p, min_p)
+        threshold = _smallest_allowed(values, mass, *limits)
         if num == vocab_size or bool((values[:, -1:] < threshold).all()):
             return values, ids, threshold
         num = min(num * _CANDIDATE_GROWTH, vocab_size)
@@ -177,34 +181,29 @@ def _candidates(
 
 def _smallest_allowed(
     values: torch.Tensor,
-    scaled: torch.Tensor,
+    mass_of_all: torch.Tensor | None,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
     """[R, 1], the value of the smallest allowed token, as far as `values` [R, n] reach."""
-    everything = torch.full_like(values[:, :1], float("-inf"))
-    has_top_k = top_k[:, None] > 0
-    kth = values.gather(1, (top_k[:, None] - 1).clamp(0, values.shape[1] - 1))
-    by_top_k = torch.where(has_top_k, kth, everything)
+    no_limit = torch.full_like(values[:, :1], float("-inf"))
+    kth = values.gather(1, (top_k - 1).clamp(0, values.shape[1] - 1))
+    by_top_k = torch.where(top_k > 0, kth, no_limit)
     # In float64, because whether a sum reaches top_p must not hang on the order of summation.
-    mass = values.exp().double()
-    left = mass.masked_fill(values < by_top_k, 0.0)
-    total = torch.where(
-        has_top_k,
-        left.sum(-1, keepdim=True),
-        scaled.exp().sum(-1, keepdim=True, dtype=torch.float64),
-    )
-    before = left.cumsum(-1) - left
-    last = (before < top_p[:, None] * total).sum(-1, keepdim=True).clamp(1) - 1
-    by_top_p = torch.where(top_p[:, None] < 1, values.gather(1, last), everything)
-    by_min_p = min_p[:, None].log()  # the largest value is 0; log(0) is -inf
+    mass = values.exp().double().masked_fill(values < by_top_k, 0.0)
+    total = mass.sum(-1, keepdim=True)
+    if mass_of_all is not None:
+        total = torch.where(top_k > 0, total, mass_of_all)
+    mass_before = mass.cumsum(-1) - mass
+    last = (mass_before < top_p * total).sum(-1, keepdim=True).clamp(min=1) - 1
+    by_top_p = torch.where(top_p < 1, values.gather(1, last), no_limit)
+    by_min_p = min_p.log()  # the largest value is 0; log(0) is -inf
     return by_top_k.maximum(by_top_p).maximum(by_min_p)
 
 
 def _with_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> SampledTokens:
     total = logits.logsumexp(-1, keepdim=True)
-    total.masked_fill_(total.isneginf(), 0.0)
     drawn = (logits.gather(1, token_ids[:, None]) - total).squeeze(1)
     top, top_ids = logits.topk(min(num_top, logits.shape[1]))
     return SampledTokens(token_ids, drawn, top_ids, top - total)

@@ -1,0 +1,105 @@
+"""Counter-based noise: pure, well mixed, and Gumbel."""
+
+import math
+
+import pytest
+import torch
+
+from engine.noise import gumbel, gumbel_of_vocabulary, row_keys
+
+
+def keys_of(seed: int, choice: int, positions: list[int]) -> torch.Tensor:
+    num = len(positions)
+    return row_keys(torch.full((num,), seed), torch.full((num,), choice), torch.tensor(positions))
+
+
+def uniforms(noise: torch.Tensor) -> torch.Tensor:
+    """The uniform variates behind Gumbel ones."""
+    return torch.exp(-torch.exp(-noise.double()))
+
+
+def chi_square(counts: torch.Tensor, expected: float) -> float:
+    """Standard deviations by which the statistic exceeds its mean."""
+    statistic = ((counts.double() - expected) ** 2 / expected).sum()
+    freedom = counts.numel() - 1
+    return float((statistic - freedom) / math.sqrt(2 * freedom))
+
+
+def test_keys_are_those_of_splitmix64() -> None:
+    """Against plain Python integers; the first value is the published one for seed 0."""
+
+    def splitmix64(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    assert splitmix64(0) == 0xE220A8397B1DCDAF
+    for seed, choice, position in [(0, 0, 0), (2**63 - 1, 3, 77), (12345, 0, 2**20)]:
+        expected = splitmix64(splitmix64(splitmix64(seed) ^ choice) ^ position)
+        key = keys_of(seed, choice, [position])[0]
+        assert [int(x) % 2**32 for x in key] == [expected % 2**32, expected >> 32]
+
+
+def test_token_noise_matches_plain_python_integers() -> None:
+    def mix(x: int, y: int) -> int:
+        x = (x ^ (x >> 16)) * 0x7FEB352D + y & 0xFFFFFFFF
+        return (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+
+    keys = keys_of(7, 1, [5, 6])
+    ids = [0, 1, 49151, 151935]
+    noise = gumbel(keys, torch.tensor(ids))
+    for row, (first, second) in enumerate(keys.tolist()):
+        for column, token in enumerate(ids):
+            hashed = mix(token + 1, 0)
+            hashed ^= hashed >> 16
+            x = mix(hashed ^ first % 2**32, second % 2**32)
+            signed = x - 2**32 if x >= 2**31 else x
+            bits = (signed ^ (signed >> 16)) & 0x7FFFFFFF
+            u = (bits + 0.5) / 2**31
+            assert float(noise[row, column]) == pytest.approx(
+                -math.log(-math.log1p(-u)), rel=1e-4, abs=1e-5
+            )
+
+
+def test_noise_is_a_function_of_its_key_and_token() -> None:
+    whole = gumbel_of_vocabulary(keys_of(3, 0, [10, 11, 12]), 1000)
+    ids = torch.tensor([[999, 5, 5], [0, 1, 2], [500, 400, 300]])
+    some = gumbel(keys_of(3, 0, [10, 11, 12]), ids)
+    assert torch.equal(some, whole.gather(1, ids))
+    assert torch.equal(gumbel_of_vocabulary(keys_of(3, 0, [11]), 1000)[0], whole[1])
+    assert torch.equal(gumbel_of_vocabulary(keys_of(3, 0, [11]), 400)[0], whole[1, :400])
+
+
+@pytest.mark.parametrize("other", [(4, 0, 10), (3, 1, 10), (3, 0, 11)])
+def test_every_part_of_the_key_matters(other: tuple[int, int, int]) -> None:
+    first = gumbel_of_vocabulary(keys_of(3, 0, [10]), 1000)
+    second = gumbel_of_vocabulary(keys_of(other[0], other[1], [other[2]]), 1000)
+    assert int((first == second).sum()) < 3
+
+
+def test_noise_is_uniform_over_tokens_and_over_positions() -> None:
+    over_tokens = uniforms(gumbel_of_vocabulary(keys_of(0, 0, [0]), 200_000))
+    over_positions = uniforms(gumbel(keys_of(0, 0, list(range(200_000))), torch.tensor([17])))
+    for variates in (over_tokens, over_positions):
+        counts = torch.histc(variates.float(), 1000, 0, 1)
+        assert abs(chi_square(counts, 200)) < 5
+
+
+@pytest.mark.parametrize("distance", [1, 2, 64, 4096])
+def test_neighbours_are_independent(distance: int) -> None:
+    """Pairs of neighbouring tokens, and of neighbouring positions, fill the unit square evenly."""
+    num = 100_000
+    tokens = uniforms(gumbel_of_vocabulary(keys_of(1, 0, [0]), num + distance))[0]
+    positions = uniforms(gumbel_of_vocabulary(keys_of(1, 0, [100, 100 + distance]), num))
+    for a, b in ((tokens[:num], tokens[distance:]), (positions[0], positions[1])):
+        cells = (a * 20).long() * 20 + (b * 20).long()
+        assert abs(chi_square(torch.bincount(cells, minlength=400), num / 400)) < 5
+
+
+def test_noise_is_finite_and_has_a_gumbel_tail() -> None:
+    noise = gumbel_of_vocabulary(keys_of(2, 0, list(range(100))), 100_000)
+    assert bool(noise.isfinite().all())
+    for level in (5.0, 8.0, 11.0):
+        expected = noise.numel() * -math.expm1(-math.exp(-level))
+        assert int((noise > level).sum()) == pytest.approx(expected, abs=5 * math.sqrt(expected))

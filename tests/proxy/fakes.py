@@ -113,12 +113,14 @@ async def decodes(call: Call) -> None:
 class Fake:
     """One server. `calls` are the generation requests it got."""
 
-    def __init__(self, behave: Behave, *, ready: bool = True) -> None:
+    def __init__(
+        self, behave: Behave, *, ready: bool = True, address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
         self.behave = behave
         self.ready = ready
         self.calls: list[Call] = []
         self.polls = 0
-        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener = socket.create_server(address)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self._task: asyncio.Task[None] | None = None
         self._server: uvicorn.Server | None = None

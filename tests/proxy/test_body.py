@@ -1,0 +1,158 @@
+"""From a client's body to those of the two legs."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import InvalidRequest
+from protocol.openai import REMOTE_DECODE
+from proxy.body import decode_leg, params_of, parse_body, prefill_leg, sanitize
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+def prefill(**body: Any) -> Any:
+    return json.loads(prefill_leg(parse_body(json.dumps(body).encode())))
+
+
+NOT_OBJECTS = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"text"',
+    b'{"a": 1} x',
+    b'{"a": NaN}',
+    b"{'a': 1}",
+    b'{"a": 01}',
+    b'{"a": tru}',
+    b'{"a": "\xff"}',
+    b'{"\xff": 1}',
+    b'{"a":' + b"[" * 1_000_000,
+    b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    b"\xef\xbb\xbf{}",
+    "{}".encode("utf-16"),
+]
+
+
+@pytest.mark.parametrize("data", NOT_OBJECTS, ids=lambda data: repr(data[:12]))
+def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="the body"):
+        parse_body(data)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(), JSON, max_size=5))
+def test_the_decode_server_gets_what_the_client_sent(body: dict[str, Any]) -> None:
+    body.pop("kv_transfer_params", None)
+    body["seed"] = 5
+    clean, stripped = sanitize(parse_body(json.dumps(body).encode()))
+    assert not stripped
+    assert json.loads(decode_leg(clean, None)) == body
+    params = params_of(b'{"kv_transfer_params": {"a": 1.10}}')
+    assert json.loads(decode_leg(clean, params)) == {**body, "kv_transfer_params": {"a": 1.1}}
+
+
+def test_numbers_are_not_rewritten() -> None:
+    data = b'{"a":1.10,"b":123456789012345678901234567890,"c":1E400,"seed":0}'
+    assert decode_leg(sanitize(parse_body(data))[0], None) == data
+
+
+@pytest.mark.parametrize(
+    ("params", "counted"), [("null", False), ("{}", True), ('[{"remote_host": "x"}]', True)]
+)
+def test_params_of_clients_are_dropped_and_counted(params: str, counted: bool) -> None:
+    data = '{"seed": 1, "kv_transfer_params": ' + params + "}"
+    clean, stripped = sanitize(parse_body(data.encode()))
+    assert json.loads(decode_leg(clean, None)) == {"seed": 1}
+    assert stripped is counted
+
+
+def test_a_key_written_with_escapes_is_dropped_too() -> None:
+    data = b'{"seed": 1, "kv_transfer_para\\u006ds": {"remote_host": "x"}}'
+    clean, stripped = sanitize(parse_body(data))
+    assert stripped
+    assert json.loads(decode_leg(clean, None)) == {"seed": 1}
+
+
+def test_of_a_repeated_key_both_servers_see_the_same() -> None:
+    clean, _ = sanitize(parse_body(b'{"seed": 1, "prompt": "a", "prompt": "b"}'))
+    assert json.loads(decode_leg(clean, None))["prompt"] == "b"
+    assert json.loads(prefill_leg(clean))["prompt"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("given_limits", "leg_limits"),
+    [
+        ({}, {"max_tokens": 1}),
+        ({"max_tokens": None}, {"max_tokens": 1}),
+        ({"max_tokens": 50}, {"max_tokens": 1}),
+        ({"max_completion_tokens": 50}, {"max_completion_tokens": 1}),
+        ({"max_completion_tokens": None}, {"max_completion_tokens": None, "max_tokens": 1}),
+        (
+            {"max_tokens": 5, "max_completion_tokens": 6},
+            {"max_tokens": 1, "max_completion_tokens": 1},
+        ),
+        # Wrong ones stay, for the prefill server to refuse.
+        ({"max_tokens": 0}, {"max_tokens": 0}),
+        ({"max_tokens": -1}, {"max_tokens": -1}),
+        ({"max_tokens": "9"}, {"max_tokens": "9"}),
+        ({"max_tokens": 2**31}, {"max_tokens": 2**31}),
+        ({"max_completion_tokens": True}, {"max_completion_tokens": True}),
+    ],
+)
+def test_the_prefill_server_is_asked_for_one_token(
+    given_limits: dict[str, Any], leg_limits: dict[str, Any]
+) -> None:
+    leg = prefill(prompt="x", **given_limits)
+    assert leg == {
+        "prompt": "x",
+        "stream": False,
+        "kv_transfer_params": REMOTE_DECODE,
+        **leg_limits,
+    }
+
+
+@pytest.mark.parametrize("stream", [True, False, None])
+def test_the_prefill_server_does_not_stream(stream: bool | None) -> None:
+    leg = prefill(stream=stream, stream_options={"include_usage": True})
+    assert leg["stream"] is False
+    assert "stream_options" not in leg
+
+
+def test_a_wrong_stream_is_left_for_the_prefill_server_to_refuse() -> None:
+    assert prefill(stream="yes")["stream"] == "yes"
+
+
+@pytest.mark.parametrize(("value", "kept"), [(0, False), (1, False), (None, False), (5, True)])
+def test_min_tokens_is_dropped_where_it_changes_nothing(value: int | None, kept: bool) -> None:
+    assert ("min_tokens" in prefill(min_tokens=value)) is kept
+
+
+@pytest.mark.parametrize(
+    ("answer", "params"),
+    [
+        (b'{"kv_transfer_params": {"a": 1}}', b'{"a": 1}'),
+        (b'{"x": [1], "kv_transfer_params": [ {"a": 1} ]}', b'[ {"a": 1} ]'),
+        (b'{"kv_transfer_params": null}', None),
+        (b'{"kv_transfer_params": []}', None),
+        (b'{"kv_transfer_params": 3}', None),
+        (b"{}", None),
+        (b"[]", None),
+        (b"not json", None),
+    ],
+)
+def test_params_are_taken_from_the_answer_as_they_are(answer: bytes, params: bytes | None) -> None:
+    found = params_of(answer)
+    assert (None if found is None else bytes(found)) == params

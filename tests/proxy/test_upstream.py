@@ -1,0 +1,318 @@
+"""The HTTP client against servers that answer byte by byte as scripted."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from proxy import upstream
+from proxy.upstream import HttpUpstream, Lost, Origin, TimedOut, Unreachable
+from tests.proxy.fakes import run
+
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+
+async def read_request(reader: Reader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(
+        (int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")), 0
+    )
+    return head + await reader.readexactly(length)
+
+
+class Script:
+    """A server that answers the n-th request with the n-th script; counts connections."""
+
+    def __init__(self, *answers: bytes | Callable[[Reader, Writer], Awaitable[None]]) -> None:
+        self._answers = list(answers)
+        self.requests: list[bytes] = []
+        self.num_connections = 0
+        self.url = ""
+
+    async def __call__(self, reader: Reader, writer: Writer) -> None:
+        self.num_connections += 1
+        try:
+            while self._answers:
+                self.requests.append(await read_request(reader))
+                answer = self._answers.pop(0)
+                if not isinstance(answer, bytes):
+                    await answer(reader, writer)
+                    return
+                writer.write(answer)
+            await reader.read()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def serving(script: Script, **options: float) -> AsyncIterator[HttpUpstream]:
+    server = await asyncio.start_server(script, "127.0.0.1", 0)
+    script.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    client = HttpUpstream(**{"connect_timeout_s": 5.0, "read_timeout_s": 10.0, **options})
+    try:
+        yield client
+    finally:
+        await client.close()
+        server.close()
+        await server.wait_closed()
+
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-A: 1\r\n\r\nok"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        OK,
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n" + OK,
+        b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK,
+    ],
+)
+def test_bodies_are_read_and_the_connection_is_used_again(answer: bytes) -> None:
+    async def test() -> None:
+        script = Script(answer, answer)
+        async with serving(script) as client:
+            for _ in range(2):
+                response = await client.send(script.url, "POST", "/x", body=b"{}")
+                assert (response.status, await response.read()) == (200, b"ok")
+            assert script.num_connections == 1
+            assert script.requests[0].startswith(b"POST /x HTTP/1.1\r\nhost: 127.0.0.1:")
+            assert script.requests[0].endswith(b"content-length: 2\r\n\r\n{}")
+
+    run(test())
+
+
+def test_a_body_may_end_with_the_connection() -> None:
+    async def answer(_: Reader, writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+
+    async def test() -> None:
+        script = Script(answer)
+        async with serving(script) as client:
+            response = await client.send(script.url, "GET", "/")
+            assert await response.read() == b"all of it"
+
+    run(test())
+
+
+def test_a_connection_that_its_server_will_close_is_not_used_again() -> None:
+    async def test() -> None:
+        script = Script(OK.replace(b"X-A: 1", b"connection: close"), OK)
+        async with serving(script) as client:
+            for _ in range(2):
+                assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
+            assert script.num_connections == 2
+
+    run(test())
+
+
+def test_concurrent_requests_have_connections_of_their_own() -> None:
+    async def test() -> None:
+        script = Script(*[OK] * 40)
+        async with serving(script) as client:
+            responses = await asyncio.gather(
+                *(client.send(script.url, "GET", "/") for _ in range(20))
+            )
+            assert script.num_connections == 20
+            for response in responses:
+                await response.read()
+            for _ in range(20):
+                await (await client.send(script.url, "GET", "/")).read()
+            assert script.num_connections == 20
+
+    run(test())
+
+
+def test_nobody_listens() -> None:
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        client = HttpUpstream(connect_timeout_s=5.0, read_timeout_s=5.0)
+        with pytest.raises(Unreachable):
+            await client.send(url, "GET", "/")
+        with pytest.raises(Unreachable):
+            await client.send("http://name.invalid", "GET", "/")
+
+    run(test())
+
+
+def test_a_server_that_does_not_take_connections_is_given_up() -> None:
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+            address = full.getsockname()
+            others = [socket.socket() for _ in range(4)]
+            for other in others:
+                other.setblocking(False)
+                other.connect_ex(address)
+            client = HttpUpstream(connect_timeout_s=0.1, read_timeout_s=5.0)
+            with pytest.raises(Unreachable, match=r"within 0\.1 s"):
+                await client.send(f"http://127.0.0.1:{address[1]}", "GET", "/")
+            for other in others:
+                other.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"HTTP/1.1 200 OK\r\ncontent-le", b"garbage\r\n\r\n", b"\x00" * 100]
+)
+def test_a_connection_that_ends_before_the_head(sent: bytes) -> None:
+    async def answer(_: Reader, writer: Writer) -> None:
+        writer.write(sent)
+
+    async def test() -> None:
+        script = Script(answer)
+        async with serving(script) as client:
+            with pytest.raises(Lost):
+                await client.send(script.url, "POST", "/", body=b"{}")
+            assert len(script.requests) == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 99", b"transfer-encoding: chunked"])
+def test_a_body_that_breaks_off_is_no_body(framing: bytes) -> None:
+    async def answer(_: Reader, writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n\r\n4\r\nhalf\r\n")
+
+    async def test() -> None:
+        script = Script(answer)
+        async with serving(script) as client:
+            response = await client.send(script.url, "GET", "/")
+            with pytest.raises(Lost):
+                await response.read()
+
+    run(test())
+
+
+def test_silence_is_timed_before_and_within_a_body() -> None:
+    async def silent(reader: Reader, _: Writer) -> None:
+        await reader.read()
+
+    async def stalls(reader: Reader, writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
+        await reader.read()  # until the client hangs up
+
+    async def test() -> None:
+        script = Script(silent, stalls)
+        async with serving(script, read_timeout_s=0.1) as client:
+            with pytest.raises(TimedOut, match=r"0\.1 s"):
+                await client.send(script.url, "GET", "/")
+            response = await client.send(script.url, "GET", "/")
+            assert await response.next_chunk() == b"half"
+            with pytest.raises(TimedOut):
+                await response.next_chunk()
+            response.close()
+            assert script.num_connections == 2
+
+    run(test())
+
+
+def test_closing_early_hangs_up() -> None:
+    hung_up = asyncio.Event()
+
+    async def streams(reader: Reader, writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
+        try:
+            await reader.read()
+        except ConnectionError:
+            pass
+        hung_up.set()
+
+    async def test() -> None:
+        script = Script(streams)
+        async with serving(script) as client:
+            response = await client.send(script.url, "GET", "/")
+            response.close()
+            await hung_up.wait()
+
+    run(test())
+
+
+def test_a_connection_closed_for_idleness_on_its_next_use_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def close(_: Reader, writer: Writer) -> None:
+        pass
+
+    async def test() -> None:
+        script = Script(OK, close, OK)
+        async with serving(script) as client:
+            await (await client.send(script.url, "GET", "/")).read()
+            monkeypatch.setattr(upstream, "STALE_S", 0.0)
+            assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
+            assert script.num_connections == 2
+
+    run(test())
+
+
+def test_a_connection_lost_while_it_was_busy_is_not_replaced() -> None:
+    async def close(_: Reader, writer: Writer) -> None:
+        pass
+
+    async def test() -> None:
+        script = Script(OK, close, OK)
+        async with serving(script) as client:
+            await (await client.send(script.url, "GET", "/")).read()
+            with pytest.raises(Lost):
+                await client.send(script.url, "GET", "/")
+            assert len(script.requests) == 2
+
+    run(test())
+
+
+def test_connections_idle_for_long_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        script = Script(OK, OK)
+        async with serving(script) as client:
+            await (await client.send(script.url, "GET", "/")).read()
+            monkeypatch.setattr(upstream, "IDLE_S", 0.0)
+            await (await client.send(script.url, "GET", "/")).read()
+            assert script.num_connections == 2
+
+    run(test())
+
+
+def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
+    size = 64 * 1024 * 1024
+    written = 0
+
+    async def floods(_: Reader, writer: Writer) -> None:
+        nonlocal written
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+        while written < size:
+            writer.write(b"x" * 65536)
+            written += 65536
+            await writer.drain()
+
+    async def test() -> None:
+        script = Script(floods)
+        async with serving(script) as client:
+            response = await client.send(script.url, "GET", "/")
+            before = -1
+            while before != written:  # until it makes no more progress
+                before = written
+                await asyncio.sleep(0.05)
+            assert written < size // 2
+            assert len(await response.read()) == size
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("url", "origin", "header"),
+    [
+        ("http://h:81", Origin("h", 81, False), b"h:81"),
+        ("http://h", Origin("h", 80, False), b"h:80"),
+        ("https://h", Origin("h", 443, True), b"h:443"),
+        ("http://[::1]:8000", Origin("::1", 8000, False), b"[::1]:8000"),
+    ],
+)
+def test_origins(url: str, origin: Origin, header: bytes) -> None:
+    assert Origin.parse(url) == origin
+    assert origin.header == header

@@ -70,11 +70,9 @@ class Geometry:
             PlanError: the heads cannot be spread over tp ranks.
             LayoutError: sizes, order or dtype are impossible.
         """
-        if self.tp < 1 or (self.tp > model.total_kv_heads and self.tp % model.total_kv_heads):
-            raise PlanError(
-                f"tp is {self.tp}; use a divisor or a multiple of the "
-                f"{model.total_kv_heads} KV heads"
-            )
+        heads = model.total_kv_heads
+        if self.tp < 1 or (self.tp % heads and heads % self.tp):
+            raise PlanError(f"tp is {self.tp}; use a divisor or a multiple of the {heads} KV heads")
         blocks = -(-tokens // self.block_size) + 1 if self.block_size > 0 else 1
         return [
             Endpoint(

@@ -16,6 +16,7 @@ from kvcache.transfer.plan import (
     DEFAULT_COSTS,
     CostModel,
     Endpoint,
+    PlanError,
     TransferPlan,
     heads_of,
     plan_transfer,
@@ -286,3 +287,126 @@ def test_staged_plans_are_exact_in_many_draws(case, d_rank, staging_blocks, dtyp
 @given(cases(), st.integers(0, 7))
 def test_direct_plans_are_exact_and_minimal_in_many_draws(case: Case, d_rank: int) -> None:
     check_direct(case, d_rank % case.d.tp)
+
+
+def simple(p: Side, d: Side, **changes) -> Case:
+    fields = {"heads": 8, "layers": 2, "components": 2, "head_dim": 4, "start": 0, "stop": 128}
+    return Case(p, d, **(fields | changes))
+
+
+def side(tp: int, block_size: int = 16, order: str = "BHLCND", tokens: int = 128) -> Side:
+    """Blocks in descending order."""
+    count = -(-tokens // block_size)
+    return Side(tp, order, block_size, tuple(range(count, 0, -1)), count + 1)
+
+
+def scattered(of: Side) -> Side:
+    """Blocks in steps of two: against descending ones no two neighbours stay together."""
+    count = len(of.blocks)
+    return dataclasses.replace(of, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2)))
+
+
+@pytest.mark.parametrize("p_tp, d_tp", [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1)])
+@pytest.mark.parametrize("stop", [128, 121, 3])
+def test_the_default_layout_takes_one_descriptor_per_block_and_pair(p_tp, d_tp, stop) -> None:
+    case = simple(side(p_tp, tokens=stop), scattered(side(d_tp, tokens=stop)), stop=stop)
+    for d_rank in range(d_tp):
+        # With memory to stage a last block that is only partly wanted, it is one as well.
+        plan = case.plan(d_rank, staging_bytes=1 << 20)
+        pairs = max(p_tp // d_tp, 1)
+        assert plan.descriptors == -(-stop // 16) * pairs
+        assert plan.path == ("direct" if stop == 128 else "mixed" if stop == 121 else "staged")
+
+
+def test_consecutive_blocks_of_one_geometry_are_one_read() -> None:
+    same = Side(1, "BHLCND", 16, tuple(range(1, 9)), 9)
+    plan = simple(same, same).plan(0, staging_bytes=1 << 20)
+    assert (plan.path, plan.descriptors) == ("direct", 1)
+
+
+def test_a_latent_is_read_once_by_each_rank_and_striped_over_its_copies() -> None:
+    case = simple(side(4), side(2), heads=1, components=1)
+    for d_rank in range(2):
+        plan = case.plan(d_rank)
+        assert plan.bytes_read == 128 * 2 * 4 * 4
+        assert [read.remote_rank for read in plan.reads] == [0, 1, 2, 3]
+        assert [len(read.lengths) for read in plan.reads] == [2, 2, 2, 2]
+
+
+def test_copies_of_heads_on_both_sides_are_read_once() -> None:
+    case = simple(side(8), side(4), heads=2)
+    for d_rank in range(4):
+        plan = case.plan(d_rank)
+        assert plan.bytes_read == plan.useful_bytes == 128 * 2 * 2 * 4 * 4
+        own = range(4) if d_rank < 2 else range(4, 8)
+        assert {read.remote_rank for read in plan.reads} == set(own)
+
+
+def test_nothing_to_read_is_an_empty_plan() -> None:
+    plan = simple(side(1), side(2), start=128).plan(1, staging_bytes=1 << 20)
+    assert (plan.reads, plan.chunks, plan.descriptors, plan.bytes_read) == ((), (), 0, 0)
+
+
+def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides() -> None:
+    case = simple(side(1, 16), side(1, 24, tokens=144), stop=128)
+    plan = case.plan(0, staging_bytes=2 * 3 * 16 * 8 * 2 * 2 * 4 * 4)
+    assert plan.path == "staged" and len(plan.chunks) == 3
+    written = [
+        {int(block) for move in chunk.moves for block in move.target_blocks}
+        for chunk in plan.chunks
+    ]
+    assert not any(a & b for i, a in enumerate(written) for b in written[:i])
+
+
+def test_the_cheaper_path_wins_and_why_names_the_other() -> None:
+    case = simple(side(1, 16), side(1, 64))
+    descriptors_cost = case.plan(0, costs=CostModel(1.0, 1e9, 1e9), staging_bytes=1 << 20)
+    bytes_cost = case.plan(0, costs=CostModel(1e-12, 1e9, 1e3), staging_bytes=1 << 20)
+    assert (descriptors_cost.path, bytes_cost.path) == ("staged", "direct")
+    assert "direct would read 256 runs" in descriptors_cost.why
+    assert "staged would read" in bytes_cost.why
+
+
+def test_staging_memory_below_two_blocks_is_refused_with_both_sizes() -> None:
+    case = simple(side(1, 16), side(1, 64))
+    block = 16 * 8 * 2 * 2 * 4 * 4
+    with pytest.raises(PlanError, match=rf"staging_bytes is {2 * block - 1}; .* {block} bytes"):
+        case.plan(0, staging_bytes=2 * block - 1)
+    assert case.plan(0, staging_bytes=2 * block).path == "staged"
+
+
+def test_unequal_dtypes_need_leave_and_staging_memory() -> None:
+    case = with_dtypes(simple(side(1), side(1)), "float32", "float16")
+    with pytest.raises(PlanError, match="float16 here and float32 on the peer"):
+        case.plan(0, staging_bytes=1 << 20)
+    with pytest.raises(PlanError, match="staging_bytes is None"):
+        case.plan(0, convert=True)
+    assert case.plan(0, convert=True, staging_bytes=1 << 20).path == "staged"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"blocks": (1, 2, 3, 4, 5, 6, 7)}, "has 7 blocks of 16 tokens; 128 tokens need 8"),
+        ({"blocks": (1, 2, 3, 4, 5, 6, 7, 9)}, "names block 9; the pool has blocks 0 to 8"),
+        ({"blocks": (1, 2, 3, 4, 5, 6, 7, -1)}, "names block -1"),
+    ],
+)
+@pytest.mark.parametrize("which", ["p", "d"])
+def test_block_tables_that_do_not_fit_are_refused(which, changes, message) -> None:
+    case = simple(side(1), side(1))
+    changed = dataclasses.replace(getattr(case, which), **changes)
+    with pytest.raises(PlanError, match=message):
+        dataclasses.replace(case, **{which: changed}).plan(0)
+
+
+def test_writing_one_block_twice_is_refused() -> None:
+    case = simple(side(1), dataclasses.replace(side(1), blocks=(1, 2, 3, 4, 5, 6, 7, 3)))
+    with pytest.raises(PlanError, match="local_block_ids names block 3 twice"):
+        case.plan(0)
+
+
+@pytest.mark.parametrize("start, stop", [(-1, 4), (5, 4)])
+def test_a_token_range_that_is_none_is_refused(start: int, stop: int) -> None:
+    with pytest.raises(PlanError, match=rf"token range is \[{start}, {stop}\)"):
+        simple(side(1), side(1), start=start, stop=stop).plan(0)

@@ -1,0 +1,130 @@
+"""Heads and their owners: laws over all sizes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.layout import KVLayout
+from kvcache.transfer.topology import (
+    Endpoint,
+    PlanError,
+    check_endpoints,
+    head_groups,
+    heads_of,
+)
+
+TPS = st.integers(1, 16)
+HEADS = st.integers(1, 16)
+
+
+def endpoints(tp: int, total_heads: int, **changes) -> list[Endpoint]:
+    fields = {
+        "order": "BHLCND",
+        "num_blocks": 4,
+        "num_layers": 2,
+        "num_components": 2,
+        "block_size": 16,
+        "head_dim": 8,
+        "dtype": "float32",
+    } | changes
+    return [
+        Endpoint(KVLayout(num_heads=len(heads_of(rank, tp, total_heads)), **fields), rank, tp)
+        for rank in range(tp)
+    ]
+
+
+@settings(deadline=None)
+@given(TPS, HEADS)
+def test_ranks_hold_every_head_in_order(tp: int, total: int) -> None:
+    held = [heads_of(rank, tp, total) for rank in range(tp)]
+    assert {head for heads in held for head in heads} == set(range(total))
+    assert all(len(heads) >= 1 for heads in held)
+    assert held == sorted(held, key=lambda heads: heads.start)
+    if tp <= total:  # nothing is copied
+        assert sum(len(heads) for heads in held) == total
+
+
+@settings(deadline=None)
+@given(TPS, TPS, HEADS, st.integers(0, 9))
+def test_every_wanted_head_of_every_block_has_exactly_one_source(
+    d_tp: int, p_tp: int, total: int, lease_hash: int
+) -> None:
+    blocks = np.arange(12)
+    for d_rank in range(d_tp):
+        wanted = heads_of(d_rank, d_tp, total)
+        groups = head_groups(wanted, p_tp, total, turn=d_rank + lease_hash)
+        assert [head for group in groups for head in group.heads] == list(wanted)
+        for group in groups:
+            for owner in group.owners:
+                assert set(group.heads) <= set(heads_of(owner, p_tp, total))
+            turns = group.owner_index(blocks)
+            assert ((turns >= 0) & (turns < len(group.owners))).all()
+            expected = [(d_rank + lease_hash + block) % len(group.owners) for block in blocks]
+            assert turns.tolist() == expected
+
+
+def test_non_dividing_pairs_are_cut_where_the_owner_changes() -> None:
+    # 6 heads: P has 0-1 | 2-3 | 4-5, D has 0-2 | 3-5.
+    groups = head_groups(heads_of(0, 2, 6), 3, 6)
+    assert [(group.heads, group.owners) for group in groups] == [
+        (range(2), (0,)),
+        (range(2, 3), (1,)),
+    ]
+
+
+def test_the_owners_of_a_copied_head_share_its_blocks_evenly() -> None:
+    (group,) = head_groups(range(1), 4, 1)
+    turns = group.owner_index(np.arange(64))
+    assert np.bincount(turns, minlength=4).tolist() == [16, 16, 16, 16]
+
+
+def test_readers_of_one_copied_head_start_at_different_owners() -> None:
+    first = {
+        int(head_groups(range(1), 4, 1, turn=d_rank)[0].owner_index(np.array([0]))[0])
+        for d_rank in range(4)
+    }
+    assert first == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("rank, tp", [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_its_group_is_refused(rank: int, tp: int) -> None:
+    with pytest.raises(PlanError, match=f"rank is {rank} of tp {tp}"):
+        heads_of(rank, tp, 4)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_layers": 3}, "num_layers is 2 here and 3 on the peer"),
+        ({"num_components": 1}, "num_components is 2 here and 1 on the peer"),
+        ({"head_dim": 16}, "head_dim is 8 here and 16 on the peer"),
+        ({"dtype": "bfloat16"}, "KV dtype is float32 here and bfloat16 on the peer"),
+    ],
+)
+def test_what_no_plan_bridges_is_refused_with_both_values(changes: dict, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_endpoints(endpoints(1, 4)[0], endpoints(2, 4, **changes), 4)
+
+
+def test_unequal_dtypes_pass_when_conversion_is_allowed() -> None:
+    peers = endpoints(2, 4, dtype="bfloat16")
+    check_endpoints(endpoints(1, 4)[0], peers, 4, convert=True)
+
+
+def test_a_head_count_that_does_not_follow_from_tp_is_refused() -> None:
+    with pytest.raises(PlanError, match="num_heads is 4 on rank 0 of tp 1, where 8 heads"):
+        check_endpoints(endpoints(1, 4)[0], endpoints(2, 8), 8)
+
+
+def test_ranks_missing_or_out_of_order_are_refused() -> None:
+    local, peers = endpoints(1, 4)[0], endpoints(2, 4)
+    for wrong in (peers[:1], peers[::-1], []):
+        with pytest.raises(PlanError, match="peer"):
+            check_endpoints(local, wrong, 4)
+
+
+def test_ranks_of_one_peer_that_differ_are_refused() -> None:
+    peers = [endpoints(2, 4)[0], endpoints(2, 4, block_size=32)[1]]
+    with pytest.raises(PlanError, match="ranks 0 and 1 differ in block_size: 16 and 32"):
+        check_endpoints(endpoints(1, 4)[0], peers, 4)

@@ -81,7 +81,7 @@ class Generation:
             self._tally.tokens(len(piece.token_ids))
         if piece.finish_reason is not None:
             self._num_open -= 1
-        elif choice.stop_found and not was_found:
+        elif choice.needs_abort and not was_found:
             self._subscription.abort(delta.request_id)
         return piece
 

@@ -15,6 +15,7 @@ class Choice:
 
     Args:
         index: of the prompt in the request.
+        max_tokens: after which the engine ends the sequence by itself.
         end_ids: token ids that end the sequence; they have no text.
     """
 
@@ -24,6 +25,8 @@ class Choice:
         request: GenerationRequest,
         prompt_ids: Sequence[int],
         tokenizer: Tokenizer,
+        *,
+        max_tokens: int,
         end_ids: Sequence[int] = (),
     ) -> None:
         self.index = index
@@ -34,11 +37,17 @@ class Choice:
         self._prompt_ids = list(prompt_ids) if request.return_token_ids else None
         self._with_logprobs = request.num_logprobs is not None
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
         self._end_ids = frozenset(end_ids)
         self._detokenizer = create_detokenizer(tokenizer)
         self._stops = StopFinder(request.stop)
         self._offset = 0  # characters of the generated text so far, held ones included
         self._first = True
+
+    @property
+    def needs_abort(self) -> bool:
+        """Whether the engine would go on although the text is complete."""
+        return self.stop_found and self.final is None and self.num_tokens < self._max_tokens
 
     @property
     def kv(self) -> KVUsage:

@@ -115,7 +115,14 @@ class Api:
         )
         tally.accepted(sum(map(len, prompts)))
         choices = {
-            add.request_id: Choice(i, parsed, add.token_ids, self.tokenizer, add.stop_token_ids)
+            add.request_id: Choice(
+                i,
+                parsed,
+                add.token_ids,
+                self.tokenizer,
+                max_tokens=add.max_tokens,
+                end_ids=add.stop_token_ids,
+            )
             for i, add in enumerate(adds)
         }
         generation = Generation(self.client.submit(adds), choices, tally)

@@ -1,0 +1,108 @@
+"""The HTTP application under a real uvicorn, in front of a scripted engine, on one event loop."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from engine.client import ScriptedEngine, count_up
+from engine.http import PlainHooks, create_app
+from engine.tokenizer import Tokenizer
+from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
+from protocol.metrics import Metrics
+from protocol.sse import SSEParser
+
+WAIT_S = 20.0
+CONTEXT = 64
+MAX_BODY = 20_000
+READY = EngineReady(num_blocks=64, block_size=16, max_model_len=CONTEXT, vocab_size=260)
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: str = "folder/model"
+    served_model_name: str | None = "m"
+    max_body_bytes: int = MAX_BODY
+
+
+class Server:
+    """The application under uvicorn, the engine's script and the client, on one loop."""
+
+    def __init__(self, engine: ScriptedEngine, http: httpx.AsyncClient, metrics: Metrics) -> None:
+        self.engine = engine
+        self.http = http
+        self.metrics = metrics
+
+    async def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        body: dict[str, Any] = {"model": "m", "prompt": "ab", **fields}
+        if "chat" in path:
+            del body["prompt"]
+        return await self.http.post(path, json=body)
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "Hi"}]
+        return await self.post("/v1/chat/completions", **{"messages": messages, **fields})
+
+
+@asynccontextmanager
+async def serving(
+    tokenizer: Tokenizer,
+    script: Any = count_up,
+    hooks: Any = None,
+    ready: EngineReady | None = READY,
+) -> AsyncIterator[Server]:
+    engine = ScriptedEngine(script, ready)
+    await engine.start()
+    app = create_app(engine, tokenizer, Settings(), hooks or PlainHooks())
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
+    server = uvicorn.Server(config)
+    listener = config.bind_socket()
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, trust_env=False) as http:
+            yield Server(engine, http, app.state.metrics)
+    finally:
+        server.should_exit = True
+        await engine.close()
+        await task
+        listener.close()
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def saying(tokenizer: Tokenizer, text: str, **last: Any) -> Any:
+    """A script that says `text`, one token per delta."""
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        for token_id in tokenizer.encode(text):
+            yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
+            await asyncio.sleep(0)
+        members = {"finish_reason": "length", "usage": USAGE, **last}
+        yield TokenDelta(request_id=request.request_id, **members)
+
+    return script
+
+
+USAGE = KVUsage(transferred=1, recomputed=1, skipped=0, cached_tokens=1)
+
+
+def events(response: httpx.Response) -> list[tuple[str, Any]]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = SSEParser().feed(response.content)
+    return [(name, text if text == "[DONE]" else json.loads(text)) for name, text in found]
+
+
+def chunks(response: httpx.Response) -> list[dict[str, Any]]:
+    """A good stream's chunks: it ends in [DONE] and holds no error."""
+    *found, last = events(response)
+    assert last == ("message", "[DONE]")
+    assert {name for name, _ in found} == {"message"}
+    return [chunk for _, chunk in found]

@@ -1,0 +1,252 @@
+"""What the HTTP application refuses, and how failures and clients that leave end a request."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from engine.http import PlainHooks
+from engine.tokenizer import Tokenizer
+from protocol.messages import (
+    AddRequest,
+    EngineFailed,
+    ErrorInfo,
+    TokenDelta,
+)
+from tests.engine.http_server import (
+    CONTEXT,
+    MAX_BODY,
+    WAIT_S,
+    events,
+    run,
+    serving,
+)
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"prompt": ""}, 400, "`prompt`"),
+        ({"prompt": [260]}, 400, "token id 260; ids are from 0 to 259"),
+        ({"prompt": [-1]}, 400, "token id -1"),
+        ({"prompt": [10**30]}, 400, "`prompt`"),
+        ({"prompt": "x" * CONTEXT}, 400, f"has {CONTEXT} tokens and the context holds {CONTEXT}"),
+        ({"prompt": "xy", "max_tokens": 63}, 400, "has 2 tokens .* asks for 63 .* holds 64"),
+        ({"prompt": "x" * 17_000}, 400, "has 17000 tokens"),
+        ({"model": "nope"}, 404, "'nope'; this server has 'm'"),
+        ({"temperature": -1}, 400, "`temperature` is -1"),
+        ({"n": 2}, 400, "`n`"),
+        ({"prompt": "x" * MAX_BODY}, 413, f"longer than {MAX_BODY} bytes"),
+    ],
+)
+def test_bad_input_is_a_clear_refusal(
+    tokenizer: Tokenizer, fields: dict[str, Any], status: int, message: str
+) -> None:
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            response = await server.post(**fields)
+            assert response.status_code == status
+            error = response.json()["error"]
+            assert re.search(message, error["message"])
+            assert error["type"] == "invalid_request_error" and error["retryable"] is False
+            assert server.engine.added == []
+            assert server.metrics.value("baton_requests_in_progress") == 0
+            assert (await server.post()).status_code == 200
+
+    run(main)
+
+
+def test_the_longest_prompt_and_answer_that_fit_are_served(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            body = (await server.post(prompt="x" * (CONTEXT - 1))).json()
+            assert body["usage"]["completion_tokens"] == 1
+            body = (await server.post(prompt="xy", max_tokens=CONTEXT - 2)).json()
+            assert body["usage"]["total_tokens"] == CONTEXT
+
+    run(main)
+
+
+def test_ten_megabytes_are_refused_with_and_without_a_length(tokenizer: Tokenizer) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 100_000
+
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            for content in (b"x" * 10_000_000, pieces()):
+                response = await server.http.post("/v1/completions", content=content)
+                assert response.status_code == 413
+                assert response.json()["error"]["code"] == "payload_too_large"
+            assert (await server.post()).status_code == 200
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b'{"model": "m", "prompt": "\\ud800"}']
+)
+def test_what_is_not_a_json_object_is_refused(tokenizer: Tokenizer, content: bytes) -> None:
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            response = await server.http.post("/v1/completions", content=content)
+            assert response.status_code == 400
+            assert "JSON" in response.json()["error"]["message"]
+
+    run(main)
+
+
+def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            missing = await server.http.get("/v2/completions")
+            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+            wrong = await server.http.get("/v1/completions")
+            assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+    run(main)
+
+
+# -- failures ----------------------------------------------------------------------------------
+
+
+def failing_after(num_tokens: int, code: str = "transfer_failed") -> Any:
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        for token_id in range(70, 70 + num_tokens):
+            yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
+            await asyncio.sleep(0.01)  # so that the stream has begun
+        yield TokenDelta(request_id=request.request_id, error=ErrorInfo(code, "it broke"))
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_before_the_first_token_is_an_http_error(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    async def main() -> None:
+        async with serving(tokenizer, failing_after(0)) as server:
+            response = await server.post(stream=stream)
+            assert response.status_code == 502
+            error = response.json()["error"]
+            assert (error["phase"], error["retryable"]) == ("transfer", True)
+
+    run(main)
+
+
+def test_a_later_failure_ends_the_stream_without_done(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving(tokenizer, failing_after(2)) as server:
+            found = events(await server.post(stream=True))
+            assert [name for name, _ in found] == ["message", "message", "error"]
+            assert found[-1][1]["error"]["code"] == "transfer_failed"
+            whole = await server.post()
+            assert whole.status_code == 502
+            assert (
+                server.metrics.value("baton_requests", endpoint="completions", outcome="error") == 2
+            )
+            assert server.metrics.value("baton_requests_in_progress") == 0
+
+    run(main)
+
+
+def test_one_failing_prompt_ends_the_others(tokenizer: Tokenizer) -> None:
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        if request.token_ids == [2]:
+            yield TokenDelta(request_id=request.request_id, error=ErrorInfo("overloaded", "full"))
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with serving(tokenizer, script) as server:
+            response = await server.post(prompt=[[1], [2], [3]])
+            assert response.status_code == 503
+            ids = {tuple(a.token_ids): a.request_id for a in server.engine.added}
+            assert sorted(server.engine.aborted) == [ids[(1,)], ids[(3,)]]
+
+    run(main)
+
+
+def test_a_bug_in_a_hook_is_an_internal_error(tokenizer: Tokenizer) -> None:
+    class Broken(PlainHooks):
+        def prepare(self, request: Any, prompts: Any, sampling: Any) -> Any:
+            raise ZeroDivisionError
+
+    async def main() -> None:
+        async with serving(tokenizer, hooks=Broken()) as server:
+            response = await server.post()
+            assert response.status_code == 500
+            assert response.json()["error"]["code"] == "internal_error"
+            assert server.metrics.value("baton_requests_in_progress") == 0
+
+    run(main)
+
+
+def test_a_dead_engine_is_503_everywhere(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            assert (await server.http.get("/health")).status_code == 200
+            server.engine.say(EngineFailed("out of memory"))
+            for response in (
+                await server.post(),
+                await server.http.get("/health"),
+                await server.http.get("/ready"),
+            ):
+                assert response.status_code == 503
+                assert "out of memory" in response.text
+
+    run(main)
+
+
+def test_before_the_engine_is_ready_requests_are_refused(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving(tokenizer, ready=None) as server:
+            assert (await server.http.get("/health")).status_code == 200
+            assert (await server.http.get("/ready")).json()["ready"] is False
+            assert (await server.post()).status_code == 503
+
+    run(main)
+
+
+# -- clients that leave ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "stage", ["whole, before a token", "stream, before a token", "stream, after one"]
+)
+def test_a_client_that_leaves_aborts_its_sequences(tokenizer: Tokenizer, stage: str) -> None:
+    async def main() -> None:
+        started, ended = asyncio.Event(), asyncio.Event()
+
+        async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+            try:
+                if "after one" in stage:
+                    yield TokenDelta(request_id=request.request_id, token_ids=[70])
+                started.set()
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        async with serving(tokenizer, script) as server:
+            body = {"model": "m", "prompt": "ab", "stream": "stream" in stage}
+            request = server.http.build_request("POST", "/v1/completions", json=body)
+            if "after one" in stage:
+                response = await server.http.send(request, stream=True)
+                assert b"data: " in await anext(response.aiter_raw())
+                await response.aclose()
+            else:
+                pending = asyncio.create_task(server.http.send(request))
+                await started.wait()
+                pending.cancel()
+            await asyncio.wait_for(ended.wait(), WAIT_S)
+            assert server.engine.aborted == [server.engine.added[0].request_id]
+            assert server.engine.num_open == 0
+            value = server.metrics.value
+            while value("baton_requests", endpoint="completions", outcome="abort") != 1:
+                await asyncio.sleep(0)
+            assert value("baton_requests_in_progress") == 0
+
+    run(main)

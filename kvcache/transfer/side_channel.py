@@ -223,6 +223,13 @@ class SideChannelClient:
             return False
         return True
 
+    def receive_all(self) -> list[tuple[Address, Reply]]:
+        """All waiting replies, with whom they came from."""
+        found: list[tuple[Address, Reply]] = []
+        for address, dealer in list(self._dealers.items()):
+            found.extend((address, reply) for reply in self.receive(dealer))
+        return found
+
     def receive(self, dealer: zmq.Socket[bytes]) -> list[Reply]:
         """All waiting replies that are authentic; others are counted and dropped."""
         replies: list[Reply] = []

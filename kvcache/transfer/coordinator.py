@@ -1,0 +1,482 @@
+"""The thread of a decode engine's rank 0 that runs all pulls of the engine.
+
+All it decides is in pull_state.py (one pull) and peers.py (handshakes); here are the sockets, the
+clock and the bookkeeping of who is waiting for which answer.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import zmq
+
+from kvcache.transfer.peers import Peer, PeerStatus, PeerTable, check_reference
+from kvcache.transfer.pull import (
+    AddPeer,
+    Command,
+    DropPeer,
+    Event,
+    Hello,
+    PeerFailed,
+    PeerKey,
+    PeerReady,
+    Pull,
+    PullDrained,
+    PullSettings,
+    RankEnded,
+    RankFailing,
+    Report,
+    StopPull,
+    encode,
+    report_decoder,
+)
+from kvcache.transfer.pull_state import (
+    Action,
+    Emit,
+    FanOut,
+    Phase,
+    PullState,
+    SendAbort,
+    SendComplete,
+    SendRenew,
+    StopRanks,
+    SuspectPeer,
+)
+from kvcache.transfer.side_channel import Address, SideChannelClient, new_id
+from kvcache.transfer.waker import Waker
+from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable
+from protocol.handshake import (
+    AbortLease,
+    CompatRecord,
+    Complete,
+    GetMetadata,
+    Gone,
+    Metadata,
+    Ok,
+    Refused,
+    Renew,
+    Reply,
+    Request,
+)
+from protocol.messages import RemotePrefill
+
+logger = logging.getLogger(__name__)
+
+_MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
+_CLOSE_LINGER_S = 0.2
+
+
+class PullCoordinator:
+    """Handshakes, renewals, fan-out, the fence. All public methods may be called by any thread.
+
+    Args:
+        worker_address: ZMQ address to listen on for the ranks' workers: `ipc://...` in a
+            directory of this user's own, or `tcp://127.0.0.1:0` for a free port.
+        compat: of this engine.
+        on_event: called from the thread when `drain` has something; must not block.
+        convert: accept peers with another KV dtype.
+
+    Raises:
+        zmq.ZMQError: the worker address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        worker_address: str,
+        num_ranks: int,
+        compat: CompatRecord,
+        secret: bytes,
+        settings: PullSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_event: Callable[[], None] | None = None,
+        convert: bool = False,
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._settings = settings or PullSettings()
+        self._clock = clock
+        self._on_event = on_event
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._workers = self._context.socket(zmq.ROUTER)
+        self._workers.setsockopt(zmq.LINGER, 0)
+        self._workers.bind(worker_address)
+        self._waker = Waker(self._context)
+        self._side_channel = SideChannelClient(self._context, secret)
+        self._peers = PeerTable(compat, self._settings, convert)
+        self._pulls: dict[str, PullState] = {}
+        self._spans: dict[str, tuple[int, int, list[int]]] = {}  # of pulls begun
+        self._ended: OrderedDict[str, bool] = OrderedDict()  # -> PullDrained was told
+        self._asked: dict[str, tuple[Literal["renew", "complete"], str]] = {}  # nonce -> pull
+        self._nonces: dict[str, list[str]] = {}  # of each pull
+        self._awaiting_connect: set[PeerKey] = set()
+        self._ranks: dict[int, bytes] = {}  # ZMQ identities
+        self._unsent: dict[int, list[bytes]] = {rank: [] for rank in range(num_ranks)}
+        self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
+        self._asked_metadata: dict[str, Address] = {}  # by nonce
+        self._calls: deque[Callable[[], None]] = deque()
+        self._events: deque[Event] = deque()
+        self._counters: Counter[str] = Counter()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pull-coordinator", daemon=True)
+
+    @property
+    def worker_address(self) -> str:
+        """What the ranks' PullWorkers connect to."""
+        return self._workers.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def connect(self, remote: RemotePrefill) -> None:
+        """Shakes hands unless that was done; PeerReady or PeerFailed tells the outcome."""
+        self._call(lambda: self._do_connect(remote))
+
+    def hold(self, pull_id: str, remote: RemotePrefill) -> None:
+        """Keeps the lease alive from now on, before there are blocks to read into."""
+        self._call(lambda: self._do_hold(pull_id, remote))
+
+    def pull(
+        self,
+        pull_id: str,
+        remote: RemotePrefill,
+        token_start: int,
+        token_stop: int,
+        local_block_ids: Sequence[int],
+    ) -> None:
+        """Reads tokens [token_start, token_stop) into blocks of this engine, on every rank.
+
+        Args:
+            local_block_ids: from token 0 of the sequence on, in this engine's block size.
+        """
+        span = (token_start, token_stop, list(local_block_ids))
+        self._call(lambda: self._do_pull(pull_id, remote, span))
+
+    def cancel(self, pull_id: str) -> None:
+        """Gives up a pull in any state; one PullDrained follows."""
+        self._call(lambda: self._do_cancel(pull_id))
+
+    def drain(self) -> list[Event]:
+        """Events since the last call, in order."""
+        events: list[Event] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def counters(self) -> dict[str, int]:
+        return {**self._counters, **self._side_channel.counters, "pulls_open": len(self._pulls)}
+
+    def close(self) -> None:
+        """Ends the thread; leases of open pulls are aborted, without waiting for an answer."""
+        self._stopping.set()
+        self._waker.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._side_channel.close(_CLOSE_LINGER_S)
+        self._workers.close(linger=0)
+        self._waker.close()
+        self._context.term()
+
+    def _call(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        self._waker.wake()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._wait()
+                self._turn()
+            except Exception:
+                self._survive()
+        for state in self._states():
+            self._send(state, SendAbort())
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        for sock in (self._waker.socket, self._workers, *self._side_channel.sockets):
+            poller.register(sock, zmq.POLLIN)
+        deadline = min(self._peers.deadline(), *(s.deadline() for s in self._pulls.values()), 1e18)
+        wait_s = max(0.0, deadline - self._clock())
+        poller.poll(None if deadline >= 1e18 else int(wait_s * 1000) + 1)
+
+    def _turn(self) -> None:
+        self._waker.clear()
+        while self._calls:
+            self._calls.popleft()()
+        self._take_reports()
+        for address, reply in self._side_channel.receive_all():
+            self._take_reply(address, reply)
+        self._tick()
+        if self._events and self._on_event is not None:
+            self._on_event()
+
+    def _tick(self) -> None:
+        now = self._clock()
+        asking, late = self._peers.due(now)
+        for peer in asking:
+            self._ask_metadata(peer)
+        for peer in late:
+            self._peer_decided(peer)
+        for state in self._states():
+            if state.deadline() <= now:
+                self._perform(state, state.tick(now))
+
+    def _survive(self) -> None:
+        """After a bug of our own: no pull may hang for it, and later ones shall work."""
+        logger.exception("pull coordinator")
+        self._counters["internal_errors"] += 1
+        error = InternalError("the pull coordinator failed")
+        try:
+            for state in self._states():
+                self._perform(state, state.fail(error, self._clock()))
+        except Exception:
+            logger.exception("pull coordinator, giving up its pulls")
+
+    # -- what the engine asks for
+
+    def _do_connect(self, remote: RemotePrefill) -> None:
+        peer = self._peers.connect(remote, self._clock())
+        self._awaiting_connect.add(peer.key)
+        self._peer_decided(peer)
+
+    def _do_hold(self, pull_id: str, remote: RemotePrefill) -> None:
+        if pull_id in self._ended:
+            return
+        if pull_id not in self._pulls:
+            self._pulls[pull_id] = PullState(
+                pull_id, remote, self._num_ranks, self._settings, new_id(), self._clock()
+            )
+            self._counters["pulls"] += 1
+
+    def _do_pull(
+        self, pull_id: str, remote: RemotePrefill, span: tuple[int, int, list[int]]
+    ) -> None:
+        self._do_hold(pull_id, remote)
+        state = self._pulls.get(pull_id)
+        if state is None or pull_id in self._spans:
+            return
+        now = self._clock()
+        self._spans[pull_id] = span
+        self._perform(state, state.pull(span[1] - span[0], now))
+        if state.phase is Phase.WAITING:
+            self._offer(state, self._peers.connect(remote, now))
+
+    def _do_cancel(self, pull_id: str) -> None:
+        state = self._pulls.get(pull_id)
+        if state is not None:
+            self._counters["cancelled"] += 1
+            self._perform(state, state.cancel(self._clock()))
+        elif not self._ended.get(pull_id, False):
+            self._remember(pull_id, drained_told=True)
+            self._events.append(PullDrained(pull_id))
+
+    # -- peers
+
+    def _ask_metadata(self, peer: Peer) -> None:
+        nonce = new_id()
+        self._asked_metadata[nonce] = peer.address
+        self._post(peer.address, GetMetadata(nonce=nonce))
+
+    def _take_metadata(self, reply: Metadata) -> None:
+        address = self._asked_metadata.pop(reply.nonce, None)
+        if address is None:
+            return
+        self._supersede((reply.engine.engine_id, reply.engine.incarnation), address)
+        for peer in self._peers.fetching_from(address):
+            self._peers.metadata_came(peer, reply.engine, self._clock())
+            self._peer_decided(peer)
+
+    def _supersede(self, current: PeerKey, address: Address) -> None:
+        """What other incarnations of the engine at this address leased is not there any more."""
+        known = {**self._announced, **{_key(s.remote): _address(s.remote) for s in self._states()}}
+        for key, at in known.items():
+            if key[0] == current[0] and key != current and at == address:
+                self._drop(key)
+
+    def _drop(self, key: PeerKey) -> None:
+        self._counters["peer_restarts"] += 1
+        self._peers.forget(key)
+        if self._announced.pop(key, None):
+            self._broadcast(DropPeer(*key))
+        gone = LeaseGone(f"prefill server {key[0]} was restarted")
+        for state in self._states():
+            if _key(state.remote) == key:
+                self._perform(state, state.fail(gone, self._clock()))
+
+    def _states(self) -> list[PullState]:
+        return list(self._pulls.values())
+
+    def _peer_decided(self, peer: Peer) -> None:
+        """Tells whoever waits for this peer, if there is something to tell."""
+        if peer.status is PeerStatus.FETCHING:
+            return
+        for nonce in [n for n, at in self._asked_metadata.items() if at == peer.address]:
+            del self._asked_metadata[nonce]
+        if peer.key in self._awaiting_connect:
+            self._awaiting_connect.discard(peer.key)
+            if peer.error is not None:
+                self._events.append(PeerFailed(*peer.key, peer.error))
+            else:
+                self._events.append(PeerReady(*peer.key))
+        for state in self._states():
+            if _key(state.remote) == peer.key:
+                self._offer(state, peer)
+        if peer.error and not any(_address(s.remote) == peer.address for s in self._states()):
+            self._side_channel.forget(peer.address)  # or it would try to reconnect for ever
+
+    def _offer(self, state: PullState, peer: Peer) -> None:
+        """Lets a waiting pull go on, or fail, when its peer is known."""
+        if state.phase is not Phase.WAITING or peer.status is PeerStatus.FETCHING:
+            return
+        now = self._clock()
+        if peer.metadata is None:
+            error = peer.error or PeerUnreachable("the handshake failed")
+            self._perform(state, state.fail(error, now))
+            return
+        try:
+            check_reference(state.remote, peer.metadata)
+        except BatonError as error:
+            self._perform(state, state.fail(error, now))
+            return
+        if peer.key not in self._announced:
+            self._announced[peer.key] = peer.address
+            self._broadcast(AddPeer(peer.metadata))
+        self._perform(state, state.peer_ready(now))
+
+    # -- actions
+
+    def _perform(self, state: PullState, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._send(state, action)
+        if state.phase is Phase.ENDED and state.pull_id in self._pulls:
+            del self._pulls[state.pull_id]
+            self._spans.pop(state.pull_id, None)
+            for nonce in self._nonces.pop(state.pull_id, []):
+                self._asked.pop(nonce, None)
+            self._remember(state.pull_id, state.drained_told)
+
+    def _send(self, state: PullState, action: Action) -> None:
+        remote, nonce = state.remote, new_id()
+        address, lease = _address(remote), remote.lease_id
+        match action:
+            case SendRenew():
+                self._expect(nonce, "renew", state.pull_id)
+                request: Request = Renew(
+                    nonce=nonce, incarnation=remote.incarnation, lease_id=lease
+                )
+                self._post(address, request)
+            case SendComplete(attempt):
+                self._expect(nonce, "complete", state.pull_id)
+                request = Complete(
+                    nonce=nonce, incarnation=remote.incarnation, lease_id=lease, attempt_id=attempt
+                )
+                self._post(address, request)
+            case SendAbort():
+                request = AbortLease(nonce=nonce, incarnation=remote.incarnation, lease_id=lease)
+                self._post(address, request)
+            case FanOut():
+                self._broadcast(self._pull_command(state))
+            case StopRanks():
+                self._broadcast(StopPull(state.pull_id))
+            case SuspectPeer():
+                self._peers.forget(_key(remote))
+            case Emit(event):
+                self._counters[type(event).__name__] += 1
+                self._events.append(event)
+
+    def _pull_command(self, state: PullState) -> Pull:
+        remote = state.remote
+        token_start, token_stop, local_block_ids = self._spans[state.pull_id]
+        return Pull(
+            pull_id=state.pull_id,
+            engine_id=remote.engine_id,
+            incarnation=remote.incarnation,
+            lease_hash=int(remote.lease_id[:8], 16),
+            token_start=token_start,
+            token_stop=token_stop,
+            local_block_ids=local_block_ids,
+            remote_block_ids=remote.block_ids,
+        )
+
+    def _expect(self, nonce: str, kind: Literal["renew", "complete"], pull_id: str) -> None:
+        self._asked[nonce] = (kind, pull_id)
+        self._nonces.setdefault(pull_id, []).append(nonce)
+
+    def _post(self, address: Address, request: Request) -> None:
+        try:
+            self._side_channel.post(address, request)
+        except PeerUnreachable as error:
+            logger.warning("%s", error)  # the wait for the answer ends in its timeout
+
+    def _broadcast(self, command: Command) -> None:
+        frame = encode(command)
+        for rank in range(self._num_ranks):
+            if rank in self._ranks:
+                self._workers.send_multipart([self._ranks[rank], frame])
+            else:
+                self._unsent[rank].append(frame)
+
+    def _remember(self, pull_id: str, drained_told: bool) -> None:
+        self._ended[pull_id] = drained_told
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    # -- what comes in
+
+    def _take_reports(self) -> None:
+        while True:
+            try:
+                identity, frame = self._workers.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take_report(identity, report_decoder.decode(frame))
+
+    def _take_report(self, identity: bytes, report: Report) -> None:
+        if isinstance(report, Hello):
+            self._ranks[report.rank] = identity
+            for frame in self._unsent.pop(report.rank, []):
+                self._workers.send_multipart([identity, frame])
+            return
+        state = self._pulls.get(report.pull_id)
+        if state is None:
+            return
+        now = self._clock()
+        if isinstance(report, RankFailing):
+            self._perform(state, state.rank_failing(report, now))
+        elif isinstance(report, RankEnded):
+            self._perform(state, state.rank_ended(report, now))
+
+    def _take_reply(self, address: Address, reply: Reply) -> None:
+        if isinstance(reply, Metadata):
+            self._take_metadata(reply)
+        elif isinstance(reply, Refused):
+            self._refused(address, reply)
+        else:
+            self._lease_answered(reply)
+
+    def _refused(self, address: Address, reply: Refused) -> None:
+        self._counters["refused"] += 1
+        error = PeerUnreachable(f"{address[0]}:{address[1]} refused us: {reply.reason}")
+        for peer in self._peers.fetching_from(address):
+            self._peers.fail(peer, error, self._clock())
+            self._peer_decided(peer)
+
+    def _lease_answered(self, reply: Ok | Gone) -> None:
+        kind, pull_id = self._asked.pop(reply.nonce, (None, ""))
+        state = self._pulls.get(pull_id)
+        if kind is None or state is None:
+            return
+        ok = isinstance(reply, Ok)
+        reason = reply.reason if isinstance(reply, Gone) else ""
+        answered = state.renew_answered if kind == "renew" else state.fence_answered
+        self._perform(state, answered(ok, reason, self._clock()))
+
+
+def _key(remote: RemotePrefill) -> PeerKey:
+    return remote.engine_id, remote.incarnation
+
+
+def _address(remote: RemotePrefill) -> Address:
+    return remote.host, remote.port

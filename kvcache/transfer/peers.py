@@ -1,0 +1,153 @@
+"""What a decode engine knows about prefill engines, and when it asks: first contact only.
+
+Keyed by engine id and incarnation, so what was true of an engine before its restart is never
+applied after it. A failed handshake is remembered for a back-off that doubles, so that a queue of
+requests to a dead peer fails at once instead of one timeout after another. Pure: no I/O, no clock.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvcache.transfer.pull import PeerKey, PullSettings
+from protocol.errors import BatonError, LeaseGone, PeerIncompatible, PeerUnreachable
+from protocol.handshake import CompatRecord, EngineMetadata, check_compatible, check_consistent
+from protocol.messages import RemotePrefill
+
+_MAX_FAILED = 1024  # remembered; the references that name peers are signed, so this is ample
+
+
+class PeerStatus(Enum):
+    FETCHING = "fetching"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass
+class Peer:
+    key: PeerKey
+    address: tuple[str, int]
+    status: PeerStatus = PeerStatus.FETCHING
+    deadline: float = 0.0  # FETCHING: gives up; FAILED: may be tried again
+    failures: int = 0  # in a row
+    error: BatonError | None = None
+    metadata: EngineMetadata | None = None
+    next_ask: float = field(default=0.0)
+
+
+class PeerTable:
+    """Peers by (engine id, incarnation)."""
+
+    def __init__(
+        self, local: CompatRecord, settings: PullSettings, allow_convert: bool = False
+    ) -> None:
+        self._local = local
+        self._settings = settings
+        self._allow_convert = allow_convert
+        self._peers: dict[PeerKey, Peer] = {}
+
+    def connect(self, remote: RemotePrefill, now: float) -> Peer:
+        """The peer as it is now; begins a handshake (status FETCHING) when one is due."""
+        key = (remote.engine_id, remote.incarnation)
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = Peer(key, (remote.host, remote.port))
+            self._begin(peer, now)
+            self._prune()
+        elif peer.status is PeerStatus.FAILED and now >= peer.deadline:
+            peer.address = (remote.host, remote.port)
+            self._begin(peer, now)
+        return peer
+
+    def get(self, key: PeerKey) -> Peer | None:
+        return self._peers.get(key)
+
+    def fetching_from(self, address: tuple[str, int]) -> list[Peer]:
+        return [p for p in self._peers.values() if _is_fetching(p) and p.address == address]
+
+    def due(self, now: float) -> tuple[list[Peer], list[Peer]]:
+        """(to ask for metadata now, failed by timeout now)."""
+        fetching = [peer for peer in self._peers.values() if _is_fetching(peer)]
+        late = [peer for peer in fetching if now >= peer.deadline]
+        limit_s = self._settings.handshake_timeout_s
+        for peer in late:
+            where = f"{peer.address[0]}:{peer.address[1]}"
+            self.fail(peer, PeerUnreachable(f"{where} did not answer within {limit_s} s"), now)
+        asking = [peer for peer in fetching if _is_fetching(peer) and now >= peer.next_ask]
+        for peer in asking:
+            peer.next_ask = now + limit_s / 4
+        return asking, late
+
+    def deadline(self) -> float:
+        """When `due` next has something to say; infinity for never."""
+        waits = [min(p.deadline, p.next_ask) for p in self._peers.values() if _is_fetching(p)]
+        return min(waits, default=float("inf"))
+
+    def metadata_came(self, peer: Peer, metadata: EngineMetadata, now: float) -> None:
+        """Decides whether the peer is usable."""
+        try:
+            check_consistent(metadata)
+            self._check_identity(peer, metadata)
+            check_compatible(self._local, metadata.compat, self._allow_convert)
+        except BatonError as error:
+            self.fail(peer, error, now)
+        else:
+            peer.status, peer.metadata, peer.error = PeerStatus.READY, metadata, None
+            peer.failures = 0
+
+    def fail(self, peer: Peer, error: BatonError, now: float) -> None:
+        settings = self._settings
+        peer.failures += 1
+        backoff_s = settings.backoff_min_s * 2.0 ** min(peer.failures - 1, 30)
+        peer.status, peer.error, peer.metadata = PeerStatus.FAILED, error, None
+        peer.deadline = now + min(backoff_s, settings.backoff_max_s)
+
+    def forget(self, key: PeerKey) -> None:
+        """The next `connect` shakes hands anew, without back-off; failed peers stay failed."""
+        peer = self._peers.get(key)
+        if peer is not None and peer.status is PeerStatus.READY:
+            del self._peers[key]
+
+    def _begin(self, peer: Peer, now: float) -> None:
+        peer.status, peer.error, peer.next_ask = PeerStatus.FETCHING, None, now
+        peer.deadline = now + self._settings.handshake_timeout_s
+
+    def _check_identity(self, peer: Peer, metadata: EngineMetadata) -> None:
+        engine_id, incarnation = peer.key
+        where = f"{peer.address[0]}:{peer.address[1]}"
+        if metadata.engine_id != engine_id:
+            raise PeerIncompatible(
+                f"engine_id is {metadata.engine_id!r} at {where}, not {engine_id!r}: two prefill "
+                "servers may have exchanged addresses",
+                param="engine_id",
+            )
+        if metadata.incarnation != incarnation:
+            raise LeaseGone(f"prefill server {engine_id} at {where} was restarted")
+
+    def _prune(self) -> None:
+        failed = [key for key, p in self._peers.items() if p.status is PeerStatus.FAILED]
+        for key in failed[: max(0, len(failed) - _MAX_FAILED)]:
+            del self._peers[key]
+
+
+def _is_fetching(peer: Peer) -> bool:
+    return peer.status is PeerStatus.FETCHING
+
+
+def check_reference(remote: RemotePrefill, metadata: EngineMetadata) -> None:
+    """Raises PeerIncompatible when a reference does not fit the engine it names."""
+    layout = metadata.ranks[0].layout
+    for name, ours, theirs in (
+        ("remote_block_size", remote.block_size, layout.block_size),
+        ("tp_size", remote.tp_size, metadata.tp_size),
+    ):
+        if ours != theirs:
+            raise PeerIncompatible(
+                f"{name} is {ours} in kv_transfer_params, {theirs} on the prefill server",
+                param=f"kv_transfer_params.{name}",
+            )
+    if max(remote.block_ids) >= layout.num_blocks:
+        raise PeerIncompatible(
+            f"remote_block_ids names block {max(remote.block_ids)}; the prefill server has "
+            f"{layout.num_blocks}",
+            param="kv_transfer_params.remote_block_ids",
+        )

@@ -1,0 +1,61 @@
+"""Cutting a plan's reads into posts of bounded size.
+
+A post is one READ handed to the agent. Bounded in bytes, because on CPU posting *is* copying and a
+cancelled pull must stop soon; bounded in runs, because each costs microseconds to post.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.transfer.agent import Addresses
+from kvcache.transfer.runs import RankRead
+
+
+@dataclass(frozen=True)
+class PostLimits:
+    max_bytes: int = 32 << 20  # 3 to 10 ms of copying on a CPU
+    max_runs: int = 1024  # 5 to 8 ms of posting on a GPU
+    max_active: int = 8  # posts of one worker that have not ended
+
+
+@dataclass(frozen=True)
+class Post:
+    """Runs from one rank of P; offsets in bytes from the bases of the two memories."""
+
+    remote_rank: int
+    local_offsets: Addresses  # i64[n]
+    remote_offsets: Addresses  # i64[n]
+    lengths: Addresses  # i64[n]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.lengths.sum())
+
+
+def cut(reads: Iterable[RankRead], limits: PostLimits) -> Iterator[Post]:
+    """The reads' runs in their order, each run in at most one post unless it exceeds max_bytes."""
+    for read in reads:
+        local, remote, lengths = _split_long_runs(read, limits.max_bytes)
+        ends = np.cumsum(lengths)
+        start = 0
+        while start < len(lengths):
+            before = int(ends[start - 1]) if start else 0
+            fitting = int(np.searchsorted(ends, before + limits.max_bytes, side="right"))
+            stop = min(max(fitting, start + 1), start + limits.max_runs)
+            part = slice(start, stop)
+            yield Post(read.remote_rank, local[part], remote[part], lengths[part])
+            start = stop
+
+
+def _split_long_runs(read: RankRead, max_bytes: int) -> tuple[Addresses, Addresses, Addresses]:
+    lengths = read.lengths
+    if not len(lengths) or int(lengths.max()) <= max_bytes:
+        return read.local_offsets, read.remote_offsets, lengths
+    pieces = -(-lengths // max_bytes)
+    run = np.repeat(np.arange(len(lengths)), pieces)
+    first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    within = (np.arange(len(run)) - first) * max_bytes
+    sizes = np.minimum(lengths[run] - within, max_bytes)
+    return read.local_offsets[run] + within, read.remote_offsets[run] + within, sizes

@@ -1,0 +1,155 @@
+"""Pulling a prompt's KV out of a prefill server: the vocabulary that all parts of it share.
+
+    engine thread --calls--> PullCoordinator --commands--> PullWorker of each rank --READs--> P
+                 <--events--      (rank 0)   <--reports--
+                                     |
+                                     `--- side channel: metadata, renewals, the fence ---> P
+
+pull_state.py and peers.py decide, without I/O and without a clock of their own; coordinator.py and
+pull_worker.py are the threads around them.
+
+Rules for the engine:
+- `hold` begins renewing the lease, `pull` begins reading, `cancel` gives up.
+- A pull ends in exactly one of PullDone, PullFailed or (after `cancel`) PullDrained. PullFailed may
+  come before `pull` was called, when the lease turns out to be gone; `pull` is then ignored.
+- PullFailed(drained=False): bytes may still arrive in the pull's blocks, until PullDrained comes.
+- `cancel` is always followed by exactly one PullDrained, even for a pull that has ended or was
+  never held. An event that was already on its way may come before it.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from protocol.errors import BatonError, from_code
+from protocol.handshake import EngineMetadata
+from protocol.messages import ErrorInfo
+
+PeerKey = tuple[str, str]  # engine id, incarnation
+
+
+@dataclass(frozen=True)
+class PullSettings:
+    """Every wait of a pull, by name, in seconds."""
+
+    handshake_timeout_s: float = 5.0
+    pull_timeout_s: float = 30.0  # from the first READ posted to the last one ended
+    fence_timeout_s: float = 5.0
+    fence_retry_s: float = 1.0  # COMPLETE is repeated, with the same attempt id
+    renew_interval_s: float | None = None  # a third of the lease
+    drain_grace_s: float = 0.25  # a failed pull's READs may end before its verdict is told
+    backoff_min_s: float = 1.0  # after a failed handshake, doubling
+    backoff_max_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class PeerReady:
+    engine_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class PeerFailed:
+    engine_id: str
+    incarnation: str
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class PullDone:
+    """Every rank has read, and P confirmed that the lease was held until then."""
+
+    pull_id: str
+    nbytes: int  # useful bytes, all ranks
+    descriptors: int
+    seconds: float  # from `pull` to the fence's answer
+    path: str  # "direct" | "staged" | "none" when there was nothing to read
+
+
+@dataclass(frozen=True)
+class PullFailed:
+    pull_id: str
+    error: BatonError
+    drained: bool
+
+
+@dataclass(frozen=True)
+class PullDrained:
+    pull_id: str
+
+
+Event = PeerReady | PeerFailed | PullDone | PullFailed | PullDrained
+
+
+class AddPeer(msgspec.Struct, frozen=True, tag="add_peer"):
+    """Coordinator to rank: pulls from this engine will follow."""
+
+    metadata: EngineMetadata
+
+
+class DropPeer(msgspec.Struct, frozen=True, tag="drop_peer"):
+    """Coordinator to rank: forget this peer as soon as no READ from it is active."""
+
+    engine_id: str
+    incarnation: str
+
+
+class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
+    """Coordinator to rank: read your share of tokens [token_start, token_stop)."""
+
+    pull_id: str
+    engine_id: str
+    incarnation: str
+    lease_hash: int
+    token_start: int
+    token_stop: int
+    local_block_ids: list[int]  # from token 0 of the sequence on
+    remote_block_ids: list[int]
+
+
+class StopPull(msgspec.Struct, frozen=True, tag="stop"):
+    """Coordinator to rank: post nothing more for this pull."""
+
+    pull_id: str
+
+
+Command = AddPeer | DropPeer | Pull | StopPull
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    rank: int
+
+
+class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
+    """Rank to coordinator: this pull fails here, and READs of it are still active."""
+
+    pull_id: str
+    rank: int
+    error: ErrorInfo
+
+
+class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
+    """Rank to coordinator: no READ of this pull is active any more. Sent once for each Pull."""
+
+    pull_id: str
+    rank: int
+    complete: bool  # every byte was read and is in place
+    error: ErrorInfo | None = None
+    nbytes: int = 0
+    descriptors: int = 0
+    path: str = "none"
+
+
+Report = Hello | RankFailing | RankEnded
+
+encode = msgspec.msgpack.Encoder().encode
+command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def error_info(error: BatonError) -> ErrorInfo:
+    return ErrorInfo(error.code, error.message, error.param)
+
+
+def error_from(info: ErrorInfo) -> BatonError:
+    return from_code(info.code, info.message, info.param)

@@ -1,0 +1,132 @@
+"""One pull on one rank: which posts go out next, which READs are active, when it has ended."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvcache.transfer.plan import TransferPlan
+from kvcache.transfer.posts import Post, PostLimits, cut
+from kvcache.transfer.staged import Chunk
+from kvcache.transfer.staging import Staging
+from protocol.errors import BatonError
+
+
+@dataclass
+class Step:
+    """Posts that go to one memory; staged ones are placed when the last of them has ended."""
+
+    posts: Iterator[Post]
+    base_address: int  # of the memory that local offsets count from
+    chunk: Chunk | None = None
+    slot: int = 0
+    active: int = 0
+    posted: bool = False  # all of them
+
+
+class PullJob:
+    """Mutable; driven by the worker, which owns the agent."""
+
+    def __init__(
+        self,
+        pull_id: str,
+        plan: TransferPlan,
+        pool_address: int,
+        staging: Staging | None,
+        limits: PostLimits,
+    ) -> None:
+        self.pull_id = pull_id
+        self.plan = plan
+        self.error: BatonError | None = None
+        self.failure_told = False
+        self._limits = limits
+        self._staging = staging if plan.chunks else None
+        self.stopping = False
+        self._chunks = iter(enumerate(plan.chunks))
+        self._open: list[Step] = []  # begun, not yet all ended and placed
+        self._posting: Step | None = None
+        self._waiting: tuple[int, Chunk] | None = None  # for its slot
+        self._exhausted = False
+        if self._staging is not None:
+            self._staging.enter(pull_id)
+        elif plan.reads:
+            self._begin(Step(cut(plan.reads, limits), pool_address))
+
+    @property
+    def active(self) -> int:
+        """READs that have not ended."""
+        return sum(step.active for step in self._open)
+
+    @property
+    def ended(self) -> bool:
+        """No READ is active, no copy runs, and nothing more will be posted."""
+        if self.active or not self._copies_finished():
+            return False
+        return self.stopping or (self._exhausted and not self._open)
+
+    @property
+    def complete(self) -> bool:
+        """Every byte is in its place."""
+        return self.ended and not self.stopping
+
+    def stop(self, error: BatonError | None = None) -> None:
+        """Posts nothing more. The first error stays."""
+        self.stopping = True
+        self.error = self.error or error
+
+    def next_post(self) -> tuple[Step, Post] | None:
+        """What to post now; None when there is nothing, or nothing yet."""
+        while not self.stopping:
+            step = self._posting or self._next_step()
+            if step is None:
+                return None
+            post = next(step.posts, None)
+            if post is not None:
+                return step, post
+            step.posted, self._posting = True, None
+            self._finish(step)
+        return None
+
+    def read_ended(self, step: Step) -> None:
+        step.active -= 1
+        self._finish(step)
+
+    def leave(self) -> None:
+        """The job has ended: others may have the staging memory."""
+        if self._staging is not None:
+            self._staging.leave(self.pull_id)
+
+    def _begin(self, step: Step) -> Step:
+        self._open.append(step)
+        self._posting = step
+        return step
+
+    def _next_step(self) -> Step | None:
+        if self._staging is None:
+            self._exhausted = True
+            return None
+        self._waiting = self._waiting or next(self._chunks, None)
+        if self._waiting is None:
+            self._exhausted = True
+            return None
+        index, chunk = self._waiting
+        if not self._slot_is_free(self._staging, index % 2):
+            return None
+        self._waiting = None
+        base = self._staging.slot_address(index % 2)
+        return self._begin(Step(cut(chunk.reads, self._limits), base, chunk, index % 2))
+
+    def _slot_is_free(self, staging: Staging, slot: int) -> bool:
+        filling = any(step.slot == slot for step in self._open)
+        return not filling and staging.owned_by(self.pull_id) and staging.is_free(slot)
+
+    def _finish(self, step: Step) -> None:
+        if not step.posted or step.active:
+            return
+        self._open.remove(step)
+        if step.chunk is not None and self._staging is not None and not self.stopping:
+            self._staging.place(step.chunk, step.slot)
+
+    def _copies_finished(self) -> bool:
+        staging = self._staging
+        if staging is None or not staging.owned_by(self.pull_id):
+            return True
+        return staging.is_free(0) and staging.is_free(1)

@@ -1,0 +1,266 @@
+"""One pull's decisions: (state, event, now) -> actions. No I/O, no clock.
+
+    HELD --pull--> WAITING --peer ready--> READING --every rank read all--> FENCING --ok--> ENDED
+      |               |                       |                                |
+      `---------------+-----------------------+---- failure or cancel ---------'
+                                              |
+                                        DRAINING (READs still active) --the last one ended--> ENDED
+
+A pull of no tokens is done at once and only CLOSES its lease: nothing it read needs a fence.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcache.transfer.pull import (
+    Event,
+    PullDone,
+    PullDrained,
+    PullFailed,
+    PullSettings,
+    RankEnded,
+    RankFailing,
+    error_from,
+)
+from protocol.errors import BatonError, LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
+from protocol.messages import RemotePrefill
+
+
+class Phase(Enum):
+    HELD = "held"
+    WAITING = "waiting"
+    READING = "reading"
+    FENCING = "fencing"
+    CLOSING = "closing"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class SendRenew:
+    pass
+
+
+@dataclass(frozen=True)
+class SendComplete:
+    attempt_id: str
+
+
+@dataclass(frozen=True)
+class SendAbort:
+    pass
+
+
+@dataclass(frozen=True)
+class FanOut:
+    """Tell every rank to read its share."""
+
+
+@dataclass(frozen=True)
+class StopRanks:
+    pass
+
+
+@dataclass(frozen=True)
+class SuspectPeer:
+    """What is known of the peer may be wrong: shake hands anew before the next pull."""
+
+
+@dataclass(frozen=True)
+class Emit:
+    event: Event
+
+
+Action = SendRenew | SendComplete | SendAbort | FanOut | StopRanks | SuspectPeer | Emit
+
+
+class PullState:
+    """Mutable; every method returns what to do now, in order."""
+
+    def __init__(
+        self,
+        pull_id: str,
+        remote: RemotePrefill,
+        num_ranks: int,
+        settings: PullSettings,
+        attempt_id: str,
+        now: float,
+    ) -> None:
+        self.pull_id = pull_id
+        self.remote = remote
+        self.phase = Phase.HELD
+        self.drained_told = False  # PullDrained was emitted
+        self._num_ranks = num_ranks
+        self._settings = settings
+        self._attempt_id = attempt_id
+        self._reading: set[int] = set()  # ranks that have not ended
+        self._reports: list[RankEnded] = []
+        self._error: BatonError | None = None
+        self._failure_told = False
+        self._cancelled = False
+        self._began = now
+        self._next_renewal = now  # the first one finds out whether the lease still is
+        self._timeout = float("inf")  # of the phase
+        self._next_retry = float("inf")  # of COMPLETE
+
+    def __repr__(self) -> str:
+        return f"<PullState {self.pull_id} {self.phase.value}, {len(self._reading)} ranks reading>"
+
+    def deadline(self) -> float:
+        """When `tick` next has something to do; infinity for never."""
+        renewal = self._next_renewal if self._renews else float("inf")
+        return min(renewal, self._timeout, self._next_retry)
+
+    def pull(self, num_tokens: int, now: float) -> list[Action]:
+        """The engine has blocks for `num_tokens` tokens to read."""
+        if self.phase is not Phase.HELD:
+            return []
+        self._began = now
+        if num_tokens > 0:
+            self.phase = Phase.WAITING
+            return []
+        self.phase = Phase.CLOSING
+        done = PullDone(self.pull_id, 0, 0, 0.0, "none")
+        return [Emit(done), *self._complete(now)]
+
+    def peer_ready(self, now: float) -> list[Action]:
+        if self.phase is not Phase.WAITING:
+            return []
+        self.phase = Phase.READING
+        self._reading = set(range(self._num_ranks))
+        self._timeout = now + self._settings.pull_timeout_s
+        return [FanOut()]
+
+    def fail(self, error: BatonError, now: float) -> list[Action]:
+        """Something outside found that this pull cannot succeed."""
+        if self.phase in (Phase.DRAINING, Phase.CLOSING, Phase.ENDED):
+            return []
+        self._error = error
+        return self._stop(now)
+
+    def rank_failing(self, report: RankFailing, now: float) -> list[Action]:
+        if self.phase is not Phase.READING:
+            return []
+        return [SuspectPeer(), *self.fail(error_from(report.error), now)]
+
+    def rank_ended(self, report: RankEnded, now: float) -> list[Action]:
+        if report.rank not in self._reading:
+            return []
+        self._reading.discard(report.rank)
+        self._reports.append(report)
+        if self.phase is Phase.DRAINING:
+            return [] if self._reading else self._drained()
+        if not report.complete:
+            error = error_from(report.error) if report.error else TransferFailed("READ stopped")
+            return [SuspectPeer(), *self.fail(error, now)]
+        if self._reading:
+            return []
+        self.phase = Phase.FENCING
+        return self._complete(now)
+
+    def renew_answered(self, ok: bool, reason: str, now: float) -> list[Action]:
+        if ok or not self._renews:
+            return []
+        return self.fail(self._lease_gone(reason), now)
+
+    def fence_answered(self, ok: bool, reason: str, now: float) -> list[Action]:
+        if self.phase is Phase.CLOSING:
+            return self._end()
+        if self.phase is not Phase.FENCING:
+            return []
+        if not ok:
+            return self.fail(self._lease_gone(reason), now)
+        return [Emit(self._done(now)), *self._end()]
+
+    def cancel(self, now: float) -> list[Action]:
+        """The engine gave up: no verdict any more, one PullDrained."""
+        if self._cancelled or self.phase is Phase.ENDED:
+            return []
+        self._cancelled = True
+        if self.phase is Phase.CLOSING:
+            return self._tell_drained()
+        if self.phase is Phase.DRAINING:
+            return []
+        return self._stop(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Renewals, repetitions and timeouts that are due."""
+        actions: list[Action] = []
+        if self._renews and now >= self._next_renewal:
+            interval_s = self._settings.renew_interval_s or self.remote.lease_s / 3
+            self._next_renewal = now + interval_s
+            actions.append(SendRenew())
+        if now >= self._timeout:
+            return actions + self._timed_out(now)
+        if now >= self._next_retry:
+            self._next_retry = now + self._settings.fence_retry_s
+            actions.append(SendComplete(self._attempt_id))
+        return actions
+
+    @property
+    def _renews(self) -> bool:
+        return self.phase in (Phase.HELD, Phase.WAITING, Phase.READING)
+
+    def _complete(self, now: float) -> list[Action]:
+        self._timeout = now + self._settings.fence_timeout_s
+        self._next_retry = now + self._settings.fence_retry_s
+        return [SendComplete(self._attempt_id)]
+
+    def _timed_out(self, now: float) -> list[Action]:
+        peer = f"{self.remote.host}:{self.remote.port}"
+        if self.phase is Phase.READING:
+            limit_s = self._settings.pull_timeout_s
+            error = PullTimeout(f"reading the KV from {peer} took longer than {limit_s} s")
+            return [SuspectPeer(), *self.fail(error, now)]
+        if self.phase is Phase.FENCING:
+            limit_s = self._settings.fence_timeout_s
+            lost = PeerUnreachable(f"{peer} did not confirm the lease within {limit_s} s")
+            return [SuspectPeer(), *self.fail(lost, now)]
+        if self.phase is Phase.CLOSING:
+            return self._end()
+        self._timeout = float("inf")  # DRAINING: the grace is over
+        return self._tell_failure(drained=False)
+
+    def _stop(self, now: float) -> list[Action]:
+        """Ends at once when no READ can be active, else drains."""
+        if not self._reading:
+            return self._drained()
+        self.phase = Phase.DRAINING
+        self._next_retry = float("inf")
+        self._timeout = now + self._settings.drain_grace_s
+        return [StopRanks()]
+
+    def _drained(self) -> list[Action]:
+        # Only now may P reuse the blocks early: reads of freed blocks would be harmless here, as
+        # nothing uses the bytes, but P's memory may be unmapped or given to others.
+        abort: list[Action] = [] if isinstance(self._error, LeaseGone) else [SendAbort()]
+        if self._cancelled or self._failure_told:
+            return [*self._tell_drained(), *abort, *self._end()]
+        return [*self._tell_failure(drained=True), *abort, *self._end()]
+
+    def _tell_failure(self, drained: bool) -> list[Action]:
+        if self._cancelled or self._failure_told or self._error is None:
+            return []
+        self._failure_told = True
+        return [Emit(PullFailed(self.pull_id, self._error, drained))]
+
+    def _tell_drained(self) -> list[Action]:
+        self.drained_told = True
+        return [Emit(PullDrained(self.pull_id))]
+
+    def _end(self) -> list[Action]:
+        self.phase = Phase.ENDED
+        self._timeout = self._next_retry = float("inf")
+        return []
+
+    def _lease_gone(self, reason: str) -> LeaseGone:
+        return LeaseGone(
+            f"lease {self.remote.lease_id} on {self.remote.engine_id} is gone: {reason}"
+        )
+
+    def _done(self, now: float) -> PullDone:
+        nbytes = sum(report.nbytes for report in self._reports)
+        descriptors = sum(report.descriptors for report in self._reports)
+        paths = sorted({report.path for report in self._reports} - {"none"})
+        path = "+".join(paths) or "none"
+        return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path)

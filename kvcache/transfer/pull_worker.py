@@ -1,0 +1,345 @@
+"""A rank's transfer thread: owns the agent, posts READs in bounded pieces, polls, reports.
+
+It blocks in ZMQ while there is nothing to do, and looks at commands between any two posts, so that
+a pull stops within one post. A READ that does not end keeps its pull here until it does (I7).
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+import zmq
+
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, Endpoint, PlanError, plan_transfer
+from kvcache.transfer.posts import Post, PostLimits
+from kvcache.transfer.pull import (
+    AddPeer,
+    Command,
+    DropPeer,
+    Hello,
+    PeerKey,
+    Pull,
+    RankEnded,
+    RankFailing,
+    Report,
+    StopPull,
+    command_decoder,
+    encode,
+    error_info,
+)
+from kvcache.transfer.pull_job import PullJob, Step
+from kvcache.transfer.staging import Staging
+from kvcache.transfer.waker import Waker
+from protocol.errors import BatonError, InternalError, PeerIncompatible, TransferFailed
+from protocol.handshake import EngineMetadata
+
+logger = logging.getLogger(__name__)
+
+_POLL_MIN_S, _POLL_MAX_S = 0.0002, 0.001
+_POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
+
+
+@dataclass
+class _Peer:
+    metadata: EngineMetadata
+    endpoints: tuple[Endpoint, ...]
+    names: dict[int, str] = field(default_factory=dict)  # of its agents, by rank, once read from
+    users: int = 0  # jobs
+    stale: bool = False  # connect anew when nobody uses it
+    dropped: bool = False  # forget when nobody uses it
+
+
+@dataclass
+class _Read:
+    handle: ReadHandle
+    job: PullJob
+    step: Step
+
+
+class PullWorker:
+    """One rank's end of every pull.
+
+    Args:
+        tp_size, total_kv_heads: geometry of this engine.
+        agent: not yet used for reads; the worker registers the pool and owns the agent from
+            `start` on, its `close` included.
+        connect_address: the coordinator's `worker_address`.
+        staging_bytes: bound of the memory for staged transfers; None plans direct ones only.
+        convert: accept a peer with another KV dtype.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        tp_size: int,
+        total_kv_heads: int,
+        agent: TransferAgent,
+        pool: KVPool,
+        connect_address: str,
+        *,
+        staging_bytes: int | None = None,
+        convert: bool = False,
+        costs: CostModel | None = None,
+        limits: PostLimits | None = None,
+    ) -> None:
+        self._endpoint = Endpoint(pool.layout, rank, tp_size)
+        self._total_kv_heads = total_kv_heads
+        self._agent = agent
+        self._pool = pool
+        self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
+        self._staging = Staging(staging_bytes, pool) if staging_bytes else None
+        self._convert = convert
+        self._costs = costs
+        self._limits = limits or PostLimits()
+        self._address = connect_address
+        self._peers: dict[PeerKey, _Peer] = {}
+        self._jobs: OrderedDict[str, tuple[PullJob, _Peer]] = OrderedDict()
+        self._reads: list[_Read] = []
+        self._idle_s = _POLL_MIN_S
+        self.counters: Counter[str] = Counter()
+        self._stopping = threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._waker = Waker(self._context)
+        self._thread = threading.Thread(target=self._run, name=f"pull-{rank}", daemon=True)
+        self._register()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and closes the agent; READs still active stay the transport's."""
+        self._stopping.set()
+        self._waker.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._waker.close()
+        self._context.destroy(linger=0)
+        self._agent.close()
+
+    def _register(self) -> None:
+        pool, device = self._pool, self._pool.device_id
+        self._agent.register(pool.base_address, pool.nbytes, device_id=device, kind=self._kind)
+        staging = self._staging
+        if staging is not None:
+            self._agent.register(
+                staging.base_address, staging.nbytes, device_id=device, kind=self._kind
+            )
+
+    def _run(self) -> None:
+        self._agent.bind_thread()
+        with self._context.socket(zmq.DEALER) as self._socket:
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.connect(self._address)
+            self._report(Hello(self._endpoint.rank))
+            while not self._stopping.is_set():
+                try:
+                    self._wait_for_commands(self._progress())
+                except Exception as error:  # our bug; no pull may hang for it
+                    logger.exception("pull worker")
+                    self.counters["internal_errors"] += 1
+                    for job, _ in self._jobs.values():
+                        job.stop(InternalError(f"the transfer thread failed: {error!r}"))
+                    time.sleep(_POLL_STUCK_S)
+
+    def _wait_for_commands(self, progressed: bool) -> None:
+        if not self._jobs:
+            timeout_ms: int | None = None
+        else:
+            timeout_ms = 0
+            if not progressed:
+                stuck = all(job.stopping for job, _ in self._jobs.values())
+                time.sleep(self._idle_s)
+                limit_s = _POLL_STUCK_S if stuck else _POLL_MAX_S
+                self._idle_s = min(self._idle_s * 1.5, limit_s)
+        if progressed:
+            self._idle_s = _POLL_MIN_S
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._waker.socket, zmq.POLLIN)
+        if dict(poller.poll(timeout_ms)):
+            self._waker.clear()
+            self._take_commands()
+
+    def _take_commands(self) -> None:
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._obey(command_decoder.decode(frame))
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Pull():
+                self._begin(command)
+            case StopPull(pull_id):
+                if pull_id in self._jobs:
+                    self._jobs[pull_id][0].stop()
+            case AddPeer(metadata):
+                self._add_peer(metadata)
+            case DropPeer(engine_id, incarnation):
+                peer = self._peers.get((engine_id, incarnation))
+                if peer is not None:
+                    peer.dropped = True
+                    self._clean(peer)
+
+    def _add_peer(self, metadata: EngineMetadata) -> None:
+        key = (metadata.engine_id, metadata.incarnation)
+        if key in self._peers:
+            self._peers[key].dropped = False
+            return
+        tp = metadata.tp_size
+        try:
+            layouts = [KVLayout.from_record(rank.layout) for rank in metadata.ranks]
+        except ValueError as error:  # its pulls fail: not connected
+            logger.error("prefill server %s: %s", metadata.engine_id, error)
+            return
+        endpoints = tuple(Endpoint(layout, rank, tp) for rank, layout in enumerate(layouts))
+        self._peers[key] = _Peer(metadata, endpoints)
+
+    def _begin(self, pull: Pull) -> None:
+        try:
+            peer = self._peers.get((pull.engine_id, pull.incarnation))
+            if peer is None:
+                raise TransferFailed(f"prefill server {pull.engine_id} is not connected any more")
+            job = self._plan(pull, peer)
+        except BatonError as error:
+            self._tell_end(pull.pull_id, None, error)
+        except Exception as error:
+            logger.exception("planning pull %s", pull.pull_id)
+            self._tell_end(pull.pull_id, None, InternalError(f"planning failed: {error!r}"))
+        else:
+            peer.users += 1
+            self._jobs[pull.pull_id] = (job, peer)
+
+    def _plan(self, pull: Pull, peer: _Peer) -> PullJob:
+        both_cuda = self._kind == "VRAM" and peer.metadata.ranks[0].device_kind == "cuda"
+        try:
+            plan = plan_transfer(
+                self._endpoint,
+                peer.endpoints,
+                self._total_kv_heads,
+                pull.token_start,
+                pull.token_stop,
+                pull.local_block_ids,
+                pull.remote_block_ids,
+                costs=self._costs or DEFAULT_COSTS["cuda" if both_cuda else "cpu"],
+                lease_hash=pull.lease_hash,
+                staging_bytes=self._staging.nbytes if self._staging else None,
+                convert=self._convert,
+            )
+        except PlanError as error:
+            raise PeerIncompatible(str(error)) from error
+        logger.debug("pull %s: %s", pull.pull_id, plan.why)
+        return PullJob(pull.pull_id, plan, self._pool.base_address, self._staging, self._limits)
+
+    def _progress(self) -> bool:
+        """Polls, posts at most one piece, ends what has ended; whether anything happened."""
+        polled = self._poll_reads()
+        posted = self._post_one()
+        ended = [job for job, _ in self._jobs.values() if job.ended]
+        for job in ended:
+            self._end(job)
+        return polled or posted or bool(ended)
+
+    def _poll_reads(self) -> bool:
+        before = len(self._reads)
+        for read in list(self._reads):
+            if self._agent.poll(read.handle) is not ReadState.ACTIVE:
+                self._reads.remove(read)
+                self._read_ended(read)
+        return len(self._reads) < before
+
+    def _read_ended(self, read: _Read) -> None:
+        if read.handle.state is ReadState.ERROR:
+            self._fail(read.job, TransferFailed(f"a READ from {read.handle.peer} failed"))
+        self._agent.release(read.handle)
+        read.job.read_ended(read.step)
+
+    def _post_one(self) -> bool:
+        if len(self._reads) >= self._limits.max_active:
+            return False
+        for pull_id, (job, peer) in self._jobs.items():
+            found = job.next_post()
+            if found is None:
+                continue
+            self._post(job, peer, *found)
+            self._jobs.move_to_end(pull_id)  # pulls take turns
+            return True
+        return False
+
+    def _post(self, job: PullJob, peer: _Peer, step: Step, post: Post) -> None:
+        try:
+            handle = self._read(peer, step, post)
+        except BatonError as error:
+            self._fail(job, error)
+            return
+        step.active += 1
+        self.counters["posts"] += 1
+        read = _Read(handle, job, step)
+        if handle.ended:
+            self._read_ended(read)
+        else:
+            self._reads.append(read)
+
+    def _read(self, peer: _Peer, step: Step, post: Post) -> ReadHandle:
+        remote = peer.metadata.ranks[post.remote_rank]
+        name = peer.names.get(remote.rank)
+        if name is None:
+            name = peer.names[remote.rank] = self._agent.add_peer(remote.agent_metadata)
+        return self._agent.read(
+            name,
+            post.local_offsets + step.base_address,
+            post.remote_offsets + remote.base_address,
+            post.lengths,
+            local_device=self._pool.device_id,
+            remote_device=remote.device_id,
+            kinds=(self._kind, "VRAM" if remote.device_kind == "cuda" else "DRAM"),
+        )
+
+    def _fail(self, job: PullJob, error: BatonError) -> None:
+        job.stop(error)
+        _, peer = self._jobs[job.pull_id]
+        peer.stale = True
+        if job.active and not job.failure_told:
+            job.failure_told = True
+            report = RankFailing(job.pull_id, self._endpoint.rank, error_info(error))
+            self._report(report)
+
+    def _end(self, job: PullJob) -> None:
+        _, peer = self._jobs.pop(job.pull_id)
+        job.leave()
+        peer.users -= 1
+        self._clean(peer)
+        self._tell_end(job.pull_id, job, job.error)
+
+    def _clean(self, peer: _Peer) -> None:
+        if peer.users or not (peer.stale or peer.dropped):
+            return
+        for name in peer.names.values():
+            self._agent.remove_peer(name)
+        peer.names.clear()
+        peer.stale = False
+        if peer.dropped:
+            self._peers.pop((peer.metadata.engine_id, peer.metadata.incarnation), None)
+
+    def _tell_end(self, pull_id: str, job: PullJob | None, error: BatonError | None) -> None:
+        complete = job is not None and job.complete
+        ended = RankEnded(
+            pull_id=pull_id,
+            rank=self._endpoint.rank,
+            complete=complete,
+            error=error_info(error) if error else None,
+            nbytes=job.plan.useful_bytes if job and complete else 0,
+            descriptors=job.plan.descriptors if job and complete else 0,
+            path=job.plan.path if job and job.plan.descriptors else "none",
+        )
+        self._report(ended)
+
+    def _report(self, report: Report) -> None:
+        self._socket.send(encode(report))

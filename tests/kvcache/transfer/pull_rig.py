@@ -1,0 +1,277 @@
+"""A prefill side and a decode side of pulls, small, with every byte known. For tests.
+
+Run as a program it is the prefill side in a process of its own: JSON lines on stdin ask for leases
+(`{"request_id": .., "block_ids": [..], "num_tokens": .., "lease_s": ..}`), lines on stdout answer.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.plan import heads_of
+from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.pull import Event, PullSettings
+from kvcache.transfer.pull_worker import PullWorker
+from kvcache.transfer.side_channel import LeaseServer
+from protocol.handshake import (
+    PROTOCOL_VERSION,
+    CompatRecord,
+    EngineMetadata,
+    RankMetadata,
+)
+from protocol.messages import FirstToken, RemotePrefill
+
+SECRET = b"cluster secret"
+DEADLINE_S = 30.0
+HEADS, LAYERS, HEAD_DIM = 4, 3, 8
+
+
+def layout(tp: int = 1, rank: int = 0, **changes: Any) -> KVLayout:
+    values = {
+        "order": "BHLCND",
+        "num_blocks": 32,
+        "num_heads": len(heads_of(rank, tp, HEADS)),
+        "num_layers": LAYERS,
+        "num_components": 2,
+        "block_size": 8,
+        "head_dim": HEAD_DIM,
+        "dtype": "float32",
+    }
+    return KVLayout(**{**values, **changes})
+
+
+def compat(**changes: Any) -> CompatRecord:
+    values: dict[str, Any] = {
+        "model_fingerprint": "model",
+        "kv_dtype": "float32",
+        "num_layers": LAYERS,
+        "total_kv_heads": HEADS,
+        "num_components": 2,
+        "head_dim": HEAD_DIM,
+        "rope": "{}",
+    }
+    return CompatRecord(**{**values, **changes})
+
+
+def value(head: Any, layer: Any, component: Any, block: Any, token: Any, element: Any) -> Any:
+    """What P keeps there; block is P's."""
+    number = ((((block * HEADS + head) * LAYERS + layer) * 2 + component) * 256 + token) * HEAD_DIM
+    return (number + element) % 16_000_057 + 1  # exact in float32, never 0
+
+
+def fill(pool: KVPool, rank: int, tp: int) -> None:
+    sizes = pool.layout.sizes
+    grid = np.meshgrid(*(np.arange(sizes[axis]) for axis in "BHLCND"), indexing="ij")
+    block, head, layer, component, token, element = grid
+    first = heads_of(rank, tp, HEADS).start
+    numbers = value(head + first, layer, component, block, token, element)
+    pool.canonical.copy_(torch.from_numpy(numbers).to(pool.tensor.dtype))
+
+
+class Prefill:
+    """P: pools, agents, the side channel."""
+
+    def __init__(
+        self,
+        make_agent: Callable[[], TransferAgent],
+        *,
+        tp: int = 1,
+        port: int = 0,
+        engine_id: str = "P",
+        incarnation: str | None = None,
+        edit: Callable[[EngineMetadata], EngineMetadata] = lambda metadata: metadata,
+        secret: bytes = SECRET,
+        **changes: Any,
+    ) -> None:
+        self.tp = tp
+        self.layouts = [layout(tp, rank, **changes) for rank in range(tp)]
+        self.pools = [KVPool(each) for each in self.layouts]
+        self.agents = [make_agent() for _ in range(tp)]
+        ranks = [self._rank(rank) for rank in range(tp)]
+        self.metadata = EngineMetadata(
+            protocol_version=PROTOCOL_VERSION,
+            engine_id=engine_id,
+            incarnation=incarnation or uuid.uuid4().hex,
+            compat=compat(kv_dtype=self.layouts[0].dtype),
+            tp_size=tp,
+            ranks=ranks,
+        )
+        self.ended = threading.Event()
+        self.server = LeaseServer(
+            "127.0.0.1", port, edit(self.metadata), secret, on_event=self.ended.set
+        )
+        self.server.start()
+
+    def _rank(self, rank: int) -> RankMetadata:
+        pool, agent = self.pools[rank], self.agents[rank]
+        fill(pool, rank, self.tp)
+        agent.register(pool.base_address, pool.nbytes)
+        return RankMetadata(
+            rank=rank,
+            agent_metadata=agent.metadata(),
+            base_address=pool.base_address,
+            nbytes=pool.nbytes,
+            device_id=0,
+            device_kind="cpu",
+            layout=pool.layout.to_record(),
+        )
+
+    def lease(
+        self, block_ids: list[int], num_tokens: int, lease_s: float = 60.0, request_id: str = "r"
+    ) -> RemotePrefill:
+        host, port = self.server.address
+        return RemotePrefill(
+            host=host,
+            port=port,
+            engine_id=self.metadata.engine_id,
+            incarnation=self.metadata.incarnation,
+            request_id=request_id,
+            lease_id=self.server.grant(request_id, block_ids, lease_s),
+            lease_s=lease_s,
+            block_ids=block_ids,
+            block_size=self.layouts[0].block_size,
+            num_tokens=num_tokens,
+            cached_tokens=0,
+            tp_size=self.tp,
+            first_token=FirstToken(1),
+        )
+
+    def outcomes(self, count: int = 1) -> list[str]:
+        """How the next `count` leases ended; waits for them."""
+        found: list[str] = []
+        deadline = time.monotonic() + DEADLINE_S
+        while len(found) < count:
+            assert self.ended.wait(max(0.0, deadline - time.monotonic())), "no lease ended"
+            self.ended.clear()
+            found += [lease.outcome.value for lease in self.server.drain_ended()]
+        return found
+
+    def close(self) -> None:
+        self.server.close()
+        for agent in self.agents:
+            agent.close()
+
+
+class Decode:
+    """D: one worker for each rank, and the coordinator, as in an engine."""
+
+    def __init__(
+        self,
+        make_agent: Callable[[], TransferAgent],
+        *,
+        tp: int = 1,
+        secret: bytes = SECRET,
+        limits: PostLimits | None = None,
+        staging_bytes: int | None = None,
+        settings: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> None:
+        self.tp = tp
+        self.woken = threading.Event()
+        self.events: list[Event] = []
+        self.layouts = [layout(tp, rank, **changes) for rank in range(tp)]
+        self.pools = [KVPool(each) for each in self.layouts]
+        self.agents = [make_agent() for _ in range(tp)]
+        self.coordinator = PullCoordinator(
+            "tcp://127.0.0.1:0",
+            tp,
+            compat(),
+            secret,
+            PullSettings(**(settings or {})),
+            on_event=self.woken.set,
+        )
+        self.workers = [
+            PullWorker(
+                rank,
+                tp,
+                HEADS,
+                self.agents[rank],
+                self.pools[rank],
+                self.coordinator.worker_address,
+                limits=limits,
+                staging_bytes=staging_bytes,
+            )
+            for rank in range(tp)
+        ]
+        self.coordinator.start()
+        for worker in self.workers:
+            worker.start()
+
+    def wait(self, *kinds: type, pull_id: str | None = None) -> Any:
+        """The next event of one of these kinds, taken out; others stay for later waits."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            for event in self.events:
+                if isinstance(event, kinds) and pull_id in (None, getattr(event, "pull_id", None)):
+                    self.events.remove(event)
+                    return event
+            remaining_s = max(0.0, deadline - time.monotonic())
+            assert self.woken.wait(remaining_s), f"no {kinds}, but {self.events}"
+            self.woken.clear()
+            self.events += self.coordinator.drain()
+
+    def settle(self) -> list[Event]:
+        """All events left, once every command given so far has been obeyed."""
+        barrier = threading.Event()
+        self.coordinator._call(barrier.set)
+        assert barrier.wait(DEADLINE_S)
+        self.events += self.coordinator.drain()
+        events, self.events = self.events, []
+        return events
+
+    def tokens(self, block_ids: list[int], start: int, stop: int) -> Any:
+        """[token, head of the model, layer, component, element] as the pools hold them now."""
+        size = self.layouts[0].block_size
+        rows = [[block_ids[t // size], t % size] for t in range(start, stop)]
+        index = torch.tensor(rows, dtype=torch.long).reshape(-1, 2)
+        merged = np.zeros((stop - start, HEADS, LAYERS, 2, HEAD_DIM), dtype=np.float32)
+        for rank, pool in enumerate(self.pools):
+            part = pool.canonical.permute(0, 4, 1, 2, 3, 5)[index[:, 0], index[:, 1]]
+            heads = heads_of(rank, self.tp, HEADS)
+            merged[:, heads.start : heads.stop] = part.float().numpy()
+        return merged
+
+    def close(self) -> None:
+        self.coordinator.close()
+        for worker in self.workers:
+            worker.close()
+
+
+def expected(remote: RemotePrefill, start: int, stop: int) -> Any:
+    """[token, head, layer, component, element] that P holds for these tokens."""
+    tokens = np.arange(start, stop)
+    block = np.array(remote.block_ids)[tokens // remote.block_size]
+    shape = np.ix_(tokens, *(np.arange(size) for size in (HEADS, LAYERS, 2, HEAD_DIM)))
+    token, head, layer, component, element = shape
+    where = np.array(block)[:, None, None, None, None]
+    numbers = value(head, layer, component, where, token % remote.block_size, element)
+    return numbers.astype(np.float32)
+
+
+def main() -> None:
+    from kvcache.transfer.nixl_agent import NixlAgent
+
+    options = json.loads(sys.argv[1])
+    prefill = Prefill(lambda: NixlAgent("P"), **options)
+    print("ready", prefill.server.address[1], flush=True)
+    for line in sys.stdin:
+        remote = prefill.lease(**json.loads(line))
+        print(msgspec.json.encode(remote).decode(), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,462 @@
+"""Pulls end to end: coordinator, workers, side channel and an agent, with every byte compared."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.pull import PeerFailed, PeerReady, PullDone, PullDrained, PullFailed
+from protocol.errors import (
+    LeaseGone,
+    PeerIncompatible,
+    PeerUnreachable,
+    PullTimeout,
+    TransferFailed,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import Decode, Prefill, expected, layout
+
+ENDINGS = (PullDone, PullFailed, PullDrained)
+
+
+def nixl_agent() -> TransferAgent:
+    from kvcache.transfer.nixl_agent import NixlAgent
+
+    return NixlAgent("test")
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Any]]:
+    """Makes prefill and decode sides that are closed after the test."""
+    made: list[Any] = []
+
+    def make(kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        made.append(kind(*(args or (MemoryAgent,)), **options))
+        return made[-1]
+
+    yield make
+    for side in reversed(made):
+        side.close()
+
+
+def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, stop: int) -> None:
+    assert np.array_equal(decode.tokens(blocks, start, stop), expected(remote, start, stop))
+
+
+@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
+def test_a_pull_moves_the_bytes_and_ends_the_lease(rig: Any, make_agent: Any) -> None:
+    prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent)
+    remote = prefill.lease([5, 2, 9], 20)
+    decode.coordinator.connect(remote)
+    assert decode.wait(PeerReady, PeerFailed) == PeerReady("P", remote.incarnation)
+    decode.coordinator.hold("a", remote)
+    decode.coordinator.pull("a", remote, 0, 20, [3, 1, 7])
+    done = decode.wait(*ENDINGS)
+    assert isinstance(done, PullDone), done
+    assert done.path == "direct" and done.nbytes == 20 * layout().token_bytes
+    assert_pulled(decode, remote, [3, 1, 7], 0, 20)
+    assert prefill.outcomes() == ["completed"]
+    assert decode.settle() == []
+    assert decode.coordinator.counters()["pulls_open"] == 0
+
+
+def test_only_the_wanted_tokens_are_written(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.pools[0].tensor.fill_(-1.0)
+    decode.coordinator.pull("a", remote, 8, 13, [3, 1, 7])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert_pulled(decode, remote, [3, 1, 7], 8, 13)
+    assert (decode.tokens([3, 1, 7], 0, 8) == -1).all()
+    assert (decode.tokens([3, 1, 7], 13, 24) == -1).all()
+    assert int((decode.pools[0].tensor != -1).sum()) == 5 * layout().token_bytes // 4
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1)])
+def test_every_rank_gets_its_heads(rig: Any, p_tp: int, d_tp: int) -> None:
+    prefill, decode = rig(Prefill, tp=p_tp), rig(Decode, tp=d_tp)
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+
+
+@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
+def test_staged_pulls_share_one_small_buffer(rig: Any, make_agent: Any) -> None:
+    prefill = rig(Prefill, make_agent, order="LBCNHD", block_size=16)
+    decode = rig(Decode, make_agent, tp=2, staging_bytes=2 * 16 * layout().token_bytes)
+    pulls = {}
+    for index in range(5):
+        remote = prefill.lease([3 * index + 1, 3 * index + 3, 3 * index + 2], 41)
+        blocks = [6 * index + 1 + i for i in (5, 1, 4, 0, 2, 3)]
+        pulls[f"pull-{index}"] = (remote, blocks)
+        decode.coordinator.pull(f"pull-{index}", remote, 3, 41, blocks)
+    for pull_id, (remote, blocks) in pulls.items():
+        done = decode.wait(*ENDINGS, pull_id=pull_id)
+        assert isinstance(done, PullDone) and done.path == "staged", done
+        assert_pulled(decode, remote, blocks, 3, 41)
+    assert prefill.outcomes(5) == ["completed"] * 5
+
+
+def test_pieces_of_any_size_give_the_same_bytes(rig: Any) -> None:
+    prefill = rig(Prefill)
+    for limits in (PostLimits(100, 1000, 3), PostLimits(1 << 30, 1, 1), PostLimits(1000, 2, 8)):
+        decode = rig(Decode, limits=limits)
+        remote = prefill.lease([5, 2, 9], 24)
+        decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+        assert isinstance(decode.wait(*ENDINGS), PullDone)
+        assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+
+
+def test_nothing_to_read_is_done_at_once_and_completes_the_lease(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.hold("a", remote)
+    decode.coordinator.pull("a", remote, 24, 24, [3, 1, 7])
+    done = decode.wait(*ENDINGS)
+    assert isinstance(done, PullDone) and (done.nbytes, done.path) == (0, "none")
+    assert prefill.outcomes() == ["completed"]
+
+
+def test_many_pulls_at_once_from_two_peers(rig: Any) -> None:
+    sides = [rig(Prefill, engine_id=name) for name in ("P", "Q")]
+    decode = rig(Decode, tp=2, num_blocks=128)
+    pulls = {}
+    for index in range(24):
+        remote = sides[index % 2].lease([1 + index, 2 + index], 16, request_id=str(index))
+        blocks = [1 + 2 * index, 2 + 2 * index]
+        pulls[str(index)] = (remote, blocks)
+        decode.coordinator.hold(str(index), remote)
+        decode.coordinator.pull(str(index), remote, 0, 16, blocks)
+    for pull_id, (remote, blocks) in pulls.items():
+        assert isinstance(decode.wait(*ENDINGS, pull_id=pull_id), PullDone)
+        assert_pulled(decode, remote, blocks, 0, 16)
+    for side in sides:
+        assert side.server.counters()["metadata_sent"] == 1  # one handshake, shared
+        assert sorted(side.outcomes(12)) == ["completed"] * 12
+
+
+# -- the lease is gone
+
+
+def test_an_expired_lease_fails_the_fence_and_nothing_is_usable(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode, settings={"renew_interval_s": 1000.0})
+    decode.agents[0].stall()
+    remote = prefill.lease([5, 2, 9], 24, lease_s=0.3)
+    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+    assert prefill.outcomes() == ["expired"]
+    decode.agents[0].resume()
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and failed.drained, failed
+    assert isinstance(failed.error, LeaseGone) and failed.error.phase == "fence"
+
+
+def test_renewals_keep_a_lease_past_its_length(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    remote = prefill.lease([5, 2, 9], 24, lease_s=0.5)
+    decode.coordinator.hold("a", remote)
+    while prefill.server.counters()["renewed"] < 6:  # a third of 0.5 s each
+        assert prefill.server.drain_ended() == []
+        prefill.ended.wait(0.05)
+    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+
+
+def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    remote = msgspec.structs.replace(prefill.lease([5], 8), lease_id="0" * 32)
+    decode.coordinator.hold("a", remote)
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and failed.drained
+    assert isinstance(failed.error, LeaseGone)
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    assert decode.settle() == []
+    decode.coordinator.cancel("a")
+    assert decode.wait(*ENDINGS) == PullDrained("a")
+
+
+def test_a_reference_used_twice_is_honoured_once(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    remote = prefill.lease([5], 8)
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.coordinator.pull("b", remote, 0, 8, [4])
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and isinstance(failed.error, LeaseGone)
+
+
+def test_a_restart_at_the_same_address_fails_over_and_serves_again(rig: Any) -> None:
+    first, decode = rig(Prefill), rig(Decode)
+    old = first.lease([5], 8)
+    decode.coordinator.pull("a", old, 0, 8, [3])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.agents[0].stall()
+    stale = first.lease([6], 8)
+    decode.coordinator.pull("b", stale, 0, 8, [4])
+    first.close()
+    second = rig(Prefill, port=old.port)
+    fresh = second.lease([7], 8)
+    decode.coordinator.pull("c", fresh, 0, 8, [5])
+    failed = decode.wait(*ENDINGS, pull_id="b")
+    assert isinstance(failed, PullFailed) and not failed.drained
+    assert "restarted" in failed.error.message
+    decode.agents[0].resume()
+    assert decode.wait(PullDrained) == PullDrained("b")
+    assert isinstance(decode.wait(*ENDINGS, pull_id="c"), PullDone)
+    assert_pulled(decode, fresh, [5], 0, 8)
+    assert decode.coordinator.counters()["peer_restarts"] == 1
+
+
+def test_a_stale_reference_never_reads_from_the_restarted_server(rig: Any) -> None:
+    first = rig(Prefill)
+    stale = first.lease([5], 8)
+    first.close()
+    rig(Prefill, port=stale.port)
+    decode = rig(Decode)
+    decode.coordinator.connect(stale)
+    failed = decode.wait(PeerReady, PeerFailed)
+    assert isinstance(failed, PeerFailed) and isinstance(failed.error, LeaseGone)
+    decode.coordinator.pull("a", stale, 0, 8, [3])
+    assert isinstance(decode.wait(*ENDINGS), PullFailed)
+    assert not decode.pools[0].tensor.any()
+
+
+# -- the handshake
+
+
+def edit_rank(**changes: Any) -> Callable[[Any], Any]:
+    def edit(metadata: Any) -> Any:
+        rank = msgspec.structs.replace(metadata.ranks[0], **changes)
+        return msgspec.structs.replace(metadata, ranks=[rank, *metadata.ranks[1:]])
+
+    return edit
+
+
+def edit_layout(**changes: Any) -> Callable[[Any], Any]:
+    record = msgspec.structs.replace(layout().to_record(), **changes)
+    return edit_rank(layout=record)
+
+
+def edit_compat(**changes: Any) -> Callable[[Any], Any]:
+    def edit(metadata: Any) -> Any:
+        changed = msgspec.structs.replace(metadata.compat, **changes)
+        return msgspec.structs.replace(metadata, compat=changed)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "field"),
+    [
+        (edit_compat(model_fingerprint="other"), "model_fingerprint"),
+        (edit_compat(rope='{"theta":1}'), "rope"),
+        (edit_rank(nbytes=100), "layout"),
+        (edit_rank(agent_metadata=b""), "agent_metadata"),
+        (edit_layout(num_blocks=1 << 20), "layout"),
+        (edit_layout(num_heads=3), "num_heads"),
+        (edit_layout(block_size=4), "remote_block_size"),
+    ],
+)
+def test_metadata_that_does_not_add_up_reads_nothing(rig: Any, edit: Any, field: str) -> None:
+    prefill, decode = rig(Prefill, edit=edit), rig(Decode)
+    remote = prefill.lease([5], 8)
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and isinstance(failed.error, PeerIncompatible)
+    assert field in failed.error.message
+    assert not decode.pools[0].tensor.any()
+    assert prefill.outcomes() == ["aborted"]  # P has its blocks back at once
+
+
+def test_a_reference_beyond_the_peers_blocks_reads_nothing(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    remote = prefill.lease([layout().num_blocks], 8)
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed.error, PeerIncompatible)
+    assert failed.error.param == "kv_transfer_params.remote_block_ids"
+
+
+def test_another_secret_fails_the_handshake_at_once(rig: Any) -> None:
+    prefill, decode = rig(Prefill, secret=b"other"), rig(Decode)
+    decode.coordinator.connect(prefill.lease([5], 8))
+    failed = decode.wait(PeerReady, PeerFailed)
+    assert isinstance(failed.error, PeerUnreachable) and "secret" in failed.error.message
+    assert prefill.server.counters()["refused"] >= 1
+
+
+def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig: Any) -> None:
+    settings = {"handshake_timeout_s": 0.3, "backoff_min_s": 1000.0}
+    prefill, decode = rig(Prefill), rig(Decode, settings=settings)
+    remote = prefill.lease([5], 8)
+    prefill.server.close()
+    decode.coordinator.connect(remote)
+    failed = decode.wait(PeerReady, PeerFailed)
+    assert isinstance(failed.error, PeerUnreachable)
+    rig(Prefill, port=remote.port, incarnation=remote.incarnation)  # it is back, but not asked
+    decode.coordinator.connect(remote)
+    assert decode.wait(PeerReady, PeerFailed) == PeerFailed("P", remote.incarnation, failed.error)
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    assert decode.wait(*ENDINGS).error is failed.error
+
+
+def test_a_failed_handshake_is_tried_again_after_the_back_off(rig: Any) -> None:
+    settings = {"handshake_timeout_s": 0.2, "backoff_min_s": 0.01}
+    prefill, decode = rig(Prefill), rig(Decode, settings=settings)
+    remote = prefill.lease([5], 8)
+    prefill.server.close()
+    decode.coordinator.connect(remote)
+    assert isinstance(decode.wait(PeerReady, PeerFailed), PeerFailed)
+    rig(Prefill, port=remote.port, incarnation=remote.incarnation)
+    while True:
+        decode.coordinator.connect(remote)
+        if isinstance(decode.wait(PeerReady, PeerFailed), PeerReady):
+            break
+
+
+# -- reads that fail or do not end
+
+
+def test_a_failed_read_fails_the_pull_and_the_next_one_connects_anew(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode, tp=2)
+    decode.agents[1].fail()
+    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and failed.drained
+    assert isinstance(failed.error, TransferFailed)
+    assert prefill.outcomes() == ["aborted"]
+    remote = prefill.lease([6], 8)
+    decode.coordinator.pull("b", remote, 0, 8, [4])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert_pulled(decode, remote, [4], 0, 8)
+
+
+def test_a_read_that_does_not_end_leaves_the_pull_undrained(rig: Any) -> None:
+    settings = {"pull_timeout_s": 0.2, "drain_grace_s": 0.05}
+    prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=settings)
+    decode.agents[1].stall()
+    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and not failed.drained
+    assert isinstance(failed.error, PullTimeout)
+    assert decode.settle() == [] and decode.agents[1].active == 1
+    decode.agents[1].resume()
+    assert decode.wait(*ENDINGS) == PullDrained("a")
+    assert decode.agents[1].active == 0
+    assert prefill.outcomes() == ["aborted"]
+    decode.coordinator.cancel("a")
+    assert decode.settle() == []  # never a second PullDrained
+
+
+def test_a_stuck_pull_does_not_stop_the_others(rig: Any) -> None:
+    stuck_side, other = rig(Prefill, engine_id="stuck"), rig(Prefill)
+    decode = rig(Decode, settings={"pull_timeout_s": 0.2, "drain_grace_s": 0.05})
+    decode.agents[0].stall()
+    decode.coordinator.pull("stuck", stuck_side.lease([5], 8), 0, 8, [3])
+    assert not decode.wait(PullFailed).drained
+    stuck_side.close()
+    decode.agents[0].resume()
+    remote = other.lease([6], 8)
+    decode.coordinator.pull("b", remote, 0, 8, [4])
+    assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
+    assert_pulled(decode, remote, [4], 0, 8)
+    assert decode.wait(PullDrained) == PullDrained("stuck")
+
+
+def test_a_dead_side_channel_fails_the_fence(rig: Any) -> None:
+    settings = {"fence_timeout_s": 0.3, "fence_retry_s": 0.1}
+    prefill, decode = rig(Prefill), rig(Decode, settings=settings)
+    decode.agents[0].stall()
+    remote = prefill.lease([5], 8)
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    while decode.agents[0].active == 0:
+        decode.woken.wait(0.01)
+    prefill.server.close()
+    decode.agents[0].resume()
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and failed.drained
+    assert isinstance(failed.error, PeerUnreachable)
+
+
+# -- cancel
+
+
+def test_cancel_before_the_pull_begins_ends_the_lease(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    remote = prefill.lease([5], 8)
+    decode.coordinator.hold("a", remote)
+    decode.coordinator.cancel("a")
+    assert decode.wait(*ENDINGS) == PullDrained("a")
+    assert prefill.outcomes() == ["aborted"]
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    decode.coordinator.cancel("a")
+    assert decode.settle() == []
+    assert not decode.pools[0].tensor.any()
+
+
+def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig: Any) -> None:
+    limits = PostLimits(max_bytes=64, max_runs=1, max_active=2)
+    prefill, decode = rig(Prefill), rig(Decode, limits=limits)
+    decode.agents[0].stall()
+    decode.coordinator.pull("a", prefill.lease([5, 6], 16), 0, 16, [3, 4])
+    while decode.agents[0].active < 2:
+        decode.woken.wait(0.01)
+    decode.coordinator.cancel("a")
+    assert decode.settle() == [] and prefill.server.counters()["held"] == 1
+    decode.agents[0].resume()
+    assert decode.wait(*ENDINGS) == PullDrained("a")
+    assert prefill.outcomes() == ["aborted"]
+    assert decode.workers[0].counters["posts"] == 2
+    assert decode.settle() == []
+
+
+def test_cancel_after_the_end_or_of_the_unknown_is_answered_once(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    for pull_id in ("a", "never seen"):
+        decode.coordinator.cancel(pull_id)
+        assert decode.wait(*ENDINGS) == PullDrained(pull_id)
+        decode.coordinator.cancel(pull_id)
+        assert decode.settle() == []
+
+
+@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
+def test_cancels_at_any_moment_end_in_one_drained_each(rig: Any, make_agent: Any) -> None:
+    limits = PostLimits(max_bytes=4096, max_runs=2, max_active=2)
+    prefill = rig(Prefill, make_agent, num_blocks=256)
+    decode = rig(Decode, make_agent, tp=2, limits=limits, num_blocks=256)
+    for index in range(40):
+        remote = prefill.lease(list(range(1, 33)), 256)
+        decode.coordinator.hold(str(index), remote)
+        decode.coordinator.pull(str(index), remote, 0, 256, list(range(1, 33)))
+        decode.woken.wait(0.0002 * index)
+        decode.coordinator.cancel(str(index))
+        while not isinstance(event := decode.wait(*ENDINGS, pull_id=str(index)), PullDrained):
+            assert isinstance(event, PullDone)  # it was on its way
+        assert [e for e in decode.settle() if getattr(e, "pull_id", "") == str(index)] == []
+    assert set(prefill.outcomes(40)) <= {"aborted", "completed"}
+    assert prefill.server.counters()["held"] == 0
+
+
+def test_closing_with_pulls_in_flight_aborts_their_leases(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    decode.agents[0].stall()
+    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    decode.coordinator.hold("b", prefill.lease([6], 8))
+    while decode.agents[0].active == 0:
+        decode.woken.wait(0.01)
+    decode.coordinator.close()
+    assert prefill.outcomes(2) == ["aborted", "aborted"]
+    for worker in decode.workers:
+        worker.close()
+    decode.coordinator = decode.workers = None
+    decode.close = lambda: None

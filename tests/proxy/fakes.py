@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import httpx
 import uvicorn
+import uvloop
 
 from protocol.settings import ProxySettings
 from proxy.__main__ import ProxyServer, make_server
@@ -35,7 +36,8 @@ KV_PARAMS = {
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Runs a test's coroutine, which must end by itself in time."""
-    return asyncio.run(asyncio.wait_for(work, LIMIT_S))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in `python -m proxy`
+        return runner.run(asyncio.wait_for(work, LIMIT_S))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,0 +1,148 @@
+"""What the proxy adds to a request: `python -m benchmarks.proxy_overhead`.
+
+Two processes answer at once, as a prefill and as a decode server would. A client sends the same
+requests (a) to one and then to the other by itself, (b) to the proxy in front of them. The
+proxy's share is the difference of the medians. All of it runs on this machine's cores, so with
+more than one request at a time the figure includes waiting for the processor.
+"""
+
+import argparse
+import asyncio
+import json
+import queue
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import uvloop
+
+from benchmarks.percentiles import percentile
+from protocol import lifecycle
+from proxy.upstream import HttpUpstream
+
+PATH = "/v1/completions"
+BODY = json.dumps({"model": "m", "prompt": [1] * 512, "max_tokens": 16, "seed": 1}).encode()
+PARAMS = {"do_remote_prefill": True, "remote_block_ids": list(range(8)), "signature": "0" * 64}
+ANSWER = json.dumps({"choices": [{"text": "x" * 64}], "kv_transfer_params": PARAMS}).encode()
+RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (
+    len(ANSWER),
+    ANSWER,
+)
+START_TIMEOUT_S = 60.0
+
+
+async def _respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers every request on a connection with RESPONSE."""
+    try:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            _, _, rest = head.lower().partition(b"content-length:")
+            await reader.readexactly(int(rest.split(b"\r\n")[0]) if rest else 0)
+            writer.write(RESPONSE)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+
+
+async def _play_server() -> None:
+    server = await asyncio.start_server(_respond, "127.0.0.1", 0, backlog=4096)
+    lifecycle.report_ready({"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"})
+    await server.serve_forever()
+
+
+def _start(name: str, *argv: str) -> tuple[lifecycle.Child, str]:
+    """Starts a process of this benchmark and returns its URL."""
+    events: queue.Queue[lifecycle.Event] = queue.Queue()
+    child = lifecycle.spawn([sys.executable, "-m", *argv], name=name, on_event=events.put)
+    event = events.get(timeout=START_TIMEOUT_S)
+    if not isinstance(event, lifecycle.Ready):
+        raise RuntimeError(f"{name} did not start: {child.reason()}")
+    return child, str(event.info["url"])
+
+
+async def _timed(work: Callable[[], Awaitable[None]], concurrency: int, count: int) -> list[float]:
+    """Durations in seconds of `count` calls of `work`, `concurrency` at a time."""
+    durations: list[float] = []
+
+    async def worker() -> None:
+        while len(durations) < count:
+            started = time.perf_counter()
+            await work()
+            durations.append(time.perf_counter() - started)
+
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    return durations
+
+
+async def _measure(prefill: str, decode: str, proxy: str, concurrency: int, count: int) -> None:
+    client = HttpUpstream(connect_timeout_s=10, read_timeout_s=60)
+    headers = [(b"content-type", b"application/json")]
+
+    async def ask(url: str) -> None:
+        response = await client.send(url, "POST", PATH, headers=headers, body=BODY)
+        body = await response.read()
+        if response.status != 200:
+            raise RuntimeError(f"{url} answered {response.status}: {body.decode()[:200]}")
+
+    async def both() -> None:
+        await ask(prefill)
+        await ask(decode)
+
+    while (await client.send(proxy, "GET", "/ready")).status != 200:
+        await asyncio.sleep(0.05)
+    await _timed(lambda: ask(proxy), concurrency, count // 4)
+    direct_s = await _timed(both, concurrency, count)
+    began = time.perf_counter()
+    proxied_s = await _timed(lambda: ask(proxy), concurrency, count)
+    rate = len(proxied_s) / (time.perf_counter() - began)
+    await client.close()
+    _report(direct_s, proxied_s, concurrency, rate)
+
+
+def _report(direct_s: list[float], proxied_s: list[float], concurrency: int, rate: float) -> None:
+    figures = {
+        f"{name}_{level}_ms": round(percentile(values, float(level[1:])) * 1e3, 3)
+        for name, values in (("direct", direct_s), ("proxied", proxied_s))
+        for level in ("p50", "p90", "p99")
+    }
+    added = round(figures["proxied_p50_ms"] - figures["direct_p50_ms"], 3)
+    result = {
+        "benchmark": "proxy_overhead",
+        "concurrency": concurrency,
+        "requests": len(proxied_s),
+        **figures,
+        "added_p50_ms": added,
+        "requests_per_s": round(rate, 1),
+    }
+    print(f"both legs by the client  p50 {figures['direct_p50_ms']:.2f} ms")
+    print(f"through the proxy        p50 {figures['proxied_p50_ms']:.2f} ms")
+    print(f"added by the proxy       p50 {added:.2f} ms at concurrency {concurrency}")
+    print(json.dumps(result))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.proxy_overhead", description=__doc__)
+    parser.add_argument("--concurrency", type=int, default=1, help="requests in flight")
+    parser.add_argument("--num-requests", type=int, default=1000, help="measured requests")
+    parser.add_argument("--play-server", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.play_server:
+        lifecycle.watch_parent()
+        uvloop.run(_play_server())
+        return 0
+    this = ("benchmarks.proxy_overhead", "--play-server")
+    prefill, prefill_url = _start("prefill", *this)
+    decode, decode_url = _start("decode", *this)
+    legs = ("--prefill", prefill_url, "--decode", decode_url)
+    proxy, proxy_url = _start("proxy", "proxy", "--port", "0", "--log-level", "warning", *legs)
+    try:
+        uvloop.run(
+            _measure(prefill_url, decode_url, proxy_url, options.concurrency, options.num_requests)
+        )
+    finally:
+        lifecycle.terminate([proxy, prefill, decode], 5)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,6 +26,11 @@ class Transfer:
     remote_blocks: IntArray  # i64, P's block table from token 0
 
     @property
+    def converts(self) -> bool:
+        """The two sides differ in dtype."""
+        return self.local.layout.dtype != self.remote[0].layout.dtype
+
+    @property
     def useful_bytes(self) -> int:
         """Bytes of the peer's KV that this rank wants."""
         layout = self.remote[0].layout

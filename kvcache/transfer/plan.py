@@ -75,6 +75,7 @@ def plan_transfer(
     lease_hash: int = 0,
     staging_bytes: int | None = None,
     convert: bool = False,
+    allow_mixed: bool = False,
 ) -> TransferPlan:
     """Plans the read of tokens [token_start, token_stop) into the blocks of one rank of D.
 
@@ -88,6 +89,7 @@ def plan_transfer(
         lease_hash: spreads leases over ranks of P that hold the same head.
         staging_bytes: staging memory, two slots of half its size; None plans the direct path.
         convert: lets the staged path change the dtype.
+        allow_mixed: the caller carries out reads and chunks of one and the same plan.
 
     Raises:
         PlanError: geometries that cannot be bridged, block tables that do not fit them, or
@@ -100,26 +102,24 @@ def plan_transfer(
     )  # fmt: skip
     if token_start == token_stop:
         return TransferPlan("direct", (), (), 0, 0, 0, 0.0, "direct: there is nothing to read")
-    converts = local.layout.dtype != remote[0].layout.dtype
     if staging_bytes is None:
-        if converts:
+        if transfer.converts:
             raise PlanError("staging_bytes is None; converting the KV dtype needs staging memory")
         return _build([_direct(transfer, costs)], "there is no staging memory")
-    staged = _staged(transfer, costs, staging_bytes)
-    if converts:
-        return _build([staged], f"{remote[0].layout.dtype} becomes {local.layout.dtype}")
-    return _cheapest(transfer, costs, staging_bytes, staged)
+    return _choose(transfer, costs, staging_bytes, allow_mixed)
 
 
-def _cheapest(
-    transfer: Transfer, costs: CostModel, staging_bytes: int, staged: "_Part"
+def _choose(
+    transfer: Transfer, costs: CostModel, staging_bytes: int, allow_mixed: bool
 ) -> TransferPlan:
+    staged = _staged(transfer, costs, staging_bytes)
+    if transfer.converts:
+        ours, theirs = transfer.local.layout.dtype, transfer.remote[0].layout.dtype
+        return _build([staged], f"{theirs} becomes {ours}")
     direct = _direct(transfer, costs)
     options = [[direct], [staged]]
-    body, ends = split_ends(transfer)
-    if body and ends:  # a partly wanted block may be many short runs where a whole one is one
-        ways = ((_direct(end, costs), _staged(end, costs, staging_bytes)) for end in ends)
-        options.append([_direct(body, costs), *(min(way, key=_seconds) for way in ways)])
+    if allow_mixed:
+        options += _mixed(transfer, costs, staging_bytes)
     best = min(options, key=_total_seconds)
     others = [part for part in (direct, staged) if best != [part]]
     reasons = (f"{part.path} would read {part.summary}" for part in others)
@@ -195,6 +195,16 @@ def _check_distinct(blocks: IntArray) -> None:
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(twice):
         raise PlanError(f"local_block_ids names block {ordered[twice[0]]} twice")
+
+
+def _mixed(transfer: Transfer, costs: CostModel, staging_bytes: int) -> list[list[_Part]]:
+    """Whole blocks direct and the ends as is cheapest: a part of a block may be many short runs
+    where the whole block is one."""
+    body, ends = split_ends(transfer)
+    if body is None or not ends:
+        return []
+    ways = ((_direct(end, costs), _staged(end, costs, staging_bytes)) for end in ends)
+    return [[_direct(body, costs), *(min(way, key=_seconds) for way in ways)]]
 
 
 def _build(parts: list[_Part], reason: str) -> TransferPlan:

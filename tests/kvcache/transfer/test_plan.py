@@ -236,7 +236,7 @@ def check_staged(case: Case, d_rank: int, staging_blocks: int) -> str:
     block_bytes = max(case.layout(case.p, rank).block_bytes for rank in range(case.p.tp))
     staging = staging_blocks * (block_bytes + 64) * 2 * case.p.tp
     costs = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
-    plan = case.plan(d_rank, costs=costs, staging_bytes=staging, convert=True)
+    plan = case.plan(d_rank, costs=costs, staging_bytes=staging, convert=True, allow_mixed=True)
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
     execute_reads(plan.reads, sources, into)
@@ -312,7 +312,7 @@ def test_the_default_layout_takes_one_descriptor_per_block_and_pair(p_tp, d_tp, 
     case = simple(side(p_tp, tokens=stop), scattered(side(d_tp, tokens=stop)), stop=stop)
     for d_rank in range(d_tp):
         # With memory to stage a last block that is only partly wanted, it is one as well.
-        plan = case.plan(d_rank, staging_bytes=1 << 20)
+        plan = case.plan(d_rank, staging_bytes=1 << 20, allow_mixed=True)
         pairs = max(p_tp // d_tp, 1)
         assert plan.descriptors == -(-stop // 16) * pairs
         assert plan.path == ("direct" if stop == 128 else "mixed" if stop == 121 else "staged")

@@ -1,0 +1,152 @@
+"""Reading config.json: defaults, old and new rope keys, and refusals that name what is supported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from model.config import (
+    ModelLoadError,
+    UnsupportedModel,
+    load_config,
+    parse_config,
+)
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+
+
+def test_reads_sizes_and_fills_in_what_transformers_would():
+    config = parse_config(LLAMA)
+    assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 4, 10000.0)
+    assert not config.tie_embeddings
+    assert parse_config({**LLAMA, "architectures": ["Qwen2ForCausalLM"]}).attention_bias
+    assert not parse_config({**LLAMA, "architectures": ["Qwen2ForCausalLM"]}).output_bias
+    qwen3 = parse_config({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
+    assert (qwen3.head_dim, qwen3.qk_norm) == (128, True)
+    no_kv_heads = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert parse_config(no_kv_heads).num_kv_heads == 8
+
+
+def test_old_and_new_rope_keys_mean_the_same():
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
+    old = {"rope_scaling": {"type": "llama3", **scaling}, "rope_theta": 500000}
+    a, b = parse_config({**LLAMA, **new}), parse_config({**LLAMA, **old})
+    assert a.rope == b.rope and a.rope.rope_type == "llama3" and a.rope.theta == 5e5
+    assert a.rope_canonical == b.rope_canonical != parse_config(LLAMA).rope_canonical
+
+
+def test_kv_geometry_of_grouped_and_latent_attention():
+    config = parse_config(LLAMA)
+    assert (config.kv_heads_total, config.kv_components, config.kv_dim) == (4, 2, 8)
+    latent = parse_config(DEEPSEEK)
+    assert (latent.kv_heads_total, latent.kv_components, latent.kv_dim) == (1, 1, 32 + 8)
+    assert latent.moe is not None and latent.rope.interleaved
+    assert parse_config({**DEEPSEEK, "first_k_dense_replace": 2}).moe is None
+
+
+def test_generation_config_names_the_end_of_text_ids():
+    raw = {**LLAMA, "eos_token_id": 2, "bos_token_id": 1}
+    assert parse_config(raw).eos_token_ids == (2,)
+    assert parse_config(raw, {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    assert parse_config(LLAMA).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "bert"}, "bert.*LlamaForCausalLM"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*default, linear, llama3"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope.*default, linear, llama3"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq.*bfloat16"),
+        ({"hidden_act": "gelu"}, "gelu.*silu"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 256}, "sliding_window 256"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 128,
+                "max_window_layers": 1,
+            },
+            "sliding_window 128",
+        ),
+        ({**DEEPSEEK, "topk_method": "noaux_tc"}, "noaux_tc.*greedy"),
+        ({**DEEPSEEK, "scoring_func": "sigmoid"}, "sigmoid.*softmax"),
+        ({**DEEPSEEK, "norm_topk_prob": True}, "norm_topk_prob"),
+    ],
+)
+def test_refuses_what_is_not_implemented_and_names_what_is(change, named):
+    with pytest.raises(UnsupportedModel, match=named):
+        parse_config({**LLAMA, **change})
+
+
+def test_a_window_wider_than_the_context_changes_nothing():
+    raw = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
+    assert parse_config(raw).architecture == "MistralForCausalLM"
+    qwen = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
+    assert parse_config({**qwen, "sliding_window": 128}).num_layers == 2
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"vocab_size": None}, "vocab_size"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    ],
+)
+def test_a_broken_config_is_refused_naming_the_field(change, named):
+    with pytest.raises(ModelLoadError, match=named):
+        parse_config({**LLAMA, **change})
+
+
+def test_a_directory_without_a_readable_config_is_refused(tmp_path):
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="not JSON"):
+        load_config(tmp_path)
+
+
+def test_loading_a_config_loads_neither_torch_nor_transformers(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    code = (
+        "import sys; from model.config import load_config; from model.fingerprint import *;"
+        f"load_config({str(tmp_path)!r});"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,128 @@
+"""Weights: sharded files, zero copies, what is missing or left over, and dummies."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.config import ModelError, ModelLoadError, load_config, parse_config
+from model.fingerprint import fingerprint
+from model.registry import load_model
+from model.weights import DummySource, SafetensorsSource, WeightLoader
+from tests.model.dense import greedy
+from tests.model.random_models import make
+from tests.model.test_config import DEEPSEEK, LLAMA
+
+
+def load(folder, **options):
+    return load_model(load_config(folder), folder, dtype=torch.float32, **options)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    make("LlamaForCausalLM", tmp_path)
+    return tmp_path
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_sharded_checkpoint_is_the_same_model(checkpoint, tmp_path_factory):
+    sharded = tmp_path_factory.mktemp("sharded")
+    make("LlamaForCausalLM", sharded, shard="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    assert greedy(load(sharded), [1, 2, 3], 10) == greedy(load(checkpoint), [1, 2, 3], 10)
+    config = load_config(checkpoint)
+    assert fingerprint(config, sharded) == fingerprint(config, checkpoint)
+
+
+def test_weights_of_the_right_dtype_stay_in_the_file(checkpoint):
+    name, shape = "model.layers.0.mlp.up_proj.weight", (96, 64)
+    loader = WeightLoader(SafetensorsSource(checkpoint), dtype=torch.float32, device="cpu")
+    whole, rows = loader.load(name, shape), loader.load(name, shape, rows=range(48, 96))
+    columns = loader.load(name, shape, cols=range(32))
+    assert rows.data_ptr() == whole.data_ptr() + 48 * 64 * 4
+    assert columns.is_contiguous() and torch.equal(columns, whole[:, :32])
+
+
+def test_a_missing_weight_is_named(checkpoint):
+    rewrite(checkpoint, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj\.weight is missing"):
+        load(checkpoint)
+
+
+def test_a_weight_of_another_shape_is_named(checkpoint):
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has shape \(65,\).*\(64,\)"):
+        load(checkpoint)
+
+
+def test_weights_that_nobody_uses_are_an_error(checkpoint):
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}))
+    with pytest.raises(ModelLoadError, match=r"1 weights are not used.*model\.extra\.weight"):
+        load(checkpoint)
+
+
+def test_saved_rope_buffers_are_ignored(checkpoint):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(checkpoint, lambda tensors: tensors.update({name: torch.ones(4)}))
+    load(checkpoint)
+
+
+def test_a_directory_with_missing_files_is_refused(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="neither model.safetensors nor"):
+        load(checkpoint)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match="model-00001-of-00002.safetensors"):
+        load(checkpoint)
+
+
+def test_a_truncated_file_is_refused(checkpoint):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelLoadError, match="not a safetensors file"):
+        load(checkpoint)
+
+
+def test_an_unknown_load_format_is_refused(checkpoint):
+    with pytest.raises(ModelError, match="auto or dummy"):
+        load(checkpoint, load_format="gguf")
+
+
+def test_dummy_weights_depend_on_name_and_seed_only(tmp_path):
+    config = parse_config(LLAMA)
+    one = load_model(config, tmp_path, dtype=torch.float32, load_format="dummy")
+    two = load_model(config, tmp_path, dtype=torch.float32, load_format="dummy")
+    other = load_model(config, tmp_path, dtype=torch.float32, load_format="dummy", seed=1)
+    ids = greedy(one, [1, 2, 3], 12)
+    assert ids == greedy(two, [1, 2, 3], 12) != greedy(other, [1, 2, 3], 12)
+    load_model(parse_config(DEEPSEEK), tmp_path, dtype=torch.float32, load_format="dummy")
+
+
+def test_a_part_of_a_dummy_weight_is_that_part_of_the_whole(monkeypatch):
+    source, shape = DummySource(7, "cpu"), (60, 40)
+    whole = source.part("w", shape, range(60), None)
+    assert torch.equal(source.part("w", shape, range(20, 40), None), whole[20:40])
+    assert torch.equal(source.part("w", shape, range(60), range(10, 20)), whole[:, 10:20])
+    monkeypatch.setattr("model.weights._HASH_CHUNK", 64)  # many chunks
+    assert torch.equal(source.part("w", shape, range(60), None), whole)
+    assert abs(whole.mean()) < 0.01 and abs(whole.var() * 40 - 1) < 0.1
+    assert not torch.equal(source.part("v", shape, range(60), None), whole)
+
+
+def test_fingerprints_tell_models_apart(checkpoint, tmp_path_factory):
+    config = load_config(checkpoint)
+    before = fingerprint(config, checkpoint)
+    assert fingerprint(config, checkpoint) == before
+    theta = parse_config({**LLAMA, "rope_theta": 5e5})
+    assert fingerprint(theta, checkpoint) != before
+    rewrite(checkpoint, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].mul_(1.01))
+    assert fingerprint(config, checkpoint) != before
+    dummies = {fingerprint(config, checkpoint, load_format="dummy", seed=s) for s in (0, 0, 1)}
+    assert len(dummies) == 2

@@ -5,6 +5,7 @@ it puts around a text), tokenizer_config.json, special_tokens_map.json, chat_tem
 generation_config.json and config.json. The results equal transformers' AutoTokenizer.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from functools import lru_cache
@@ -55,6 +56,7 @@ class Tokenizer:
         self.token_bytes = _byte_level_table(self._tokenizer)
         self.eos_ids = self._find_eos_ids(folder)
         self.chat_template = find_chat_template(folder, config)
+        self._anchor = self._find_anchor() if self.token_bytes is None else []
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     @classmethod
@@ -92,8 +94,14 @@ class Tokenizer:
         """One token on its own, special tokens by name; incomplete bytes become U+FFFD."""
         if self.token_bytes is not None and token_id < len(self.token_bytes):
             return self.token_bytes[token_id].decode("utf-8", "replace")
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
+        # A decoder may drop a space at the very start, so the token is read after another one.
+        both: str = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
+        return both[len(self._tokenizer.decode(self._anchor)) :]
+
+    def _find_anchor(self) -> list[int]:
+        """A token that is plain text wherever it stands, or none."""
+        plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
+        return list(itertools.islice(plain, 1))
 
     def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
         """The ids that end a generation: generation_config, else config, else the tokenizer's."""

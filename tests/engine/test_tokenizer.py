@@ -170,6 +170,13 @@ def test_token_text_names_special_tokens(folders: dict[str, Path]) -> None:
     assert tokenizer.token_text(tokenizer.encode("ß→")[0]) == "ß→"
 
 
+def test_token_text_keeps_a_leading_space(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer(folders["sentencepiece-like"])
+    ids = tokenizer.encode("the cat", add_special_tokens=False)
+    assert "".join(map(tokenizer.token_text, ids)) == " the cat"
+    assert tokenizer.token_text(tokenizer.encode("</s>")[-1]) == "</s>"
+
+
 # -- end of sequence ---------------------------------------------------------------------------
 
 

@@ -1,0 +1,55 @@
+"""One table of metrics, exposed by whoever counts them."""
+
+import pytest
+
+from protocol.metrics import ENGINE_KEYS, SPECS, TABLE, Metrics, stat_key
+
+
+def test_the_table_has_one_line_per_name_in_prometheus_style() -> None:
+    assert len(SPECS) == len(TABLE)
+    for spec in TABLE:
+        assert spec.name.startswith("baton_") and not spec.name.endswith("_total")
+        assert spec.help.endswith(".")
+        if spec.kind == "histogram":
+            assert list(spec.buckets_s) == sorted(spec.buckets_s)
+
+
+def test_short_keys_stand_for_series_of_the_engine() -> None:
+    for key, series in ENGINE_KEYS.items():
+        assert SPECS[series.partition("{")[0]].origin == "engine", key
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [("baton_nothing", {}), ("baton_kv_blocks", {}), ("baton_engine_steps", {"state": "free"})],
+)
+def test_a_key_that_the_table_does_not_have_is_our_bug(name: str, labels: dict[str, str]) -> None:
+    with pytest.raises(KeyError):
+        stat_key(name, **labels)
+
+
+def test_a_process_counts_only_its_own_lines() -> None:
+    metrics = Metrics("proxy")
+    metrics.inc("baton_proxy_requests", path="pd", reason="routed")
+    assert metrics.value("baton_proxy_requests", path="pd", reason="routed") == 1
+    with pytest.raises(KeyError):
+        metrics.inc("baton_prompt_tokens")
+
+
+def test_the_engine_s_newest_value_counts_and_gaps_stay() -> None:
+    metrics = Metrics("server")
+    metrics.update_engine({"running": 3, stat_key("baton_leases", event="granted"): 1})
+    metrics.update_engine({"running": 2})
+    text = metrics.expose().decode()
+    assert "baton_requests_running 2.0" in text
+    assert 'baton_leases_total{event="granted"} 1.0' in text
+    assert "# TYPE baton_leases_total counter" in text
+
+
+def test_an_unknown_value_of_the_engine_is_still_shown() -> None:
+    metrics = Metrics("server")
+    metrics.update_engine({"new-thing": 4, "baton_prompt_tokens": 9, "baton_leases": 1})
+    text = metrics.expose().decode()
+    assert "baton_engine_new_thing 4.0" in text
+    assert "baton_prompt_tokens_total 0.0" in text  # the engine does not speak for this process
+    assert "baton_engine_prompt_tokens 9.0" in text

@@ -114,7 +114,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         if rows is not None:
             # Differences to the largest logit, so that a tiny temperature overflows nothing.
             scaled = logits[rows] - largest[rows, None]
-            scaled.div_(batch.temperature[rows, None])
+            scaled.div_(batch.temperature[rows, None].clamp(min=_MIN_TEMPERATURE))
             token_ids[rows] = draw(scaled, rows, batch)
     if batch.max_logprobs is None:
         return SampledTokens(token_ids)
@@ -144,6 +144,7 @@ def _draw_freely(scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch)
     return scaled.add_(gumbel_of_vocabulary(keys, scaled.shape[1])).argmax(-1)
 
 
+_MIN_TEMPERATURE = 1e-30  # what smaller ones become: float32 would round them to 0
 _MIN_CANDIDATES = 128
 _CANDIDATE_GROWTH = 16
 

@@ -32,6 +32,7 @@ class Shape:
     num_components: int = 2
     dtype: str = "float32"
     num_blocks: int = 64
+    device: str = "cpu"
 
 
 def make_pool(shape: Shape) -> KVPool:
@@ -46,7 +47,8 @@ def make_pool(shape: Shape) -> KVPool:
             block_size=shape.block_size,
             head_dim=shape.head_dim,
             dtype=shape.dtype,
-        )
+        ),
+        shape.device,
     )
     pool.tensor.fill_(float("nan"))
     return pool
@@ -123,10 +125,10 @@ def run_step(
     def rows(parts: list[torch.Tensor], layer: int) -> torch.Tensor:
         real = torch.cat([parts[seq][layer, start:stop] for seq, start, stop in spans])
         padding = torch.full((num_padding, *real.shape[1:]), float("nan"), dtype=real.dtype)
-        return torch.cat([real, padding])
+        return torch.cat([real, padding]).to(shape.device)
 
     outs = [
-        backend.forward(i, rows(seqs.q, i), rows(seqs.k, i), rows(seqs.v, i))
+        backend.forward(i, rows(seqs.q, i), rows(seqs.k, i), rows(seqs.v, i)).cpu()
         for i in range(NUM_LAYERS)
     ]
     out = torch.stack(outs)
@@ -192,11 +194,11 @@ def test_lengths_far_apart_share_a_step(decode: str) -> None:
     lens = [1500, 2, 40, 41, 300, 1, 290]
     seqs = make_sequences(shape, lens)
     backend = make_backend(shape, make_pool(shape), decode)
-    check_step(backend, shape, seqs, [(i, 0, n - 1) for i, n in enumerate(lens) if n > 1])
+    run_step(backend, shape, seqs, [(i, 0, n - 1) for i, n in enumerate(lens) if n > 1])
     check_step(backend, shape, seqs, [(i, n - 1, n) for i, n in enumerate(lens)])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     order=st.sampled_from(NAMED_ORDERS),
     block_size=st.integers(1, 9),
@@ -280,6 +282,21 @@ def test_half_precision(dtype: str) -> None:
     check_step(backend, shape, seqs, [(0, 0, 20), (1, 0, 11)], tolerance=2e-2)
     check_step(backend, shape, seqs, [(0, 20, 29), (1, 11, 12)], tolerance=2e-2)
     check_step(backend, shape, seqs, [(0, 29, 30)], num_padding=1, tolerance=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("order", ["BHLCND", "LBCNHD"])
+def test_on_a_gpu(order: str, dtype: str, tolerance: float) -> None:
+    shape = Shape(order=order, dtype=dtype, head_dim=64, block_size=16, device="cuda")
+    lens = [70, 300, 17, 1, 40]
+    seqs = make_sequences(shape, lens)
+    backend = make_backend(shape, make_pool(shape))
+    firsts = [(i, 0, n // 2) for i, n in enumerate(lens) if n > 1]
+    seconds = [(i, n // 2, n - 1) for i, n in enumerate(lens) if n > 1]
+    for spans in (firsts, seconds, [(i, n - 1, n) for i, n in enumerate(lens)]):
+        check_step(backend, shape, seqs, spans, num_padding=3, tolerance=tolerance)
 
 
 def test_a_cache_of_another_dtype_than_the_queries() -> None:

@@ -16,8 +16,8 @@ from typing import TextIO
 
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
-# Libraries whose lines are worth as much as ours; all others are heard from warnings on.
-_SHARED_LOGGERS = ("baton", "uvicorn.error")
+# Root of our own loggers; all others are heard from warnings on.
+_OWN_LOGGER = "baton"
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -93,9 +93,7 @@ def setup_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    for name in _SHARED_LOGGERS:
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = True
-        logger.setLevel(level.upper())
+    own = logging.getLogger(_OWN_LOGGER)
+    own.handlers.clear()
+    own.setLevel(level.upper())
     logging.captureWarnings(True)

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.logging import escape, get_logger, request_context, setup_logging
 
-TOUCHED = ("", "baton", "uvicorn.error")
+TOUCHED = ("", "baton")
 
 
 @pytest.fixture

@@ -1,0 +1,187 @@
+"""The compose file's own commands and environment, run as processes of this machine."""
+
+import json
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from protocol import lifecycle
+from tests.make_models import ensure_model
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = ROOT / "deploy" / "docker-compose.yml"
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+PORTS = ("BATON_PORT", "BATON_SIDE_CHANNEL_PORT")
+DEADLINE_S = 120.0
+
+
+def interpolated(text: str, variables: Mapping[str, str]) -> str:
+    """Compose's ${NAME:-default} and ${NAME:?reason}."""
+
+    def value(match: re.Match[str]) -> str:
+        name, kind, rest = match.groups()
+        if variables.get(name):
+            return variables[name]
+        assert kind == "-", f"{name}: {rest}"
+        return rest
+
+    return re.sub(r"\$\{(\w+):([-?])([^}]*)\}", value, text)
+
+
+def compose(**variables: str) -> dict[str, Any]:
+    content = yaml.safe_load(interpolated(COMPOSE.read_text(), variables))
+    assert isinstance(content, dict)
+    return content
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service with its ports and its siblings' names moved to this machine."""
+
+    name: str
+    argv: list[str]
+    env: dict[str, str]
+
+
+def local_services(content: dict[str, Any]) -> dict[str, Service]:
+    services = content["services"]
+    moved = {
+        str(service["environment"][key]): free_port()
+        for service in services.values()
+        for key in PORTS
+        if key in service["environment"]
+    }
+
+    def here(value: str) -> str:
+        for name in services:
+            value = re.sub(rf"//{name}:(\d+)", lambda m: f"//127.0.0.1:{moved[m[1]]}", value)
+        return "127.0.0.1" if value in services else value
+
+    found = {}
+    for name, service in services.items():
+        program, command, *options = service["command"]
+        assert program == "baton"
+        argv = [sys.executable, "-m", "deploy.cli", command, *map(here, options)]
+        env = {key: here(str(value)) for key, value in service["environment"].items()}
+        env |= {key: moved[env[key]] for key in PORTS if key in env}
+        found[name] = Service(name, argv, env)
+    return found
+
+
+def get(url: str, body: dict[str, Any] | None = None) -> tuple[int, Mapping[str, str], bytes]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, error.read()
+
+
+def until_ready(url: str) -> None:
+    pause, end = threading.Event(), time.monotonic() + DEADLINE_S
+    while get(f"{url}/ready")[0] != 200:
+        assert time.monotonic() < end, "the proxy never found its servers"
+        pause.wait(0.05)
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Service]:
+    return local_services(
+        compose(
+            MODEL=str(ensure_model("gqa")),
+            BATON_CLUSTER_SECRET="a secret of this test alone",
+            KV_CACHE_BYTES=str(2**25),
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def endpoint(services: dict[str, Service]) -> Iterator[str]:
+    """The cluster, started in the order that depends_on asks for."""
+    children, events = [], queue.SimpleQueue[lifecycle.Event]()
+    try:
+        for service in sorted(services.values(), key=lambda s: s.name == "proxy"):
+            children.append(
+                lifecycle.spawn(
+                    service.argv, name=service.name, env=service.env, on_event=events.put
+                )
+            )
+        waiting = set(children)
+        while waiting:
+            event = events.get(timeout=DEADLINE_S)
+            assert not isinstance(event, lifecycle.Failed | lifecycle.Exited), event.child.reason()
+            if isinstance(event, lifecycle.Ready):
+                waiting.remove(event.child)
+        url = f"http://127.0.0.1:{services['proxy'].env['BATON_PORT']}"
+        until_ready(url)
+        yield url
+    finally:
+        assert lifecycle.terminate(children, grace_s=DEADLINE_S)
+        assert [child.returncode for child in children] == [0] * len(children)
+
+
+def test_a_request_goes_through_all_three_services(endpoint: str) -> None:
+    _, _, models = get(f"{endpoint}/v1/models")
+    name = json.loads(models)["data"][0]["id"]
+    prompt = "Anna carried the red ball in the park. " * 20
+    status, headers, body = get(
+        f"{endpoint}/v1/completions",
+        {"model": name, "prompt": prompt, "max_tokens": 4, "temperature": 0},
+    )
+    answer = json.loads(body)
+    assert status == 200, answer
+    moved = re.search(r"transferred=(\d+)", headers["x-baton-kv"])
+    assert moved is not None
+    assert int(moved[1]) == answer["usage"]["prompt_tokens"]
+
+
+def test_the_images_health_check_is_content_with_every_service(
+    endpoint: str, services: dict[str, Service]
+) -> None:
+    found = re.search(r"HEALTHCHECK.*?CMD (\[.*?\])", DOCKERFILE.read_text(), re.DOTALL)
+    assert found is not None
+    python, *argv = json.loads(found[1])
+    assert python == "python"
+    for service in services.values():
+        environ = {**os.environ, **service.env}
+        subprocess.run([sys.executable, *argv], cwd=ROOT, env=environ, check=True, timeout=60)
+    environ["BATON_PORT"] = free_port()
+    ended = subprocess.run(
+        [sys.executable, *argv], cwd=ROOT, env=environ, check=False, capture_output=True, timeout=60
+    )
+    assert ended.returncode == 1
+
+
+def test_the_secret_has_no_default() -> None:
+    with pytest.raises(AssertionError, match="BATON_CLUSTER_SECRET"):
+        compose()
+
+
+def test_the_image_runs_as_nobody_special_and_has_every_package() -> None:
+    text = DOCKERFILE.read_text()
+    assert re.search(r"^USER (?!root)\w+$", text, re.MULTILINE)
+    made = re.search(r"for package in ([\w \\\n]+); do", text)
+    assert made is not None
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert set(made[1].replace("\\", " ").split()) == packages - {"benchmarks", "tests"}

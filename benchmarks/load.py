@@ -1,0 +1,144 @@
+"""What load is offered and what became of it: prompts, arrivals, figures. Pure."""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.openai_stream import KV_FIELDS, Timeline
+from benchmarks.percentiles import LEVELS, percentile
+
+FIRST_TOKEN_ID = 32  # below: special tokens, in many vocabularies
+WORDS = "time year people way day man thing woman life child world school state family".split()
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a user is promised; a request is good when it meets both."""
+
+    ttft_ms: float
+    itl_ms: float  # mean over the request's tokens
+
+    def is_met_by(self, timeline: Timeline) -> bool:
+        return (
+            timeline.succeeded
+            and timeline.ttft_s * 1e3 <= self.ttft_ms
+            and timeline.mean_itl_s * 1e3 <= self.itl_ms
+        )
+
+
+def arrivals_s(rate: float, count: int, seed: int) -> list[float]:
+    """The times of `count` arrivals of a Poisson process (`rate` per second), from 0."""
+    draw = random.Random(f"arrivals {seed}")
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += draw.expovariate(rate)
+    return times
+
+
+def prompt_token_ids(
+    length: int, vocab_size: int, seed: int, index: int, *, shared: int = 0
+) -> list[int]:
+    """Prompt `index`: `length` ids, of which the first `shared` are those of every prompt."""
+    common = random.Random(f"shared {seed}")
+    own = random.Random(f"prompt {seed} {index}")
+    ids = [common.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(shared)]
+    return ids + [own.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(length - shared)]
+
+
+def prompt_words(length: int, seed: int, index: int, *, shared: int = 0) -> str:
+    """The same in words, each about one token of an English vocabulary."""
+    common = random.Random(f"shared {seed}")
+    own = random.Random(f"prompt {seed} {index}")
+    words = [common.choice(WORDS) for _ in range(shared)]
+    return " ".join(words + [own.choice(WORDS) for _ in range(length - shared)])
+
+
+def union_s(spans: Iterable[tuple[float, float]]) -> float:
+    """The time covered by at least one of the (start, end) spans."""
+    covered, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
+
+
+def figures(
+    timelines: Sequence[Timeline], elapsed_s: float, objective: Objective, output_len: int
+) -> dict[str, Any]:
+    """All figures of a run; latencies in ms, of requests that succeeded.
+
+    `decode_tokens_per_s` counts tokens after each request's first, over the time in which at
+    least one request was between its first and its last token.
+    """
+    good = [timeline for timeline in timelines if timeline.succeeded]
+    output = sum(timeline.output_tokens for timeline in good)
+    decoding_s = union_s((t.token_at[0], t.token_at[-1]) for t in good)
+    met = sum(objective.is_met_by(timeline) for timeline in timelines)
+    return {
+        "requests": len(timelines),
+        "succeeded": len(good),
+        "errors": dict(Counter(t.error for t in timelines if t.error)),
+        "short_outputs": sum(timeline.output_tokens != output_len for timeline in good),
+        "elapsed_s": round(elapsed_s, 3),
+        "prompt_tokens": sum(timeline.prompt_tokens for timeline in good),
+        "output_tokens": output,
+        "requests_per_s": _rate(len(good), elapsed_s),
+        "output_tokens_per_s": _rate(output, elapsed_s),
+        "decode_tokens_per_s": _rate(output - len(good), decoding_s),
+        "ttft_ms": _levels([t.ttft_s for t in good]),
+        "gap_1_2_ms": _levels([t.gaps_s[0] for t in good if len(t.token_at) > 1]),
+        "itl_ms": _levels([gap for t in good for gap in t.gaps_s]),
+        "mean_itl_ms": _levels([t.mean_itl_s for t in good if t.output_tokens > 1]),
+        "e2e_ms": _levels([t.e2e_s for t in good]),
+        "slo": {"ttft_ms": objective.ttft_ms, "itl_ms": objective.itl_ms},
+        "slo_met": met,
+        "goodput_requests_per_s": _rate(met, elapsed_s),
+        "baton_kv": {name: sum(t.kv.get(name, 0) for t in good) for name in KV_FIELDS},
+    }
+
+
+def _rate(count: int, seconds: float) -> float:
+    return round(count / seconds, 3) if seconds > 0 else 0.0
+
+
+def _levels(seconds: Sequence[float]) -> dict[str, float | None]:
+    """Percentiles in ms; None where there is nothing to take them of."""
+    return {
+        f"p{level}": round(percentile(seconds, level) * 1e3, 3) if seconds else None
+        for level in LEVELS
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures for people."""
+    lines = [
+        f"{result['succeeded']} of {result['requests']} requests in {result['elapsed_s']:.1f} s"
+        + (f", errors: {result['errors']}" if result["errors"] else ""),
+        f"{result['requests_per_s']:.2f} requests/s, {result['output_tokens_per_s']:.1f} output "
+        f"tokens/s, {result['decode_tokens_per_s']:.1f} while decoding",
+        f"{'ms':<28}" + "".join(f"{'p' + str(level):>10}" for level in LEVELS),
+    ]
+    for name, title in (
+        ("ttft_ms", "time to first token"),
+        ("gap_1_2_ms", "token 1 to token 2"),
+        ("itl_ms", "between tokens"),
+        ("mean_itl_ms", "mean between tokens"),
+        ("e2e_ms", "whole request"),
+    ):
+        shown = (result[name][f"p{level}"] for level in LEVELS)
+        cells = "".join(f"{'-' if value is None else f'{value:.1f}':>10}" for value in shown)
+        lines.append(f"{title:<28}{cells}")
+    slo = result["slo"]
+    lines.append(
+        f"goodput {result['goodput_requests_per_s']:.2f} requests/s: {result['slo_met']} requests "
+        f"with TTFT <= {slo['ttft_ms']:g} ms and mean ITL <= {slo['itl_ms']:g} ms"
+    )
+    if any(result["baton_kv"].values()):
+        kv = ", ".join(f"{name} {tokens}" for name, tokens in result["baton_kv"].items())
+        lines.append(f"prompt tokens: {kv}")
+    if result["short_outputs"]:
+        lines.append(f"WARNING: {result['short_outputs']} outputs had another length than asked")
+    return "\n".join(lines)

@@ -1,0 +1,299 @@
+"""The load benchmark: its arithmetic, and a run against an endpoint of known behaviour."""
+
+import asyncio
+import itertools
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import serve
+from benchmarks.load import (
+    Objective,
+    arrivals_s,
+    figures,
+    prompt_token_ids,
+    prompt_words,
+    table,
+    union_s,
+)
+from benchmarks.openai_stream import Timeline
+from benchmarks.percentiles import percentile
+
+
+def timeline(due: float, *token_at: float, **members: Any) -> Timeline:
+    found = Timeline(due, token_at=list(token_at), ended_at=token_at[-1], done=True)
+    found.output_tokens = len(token_at)
+    for name, value in members.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("level", "value"), [(0, 1.0), (50, 2.5), (100, 4.0), (90, 3.7), (25, 1.75)]
+)
+def test_percentiles_are_interpolated(level: float, value: float) -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], level) == pytest.approx(value)
+
+
+def test_the_percentile_of_nothing_is_not_a_number() -> None:
+    assert math.isnan(percentile([], 50))
+
+
+def test_arrivals_are_a_seeded_poisson_process() -> None:
+    times = arrivals_s(20.0, 5000, seed=1)
+    assert times == arrivals_s(20.0, 5000, seed=1) != arrivals_s(20.0, 5000, seed=2)
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 20, rel=0.05)
+    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert math.sqrt(variance) == pytest.approx(mean, rel=0.1)  # exponential: equal
+
+
+def test_prompts_are_seeded_and_share_what_they_are_told_to() -> None:
+    one, two = (prompt_token_ids(20, 100, 0, index, shared=5) for index in (1, 2))
+    assert one == prompt_token_ids(20, 100, 0, 1, shared=5)
+    assert one[:5] == two[:5]
+    assert one[5:] != two[5:]
+    assert len(one) == 20
+    assert all(32 <= token < 100 for token in one)
+    assert len(prompt_words(7, 0, 1).split()) == 7
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10))))
+def test_the_union_of_spans_counts_no_moment_twice(spans: list[tuple[int, int]]) -> None:
+    covered = {t for start, length in spans for t in range(start, start + length)}
+    assert union_s((start, start + length) for start, length in spans) == len(covered)
+
+
+def test_figures_of_two_requests() -> None:
+    first = timeline(10.0, 10.1, 10.2, 10.4, kv={"transferred": 5, "recomputed": 1, "skipped": 2})
+    second = timeline(10.0, 10.3, 10.5, 10.7)
+    failed = Timeline(10.0, error="status 503")
+    result = figures([first, second, failed], 2.0, Objective(200.0, 160.0), output_len=3)
+    assert result["requests"] == 3
+    assert result["succeeded"] == 2
+    assert result["errors"] == {"status 503": 1}
+    assert result["output_tokens_per_s"] == 3.0
+    assert result["decode_tokens_per_s"] == pytest.approx(4 / 0.6, abs=0.01)  # 10.1 to 10.7
+    assert result["ttft_ms"]["p50"] == pytest.approx(200.0)
+    assert result["gap_1_2_ms"]["p50"] == pytest.approx(150.0)
+    assert result["mean_itl_ms"]["p99"] == pytest.approx(199.5)
+    assert result["slo_met"] == 1  # the second's first token is late
+    assert result["goodput_requests_per_s"] == 0.5
+    assert result["baton_kv"] == {"transferred": 5, "recomputed": 1, "skipped": 2}
+    assert "goodput 0.50 requests/s" in table(result)
+
+
+def test_figures_of_nothing_can_be_shown() -> None:
+    result = figures([Timeline(0.0, error="lost")], 1.0, Objective(1.0, 1.0), output_len=1)
+    assert result["ttft_ms"]["p50"] is None
+    json.loads(json.dumps(result, allow_nan=False))
+    assert "errors: {'lost': 1}" in table(result)
+
+
+def test_a_slow_token_or_a_late_start_misses_the_objective() -> None:
+    objective = Objective(ttft_ms=100.0, itl_ms=50.0)
+    assert objective.is_met_by(timeline(0.0, 0.09, 0.13))
+    assert not objective.is_met_by(timeline(0.0, 0.11, 0.13))
+    assert not objective.is_met_by(timeline(0.0, 0.09, 0.15))
+    assert not objective.is_met_by(timeline(0.0, 0.09, error="lost"))
+
+
+def test_events_without_tokens_are_no_tokens() -> None:
+    seen = Timeline(0.0)
+    for now, data in enumerate(
+        [
+            '{"choices": [{"delta": {"role": "assistant", "content": ""}}]}',
+            '{"choices": [{"delta": {"content": "a"}}]}',
+            '{"choices": [{"text": "b"}]}',
+            '{"choices": [{"text": "", "token_ids": [5]}]}',
+            '{"choices": [{"text": "", "finish_reason": "length"}]}',
+            '{"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 3},'
+            ' "baton_kv": {"transferred": 4}}',
+            "[DONE]",
+        ]
+    ):
+        seen.observe("message", data, float(now))
+    assert seen.token_at == [1.0, 2.0, 3.0]
+    assert (seen.prompt_tokens, seen.output_tokens, seen.kv) == (4, 3, {"transferred": 4})
+    assert seen.done
+
+
+def test_an_error_event_is_a_failure() -> None:
+    seen = Timeline(0.0)
+    seen.observe("message", '{"choices": [{"text": "b"}]}', 1.0)
+    seen.observe("error", '{"error": {"code": "engine_died"}}', 2.0)
+    assert seen.error == "engine_died"
+    assert not seen.succeeded
+
+
+@pytest.mark.parametrize(
+    ("url", "loopback"),
+    [
+        ("http://127.0.0.1:1", True),
+        ("http://127.9.9.9", True),
+        ("http://localhost:8000/v1", True),
+        ("http://[::1]:1", True),
+        ("http://10.0.0.1", False),
+        ("http://localhost.example.com", False),
+        ("http://example.com", False),
+    ],
+)
+def test_only_this_machine_is_loaded_unless_told_otherwise(url: str, loopback: bool) -> None:
+    assert serve.is_loopback(url) is loopback
+    if not loopback:
+        with pytest.raises(SystemExit) as ended:
+            serve.main(["--url", url])
+        assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--num-requests", "0"],
+        ["--num-requests", "1000000"],
+        ["--rate", "0"],
+        ["--rate", "inf"],
+        ["--shared-len", "300", "--input-len", "200"],
+        ["--endpoint", "chat", "--prompt", "token-ids"],
+        ["--vocab-size", "5"],
+        ["--url", "ftp://127.0.0.1"],
+    ],
+)
+def test_options_that_cannot_be_are_refused(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        serve.main(argv)
+    assert ended.value.code == 2
+
+
+class Endpoint:
+    """Streams as many tokens as asked; every third request fails when told so."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.in_flight = self.most_in_flight = 0
+        self.failing = False
+        self.url = ""
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                if head.startswith("GET /v1/models"):
+                    self._whole(writer, 200, {"data": [{"id": "m", "owned_by": "someone"}]})
+                    continue
+                length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
+                body = json.loads(await reader.readexactly(length))
+                self.bodies.append(body)
+                if self.failing and len(self.bodies) % 3 == 0:
+                    self._whole(writer, 503, {"error": {}})
+                    continue
+                await self._stream(writer, body)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        usage = {"prompt_tokens": 16, "completion_tokens": body["max_tokens"]}
+        chunks = [{"choices": [{"text": "x"}]} for _ in range(body["max_tokens"])]
+        for chunk in [*chunks, {"choices": [], "usage": usage}]:
+            await self._event(writer, json.dumps(chunk))
+        self.in_flight -= 1
+        await self._event(writer, "[DONE]")
+        writer.write(b"0\r\n\r\n")
+
+    async def _event(self, writer: asyncio.StreamWriter, data: str) -> None:
+        event = f"data: {data}\n\n".encode()
+        writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+        await writer.drain()
+        await asyncio.sleep(0)
+
+    def _whole(self, writer: asyncio.StreamWriter, status: int, value: object) -> None:
+        body = json.dumps(value).encode()
+        writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    """Served by a thread with a loop of its own: the benchmark has one too."""
+    played, up, down = Endpoint(), threading.Event(), threading.Event()
+
+    async def play() -> None:
+        server = await asyncio.start_server(played, "127.0.0.1", 0)
+        played.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        up.set()
+        await asyncio.get_running_loop().run_in_executor(None, down.wait)
+        server.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(play()))
+    thread.start()
+    assert up.wait(10)
+    yield played
+    down.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("load", [["--rate", "500"], ["--concurrency", "3"]])
+def test_a_run_prints_a_table_and_one_line_of_json(
+    endpoint: Endpoint, load: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--url", endpoint.url, "--num-requests", "20", "--input-len", "16"]
+    assert serve.main([*argv, "--output-len", "5", "--shared-len", "4", *load]) == 0
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(last)
+    assert any("time to first token" in line for line in lines)
+    assert (result["succeeded"], result["short_outputs"]) == (20, 0)
+    assert result["output_tokens"] == 100
+    assert result["prompt_tokens"] == 320
+    assert len(endpoint.bodies) == 21  # one for warming up
+    measured = endpoint.bodies[1:]
+    assert all(body["ignore_eos"] and body["max_tokens"] == 5 for body in measured)
+    assert len({tuple(body["prompt"]) for body in measured}) == 20
+    assert len({tuple(body["prompt"][:4]) for body in measured}) == 1
+    if "--concurrency" in load:
+        assert endpoint.most_in_flight <= 3
+
+
+def test_failures_are_counted_and_make_the_status(
+    endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.failing = True
+    argv = ["--url", endpoint.url, "--num-requests", "8", "--output-len", "2"]
+    assert serve.main([*argv, "--concurrency", "1"]) == 1
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert result["errors"] == {"status 503": 3}
+    assert result["succeeded"] == 5
+
+
+def test_chat_is_asked_in_words(endpoint: Endpoint) -> None:
+    argv = ["--url", endpoint.url + "/v1", "--num-requests", "2", "--output-len", "2"]
+    assert serve.main([*argv, "--endpoint", "chat", "--input-len", "6"]) == 0
+    (message,) = endpoint.bodies[-1]["messages"]
+    assert message["role"] == "user"
+    assert len(message["content"].split()) == 6
+
+
+def test_an_endpoint_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--url", "http://127.0.0.1:1"]) == 2
+    assert "http://127.0.0.1:1/v1/models" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.serve", "--help"], capture_output=True, text=True
+    )
+    assert ran.returncode == 0
+    assert "--slo-ttft-ms" in ran.stdout

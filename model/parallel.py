@@ -102,9 +102,10 @@ class Parallel:
         if self._group is None:
             return tensor
         rows, width = tensor.shape
-        parts = tensor.new_empty(self.size, rows, width)
+        parts = tensor.new_empty(self.size * rows, width)
         self._group._allgather_base(parts, tensor.contiguous()).wait()
-        return parts.transpose(0, 1).reshape(rows, self.size * width)
+        joined = parts.view(self.size, rows, width).transpose(0, 1)
+        return joined.reshape(rows, self.size * width)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Overwrites `tensor` with rank `root`'s and returns it."""

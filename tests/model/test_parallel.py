@@ -1,0 +1,124 @@
+"""Tensor parallelism over gloo gives what one rank gives, and refuses sizes that do not fit."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.config import parse_config
+from model.parallel import InvalidParallelism, Parallel, check_parallelism, heads_of
+from tests.model.random_models import make
+from tests.model.test_config import DEEPSEEK, LLAMA
+from tests.model.tp_worker import observe
+
+ROOT = Path(__file__).resolve().parents[2]
+# 12 query and 6 KV heads: 2 and 3 divide both, 4 would not; 131 tokens of vocabulary are padded.
+WIDE = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}
+MODELS = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama-wide": ("LlamaForCausalLM", {**WIDE, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "num_key_value_heads": 2}),
+    "deepseek": ("DeepseekV2ForCausalLM", {"q_lora_rank": 24}),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    found = {}
+    for name, (architecture, options) in MODELS.items():
+        folder = tmp_path_factory.mktemp(name)
+        make(architecture, folder, **options)
+        found[name] = {"folder": str(folder), "load_format": "auto"}
+    return {**found, "dummy": {**found["llama"], "load_format": "dummy"}}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(size: int, cases: list[dict]) -> list[list[dict]]:
+    """What each rank of a group observed of each case."""
+    port = free_port()
+    ranks = []
+    for rank in range(size):
+        task = json.dumps({"rank": rank, "size": size, "port": port, "cases": cases})
+        command = [sys.executable, "-m", "tests.model.tp_worker", task]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    try:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * size
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "size, names, kv_heads",
+    [
+        (2, ["llama", "llama-wide", "qwen3", "deepseek", "dummy"], [2, 3, 1, 1, 2]),
+        (3, ["llama-wide"], [2]),
+        (4, ["llama", "qwen3", "deepseek", "dummy"], [1, 1, 1, 1]),  # qwen3: each KV head twice
+    ],
+)
+def test_every_rank_computes_what_one_rank_would(size, names, kv_heads, cases):
+    chosen = [cases[name] for name in names]
+    ranks = run_ranks(size, chosen)
+    assert [case["kv_heads"] for case in ranks[0]] == kv_heads
+    for index, case in enumerate(chosen):
+        alone = observe(case, Parallel())
+        seen = [rank[index] for rank in ranks]
+        assert [rank["ids"] for rank in seen] == [alone["ids"]] * size
+        assert len({rank["digest"] for rank in seen}) == 1, "ranks differ in their logits"
+        torch.testing.assert_close(
+            torch.tensor(seen[0]["logits"]), torch.tensor(alone["logits"]), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_heads_are_split_evenly_or_replicated_evenly():
+    assert [list(heads_of(rank, 2, 4)) for rank in range(2)] == [[0, 1], [2, 3]]
+    assert [list(heads_of(rank, 4, 2)) for rank in range(4)] == [[0], [0], [1], [1]]
+    assert [list(heads_of(rank, 3, 1)) for rank in range(3)] == [[0]] * 3
+    for size, total in [(1, 7), (3, 6), (8, 8), (8, 4)]:
+        owned = [head for rank in range(size) for head in heads_of(rank, size, total)]
+        assert sorted(set(owned)) == list(range(total))
+
+
+@pytest.mark.parametrize(
+    "config, size, named",
+    [
+        (LLAMA, 0, "tp is 0"),
+        (LLAMA, 3, "tp=3 does not divide the model's 8 query heads"),
+        ({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 6}, 4, "6 KV heads"),
+        ({**LLAMA, "intermediate_size": 98}, 4, "intermediate_size 98"),
+        ({**DEEPSEEK, "moe_intermediate_size": 22}, 4, "moe_intermediate_size 22"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused(config, size, named):
+    with pytest.raises(InvalidParallelism, match=named):
+        check_parallelism(parse_config(config), size)
+
+
+def test_sizes_that_fit():
+    for size in (1, 2, 4, 8):
+        check_parallelism(parse_config(LLAMA), size)
+        check_parallelism(parse_config(DEEPSEEK), size)
+
+
+def test_a_group_of_one_needs_no_connection():
+    parallel = Parallel.connect(0, 1, host="nowhere.invalid", port=0)
+    tensor = torch.ones(2, 3)
+    assert parallel.all_reduce(tensor) is tensor
+    assert parallel.all_gather_last_dim(tensor) is tensor
+    parallel.close()
+    with pytest.raises(InvalidParallelism, match="rank 2"):
+        Parallel(2, 2)
+    with pytest.raises(InvalidParallelism, match="connect"):
+        Parallel(0, 2)

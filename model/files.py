@@ -35,7 +35,10 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_built(target, key):
             return target
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        prefix = f".{target.name}.tmp-"
+        for stale in target.parent.glob(f"{prefix}*"):  # of a builder that was killed
+            shutil.rmtree(stale, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
         try:
             build(scratch)
             (scratch / _MARKER).write_text(json.dumps({"key": key}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Reading config.json: defaults, old and new rope keys, and refusals that name what is supported."""
+"""Reading config.json: defaults, old and new rope keys, refusals that name what is supported."""
 
 import json
 import subprocess

@@ -75,11 +75,11 @@ def test_saved_rope_buffers_are_ignored(checkpoint):
 
 def test_a_directory_with_missing_files_is_refused(checkpoint):
     (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match="neither model.safetensors nor"):
+    with pytest.raises(ModelLoadError, match=r"neither model\.safetensors nor"):
         load(checkpoint)
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelLoadError, match="model-00001-of-00002.safetensors"):
+    with pytest.raises(ModelLoadError, match=r"model-00001-of-00002\.safetensors"):
         load(checkpoint)
 
 

@@ -1,0 +1,185 @@
+"""GGUF files become the model and the tokenizer that they were made from."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from model.config import ModelLoadError, UnsupportedModel, load_config
+from model.gguf import convert_gguf
+from model.hub import ModelNotAvailable, resolve_model
+from model.registry import load_model
+from tests.model.random_models import SIZES, make
+from tests.model.test_llama import LLAMA3, check_equal
+
+BYTES = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
+TOKENS = ["<unk>", "<s>", "</s>", "Ġ", "Ċ", *BYTES][: 131 - len(MERGES)]
+TOKENS += [merge.replace(" ", "") for merge in MERGES]
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if stem in TOP:
+        return f"{TOP[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{LAYER[rest]}.{kind}"
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k of Llama models."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def write_gguf(path, reference, architecture="llama", *, extra=(), pre="smollm", factors=None):
+    """Writes a transformers model as llama.cpp's converter would."""
+    config = reference.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    write_vocabulary(writer, pre)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, parameter in reference.named_parameters():
+        value = parameter.detach().numpy()
+        if architecture == "llama" and (kind := name.split(".")[-2]) in heads:
+            value = permute(value, heads[kind])
+        writer.add_tensor(gguf_name(name), value)
+    for name, value in extra:
+        writer.add_tensor(name, value)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_vocabulary(writer, pre: str) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+
+
+def convert(path, target):
+    target.mkdir()
+    convert_gguf(path, target, lambda line: None)
+    return load_model(load_config(target), target, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "architecture, kind, options",
+    [
+        ("LlamaForCausalLM", "llama", {"head_dim": 8}),
+        ("LlamaForCausalLM", "llama", {"head_dim": 8, "tie_word_embeddings": True}),
+        ("Qwen2ForCausalLM", "qwen2", {"head_dim": 8}),
+        ("Qwen3ForCausalLM", "qwen3", {"head_dim": 16, "num_key_value_heads": 2}),
+    ],
+)
+def test_a_converted_model_equals_its_original(architecture, kind, options, tmp_path):
+    reference = make(architecture, tmp_path / "hf", **options)
+    write_gguf(tmp_path / "m.gguf", reference, kind)
+    check_equal(convert(tmp_path / "m.gguf", tmp_path / "out"), reference, num_tokens=8)
+
+
+def llama3_factors(head_dim: int) -> np.ndarray:
+    """rope_freqs as llama.cpp's converter computes them."""
+    factors = []
+    for inverse in 500000.0 ** -(np.arange(0, head_dim, 2) / head_dim):
+        wavelength = 2 * np.pi / inverse
+        smooth = (8192 / wavelength - 1) / 3
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(8.0)
+        else:
+            factors.append(1 / ((1 - smooth) / 8 + smooth))
+    return np.array(factors, dtype=np.float32)
+
+
+def test_llama3_rope_is_recovered_from_its_factors(tmp_path):
+    rope = {**LLAMA3, "original_max_position_embeddings": 8192}
+    options = {"head_dim": 32, "rope_parameters": rope, "max_position_embeddings": 16384}
+    reference = make("LlamaForCausalLM", tmp_path / "hf", **options)
+    write_gguf(tmp_path / "m.gguf", reference, factors=llama3_factors(32))
+    model = convert(tmp_path / "m.gguf", tmp_path / "out")
+    assert model.config.rope.rope_type == "llama3" and model.config.rope.factor == 8.0
+    check_equal(model, reference, num_tokens=8)
+    write_gguf(tmp_path / "odd.gguf", reference, factors=np.full(16, 3.0, np.float32))
+    with pytest.raises(UnsupportedModel, match="rope_freqs"):
+        convert(tmp_path / "odd.gguf", tmp_path / "odd")
+
+
+def test_the_tokenizer_splits_and_joins_as_the_original(tmp_path):
+    reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
+    write_gguf(tmp_path / "m.gguf", reference)
+    convert(tmp_path / "m.gguf", tmp_path / "out")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    encoded = tokenizer.encode("<s>hello w12\n</s>")
+    assert encoded.tokens == ["<s>", "hello", "Ġw", "1", "2", "Ċ", "</s>"]  # digits stand alone
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == "<s>hello w12\n</s>"
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (config["eos_token"], config["bos_token"]) == ("</s>", "<s>")
+    assert config["chat_template"] == "{{ messages[0]['content'] }}"
+    assert load_config(tmp_path / "out").eos_token_ids == (2,)
+
+
+def test_what_cannot_be_converted_is_refused(tmp_path):
+    reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
+    write_gguf(tmp_path / "gemma.gguf", reference, "gemma2")
+    with pytest.raises(UnsupportedModel, match=r"gemma2.*llama, qwen2, qwen3"):
+        convert(tmp_path / "gemma.gguf", tmp_path / "a")
+    write_gguf(tmp_path / "split.gguf", reference, pre="tekken")
+    with pytest.raises(UnsupportedModel, match=r"tekken.*smollm"):
+        convert(tmp_path / "split.gguf", tmp_path / "b")
+    extra = [("blk.0.attn_sinks.weight", np.zeros(8, np.float32))]
+    write_gguf(tmp_path / "extra.gguf", reference, extra=extra)
+    with pytest.raises(ModelLoadError, match="attn_sinks"):
+        convert(tmp_path / "extra.gguf", tmp_path / "c")
+    (tmp_path / "text.gguf").write_text("not a model")
+    with pytest.raises(ModelLoadError, match="not a GGUF file"):
+        convert(tmp_path / "text.gguf", tmp_path / "d")
+
+
+def test_a_gguf_file_and_a_directory_with_one_resolve_to_the_same_conversion(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
+    (tmp_path / "m").mkdir()
+    path = tmp_path / "m" / "model.gguf"
+    write_gguf(path, reference)
+    said: list[str] = []
+    folder = resolve_model(str(path), progress=said.append)
+    assert said and load_config(folder).vocab_size == SIZES["vocab_size"]
+    assert resolve_model(str(path.parent), progress=pytest.fail) == folder  # made once
+    write_gguf(tmp_path / "m" / "other.gguf", reference)
+    with pytest.raises(ModelNotAvailable, match=r"model\.gguf, other\.gguf"):
+        resolve_model(str(path.parent))

@@ -1,0 +1,110 @@
+"""From a name to a directory: local paths, hub ids, the default model, and clear refusals."""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from model.config import load_config
+from model.default_model import prepare_default_model
+from model.files import build_once
+from model.hub import DEFAULT_MODEL, ModelNotAvailable, resolve_model
+
+
+def test_a_directory_is_itself(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["./nothing-here", "/no/such/dir", "no-owner", "a/b/c"])
+def test_what_is_neither_a_path_nor_a_hub_id_is_refused(name):
+    with pytest.raises(ModelNotAvailable, match=r"no such directory.*hub id"):
+        resolve_model(name)
+
+
+def test_a_hub_id_is_fetched_with_revision_and_token(monkeypatch, tmp_path):
+    asked = {}
+
+    def snapshot_download(name, **options):
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert resolve_model("owner/name", "v2") == tmp_path
+    assert (asked["name"], asked["revision"], asked["token"]) == ("owner/name", "v2", "secret")
+    assert "*.safetensors" in asked["allow_patterns"]
+
+
+def test_a_hub_that_has_no_such_model_is_reported_without_the_token(monkeypatch):
+    def snapshot_download(name, **options):
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setenv("HF_TOKEN", "very-secret")
+    with pytest.raises(
+        ModelNotAvailable, match=r"owner/name' at revision 'v2'.*HF_TOKEN"
+    ) as failed:
+        resolve_model("owner/name", "v2")
+    assert "very-secret" not in str(failed.value)
+
+
+def count_build(target: str, log: str) -> None:
+    def build(scratch: Path) -> None:
+        with open(log, "a") as file:
+            file.write("built\n")
+        (scratch / "file").write_text("whole")
+
+    assert (build_once(Path(target), "key", build) / "file").read_text() == "whole"
+
+
+def test_processes_that_ask_at_once_build_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    arguments = (str(tmp_path / "cache" / "made"), str(tmp_path / "log"))
+    processes = [context.Process(target=count_build, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert (tmp_path / "log").read_text() == "built\n"
+
+
+def test_a_build_that_fails_leaves_nothing_and_another_key_builds_anew(tmp_path):
+    target = tmp_path / "made"
+
+    def fail(scratch: Path) -> None:
+        (scratch / "half").write_text("")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        build_once(target, "1", fail)
+    assert [path.name for path in tmp_path.iterdir()] == [".made.lock"]
+    build_once(target, "1", lambda scratch: (scratch / "one").touch())
+    build_once(target, "1", fail)
+    build_once(target, "2", lambda scratch: (scratch / "two").touch())
+    assert sorted(os.listdir(target)) == ["baton.json", "two"]
+
+
+def test_the_default_model_is_converted_with_tokenizer_template_and_end_of_text():
+    try:
+        folder = prepare_default_model()
+    except ModelNotAvailable as error:
+        pytest.skip(str(error))
+    assert resolve_model(DEFAULT_MODEL, progress=pytest.fail) == folder
+    config = load_config(folder)
+    assert (config.num_layers, config.vocab_size, config.rope.theta) == (30, 49152, 1e5)
+    assert config.rms_eps == 1e-5 and config.tie_embeddings
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert config.eos_token_ids == (end,)
+    text = "<|im_start|>user\nÜber 12345 don't  🙂\n"
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    digits = [tokenizer.token_to_id(digit) for digit in "12345"]
+    assert any(ids[at : at + 5] == digits for at in range(len(ids))), "digits stand alone"
+    template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    assert "<|im_start|>assistant" in template

@@ -256,7 +256,9 @@ def _status(url: str) -> int | None:
 
 def example(endpoint: str) -> str:
     """A curl line for the model served at `endpoint`."""
-    body = {"model": _model_name(endpoint), "prompt": "The capital of France is", "max_tokens": 16}
+    prompt = "The capital of France is"
+    name = _model_name(endpoint)
+    body = {"model": name, "prompt": prompt, "max_tokens": 16, "temperature": 0}
     return (
         f"curl {endpoint}/v1/completions -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}"

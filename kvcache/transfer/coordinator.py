@@ -104,7 +104,7 @@ class PullCoordinator:
         self._workers.setsockopt(zmq.LINGER, 0)
         self._workers.bind(worker_address)
         self._waker = Waker(self._context)
-        self._side_channel = SideChannelClient(self._context, secret)
+        self._side_channel = SideChannelClient(self._context, secret, clock)
         self._peers = PeerTable(compat, self._settings, convert)
         self._pulls: dict[str, PullState] = {}
         self._spans: dict[str, tuple[int, int, list[int]]] = {}  # of pulls begun
@@ -197,7 +197,10 @@ class PullCoordinator:
         poller = zmq.Poller()
         for sock in (self._waker.socket, self._workers, *self._side_channel.sockets):
             poller.register(sock, zmq.POLLIN)
-        deadline = min(self._peers.deadline(), *(s.deadline() for s in self._pulls.values()), 1e18)
+        lost_s = self._settings.connection_timeout_s
+        deadlines = [since + lost_s for since in self._unconnected_in_use().values()]
+        deadlines += [state.deadline() for state in self._states()]
+        deadline = min(self._peers.deadline(), *deadlines, 1e18)
         wait_s = max(0.0, deadline - self._clock())
         poller.poll(None if deadline >= 1e18 else int(wait_s * 1000) + 1)
 
@@ -219,9 +222,36 @@ class PullCoordinator:
             self._ask_metadata(peer)
         for peer in late:
             self._peer_decided(peer)
+        for address, since in self._unconnected_in_use().items():
+            if now - since >= self._settings.connection_timeout_s:
+                self._lost(address)
         for state in self._states():
             if state.deadline() <= now:
                 self._perform(state, state.tick(now))
+
+    def _unconnected_in_use(self) -> dict[Address, float]:
+        """Addresses that somebody waits for and that have no connection, and since when."""
+        found = self._side_channel.unconnected()
+        if not found:
+            return found
+        used = {_address(state.remote) for state in self._states()}
+        return {a: t for a, t in found.items() if a in used or self._peers.fetching_from(a)}
+
+    def _lost(self, address: Address) -> None:
+        """Nothing listens there: whatever waits for an answer from there fails now."""
+        self._counters["connections_lost"] += 1
+        self._side_channel.forget(address)
+        self._fail_address(address, f"{address[0]}:{address[1]} has no prefill server any more")
+
+    def _fail_address(self, address: Address, reason: str) -> None:
+        error, now = PeerUnreachable(reason), self._clock()
+        for state in self._states():
+            if _address(state.remote) == address:
+                self._peers.forget(_key(state.remote))
+                self._perform(state, state.fail(error, now))
+        for peer in self._peers.fetching_from(address):
+            self._peers.fail(peer, error, now)
+            self._peer_decided(peer)
 
     def _survive(self) -> None:
         """After a bug of our own: no pull may hang for it, and later ones shall work."""

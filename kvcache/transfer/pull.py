@@ -35,6 +35,7 @@ class PullSettings:
     handshake_timeout_s: float = 5.0
     pull_timeout_s: float = 30.0  # from the first READ posted to the last one ended
     fence_timeout_s: float = 5.0
+    connection_timeout_s: float = 2.0  # without a connection to the side channel
     fence_retry_s: float = 1.0  # COMPLETE is repeated, with the same attempt id
     renew_interval_s: float | None = None  # a third of the lease
     drain_grace_s: float = 0.25  # a failed pull's READs may end before its verdict is told

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
 from protocol.errors import PeerUnreachable
@@ -44,6 +45,7 @@ ENDED_STATES = (LeaseState.COMPLETED, LeaseState.EXPIRED, LeaseState.ABORTED)
 _SWEEP_S = 0.1  # expired leases are collected at most this late
 _MAX_REQUEST_BYTES = 64 << 10
 _MAX_REPLY_BYTES = 64 << 20
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2000, 6000  # a host that vanished closes no connection
 
 
@@ -202,16 +204,38 @@ class LeaseServer:
 class SideChannelClient:
     """D's end, for one thread: one DEALER for each prefill engine, requests and replies apart."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: bytes) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        secret: bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._context = context
         self._secret = secret
+        self._clock = clock
         self._dealers: dict[Address, zmq.Socket[bytes]] = {}
+        self._monitors: dict[Address, zmq.Socket[bytes]] = {}
+        self._unconnected_since: dict[Address, float] = {}
         self.counters: Counter[str] = Counter()
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """To poll; hand a readable one to `receive`."""
-        return list(self._dealers.values())
+        """To poll, for `receive_all` and `unconnected`."""
+        return [*self._dealers.values(), *self._monitors.values()]
+
+    def unconnected(self) -> dict[Address, float]:
+        """Addresses that have no connection now, and since when.
+
+        A process that was killed is noticed so at once, not by the timeout of a question.
+        """
+        for address, monitor in self._monitors.items():
+            while monitor.poll(0):
+                event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._unconnected_since.pop(address, None)
+                else:
+                    self._unconnected_since.setdefault(address, self._clock())
+        return dict(self._unconnected_since)
 
     def post(self, address: Address, request: Request) -> bool:
         """Sends without waiting; False when the peer's queue is full (it does not read)."""
@@ -227,10 +251,10 @@ class SideChannelClient:
         """All waiting replies, with whom they came from."""
         found: list[tuple[Address, Reply]] = []
         for address, dealer in list(self._dealers.items()):
-            found.extend((address, reply) for reply in self.receive(dealer))
+            found.extend((address, reply) for reply in self._receive(dealer))
         return found
 
-    def receive(self, dealer: zmq.Socket[bytes]) -> list[Reply]:
+    def _receive(self, dealer: zmq.Socket[bytes]) -> list[Reply]:
         """All waiting replies that are authentic; others are counted and dropped."""
         replies: list[Reply] = []
         while not dealer.closed:
@@ -247,24 +271,28 @@ class SideChannelClient:
 
     def forget(self, address: Address) -> None:
         """Drops the connection and what is queued for it."""
-        dealer = self._dealers.pop(address, None)
-        if dealer is not None:
-            dealer.close(linger=0)
+        self._unconnected_since.pop(address, None)
+        if address in self._dealers:
+            _close_monitored(self._dealers.pop(address), self._monitors.pop(address), 0.0)
 
     def close(self, linger_s: float = 0.0) -> None:
-        for dealer in self._dealers.values():
-            dealer.close(linger=int(linger_s * 1000))
+        for address, dealer in self._dealers.items():
+            _close_monitored(dealer, self._monitors[address], linger_s)
         self._dealers.clear()
+        self._monitors.clear()
+        self._unconnected_since.clear()
 
     def _connect(self, address: Address) -> zmq.Socket[bytes]:
         dealer = self._context.socket(zmq.DEALER)
         _configure(dealer, _MAX_REPLY_BYTES)
+        monitor = dealer.get_monitor_socket(_WATCHED)
         try:
             dealer.connect(_endpoint(*address))
         except zmq.ZMQError as error:
-            dealer.close(linger=0)
+            _close_monitored(dealer, monitor, 0.0)
             raise PeerUnreachable(f"{address[0]}:{address[1]} is no address: {error}") from error
-        self._dealers[address] = dealer
+        self._dealers[address], self._monitors[address] = dealer, monitor
+        self._unconnected_since[address] = self._clock()
         return dealer
 
 
@@ -280,10 +308,11 @@ def ask(address: Address, request: Request, secret: bytes, timeout_s: float) -> 
         client.post(address, request)
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            if client.sockets[0].poll(int(left_s * 1000) + 1):
-                for reply in client.receive(client.sockets[0]):
-                    if isinstance(reply, Refused) or reply.nonce == request.nonce:
-                        return reply
+            zmq.select(client.sockets, [], [], left_s)
+            client.unconnected()  # empties the monitors, which would be readable for ever
+            for _, reply in client.receive_all():
+                if isinstance(reply, Refused) or reply.nonce == request.nonce:
+                    return reply
         raise PeerUnreachable(f"{address[0]}:{address[1]} did not answer within {timeout_s} s")
     finally:
         client.close()
@@ -298,6 +327,12 @@ def _configure(sock: zmq.Socket[bytes], max_bytes: int) -> None:
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     sock.setsockopt(zmq.RECONNECT_IVL, 50)
     sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+
+
+def _close_monitored(sock: zmq.Socket[bytes], monitor: zmq.Socket[bytes], linger_s: float) -> None:
+    sock.disable_monitor()
+    monitor.close(linger=0)  # pyzmq leaves it to the garbage collector, and the context waits
+    sock.close(linger=int(linger_s * 1000))
 
 
 def _endpoint(host: str, port: int) -> str:

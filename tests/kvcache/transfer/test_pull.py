@@ -371,8 +371,9 @@ def test_a_stuck_pull_does_not_stop_the_others(rig: Any) -> None:
     assert decode.wait(PullDrained) == PullDrained("stuck")
 
 
-def test_a_dead_side_channel_fails_the_fence(rig: Any) -> None:
-    settings = {"fence_timeout_s": 0.3, "fence_retry_s": 0.1}
+@pytest.mark.parametrize("timeout_s", [0.3, 0.1])
+def test_a_dead_side_channel_fails_the_fence(rig: Any, timeout_s: float) -> None:
+    settings = {"fence_timeout_s": timeout_s, "connection_timeout_s": 0.4 - timeout_s}
     prefill, decode = rig(Prefill), rig(Decode, settings=settings)
     decode.agents[0].stall()
     remote = prefill.lease([5], 8)

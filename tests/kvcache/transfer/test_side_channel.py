@@ -265,10 +265,32 @@ def test_a_client_survives_a_restart_at_the_same_address(clock: Clock) -> None:
 def next_reply(client: SideChannelClient) -> Reply:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        (dealer,) = client.sockets
-        if dealer.poll(100) and (replies := client.receive(dealer)):
-            return replies[0]
+        zmq.select(client.sockets, [], [], 0.1)
+        client.unconnected()
+        for _, reply in client.receive_all():
+            return reply
     raise AssertionError("no reply")
+
+
+def test_a_client_knows_to_whom_it_has_no_connection(clock: Clock) -> None:
+    server = Server(clock)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = SideChannelClient(context, SECRET, clock)
+    client.post(server.address, GetMetadata(nonce="n"))
+    assert client.unconnected() == {server.address: 1000.0}
+    assert isinstance(next_reply(client), Metadata)
+    assert client.unconnected() == {}
+    clock.now = 1234.0
+    server.close()
+    deadline = time.monotonic() + DEADLINE_S
+    while not client.unconnected():
+        assert time.monotonic() < deadline
+        zmq.select(client.sockets, [], [], 0.1)
+    assert client.unconnected() == {server.address: 1234.0}
+    client.forget(server.address)
+    assert client.unconnected() == {} and client.sockets == []
+    client.close()
+    context.destroy(linger=0)
 
 
 def fake_server(answer: Callable[[list[bytes]], list[bytes]]) -> tuple[threading.Thread, int]:

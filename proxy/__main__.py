@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -67,11 +68,19 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
+def raise_file_limit() -> None:
+    """Lets this process hold as many connections as the system permits it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the proxy; returns the exit status."""
     lifecycle.watch_parent()
     settings = parse(ProxySettings, argv, prog="baton proxy")
     setup_logging("proxy", settings.log_level)
+    raise_file_limit()
     logger.info("settings %s", describe(settings))
     try:
         listener = listen(settings.host, settings.port)

@@ -105,8 +105,9 @@ class ProxyApp:
         try:
             await self._route(scope, receive, reply, trace)
         except ClientGone:
-            self.metrics.inc("baton_proxy_client_disconnects")
-            logger.info("client gone in phase %s", trace.phase)
+            if not reply.finished:
+                self.metrics.inc("baton_proxy_client_disconnects")
+                logger.info("client gone, phase %s", trace.phase)
         except BatonError as error:
             await self._tell(reply, error)
         except Exception:
@@ -233,6 +234,7 @@ class ProxyApp:
         if health.ready:
             logger.info("%s is ready", server)
         else:
+            self._poller.hurry(server)
             logger.warning("%s is not ready: %s", server, health.reason)
 
 

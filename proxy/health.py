@@ -22,7 +22,8 @@ class Circuit(Enum):
 
 
 @dataclass(frozen=True)
-class BreakerPolicy:
+class HealthPolicy:
+    silences: int = 3  # health checks without an answer, in a row, that make a server not ready
     failures: int = 5  # in a row
     cooldown_s: float = 5.0  # doubles with each failed trial
     max_cooldown_s: float = 60.0
@@ -34,6 +35,7 @@ class Health:
 
     ready: bool = False
     reason: str = "not checked yet"  # why it is not ready
+    silences: int = 0  # health checks without an answer, in a row
     changed_at: float = float("-inf")  # when a connection error took readiness back
     failures: int = 0  # in a row
     openings: int = 0  # of the circuit, since it was last closed
@@ -45,7 +47,15 @@ def polled(health: Health, *, ready: bool, reason: str, started_at: float) -> He
     """The answer to a health check begun at `started_at`; one older than a failure is void."""
     if ready and started_at < health.changed_at:
         return health
-    return replace(health, ready=ready, reason="" if ready else reason)
+    return replace(health, ready=ready, reason="" if ready else reason, silences=0)
+
+
+def silent(health: Health, reason: str, policy: HealthPolicy) -> Health:
+    """A health check got no answer in time: one that is merely busy stays ready for a while."""
+    silences = health.silences + 1
+    if health.ready and silences < policy.silences:
+        return replace(health, silences=silences)
+    return replace(health, ready=False, reason=reason, silences=silences)
 
 
 def unreachable(health: Health, reason: str, now: float) -> Health:
@@ -53,7 +63,7 @@ def unreachable(health: Health, reason: str, now: float) -> Health:
     return replace(health, ready=False, reason=reason, changed_at=now)
 
 
-def failed(health: Health, now: float, policy: BreakerPolicy) -> Health:
+def failed(health: Health, now: float, policy: HealthPolicy) -> Health:
     """A request that the server was given came to nothing through the server's fault."""
     failures = health.failures + 1
     if health.open_until is None and failures < policy.failures:
@@ -89,7 +99,7 @@ def admits(health: Health, now: float) -> bool:
     return state is Circuit.CLOSED or (state is Circuit.HALF_OPEN and now >= health.trial_until)
 
 
-def began(health: Health, now: float, policy: BreakerPolicy) -> Health:
+def began(health: Health, now: float, policy: HealthPolicy) -> Health:
     """A request goes to the server; in a half-open circuit it is the trial."""
     if circuit(health, now) is not Circuit.HALF_OPEN:
         return health

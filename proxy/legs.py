@@ -12,7 +12,7 @@ from proxy.errors import DecodeServerLost, DecodeServerTimeout
 from proxy.membership import Fleet, Server
 from proxy.metrics import ProxyMetrics
 from proxy.retry import Failure, Kind, RetryPolicy
-from proxy.upstream import Headers, Response, TimedOut, Unreachable, UpstreamError
+from proxy.upstream import Exhausted, Headers, Response, TimedOut, Unreachable, UpstreamError
 
 logger = get_logger(__name__)
 
@@ -161,5 +161,7 @@ def failure_of(error: UpstreamError) -> Failure:
             return Failure.UNREACHABLE
         case TimedOut():
             return Failure.TIMEOUT
+        case Exhausted():
+            return Failure.BUSY  # not begun, and the server is well
         case _:
             return Failure.LOST

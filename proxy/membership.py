@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from proxy import health, routing
-from proxy.health import BreakerPolicy, Health
+from proxy.health import Health, HealthPolicy
 from proxy.retry import Kind
 
 
@@ -28,11 +28,11 @@ class Fleet:
     def __init__(
         self,
         *,
-        policy: BreakerPolicy | None = None,
+        policy: HealthPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[Server, Health], None] | None = None,
     ) -> None:
-        self._policy = policy or BreakerPolicy()
+        self._policy = policy or HealthPolicy()
         self._clock = clock
         self._on_change = on_change or (lambda _server, _health: None)
         self._health: dict[Server, Health] = {}
@@ -75,6 +75,9 @@ class Fleet:
     def polled(self, server: Server, *, ready: bool, reason: str, started_at: float) -> None:
         before = self.health(server)
         self._set(server, health.polled(before, ready=ready, reason=reason, started_at=started_at))
+
+    def silent(self, server: Server, reason: str) -> None:
+        self._set(server, health.silent(self.health(server), reason, self._policy))
 
     def unreachable(self, server: Server, reason: str) -> None:
         self._set(server, health.unreachable(self.health(server), reason, self._clock()))

@@ -7,8 +7,11 @@ import time
 
 import msgspec
 
+from protocol.logging import get_logger
 from proxy.membership import Fleet, Server
-from proxy.upstream import Upstream, UpstreamError
+from proxy.upstream import Exhausted, Lost, TimedOut, Unreachable, Upstream
+
+logger = get_logger(__name__)
 
 JITTER = 0.2  # of the interval, so that many proxies do not ask in step
 
@@ -24,14 +27,22 @@ class Poller:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._tasks: dict[Server, asyncio.Task[None]] = {}
+        self._hurry: dict[Server, asyncio.Event] = {}
 
     def start(self) -> None:
         """Polls the servers that are in the fleet now; call again when it has changed."""
         servers = set(self._fleet.servers())
         for server in servers - self._tasks.keys():
+            self._hurry[server] = asyncio.Event()
             self._tasks[server] = asyncio.create_task(self._poll(server), name=f"poll {server}")
         for server in self._tasks.keys() - servers:
             self._tasks.pop(server).cancel()
+            del self._hurry[server]
+
+    def hurry(self, server: Server) -> None:
+        """Asks at once: a connection broke, which may be all that is wrong with the server."""
+        if server in self._hurry:
+            self._hurry[server].set()
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -43,21 +54,31 @@ class Poller:
                 await task
 
     async def _poll(self, server: Server) -> None:
+        hurry = self._hurry[server]
         while True:
             started_at = time.monotonic()
-            ready, reason = await self._ask(server)
-            self._fleet.polled(server, ready=ready, reason=reason, started_at=started_at)
-            await asyncio.sleep(self._interval_s * random.uniform(1 - JITTER, 1 + JITTER))
+            hurry.clear()
+            try:
+                ready, reason = await self._ask(server)
+            except (TimeoutError, TimedOut, Exhausted):
+                self._fleet.silent(server, f"no answer within {self._timeout_s:g} s")
+            except Exception:  # our own bug must not leave a server unwatched
+                logger.exception("health check of %s", server)
+                self._fleet.silent(server, "the health check failed")
+            else:
+                self._fleet.polled(server, ready=ready, reason=reason, started_at=started_at)
+            interval_s = self._interval_s * random.uniform(1 - JITTER, 1 + JITTER)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await hurry.wait()
 
     async def _ask(self, server: Server) -> tuple[bool, str]:
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._upstream.send(server.url, "GET", "/ready")
                 body = await response.read()
-        except UpstreamError as error:
-            return False, f"{type(error).__name__.lower()}: {error}"
-        except TimeoutError:
-            return False, f"no answer within {self._timeout_s:g} s"
+        except (Unreachable, Lost) as error:
+            return False, f"{error.reason}: {error}"
         return response.status == 200, _reason(response.status, body)
 
 

@@ -4,6 +4,7 @@ A stream that breaks ends in an error event without `[DONE]`. To leave that even
 beginning of an event that has not fully arrived is held back: no client could use it anyway.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -114,10 +115,14 @@ class Reply:
         """
         events = EventBuffer()
         await self._head(response.status, end_to_end(response.headers))
-        while (chunk := await response.next_chunk()) is not None:
-            on_bytes()
-            if complete := events.feed(chunk):
-                await self._body(complete, more=True)
+        try:
+            while (chunk := await response.next_chunk()) is not None:
+                on_bytes()
+                if complete := events.feed(chunk):
+                    await self._body(complete, more=True)
+        except asyncio.CancelledError:
+            self.finished = events.has_ended  # many clients hang up at [DONE]
+            raise
         if rest := events.rest():
             await self._body(rest, more=True)
         if events.has_ended:

@@ -4,10 +4,10 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.proxy.fakes import KV_PARAMS, Call, Drop, Fake, Rig, decodes, prefills, run
+from proxy.upstream import HttpUpstream
+from tests.proxy.fakes import KV_PARAMS, Call, Drop, Fake, Rig, decodes, prefills, run, until
 
 NULL_PARAMS = {
     "do_remote_decode": True,
@@ -258,6 +258,25 @@ def test_a_request_that_kills_decode_servers_does_not_walk_the_whole_fleet() -> 
     run(test())
 
 
+def test_a_server_that_only_broke_a_connection_is_used_again_at_once() -> None:
+    calls = 0
+
+    async def drops_first(call: Call) -> None:
+        nonlocal calls
+        calls += 1
+        await (drops if calls == 1 else decodes)(call)
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(drops_first)], health_interval_s=60.0) as rig:
+            assert (await rig.complete()).status_code == 502
+            await until(lambda: rig.decode[0].polls == 2)
+            (_, decode) = rig.app.fleet.servers()
+            await until(lambda: rig.app.fleet.health(decode).ready)
+            assert (await rig.complete()).status_code == 200
+
+    run(test())
+
+
 def test_errors_of_a_decode_server_are_relayed_when_no_other_helps() -> None:
     error = {"error": {"message": "the KV could not be pulled", "code": "transfer_failed"}}
 
@@ -405,7 +424,33 @@ def test_a_client_that_goes_away_ends_the_leg_in_flight(leg: str) -> None:
             while rig.metric("baton_proxy_client_disconnects") == 0:
                 await asyncio.sleep(0.002)
             assert rig.metric("baton_proxy_requests_in_progress") == 0
+            for kind, fake in (("prefill", rig.prefill[0]), ("decode", rig.decode[0])):
+                name = "baton_proxy_upstream_in_flight"
+                assert rig.metric(name, role=kind, url=fake.url) == 0
             assert all(rig.app.fleet.health(server).ready for server in rig.app.fleet.servers())
+
+    run(test())
+
+
+def test_a_client_that_hangs_up_at_done_is_no_disconnect() -> None:
+    hung_up = asyncio.Event()
+
+    async def lingers(call: Call) -> None:
+        await call.start()
+        await call.write(b"data: 1\n\ndata: [DONE]\n\n")
+        await call.gone()
+        hung_up.set()
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(lingers)]) as rig:
+            body = {"prompt": "x", "stream": True}
+            async with rig.client.stream("POST", "/v1/completions", json=body) as response:
+                async for chunk in response.aiter_raw():
+                    if b"[DONE]" in chunk:
+                        break
+            await hung_up.wait()
+            await until(lambda: rig.metric("baton_proxy_responses", status="200") == 1)
+            assert rig.metric("baton_proxy_client_disconnects") == 0
 
     run(test())
 
@@ -426,15 +471,20 @@ def test_requests_go_round_all_servers() -> None:
 def test_many_requests_at_once() -> None:
     async def test() -> None:
         async with Rig() as rig:
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(
-                base_url=rig.url, limits=limits, timeout=30, trust_env=False, verify=False
-            ) as client:
-                bodies = [{"prompt": f"p{i}", "stream": i % 2 == 0} for i in range(200)]
-                responses = await asyncio.gather(
-                    *(client.post("/v1/completions", json=body) for body in bodies)
+            client = HttpUpstream(connect_timeout_s=30.0, read_timeout_s=30.0)
+
+            async def ask(body: dict[str, Any]) -> int:
+                response = await client.send(
+                    rig.url, "POST", "/v1/completions", body=json.dumps(body).encode()
                 )
-            assert {response.status_code for response in responses} == {200}
+                answer = await response.read()
+                assert answer.endswith(b"[DONE]\n\n") is body["stream"]
+                return response.status
+
+            bodies = [{"prompt": f"p{i}", "stream": i % 2 == 0} for i in range(300)]
+            statuses = await asyncio.gather(*map(ask, bodies))
+            await client.close()
+            assert set(statuses) == {200}
             assert sorted(call.body["prompt"] for call in rig.decode[0].calls) == sorted(
                 str(body["prompt"]) for body in bodies
             )

@@ -6,19 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.health import (
-    BreakerPolicy,
     Circuit,
     Health,
+    HealthPolicy,
     admits,
     began,
     circuit,
     failed,
     polled,
+    silent,
     succeeded,
     unreachable,
 )
 
-POLICY = BreakerPolicy(failures=3, cooldown_s=10.0, max_cooldown_s=35.0)
+POLICY = HealthPolicy(failures=3, cooldown_s=10.0, max_cooldown_s=35.0)
 READY = Health(ready=True, reason="")
 
 
@@ -44,6 +45,20 @@ def test_a_connection_error_outweighs_a_health_check_begun_before_it() -> None:
     assert not down.ready
     assert not polled(down, ready=True, reason="", started_at=4.9).ready
     assert polled(down, ready=True, reason="", started_at=5.1).ready
+
+
+def test_a_server_that_is_merely_slow_to_answer_stays_ready_for_a_while() -> None:
+    health = READY
+    for _ in range(POLICY.silences - 1):
+        health = silent(health, "no answer", POLICY)
+        assert health.ready
+    assert polled(health, ready=True, reason="", started_at=1.0) == READY
+    health = silent(health, "no answer", POLICY)
+    assert (health.ready, health.reason) == (False, "no answer")
+
+
+def test_silence_makes_no_server_ready() -> None:
+    assert not silent(Health(), "no answer", POLICY).ready
 
 
 def test_failures_in_a_row_open_the_circuit() -> None:

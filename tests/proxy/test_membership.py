@@ -1,6 +1,6 @@
 """The fleet's bookkeeping."""
 
-from proxy.health import BreakerPolicy, Health
+from proxy.health import Health, HealthPolicy
 from proxy.membership import Fleet, Server
 from proxy.retry import Kind
 
@@ -47,7 +47,7 @@ def test_changes_of_readiness_are_told_once() -> None:
 
 def test_a_failing_server_comes_last_until_its_trial() -> None:
     now = 0.0
-    fleet = Fleet(policy=BreakerPolicy(failures=1, cooldown_s=5.0), clock=lambda: now)
+    fleet = Fleet(policy=HealthPolicy(failures=1, cooldown_s=5.0), clock=lambda: now)
     for server in (P1, P2):
         fleet.join(server)
         fleet.polled(server, ready=True, reason="", started_at=0.0)

@@ -1,6 +1,8 @@
 """The HTTP client against servers that answer byte by byte as scripted."""
 
 import asyncio
+import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -8,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from proxy import upstream
-from proxy.upstream import HttpUpstream, Lost, Origin, TimedOut, Unreachable
+from proxy.upstream import Exhausted, HttpUpstream, Lost, Origin, TimedOut, Unreachable
 from tests.proxy.fakes import run
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -137,6 +139,24 @@ def test_nobody_listens() -> None:
             await client.send(url, "GET", "/")
         with pytest.raises(Unreachable):
             await client.send("http://name.invalid", "GET", "/")
+
+    run(test())
+
+
+def test_a_lack_of_descriptors_is_no_fault_of_the_server() -> None:
+    async def test() -> None:
+        script = Script(OK)
+        async with serving(script) as client:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            free = os.dup(0)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            try:
+                with pytest.raises(Exhausted):
+                    await client.send(script.url, "GET", "/")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
 
     run(test())
 

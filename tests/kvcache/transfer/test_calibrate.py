@@ -1,0 +1,57 @@
+"""Probing a link: only the null block is read, and the fit finds the constants again."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.layout import NAMED_ORDERS, KVLayout
+from kvcache.transfer.calibrate import Sample, fit_costs, probe_reads
+from kvcache.transfer.plan import CostModel, Endpoint
+
+
+def null_bytes(layout: KVLayout) -> np.ndarray:
+    where = np.arange(np.prod(layout.shape)).reshape(layout.shape)
+    mine = np.zeros(where.size, bool)
+    mine[np.take(where, 0, axis=layout.order.index("B"))] = True
+    return np.repeat(mine, layout.itemsize)
+
+
+@pytest.mark.parametrize("order", NAMED_ORDERS)
+@pytest.mark.parametrize("staging_bytes", [4096, 1 << 20])
+def test_probes_stay_in_the_null_block_and_in_staging_memory(order, staging_bytes) -> None:
+    layout = KVLayout(order, 3, 2, 3, 2, 16, 8, "bfloat16")
+    readable = null_bytes(layout)
+    for read in probe_reads(Endpoint(layout, 0, 1), staging_bytes):
+        assert len(read.lengths) >= 1
+        assert (read.local_offsets + read.lengths).max() <= staging_bytes
+        for start, length in zip(read.remote_offsets, read.lengths, strict=True):
+            assert length > 0 and readable[start : start + length].all()
+
+
+def test_the_two_probes_differ_in_the_length_of_their_runs() -> None:
+    layout = KVLayout("BHLCND", 3, 8, 32, 2, 64, 128, "bfloat16")
+    long, short = probe_reads(Endpoint(layout, 0, 1), 256 << 20)
+    assert long.lengths.mean() > 1000 * short.lengths.mean()
+    assert len(short.lengths) == 512
+
+
+@settings(deadline=None)
+@given(st.floats(1e-7, 1e-4), st.floats(1e8, 1e12))
+def test_the_fit_finds_the_constants_that_made_the_samples(per_descriptor, bytes_per_s) -> None:
+    truth = CostModel(per_descriptor, bytes_per_s, 1e9)
+    samples = [Sample(n, b, truth.read_s(n, b)) for n, b in ((2, 16 << 20), (512, 512 * 256))]
+    found = fit_costs(*samples, reformat_bytes_per_s=5e9)
+    assert found.per_descriptor_s == pytest.approx(per_descriptor, rel=0.01)
+    assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
+    assert found.reformat_bytes_per_s == 5e9
+
+
+def test_noise_never_makes_a_constant_negative() -> None:
+    found = fit_costs(Sample(1, 1 << 20, 1.0), Sample(512, 1 << 17, 1e-9), reformat_bytes_per_s=1e9)
+    assert found.per_descriptor_s > 0 and found.bytes_per_s > 0
+
+
+def test_probes_that_are_alike_are_refused() -> None:
+    with pytest.raises(ValueError, match="alike"):
+        fit_costs(Sample(1, 10, 1.0), Sample(2, 20, 2.0), reformat_bytes_per_s=1e9)

@@ -16,10 +16,8 @@ import zmq
 from kvcache.transfer.peers import Peer, PeerStatus, PeerTable, check_reference
 from kvcache.transfer.pull import (
     AddPeer,
-    Command,
     DropPeer,
     Event,
-    Hello,
     PeerFailed,
     PeerKey,
     PeerReady,
@@ -28,10 +26,7 @@ from kvcache.transfer.pull import (
     PullSettings,
     RankEnded,
     RankFailing,
-    Report,
     StopPull,
-    encode,
-    report_decoder,
 )
 from kvcache.transfer.pull_state import (
     Action,
@@ -45,6 +40,7 @@ from kvcache.transfer.pull_state import (
     StopRanks,
     SuspectPeer,
 )
+from kvcache.transfer.rank_links import RankLinks
 from kvcache.transfer.side_channel import Address, SideChannelClient, new_id
 from kvcache.transfer.waker import Waker
 from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable
@@ -100,9 +96,7 @@ class PullCoordinator:
         self._clock = clock
         self._on_event = on_event
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._workers = self._context.socket(zmq.ROUTER)
-        self._workers.setsockopt(zmq.LINGER, 0)
-        self._workers.bind(worker_address)
+        self._ranks = RankLinks(self._context, worker_address, num_ranks)
         self._waker = Waker(self._context)
         self._side_channel = SideChannelClient(self._context, secret, clock)
         self._peers = PeerTable(compat, self._settings, convert)
@@ -112,8 +106,6 @@ class PullCoordinator:
         self._asked: dict[str, tuple[Literal["renew", "complete"], str]] = {}  # nonce -> pull
         self._nonces: dict[str, list[str]] = {}  # of each pull
         self._awaiting_connect: set[PeerKey] = set()
-        self._ranks: dict[int, bytes] = {}  # ZMQ identities
-        self._unsent: dict[int, list[bytes]] = {rank: [] for rank in range(num_ranks)}
         self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
         self._asked_metadata: dict[str, Address] = {}  # by nonce
         self._calls: deque[Callable[[], None]] = deque()
@@ -125,7 +117,7 @@ class PullCoordinator:
     @property
     def worker_address(self) -> str:
         """What the ranks' PullWorkers connect to."""
-        return self._workers.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self._ranks.address
 
     def start(self) -> None:
         self._thread.start()
@@ -175,7 +167,7 @@ class PullCoordinator:
         if self._thread.is_alive():
             self._thread.join()
         self._side_channel.close(_CLOSE_LINGER_S)
-        self._workers.close(linger=0)
+        self._ranks.close()
         self._waker.close()
         self._context.term()
 
@@ -195,7 +187,7 @@ class PullCoordinator:
 
     def _wait(self) -> None:
         poller = zmq.Poller()
-        for sock in (self._waker.socket, self._workers, *self._side_channel.sockets):
+        for sock in (self._waker.socket, self._ranks.socket, *self._side_channel.sockets):
             poller.register(sock, zmq.POLLIN)
         lost_s = self._settings.connection_timeout_s
         deadlines = [since + lost_s for since in self._unconnected_in_use().values()]
@@ -208,7 +200,8 @@ class PullCoordinator:
         self._waker.clear()
         while self._calls:
             self._calls.popleft()()
-        self._take_reports()
+        for report in self._ranks.receive():
+            self._take_report(report)
         for address, reply in self._side_channel.receive_all():
             self._take_reply(address, reply)
         self._tick()
@@ -329,7 +322,7 @@ class PullCoordinator:
         self._counters["peer_restarts"] += 1
         self._peers.forget(key)
         if self._announced.pop(key, None):
-            self._broadcast(DropPeer(*key))
+            self._ranks.broadcast(DropPeer(*key))
         gone = LeaseGone(f"prefill server {key[0]} was restarted")
         for state in self._states():
             if _key(state.remote) == key:
@@ -372,7 +365,7 @@ class PullCoordinator:
             return
         if peer.key not in self._announced:
             self._announced[peer.key] = peer.address
-            self._broadcast(AddPeer(peer.metadata))
+            self._ranks.broadcast(AddPeer(peer.metadata))
         self._perform(state, state.peer_ready(now))
 
     # -- actions
@@ -407,9 +400,9 @@ class PullCoordinator:
                 request = AbortLease(nonce=nonce, incarnation=remote.incarnation, lease_id=lease)
                 self._post(address, request)
             case FanOut():
-                self._broadcast(self._pull_command(state))
+                self._ranks.broadcast(self._pull_command(state))
             case StopRanks():
-                self._broadcast(StopPull(state.pull_id))
+                self._ranks.broadcast(StopPull(state.pull_id))
             case SuspectPeer():
                 self._peers.forget(_key(remote))
             case Emit(event):
@@ -440,14 +433,6 @@ class PullCoordinator:
         except PeerUnreachable as error:
             logger.warning("%s", error)  # the wait for the answer ends in its timeout
 
-    def _broadcast(self, command: Command) -> None:
-        frame = encode(command)
-        for rank in range(self._num_ranks):
-            if rank in self._ranks:
-                self._workers.send_multipart([self._ranks[rank], frame])
-            else:
-                self._unsent[rank].append(frame)
-
     def _remember(self, pull_id: str, drained_told: bool) -> None:
         self._ended[pull_id] = drained_told
         if len(self._ended) > _MAX_ENDED:
@@ -455,27 +440,14 @@ class PullCoordinator:
 
     # -- what comes in
 
-    def _take_reports(self) -> None:
-        while True:
-            try:
-                identity, frame = self._workers.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take_report(identity, report_decoder.decode(frame))
-
-    def _take_report(self, identity: bytes, report: Report) -> None:
-        if isinstance(report, Hello):
-            self._ranks[report.rank] = identity
-            for frame in self._unsent.pop(report.rank, []):
-                self._workers.send_multipart([identity, frame])
-            return
+    def _take_report(self, report: RankFailing | RankEnded) -> None:
         state = self._pulls.get(report.pull_id)
         if state is None:
             return
         now = self._clock()
         if isinstance(report, RankFailing):
             self._perform(state, state.rank_failing(report, now))
-        elif isinstance(report, RankEnded):
+        else:
             self._perform(state, state.rank_ended(report, now))
 
     def _take_reply(self, address: Address, reply: Reply) -> None:

@@ -141,11 +141,11 @@ class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
     path: str = "none"
 
 
-Report = Hello | RankFailing | RankEnded
+Report = RankFailing | RankEnded
 
 encode = msgspec.msgpack.Encoder().encode
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+report_decoder: msgspec.msgpack.Decoder[Hello | Report] = msgspec.msgpack.Decoder(Hello | Report)
 
 
 def error_info(error: BatonError) -> ErrorInfo:

@@ -341,5 +341,5 @@ class PullWorker:
         )
         self._report(ended)
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: Hello | Report) -> None:
         self._socket.send(encode(report))

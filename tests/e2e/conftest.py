@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from model.default_model import prepare_default_model
+from model.hub import ModelNotAvailable
 from tests.e2e.cluster import Cluster, cluster
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
@@ -34,3 +36,18 @@ def tiny_cluster(tiny_model: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def tiny_reference(tiny_model: Path) -> Reference:
     return Reference(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """SmolLM2-135M-Instruct out of its package, which a machine need not have."""
+    try:
+        return prepare_default_model()
+    except ModelNotAvailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def default_cluster(default_model: Path) -> Iterator[Cluster]:
+    with cluster(default_model) as running:
+        yield running

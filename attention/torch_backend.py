@@ -79,6 +79,7 @@ class TorchBackend(AttentionBackend):
         if name == "sparse" and can_be_sparse:
             return SparseDecode(
                 num_q_heads=self.num_q_heads,
+                head_dim=self.head_dim,
                 num_shared_rows=self._rows.num_shared_rows,
                 scale=self.scale,
             )
@@ -102,7 +103,7 @@ class TorchBackend(AttentionBackend):
         groups = decode_groups(
             batch,
             self._rows,
-            width_multiple=self._decode.width_multiple,
+            round_width=self._decode.round_width,
             max_padding=self._decode.max_padding,
             max_group_tokens=self._decode.max_group_tokens,
         )

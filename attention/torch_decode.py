@@ -4,18 +4,21 @@
 per pool row), so `sampled_addmm` computes exactly the products that exist, reading keys where they
 lie, and `embedding_bag` sums the values weighted by the probabilities, again in place. Every row is
 computed on its own: a sequence's result does not depend on the batch it is in. It reads a key once
-per query head, from cache after the first.
+per query head, so a long context is cut into chunks, and the query heads that share a KV head take
+turns on each: after the first they read from the core's cache.
 
 `GatherDecode` copies each group's context into a dense buffer and calls a fused kernel: for other
 dtypes and devices, and for many query heads per KV head (MLA above all), where the copy pays.
 """
 
 import functools
+import math
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attention.dense import dense_attention
@@ -27,10 +30,13 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 class Decode(ABC):
     """Attention of G query tokens, one per sequence, over the groups given to `plan`."""
 
-    # How decode_groups is to make the groups: see there.
-    width_multiple: int
+    # How decode_groups is to make the groups, see there; so is round_width.
     max_padding: float
     max_group_tokens: int
+
+    @abstractmethod
+    def round_width(self, num_tokens: int) -> int:
+        """The width of a group whose longest context is num_tokens."""
 
     @abstractmethod
     def plan(self, groups: list[DecodeGroup]) -> None:
@@ -49,88 +55,132 @@ class Decode(ABC):
 
 @dataclass(frozen=True, eq=False)
 class _Span:
-    """The scores of one group in the flat array of all scores."""
+    """The scores of one group in the flat array of all scores: [G, H, chunks, Hq/H, chunk]."""
 
     start: int
     stop: int
-    shape: tuple[int, int, int]  # [G, Hq, width]
+    shape: tuple[int, int, int, int, int]
     bias: torch.Tensor | None  # [G, 1, width]; -inf on padding
+
+    def by_query_head(self, scores: torch.Tensor) -> torch.Tensor:
+        """This span of all scores as [G, Hq, width], padding masked."""
+        seqs, heads, chunks, repeats, chunk = self.shape
+        mine = scores[self.start : self.stop].view(self.shape).transpose(2, 3)
+        mine = mine.reshape(seqs, heads * repeats, chunks * chunk)
+        return mine if self.bias is None else mine + self.bias
+
+    def flat(self, probs: torch.Tensor) -> torch.Tensor:
+        """[G, Hq, width] back in the order of the scores."""
+        seqs, heads, chunks, repeats, chunk = self.shape
+        return probs.view(seqs, heads, repeats, chunks, chunk).transpose(2, 3).reshape(-1)
+
+
+_CHUNK_BYTES = 1 << 18  # of keys, half of a small core's second-level cache
 
 
 class SparseDecode(Decode):
     """Reads the pool in place. CPU and float32 only."""
 
-    width_multiple = 1
     max_padding = 0.2
     max_group_tokens = 1 << 62
 
-    def __init__(self, *, num_q_heads: int, num_shared_rows: int, scale: float) -> None:
+    def __init__(
+        self, *, num_q_heads: int, head_dim: int, num_shared_rows: int, scale: float
+    ) -> None:
         self._num_q_heads = num_q_heads
+        self._max_chunk = max(1, _CHUNK_BYTES // (4 * head_dim))  # tokens
         self._num_rows = num_shared_rows
         self._scale = scale
-        self._spans: list[_Span] = []
+
+    def _num_chunks(self, width: int) -> int:
+        return -(-width // self._max_chunk)
+
+    def round_width(self, num_tokens: int) -> int:
+        chunks = self._num_chunks(num_tokens)
+        return -(-num_tokens // chunks) * chunks
 
     def plan(self, groups: list[DecodeGroup]) -> None:
-        heads = self._num_q_heads
-        indices = torch.from_numpy(np.concatenate([self._per_query_head(g) for g in groups]))
-        widths = np.repeat([g.width for g in groups], [len(g.context_lens) * heads for g in groups])
-        starts = np.concatenate([[0], np.cumsum(widths)])
-        self._bags = torch.from_numpy(starts[:-1])
+        self._spans = self._make_spans(groups)
+        shapes = [span.shape for span in self._spans]
+        indices = torch.from_numpy(
+            np.concatenate(
+                [_repeated(g.pool_rows, shape) for g, shape in zip(groups, shapes, strict=True)]
+            )
+        )
+        lengths = np.repeat([s[-1] for s in shapes], [math.prod(s[:-1]) for s in shapes])
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        self._indices, self._bags = indices, torch.from_numpy(starts[:-1])
+        self._query_of_row = self._map_rows(shapes)
         # Zeros, because beta=0 times an old NaN would be NaN. The scores of each layer go here.
         self._scores = torch.zeros(len(indices))
         self._pattern = torch.sparse_csr_tensor(
             torch.from_numpy(starts),
             indices,
             self._scores,
-            size=(len(widths), self._num_rows),
+            size=(len(lengths), self._num_rows),
             check_invariants=False,
         )
-        self._indices = indices
-        self._spans = self._make_spans(groups)
-
-    def _per_query_head(self, group: DecodeGroup) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        repeats = self._num_q_heads // group.pool_rows.shape[1]
-        return np.repeat(group.pool_rows, repeats, axis=1).reshape(-1)
 
     def _make_spans(self, groups: list[DecodeGroup]) -> list[_Span]:
         spans, start = [], 0
         for group in groups:
-            shape = (len(group.context_lens), self._num_q_heads, group.width)
-            stop = start + shape[0] * shape[1] * shape[2]
+            seqs, heads, width = group.pool_rows.shape
+            chunks = self._num_chunks(width)
+            shape = (seqs, heads, chunks, self._num_q_heads // heads, width // chunks)
+            stop = start + math.prod(shape)
             spans.append(_Span(start, stop, shape, _padding_bias(group, torch.float32, "cpu")))
             start = stop
         return spans
 
+    def _map_rows(self, shapes: list[tuple[int, int, int, int, int]]) -> torch.Tensor | None:
+        """The query head, of all [G * Hq], that each row of scores belongs to; None if its own."""
+        if all(chunks == 1 for _, _, chunks, _, _ in shapes):
+            return None
+        parts, first = [], 0
+        for seqs, heads, chunks, repeats, _ in shapes:
+            mine = torch.arange(first, first + seqs * heads * repeats)
+            mine = mine.view(seqs, heads, 1, repeats).expand(-1, -1, chunks, -1)
+            parts.append(mine.reshape(-1))
+            first += seqs * heads * repeats
+        return torch.cat(parts)
+
     def attend(
         self, q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, *, with_lse: bool
     ) -> Result:
-        dim = q.shape[-1]
+        queries = q.reshape(-1, q.shape[-1])
+        if self._query_of_row is not None:
+            queries = queries.index_select(0, self._query_of_row)
         torch.sparse.sampled_addmm(
-            self._pattern,
-            q.reshape(-1, dim),
-            k_rows.t(),
-            beta=0.0,
-            alpha=self._scale,
-            out=self._pattern,
+            self._pattern, queries, k_rows.t(), beta=0.0, alpha=self._scale, out=self._pattern
         )
-        masked = [self._masked(span) for span in self._spans]
-        probs = [torch.softmax(scores, -1).view(-1) for scores in masked]
+        scores = [span.by_query_head(self._scores) for span in self._spans]
+        probs = [
+            span.flat(torch.softmax(part, -1))
+            for span, part in zip(self._spans, scores, strict=True)
+        ]
         weights = probs[0] if len(probs) == 1 else torch.cat(probs)
         out = torch.embedding_bag(
             v_rows, self._indices, self._bags, mode=0, per_sample_weights=weights
         )[0]
-        lse = torch.cat([s.logsumexp(-1) for s in masked]) if with_lse else None
+        if self._query_of_row is not None:
+            out = q.new_zeros(q.shape[0] * q.shape[1], q.shape[2]).index_add_(
+                0, self._query_of_row, out
+            )
+        lse = torch.cat([part.logsumexp(-1) for part in scores]) if with_lse else None
         return out.view(q.shape), lse
 
-    def _masked(self, span: _Span) -> torch.Tensor:
-        scores = self._scores[span.start : span.stop].view(span.shape)
-        return scores if span.bias is None else scores + span.bias
+
+def _repeated(
+    pool_rows: npt.NDArray[np.int64], shape: tuple[int, int, int, int, int]
+) -> npt.NDArray[np.int64]:
+    """[G, H, width] rows for each query head of a KV head, in the order of the scores."""
+    seqs, heads, chunks, _, chunk = shape
+    split = pool_rows.reshape(seqs, heads, chunks, 1, chunk)
+    return np.broadcast_to(split, shape).reshape(-1)
 
 
 class GatherDecode(Decode):
     """Copies the context, then a fused kernel. Any dtype and device."""
-
-    width_multiple = 16  # what the CUDA kernel wants of a bias
 
     def __init__(self, *, head_dim: int, scale: float, dtype: torch.dtype, device: str) -> None:
         is_cpu = torch.device(device).type == "cpu"
@@ -141,6 +191,9 @@ class GatherDecode(Decode):
         self._dtype = dtype  # of the queries
         self._device = device
         self._buffers = (torch.empty(0), torch.empty(0))
+
+    def round_width(self, num_tokens: int) -> int:
+        return -(-num_tokens // 16) * 16  # what the CUDA kernel wants of a bias
 
     def plan(self, groups: list[DecodeGroup]) -> None:
         self._shapes = [g.pool_rows.shape for g in groups]  # [G, H, width]

@@ -9,7 +9,7 @@ rows of D elements. Token t of a sequence, KV head h, layer l, component c is ro
 leave them out and serve every layer: the backend shifts the matrix instead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,14 +93,14 @@ def decode_groups(
     batch: AttentionBatch,
     rows: RowMap,
     *,
-    width_multiple: int,
+    round_width: Callable[[int], int],
     max_padding: float,
     max_group_tokens: int,
 ) -> list[DecodeGroup]:
     """Groups the sequences of one query token, longest first.
 
     Args:
-        width_multiple: a group's width is a multiple of this many tokens.
+        round_width: from a group's longest context to the width it is padded to, in tokens.
         max_padding: a sequence shorter than this part of the group's longest starts a new group.
         max_group_tokens: bound of a group's sequences x width.
     """
@@ -109,9 +109,9 @@ def decode_groups(
     starts = np.cumsum(batch.query_lens) - batch.query_lens
     groups = []
     lens = [int(n) for n in batch.context_lens[seqs]]
-    for first, last in _split(lens, width_multiple, max_padding, max_group_tokens):
+    for first, last in _split(lens, round_width, max_padding, max_group_tokens):
         members = seqs[first:last]
-        width = -(-lens[first] // width_multiple) * width_multiple
+        width = round_width(lens[first])
         context_lens = batch.context_lens[members].astype(np.int64)
         positions = np.minimum(np.arange(width), context_lens[:, None] - 1)
         pool_rows = rows.of_context(batch.block_tables[members], positions)
@@ -123,12 +123,12 @@ _SMALL_PADDING_TOKENS = 32  # padding that costs less than one more group
 
 
 def _split(
-    lens: list[int], multiple: int, max_padding: float, max_tokens: int
+    lens: list[int], round_width: Callable[[int], int], max_padding: float, max_tokens: int
 ) -> Iterable[tuple[int, int]]:
     """Ranges of the descending `lens` that may share a width."""
     first = 0
     for i in range(1, len(lens) + 1):
-        width = -(-lens[first] // multiple) * multiple
+        width = round_width(lens[first])
         if i < len(lens):
             shortest = min(width * (1 - max_padding), width - _SMALL_PADDING_TOKENS)
             if lens[i] >= shortest and (i + 1 - first) * width <= max_tokens:

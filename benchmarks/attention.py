@@ -152,7 +152,7 @@ def _dense_ms(case: Case, args: argparse.Namespace, dtype: torch.dtype) -> float
                     q, kv[layer, 0], kv[layer, 1], attn_mask=mask, enable_gqa=True
                 )
 
-    return _median_ms(step, args) / args.layers
+    return float(_median_ms(step, args) / args.layers)
 
 
 def _causal_mask(query_len: int, length: int) -> torch.Tensor | None:
@@ -162,7 +162,7 @@ def _causal_mask(query_len: int, length: int) -> torch.Tensor | None:
 
 
 def _median_ms(function: Callable[[], object], args: argparse.Namespace) -> float:
-    clock = time.process_time if args.clock == "cpu" else time.perf_counter
+    clock: Callable[[], float] = time.perf_counter if args.clock == "wall" else time.process_time
     function()
     times: list[float] = []
     for _ in range(args.repeats):

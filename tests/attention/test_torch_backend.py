@@ -198,6 +198,17 @@ def test_lengths_far_apart_share_a_step(decode: str) -> None:
     check_step(backend, shape, seqs, [(i, n - 1, n) for i, n in enumerate(lens)])
 
 
+def test_contexts_of_several_chunks() -> None:
+    """Long enough that the keys of one head do not fit a core's cache and are taken in chunks."""
+    shape = Shape(head_dim=128, block_size=64, num_blocks=80)
+    lens = [1100, 1031, 1500, 513, 512, 30]
+    seqs = make_sequences(shape, lens)
+    backend = make_backend(shape, make_pool(shape), "sparse")
+    run_step(backend, shape, seqs, [(i, 0, n - 1) for i, n in enumerate(lens)])
+    check_step(backend, shape, seqs, [(i, n - 1, n) for i, n in enumerate(lens)])
+    check_step(backend, shape, seqs, [(2, 1499, 1500)])
+
+
 @settings(deadline=None, max_examples=15)
 @given(
     order=st.sampled_from(NAMED_ORDERS),

@@ -57,7 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
         "(default: token-ids, words for chat)")  # fmt: skip
     add("--vocab-size", type=int, default=256, help="ids are drawn below this")
     add("--temperature", type=float, default=0.0)
-    add("--seed", type=int, default=0, help="of prompts and arrivals")
+    add("--seed", type=int, default=0, help="of prompts and arrivals; take another for the next "
+        "run on the same servers, whose prefix caches know these prompts")  # fmt: skip
     add("--no-ignore-eos", action="store_true", help="outputs may end early")
     add("--slo-ttft-ms", type=float, default=1000.0, help="longest good time to first token (ms)")
     add("--slo-itl-ms", type=float, default=100.0, help="longest good mean time per token (ms)")

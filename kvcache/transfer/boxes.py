@@ -67,11 +67,13 @@ def cut_tokens(start: int, stop: int, *block_sizes: int) -> tuple[IntArray, IntA
     """Cuts [start, stop) at every block border: first tokens and token counts, i64[n] each."""
     if start >= stop:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    starts = np.array([start], np.int64)
+    borders = [np.array([start, stop], np.int64)]
     for size in set(block_sizes):
-        borders = np.arange((start // size + 1) * size, stop, size, dtype=np.int64)
-        starts = np.union1d(starts, borders)
-    return starts, np.diff(starts, append=stop)
+        borders.append(np.arange((start // size + 1) * size, stop, size, dtype=np.int64))
+    cuts = np.sort(np.concatenate(borders))
+    lengths = cuts[1:] - cuts[:-1]
+    apart = lengths > 0
+    return cuts[:-1][apart], lengths[apart]
 
 
 def at_blocks(table: IntArray, tokens: IntArray, strides: dict[str, int], size: int) -> IntArray:

@@ -31,7 +31,7 @@ ALIGN_BYTES = 64
 # Nothing overlaps the last chunk's copy, so chunks are small; but each costs some 0.1 ms of posting
 # and polling. Measured on a CPU, 4 and 8 MiB (1 to 2 ms of reading) beat 1 and 32 by 5 to 40 %.
 _WANTED_CHUNKS = 8
-_MAX_CHUNKS = 48  # each takes 20 us to plan
+_MAX_CHUNKS = 32  # each takes 20 us to plan
 _MIN_CHUNK_S = 0.25e-3
 _MAX_CHUNK_S = 1.5e-3
 
@@ -270,25 +270,19 @@ def _moves(staging: Staging) -> list[list[Move]]:
     starts, tokens = cut_tokens(transfer.token_start, transfer.token_stop, theirs, ours)
     chunk, source_block = np.divmod(starts // theirs - staging.first_block, staging.chunk_blocks)
     source_token, target_token = starts % theirs, starts % ours
-    heads, repeat = _rows(chunk, starts // ours, source_token, tokens)
-    key = chunk[heads]
-    for part in (source_token[heads], target_token[heads], tokens[heads], repeat):
+    first, repeat = _rows(chunk, starts // ours, source_token, tokens)
+    key = chunk[first]
+    for part in (source_token[first], target_token[first], tokens[first], repeat):
         key = key * 257 + part  # each is at most a block: 256 tokens
     order = np.argsort(key, kind="stable")
-    borders = np.flatnonzero(np.diff(key[order], prepend=-1))
+    rows = first[order]
+    sources, targets = source_block[rows], transfer.local_blocks[starts[rows] // ours]
+    borders = [*np.flatnonzero(np.diff(key[order], prepend=-1)).tolist(), len(order)]
+    of_first = (chunk[rows], source_token[rows], target_token[rows], tokens[rows], repeat[order])
+    alike = zip(*(array[borders[:-1]].tolist() for array in of_first), strict=True)
     moves: list[list[Move]] = [[] for _ in range(staging.num_chunks)]
-    for alike in np.split(order, borders[1:]):
-        rows, one = heads[alike], heads[alike[0]]
-        moves[int(chunk[one])].append(
-            Move(
-                int(source_token[one]),
-                int(target_token[one]),
-                int(tokens[one]),
-                int(repeat[alike[0]]),
-                source_block[rows],
-                transfer.local_blocks[starts[rows] // ours],
-            )
-        )
+    for (low, high), (number, at, to, count, again) in zip(pairwise(borders), alike, strict=True):
+        moves[number].append(Move(at, to, count, again, sources[low:high], targets[low:high]))
     return moves
 
 

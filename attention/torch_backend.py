@@ -107,10 +107,12 @@ class TorchBackend(AttentionBackend):
             max_padding=self._decode.max_padding,
             max_group_tokens=self._decode.max_group_tokens,
         )
-        self._decode_rows = None
+        self._decode_rows, self._is_decode_in_order = None, False
         if groups:
-            self._decode_rows = self._to_device(np.concatenate([g.query_rows for g in groups]))
+            rows = np.concatenate([g.query_rows for g in groups])
+            self._decode_rows = self._to_device(rows)
             self._decode.plan(groups)
+            self._is_decode_in_order = np.array_equal(rows, np.arange(batch.num_tokens))
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(array.reshape(-1)).to(self._device)
@@ -143,6 +145,8 @@ class TorchBackend(AttentionBackend):
         k_rows, v_rows = self._layers[layer]
         k = self._write(k_rows, k)
         v = k if v_rows is k_rows else self._write(v_rows, v)
+        if self._is_decode_in_order:
+            return self._decode.attend(q, k_rows, v_rows, with_lse=with_lse)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = q.new_zeros(q.shape[:2], dtype=torch.float32) if with_lse else None
         if self._decode_rows is not None:

@@ -215,7 +215,7 @@ class GatherDecode(Decode):
             k = self._gather(0, k_rows, indices).view(shape)
             v = k if v_rows is k_rows else self._gather(1, v_rows, indices).view(shape)
             # The query heads of one KV head become query positions: no KV is repeated.
-            group_q = q[start : start + num_seqs].view(num_seqs, heads, -1, self._head_dim)
+            group_q = q[start : start + num_seqs].reshape(num_seqs, heads, -1, self._head_dim)
             out, lse = dense_attention(group_q, k, v, scale=self._scale, bias=bias)
             outs.append(out.reshape(num_seqs, -1, self._head_dim))
             lses.append(lse.reshape(num_seqs, -1))

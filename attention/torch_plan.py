@@ -110,7 +110,7 @@ def decode_groups(
     groups = []
     lens = [int(n) for n in batch.context_lens[seqs]]
     for first, last in _split(lens, round_width, max_padding, max_group_tokens):
-        members = seqs[first:last]
+        members = np.sort(seqs[first:last])  # so that a step of one group keeps its order
         width = round_width(lens[first])
         context_lens = batch.context_lens[members].astype(np.int64)
         positions = np.minimum(np.arange(width), context_lens[:, None] - 1)

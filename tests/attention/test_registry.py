@@ -1,0 +1,33 @@
+"""Backends are found by name."""
+
+import pytest
+
+from attention.registry import NAMES, create_backend
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+
+
+def make_pool() -> KVPool:
+    return KVPool(
+        KVLayout(
+            order="BHLCND",
+            num_blocks=4,
+            num_heads=2,
+            num_layers=1,
+            num_components=2,
+            block_size=4,
+            head_dim=16,
+            dtype="float32",
+        )
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_known_name_makes_a_backend(name: str) -> None:
+    backend = create_backend(name, make_pool(), num_q_heads=6, head_dim=16, scale=0.25)
+    assert (backend.num_q_heads, backend.num_kv_heads, backend.head_dim) == (6, 2, 16)
+
+
+def test_an_unknown_backend_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"magic.*auto, torch"):
+        create_backend("magic", make_pool(), num_q_heads=6, head_dim=16, scale=0.25)

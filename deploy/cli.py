@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"baton {metadata.version('baton')}")
             return 0
         case [name, *rest] if name in COMMANDS:
-            return COMMANDS[name](rest)
+            try:
+                return COMMANDS[name](rest)
+            except KeyboardInterrupt:  # before the program listens to signals itself
+                return 130
     print(f"baton: unknown command {words[0]}{suggestion(words[0], COMMANDS)}", file=sys.stderr)
     print(USAGE, file=sys.stderr)
     return 2

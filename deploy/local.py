@@ -66,7 +66,7 @@ def up(settings: UpSettings, programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS
             cluster.wait()
         except StopRequested:
             say("ending")
-        except ClusterFailed as error:
+        except (ClusterFailed, OSError) as error:
             reason = str(error)
         clean = cluster.close()
     if cluster.killed_by_user:

@@ -9,14 +9,17 @@ more than one request at a time the figure includes waiting for the processor.
 import argparse
 import asyncio
 import json
+import os
 import queue
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import uvloop
 
-from benchmarks.percentiles import percentile
+from benchmarks.percentiles import LEVELS, percentile
 from protocol import lifecycle
 from proxy.upstream import HttpUpstream
 
@@ -73,7 +76,19 @@ async def _timed(work: Callable[[], Awaitable[None]], concurrency: int, count: i
     return durations
 
 
-async def _measure(prefill: str, decode: str, proxy: str, concurrency: int, count: int) -> None:
+@dataclass(frozen=True)
+class Measured:
+    """Durations in seconds, of requests through both legs."""
+
+    direct_s: list[float]
+    proxied_s: list[float]
+    elapsed_s: float  # of the proxied ones
+    proxy_cpu_s: float  # likewise, of the proxy's process
+
+
+async def _measure(urls: Sequence[str], proxy_pid: int, concurrency: int, count: int) -> Measured:
+    """`urls`: of the prefill server, the decode server and the proxy."""
+    prefill, decode, proxy = urls
     client = HttpUpstream(connect_timeout_s=10, read_timeout_s=60)
     headers = [(b"content-type", b"application/json")]
 
@@ -87,35 +102,48 @@ async def _measure(prefill: str, decode: str, proxy: str, concurrency: int, coun
         await ask(prefill)
         await ask(decode)
 
-    while (await client.send(proxy, "GET", "/ready")).status != 200:
+    while (ready := await client.send(proxy, "GET", "/ready")).status != 200:
+        await ready.read()
         await asyncio.sleep(0.05)
+    await ready.read()
     await _timed(lambda: ask(proxy), concurrency, count // 4)
     direct_s = await _timed(both, concurrency, count)
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), _cpu_s(proxy_pid)
     proxied_s = await _timed(lambda: ask(proxy), concurrency, count)
-    rate = len(proxied_s) / (time.perf_counter() - began)
+    elapsed_s, cpu_s = time.perf_counter() - began, _cpu_s(proxy_pid) - cpu_began
     await client.close()
-    _report(direct_s, proxied_s, concurrency, rate)
+    return Measured(direct_s, proxied_s, elapsed_s, cpu_s)
 
 
-def _report(direct_s: list[float], proxied_s: list[float], concurrency: int, rate: float) -> None:
+def _cpu_s(pid: int) -> float:
+    """The processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _report(measured: Measured, concurrency: int) -> None:
     figures = {
-        f"{name}_{level}_ms": round(percentile(values, float(level[1:])) * 1e3, 3)
-        for name, values in (("direct", direct_s), ("proxied", proxied_s))
-        for level in ("p50", "p90", "p99")
+        f"{name}_p{level}_ms": round(percentile(values, level) * 1e3, 3)
+        for name, values in (("direct", measured.direct_s), ("proxied", measured.proxied_s))
+        for level in LEVELS
     }
     added = round(figures["proxied_p50_ms"] - figures["direct_p50_ms"], 3)
+    cpu = round(measured.proxy_cpu_s / len(measured.proxied_s) * 1e3, 3)
+    rate = round(len(measured.proxied_s) / measured.elapsed_s, 1)
+    print(f"both legs by the client  p50 {figures['direct_p50_ms']:.2f} ms")
+    print(f"through the proxy        p50 {figures['proxied_p50_ms']:.2f} ms, {rate} requests/s")
+    print(f"added by the proxy       p50 {added:.2f} ms at concurrency {concurrency}")
+    print(f"processor time           {cpu:.2f} ms per request")
     result = {
         "benchmark": "proxy_overhead",
         "concurrency": concurrency,
-        "requests": len(proxied_s),
+        "requests": len(measured.proxied_s),
         **figures,
         "added_p50_ms": added,
-        "requests_per_s": round(rate, 1),
+        "proxy_cpu_ms_per_request": cpu,
+        "requests_per_s": rate,
+        "load_average": round(os.getloadavg()[0], 1),
     }
-    print(f"both legs by the client  p50 {figures['direct_p50_ms']:.2f} ms")
-    print(f"through the proxy        p50 {figures['proxied_p50_ms']:.2f} ms")
-    print(f"added by the proxy       p50 {added:.2f} ms at concurrency {concurrency}")
     print(json.dumps(result))
 
 
@@ -136,11 +164,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     legs = ("--prefill", prefill_url, "--decode", decode_url)
     proxy, proxy_url = _start("proxy", "proxy", "--port", "0", "--log-level", "warning", *legs)
     try:
-        uvloop.run(
-            _measure(prefill_url, decode_url, proxy_url, options.concurrency, options.num_requests)
+        measured = uvloop.run(
+            _measure(
+                (prefill_url, decode_url, proxy_url),
+                proxy.pid,
+                options.concurrency,
+                options.num_requests,
+            )
         )
     finally:
-        lifecycle.terminate([proxy, prefill, decode], 5)
+        lifecycle.terminate([proxy], 5)
+        lifecycle.terminate([prefill, decode], 5)
+    _report(measured, options.concurrency)
     return 0
 
 

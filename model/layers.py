@@ -1,11 +1,18 @@
 """The layers that every architecture shares, each holding only this rank's part of its weights."""
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 
 from model.config import ModelConfig
 from model.parallel import Parallel
 from model.weights import WeightLoader
+
+# CPU matmuls of few rows against very many outputs run a quarter slower than in pieces: 20.7 ms
+# against 15.1 ms for 8 rows and 49,152 outputs of 576, on one core in float32.
+_CHUNKED_ROWS: Final = range(2, 33)
+_HEAD_CHUNK: Final = 1536
 
 
 class Linear:
@@ -77,8 +84,17 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden] -> float32 [S, vocab]."""
-        local = F.linear(hidden, self._weight).float()
-        return self._parallel.all_gather_last_dim(local)[:, : self._vocab_size]
+        chunked = hidden.device.type == "cpu" and hidden.shape[0] in _CHUNKED_ROWS
+        local = self._in_chunks(hidden) if chunked else F.linear(hidden, self._weight)
+        return self._parallel.all_gather_last_dim(local.float())[:, : self._vocab_size]
+
+    def _in_chunks(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = self._weight.shape[0]
+        out = hidden.new_empty(hidden.shape[0], rows)
+        for start in range(0, rows, _HEAD_CHUNK):
+            stop = min(start + _HEAD_CHUNK, rows)
+            torch.mm(hidden, self._weight[start:stop].t(), out=out[:, start:stop])
+        return out
 
 
 class GatedMLP:

@@ -22,7 +22,9 @@ from kvcache.transfer.pull import (
     PeerKey,
     PeerReady,
     Pull,
+    PullDone,
     PullDrained,
+    PullFailed,
     PullSettings,
     RankEnded,
     RankFailing,
@@ -63,6 +65,22 @@ logger = logging.getLogger(__name__)
 
 _MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
 _CLOSE_LINGER_S = 0.2
+_EVENT_COUNTERS: dict[type, str] = {
+    PullDone: "pulls_done",
+    PullFailed: "pulls_failed",
+    PullDrained: "pulls_drained",
+}
+_COUNTERS = (
+    *_EVENT_COUNTERS.values(),
+    "pulls",
+    "cancelled",
+    "bytes_pulled",
+    "descriptors",
+    "peer_restarts",
+    "connections_lost",
+    "refused",
+    "internal_errors",
+)
 
 
 class PullCoordinator:
@@ -110,7 +128,7 @@ class PullCoordinator:
         self._asked_metadata: dict[str, Address] = {}  # by nonce
         self._calls: deque[Callable[[], None]] = deque()
         self._events: deque[Event] = deque()
-        self._counters: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pull-coordinator", daemon=True)
 
@@ -230,6 +248,14 @@ class PullCoordinator:
         used = {_address(state.remote) for state in self._states()}
         return {a: t for a, t in found.items() if a in used or self._peers.fetching_from(a)}
 
+    def _refresh_connection(self, address: Address) -> None:
+        """A connection lost while nobody used it must not be held against its next user."""
+        unconnected = self._side_channel.unconnected()
+        if address in unconnected and address not in self._unconnected_in_use():
+            unused_s = self._clock() - unconnected[address]
+            if unused_s > self._settings.connection_timeout_s / 2:  # else an abort may be queued
+                self._side_channel.forget(address)
+
     def _lost(self, address: Address) -> None:
         """Nothing listens there: whatever waits for an answer from there fails now."""
         self._counters["connections_lost"] += 1
@@ -260,6 +286,7 @@ class PullCoordinator:
     # -- what the engine asks for
 
     def _do_connect(self, remote: RemotePrefill) -> None:
+        self._refresh_connection(_address(remote))
         peer = self._peers.connect(remote, self._clock())
         self._awaiting_connect.add(peer.key)
         self._peer_decided(peer)
@@ -268,6 +295,7 @@ class PullCoordinator:
         if pull_id in self._ended:
             return
         if pull_id not in self._pulls:
+            self._refresh_connection(_address(remote))
             self._pulls[pull_id] = PullState(
                 pull_id, remote, self._num_ranks, self._settings, new_id(), self._clock()
             )
@@ -293,7 +321,8 @@ class PullCoordinator:
             self._perform(state, state.cancel(self._clock()))
         elif not self._ended.get(pull_id, False):
             self._remember(pull_id, drained_told=True)
-            self._events.append(PullDrained(pull_id))
+            self._count(drained := PullDrained(pull_id))
+            self._events.append(drained)
 
     # -- peers
 
@@ -406,8 +435,14 @@ class PullCoordinator:
             case SuspectPeer():
                 self._peers.forget(_key(remote))
             case Emit(event):
-                self._counters[type(event).__name__] += 1
+                self._count(event)
                 self._events.append(event)
+
+    def _count(self, event: Event) -> None:
+        self._counters[_EVENT_COUNTERS[type(event)]] += 1
+        if isinstance(event, PullDone):
+            self._counters["bytes_pulled"] += event.nbytes
+            self._counters["descriptors"] += event.descriptors
 
     def _pull_command(self, state: PullState) -> Pull:
         remote = state.remote

@@ -101,7 +101,7 @@ class PullWorker:
         self._jobs: OrderedDict[str, tuple[PullJob, _Peer]] = OrderedDict()
         self._reads: list[_Read] = []
         self._idle_s = _POLL_MIN_S
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._stopping = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._waker = Waker(self._context)

@@ -216,7 +216,7 @@ class SideChannelClient:
         self._dealers: dict[Address, zmq.Socket[bytes]] = {}
         self._monitors: dict[Address, zmq.Socket[bytes]] = {}
         self._unconnected_since: dict[Address, float] = {}
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(side_channel_full=0, bad_replies=0)
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:

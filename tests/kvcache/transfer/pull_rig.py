@@ -1,16 +1,19 @@
 """A prefill side and a decode side of pulls, small, with every byte known. For tests.
 
-Run as a program it is the prefill side in a process of its own: JSON lines on stdin ask for leases
-(`{"request_id": .., "block_ids": [..], "num_tokens": .., "lease_s": ..}`), lines on stdout answer.
+Run as a program it is the prefill side, or one rank of the decode side, in a process of its own
+over NIXL: see `Child`. Questions and answers are lines of JSON.
 """
 
+import hashlib
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -261,15 +264,71 @@ def expected(remote: RemotePrefill, start: int, stop: int) -> Any:
     return numbers.astype(np.float32)
 
 
+class Child:
+    """This file as a program, in a process of its own."""
+
+    def __init__(self, role: str, **options: Any) -> None:
+        root = str(Path(__file__).parents[3])
+        argv = [sys.executable, __file__, role, json.dumps(options)]
+        pipe, env = subprocess.PIPE, {**os.environ, "PYTHONPATH": root}
+        self.process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=env)
+        self.greeting = self.answer()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, **question: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def lease(self, block_ids: list[int], num_tokens: int, **options: Any) -> RemotePrefill:
+        answer = self.ask(block_ids=block_ids, num_tokens=num_tokens, **options)
+        return msgspec.convert(answer, RemotePrefill)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def serve_prefill(agent_kind: Callable[[str], TransferAgent], options: dict[str, Any]) -> None:
+    prefill = Prefill(lambda: agent_kind("P"), **options)
+    say({"port": prefill.server.address[1]})
+    for line in sys.stdin:
+        say(msgspec.to_builtins(prefill.lease(**json.loads(line))))
+
+
+def serve_worker(agent_kind: Callable[[str], TransferAgent], options: dict[str, Any]) -> None:
+    """One rank of D; answers with a digest of what lies in its blocks."""
+    rank, tp = options["rank"], options["tp"]
+    pool = KVPool(layout(tp, rank))
+    worker = PullWorker(rank, tp, HEADS, agent_kind("D"), pool, options["address"])
+    worker.start()
+    say({"rank": rank})
+    for line in sys.stdin:
+        blocks = json.loads(line)["block_ids"]
+        rows = pool.canonical[torch.tensor(blocks)].permute(0, 4, 1, 2, 3, 5)
+        say(digest(rows.flatten(0, 1).numpy()))
+
+
+def digest(tokens: Any) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tokens, dtype=np.float32).tobytes()).hexdigest()
+
+
+def say(answer: Any) -> None:
+    print(json.dumps(answer), flush=True)
+
+
 def main() -> None:
     from kvcache.transfer.nixl_agent import NixlAgent
 
-    options = json.loads(sys.argv[1])
-    prefill = Prefill(lambda: NixlAgent("P"), **options)
-    print("ready", prefill.server.address[1], flush=True)
-    for line in sys.stdin:
-        remote = prefill.lease(**json.loads(line))
-        print(msgspec.json.encode(remote).decode(), flush=True)
+    roles = {"prefill": serve_prefill, "worker": serve_worker}
+    roles[sys.argv[1]](NixlAgent, json.loads(sys.argv[2]))
     os._exit(0)
 
 

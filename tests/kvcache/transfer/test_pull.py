@@ -1,6 +1,7 @@
 """Pulls end to end: coordinator, workers, side channel and an agent, with every byte compared."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -385,6 +386,21 @@ def test_a_dead_side_channel_fails_the_fence(rig: Any, timeout_s: float) -> None
     failed = decode.wait(*ENDINGS)
     assert isinstance(failed, PullFailed) and failed.drained
     assert isinstance(failed.error, PeerUnreachable)
+
+
+def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(rig: Any) -> None:
+    settings = {"connection_timeout_s": 0.2}
+    first, decode = rig(Prefill), rig(Decode, settings=settings)
+    old = first.lease([5], 8)
+    decode.coordinator.pull("a", old, 0, 8, [3])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    first.close()
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:  # longer than the timeout, with nobody waiting
+        decode.woken.wait(0.05)
+    second = rig(Prefill, port=old.port)
+    decode.coordinator.pull("b", second.lease([6], 8), 0, 8, [4])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
 
 
 # -- cancel

@@ -1,0 +1,162 @@
+"""Pulls between processes over NIXL: peers killed, stopped and continued; ranks of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.nixl_agent import NixlAgent
+from kvcache.transfer.plan import heads_of
+from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import (
+    DEADLINE_S,
+    HEADS,
+    SECRET,
+    Child,
+    Decode,
+    compat,
+    digest,
+    expected,
+)
+
+HERE = Path(__file__).parent
+ENDINGS = (PullDone, PullFailed, PullDrained)
+BLOCKS = 2048  # 48 MiB of this geometry
+TOKENS = (BLOCKS - 1) * 8
+
+
+def agent() -> NixlAgent:
+    return NixlAgent("D")
+
+
+@pytest.fixture
+def prefill() -> Iterator[Child]:
+    child = Child("prefill", num_blocks=BLOCKS)
+    yield child
+    child.close()
+
+
+def whole(child: Child, **options: Any) -> Any:
+    return child.lease(list(range(1, BLOCKS)), TOKENS, **options)
+
+
+def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
+    prefill: Child,
+) -> None:
+    limits = PostLimits(max_bytes=4096, max_runs=1, max_active=1)
+    settings = {"connection_timeout_s": 0.3}
+    decode = Decode(agent, limits=limits, settings=settings, num_blocks=BLOCKS)
+    blocks = list(range(1, BLOCKS))[::-1]
+    remote = whole(prefill)
+    decode.coordinator.pull("a", remote, 0, TOKENS, blocks)
+    while decode.workers[0].counters["posts"] < 3:
+        decode.woken.wait(0.001)
+    prefill.close()
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and failed.drained, failed
+    assert failed.error.retryable
+
+    successor = Child("prefill", num_blocks=BLOCKS, port=remote.port)
+    fresh = successor.lease([3, 4], 16)
+    decode.coordinator.pull("b", fresh, 0, 16, [8, 7])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert np.array_equal(decode.tokens([8, 7], 0, 16), expected(fresh, 0, 16))
+    successor.close()
+    decode.close()
+
+
+def test_ranks_in_processes_of_their_own(prefill: Child) -> None:
+    import threading
+
+    woken = threading.Event()
+    coordinator = PullCoordinator("tcp://127.0.0.1:0", 2, compat(), SECRET, on_event=woken.set)
+    coordinator.start()
+    workers = [
+        Child("worker", rank=rank, tp=2, address=coordinator.worker_address) for rank in (0, 1)
+    ]
+    remote = prefill.lease([5, 2, 9], 24)
+    coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+    assert woken.wait(DEADLINE_S)
+    (done,) = coordinator.drain()
+    assert isinstance(done, PullDone), done
+    tokens = expected(remote, 0, 24)
+    for rank, worker in enumerate(workers):
+        heads = heads_of(rank, 2, HEADS)
+        assert worker.ask(block_ids=[3, 1, 7]) == digest(tokens[:, heads.start : heads.stop])
+        worker.close()
+    coordinator.close()
+
+
+STOPPED = """
+import signal, sys
+sys.path.insert(0, sys.argv[1])
+from test_pull_processes import *
+prefill = Child("prefill", num_blocks=BLOCKS)
+settings = {"pull_timeout_s": 0.5, "drain_grace_s": 0.1, "handshake_timeout_s": 20.0}
+decode = Decode(agent, settings=settings, num_blocks=BLOCKS)
+first = prefill.lease([3, 4], 16)
+decode.coordinator.pull("a", first, 0, 16, [8, 7])
+assert isinstance(decode.wait(*ENDINGS), PullDone)
+
+remote = whole(prefill)
+spare = prefill.lease([5], 8)
+prefill.signal(signal.SIGSTOP)
+decode.coordinator.pull("b", remote, 0, TOKENS, list(range(1, BLOCKS)))
+failed = decode.wait(*ENDINGS)
+assert isinstance(failed, PullFailed) and not failed.drained, failed
+assert decode.settle() == []  # no PullDrained while a READ may still deliver
+prefill.signal(signal.SIGCONT)
+assert decode.wait(*ENDINGS) == PullDrained("b")
+decode.coordinator.pull("c", spare, 0, 8, [1])
+assert isinstance(decode.wait(*ENDINGS), PullDone)
+assert np.array_equal(decode.tokens([1], 0, 8), expected(spare, 0, 8))
+
+remote = whole(prefill)
+prefill.signal(signal.SIGSTOP)
+decode.coordinator.pull("d", remote, 0, TOKENS, list(range(1, BLOCKS)))
+failed = decode.wait(*ENDINGS)
+assert isinstance(failed, PullFailed) and not failed.drained, failed
+prefill.close()  # killed
+assert decode.wait(*ENDINGS) == PullDrained("d")
+decode.close()
+print("as expected", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_stopped_peer_leaves_the_pull_undrained_until_it_is_certain() -> None:
+    """Over TCP, where a stopped peer's READs stay active; UCX reads UCX_TLS once a process."""
+    root = str(HERE.parents[2])
+    env = {**os.environ, "PYTHONPATH": root, "UCX_TLS": "tcp,self"}
+    argv = [sys.executable, "-c", STOPPED, str(HERE)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    assert "as expected" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_peer_stopped_after_its_lease_ran_out_has_no_say(prefill: Child) -> None:
+    """Shared memory is readable although its owner is stopped; the fence is not."""
+    settings = {"fence_timeout_s": 0.3}
+    decode = Decode(agent, settings=settings, num_blocks=BLOCKS)
+    first = prefill.lease([3, 4], 16)
+    decode.coordinator.pull("a", first, 0, 16, [8, 7])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    remote = prefill.lease([5], 8, lease_s=0.5)
+    prefill.signal(signal.SIGSTOP)
+    decode.coordinator.pull("b", remote, 0, 8, [1])
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and failed.drained, failed
+    prefill.signal(signal.SIGCONT)
+    again = prefill.lease([6], 8)
+    decode.coordinator.pull("c", again, 0, 8, [2])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.close()

@@ -1,0 +1,328 @@
+from typing import Any
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed, PullSettings, RankEnded
+from kvcache.transfer.pull import RankFailing as Failing
+from kvcache.transfer.pull_state import (
+    Action,
+    Emit,
+    FanOut,
+    Phase,
+    PullState,
+    SendAbort,
+    SendComplete,
+    SendRenew,
+    StopRanks,
+    SuspectPeer,
+)
+from protocol.errors import LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
+from protocol.messages import ErrorInfo, FirstToken, RemotePrefill
+
+SETTINGS = PullSettings(
+    pull_timeout_s=30.0, fence_timeout_s=5.0, fence_retry_s=1.0, drain_grace_s=0.25
+)
+ERROR = ErrorInfo("transfer_failed", "broken")
+REMOTE = RemotePrefill(
+    host="h",
+    port=1,
+    engine_id="P",
+    incarnation="i",
+    request_id="r",
+    lease_id="00" * 16,
+    lease_s=30.0,
+    block_ids=[1],
+    block_size=16,
+    num_tokens=16,
+    cached_tokens=0,
+    tp_size=1,
+    first_token=FirstToken(1),
+)
+
+
+def state(ranks: int = 2, now: float = 0.0) -> PullState:
+    return PullState("a", REMOTE, ranks, SETTINGS, "attempt", now)
+
+
+def reading(ranks: int = 2) -> PullState:
+    pull = state(ranks)
+    assert pull.tick(0.0) == [SendRenew()]
+    assert pull.pull(16, now=1.0) == []
+    assert pull.peer_ready(now=1.0) == [FanOut()]
+    return pull
+
+
+def ended(rank: int, complete: bool = True, error: ErrorInfo | None = None) -> RankEnded:
+    return RankEnded(
+        pull_id="a",
+        rank=rank,
+        complete=complete,
+        error=error,
+        nbytes=10,
+        descriptors=2,
+        path="direct",
+    )
+
+
+def events(actions: list[Action]) -> list[Any]:
+    return [action.event for action in actions if isinstance(action, Emit)]
+
+
+def test_the_fence_waits_for_every_rank() -> None:
+    pull = reading()
+    assert pull.rank_ended(ended(1), now=2.0) == []
+    assert pull.rank_ended(ended(1), now=2.0) == []  # a report counts once
+    assert pull.rank_ended(ended(0), now=3.0) == [SendComplete("attempt")]
+    actions = pull.fence_answered(True, "", now=3.5)
+    assert events(actions) == [PullDone("a", 20, 4, 2.5, "direct")]
+    assert pull.phase is Phase.ENDED and pull.deadline() == float("inf")
+
+
+def test_gone_at_the_fence_is_a_drained_failure_without_an_abort() -> None:
+    pull = reading(1)
+    pull.rank_ended(ended(0), now=2.0)
+    actions = pull.fence_answered(False, "expired", now=2.0)
+    (failed,) = events(actions)
+    assert isinstance(failed.error, LeaseGone) and failed.drained
+    assert SendAbort() not in actions
+
+
+def test_a_lost_fence_is_repeated_with_the_same_attempt_until_its_timeout() -> None:
+    pull = reading(1)
+    pull.rank_ended(ended(0), now=2.0)
+    assert pull.tick(2.9) == []
+    for now in (3.0, 4.0, 5.0, 6.0):
+        assert pull.deadline() == now
+        assert pull.tick(now) == [SendComplete("attempt")]
+    actions = pull.tick(7.0)
+    (failed,) = events(actions)
+    assert isinstance(failed.error, PeerUnreachable) and failed.drained
+    assert SuspectPeer() in actions and SendAbort() in actions
+    assert pull.fence_answered(True, "", now=7.1) == []  # too late
+
+
+def test_renewals_come_every_third_of_the_lease_while_holding_and_reading() -> None:
+    pull = state()
+    for now in (0.0, 10.0, 20.0):
+        assert pull.deadline() == now and pull.tick(now) == [SendRenew()]
+    pull.pull(16, now=21.0)
+    pull.peer_ready(now=21.0)
+    assert pull.tick(30.0) == [SendRenew()]
+    pull.rank_ended(ended(0), now=31.0)
+    pull.rank_ended(ended(1), now=31.0)
+    assert SendRenew() not in pull.tick(40.0)
+
+
+def test_a_renewal_answered_gone_fails_early_but_not_once_fencing() -> None:
+    pull = reading(1)
+    assert pull.renew_answered(True, "", now=2.0) == []
+    assert pull.renew_answered(False, "expired", now=2.0) == [StopRanks()]
+    actions = pull.rank_ended(ended(0, complete=False), now=2.1)
+    (failed,) = events(actions)
+    assert isinstance(failed.error, LeaseGone)
+    fencing = reading(1)
+    fencing.rank_ended(ended(0), now=2.0)
+    assert fencing.renew_answered(False, "completed by us", now=2.0) == []
+    assert events(fencing.fence_answered(True, "", now=2.0)) != []
+
+
+def test_a_rank_that_fails_stops_the_others_and_is_told_when_they_ended() -> None:
+    pull = reading(3)
+    actions = pull.rank_ended(ended(0, complete=False, error=ERROR), now=2.0)
+    assert actions == [SuspectPeer(), StopRanks()]
+    assert pull.rank_ended(ended(1), now=2.1) == []
+    actions = pull.rank_ended(ended(2, complete=False), now=2.2)
+    (failed,) = events(actions)
+    assert isinstance(failed.error, TransferFailed) and failed.drained
+    assert SendAbort() in actions
+
+
+def test_a_read_that_does_not_end_is_told_after_the_grace_and_drains_later() -> None:
+    pull = reading(2)
+    actions = pull.rank_failing(Failing("a", 0, ERROR), now=2.0)
+    assert actions == [SuspectPeer(), StopRanks()]
+    assert pull.tick(2.24) == []
+    (failed,) = events(pull.tick(2.25))
+    assert failed.error.message == "broken" and not failed.drained
+    assert pull.tick(1000.0) == [] and pull.deadline() == float("inf")
+    assert pull.rank_ended(ended(1, complete=False), now=2000.0) == []
+    actions = pull.rank_ended(ended(0, complete=False), now=3000.0)
+    assert actions == [Emit(PullDrained("a")), SendAbort()]
+
+
+def test_the_pull_timeout_counts_from_the_first_read() -> None:
+    pull = reading(1)
+    pull.tick(30.9)
+    actions = pull.tick(31.0)
+    assert StopRanks() in actions and SuspectPeer() in actions
+    (failed,) = events(pull.tick(31.25))
+    assert isinstance(failed.error, PullTimeout) and not failed.drained
+
+
+def test_cancel_in_each_phase_ends_in_one_drained() -> None:
+    held = state()
+    assert held.cancel(1.0) == [Emit(PullDrained("a")), SendAbort()]
+    fencing = reading(1)
+    fencing.rank_ended(ended(0), now=2.0)
+    assert fencing.cancel(2.5) == [Emit(PullDrained("a")), SendAbort()]
+    assert fencing.fence_answered(True, "", now=2.6) == []
+    during = reading(2)
+    assert during.cancel(2.0) == [StopRanks()]
+    assert during.cancel(2.1) == [] and during.tick(50.0) == []
+    during.rank_ended(ended(0), now=60.0)
+    assert during.rank_ended(ended(1), now=60.0) == [Emit(PullDrained("a")), SendAbort()]
+    told = reading(1)
+    told.rank_failing(Failing("a", 0, ERROR), now=2.0)
+    told.tick(2.5)
+    assert told.cancel(3.0) == []
+    assert events(told.rank_ended(ended(0), now=4.0)) == [PullDrained("a")]
+
+
+def test_nothing_to_read_is_done_before_the_lease_is_closed() -> None:
+    pull = state()
+    actions = pull.pull(0, now=1.0)
+    assert actions == [Emit(PullDone("a", 0, 0, 0.0, "none")), SendComplete("attempt")]
+    assert pull.fail(PeerUnreachable("x"), now=1.1) == []
+    assert pull.tick(2.0) == [SendComplete("attempt")]
+    assert pull.fence_answered(False, "gone", now=2.1) == [] and pull.phase is Phase.ENDED
+    silent = state()
+    silent.pull(0, now=1.0)
+    assert events(silent.tick(6.0)) == [] and silent.phase is Phase.ENDED
+    cancelled = state()
+    cancelled.pull(0, now=1.0)
+    assert events(cancelled.cancel(1.5)) == [PullDrained("a")]
+    assert cancelled.fence_answered(True, "", now=2.0) == [] and cancelled.phase is Phase.ENDED
+
+
+class PullMachine(RuleBasedStateMachine):
+    """Property: whatever happens in whatever order, the promises of pull.py hold."""
+
+    @initialize(ranks=st.integers(1, 3))
+    def begin(self, ranks: int) -> None:
+        self.now = 0.0
+        self.pull = state(ranks)
+        self.reading: set[int] = set()
+        self.incomplete = False
+        self.fence_asked = False
+        self.cancelled = False
+        self.told: list[Any] = []
+        self.stopped = False
+
+    def perform(self, actions: list[Action], fence_ok: bool = False) -> None:
+        for action in actions:
+            match action:
+                case FanOut():
+                    assert not self.stopped
+                    self.reading = set(range(self.pull._num_ranks))
+                case StopRanks():
+                    self.stopped = True
+                case SendComplete(attempt):
+                    assert attempt == "attempt"
+                    assert not self.reading and not self.incomplete and not self.cancelled
+                    self.fence_asked = True
+                case SendAbort():
+                    assert not self.reading  # P's memory is left alone only after the last READ
+                case Emit(event):
+                    self.check(event, fence_ok)
+                    self.told.append(event)
+
+    def check(self, event: Any, fence_ok: bool) -> None:
+        verdicts = [e for e in self.told if not isinstance(e, PullDrained)]
+        if isinstance(event, PullDone):
+            assert not verdicts and not self.cancelled and not self.reading
+            assert not self.incomplete and (fence_ok or event.path == "none")
+        elif isinstance(event, PullFailed):
+            assert not verdicts and not self.cancelled
+            assert event.drained == (not self.reading)
+        else:
+            assert event not in self.told and not self.reading
+            undrained = any(isinstance(e, PullFailed) and not e.drained for e in self.told)
+            assert self.cancelled or undrained
+
+    @rule(tokens=st.sampled_from([0, 16]))
+    def ask(self, tokens: int) -> None:
+        self.perform(self.pull.pull(tokens, self.now))
+
+    @rule()
+    def ready(self) -> None:
+        self.perform(self.pull.peer_ready(self.now))
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data(), complete=st.booleans(), broken=st.booleans())
+    def rank_ends(self, data: st.DataObject, complete: bool, broken: bool) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.reading)))
+        self.reading.discard(rank)
+        self.incomplete |= not complete
+        error = ERROR if broken and not complete else None
+        self.perform(self.pull.rank_ended(ended(rank, complete, error), self.now))
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data())
+    def rank_fails(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.reading)))
+        self.incomplete = True
+        self.perform(self.pull.rank_failing(Failing("a", rank, ERROR), self.now))
+
+    @rule(ok=st.booleans())
+    def renewed(self, ok: bool) -> None:
+        self.perform(self.pull.renew_answered(ok, "", self.now))
+
+    @precondition(lambda self: self.fence_asked)
+    @rule(ok=st.booleans())
+    def fenced(self, ok: bool) -> None:
+        self.perform(self.pull.fence_answered(ok, "", self.now), fence_ok=ok)
+
+    @rule()
+    def peer_fails(self) -> None:
+        self.perform(self.pull.fail(PeerUnreachable("x"), self.now))
+
+    @rule()
+    def cancel(self) -> None:
+        ended_before = self.pull.phase is Phase.ENDED
+        self.cancelled |= not ended_before
+        self.perform(self.pull.cancel(self.now))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.perform(self.pull.tick(self.now))
+
+    @invariant()
+    def an_ended_pull_has_told_its_end(self) -> None:
+        if self.pull.phase is Phase.ENDED:
+            assert self.told and not self.reading
+            if self.cancelled:
+                assert PullDrained("a") in self.told
+            last = self.told[-1]
+            assert not (isinstance(last, PullFailed) and not last.drained)
+
+    def teardown(self) -> None:
+        """Once every READ has ended, time alone ends any pull that was begun."""
+        for rank in sorted(self.reading):
+            self.reading.discard(rank)
+            self.incomplete = True
+            self.perform(self.pull.rank_ended(ended(rank, False), self.now))
+        if self.pull.phase in (Phase.HELD, Phase.WAITING):  # the engine and peers.py see to these
+            self.cancel()
+        for _ in range(4):
+            self.wait(40.0)
+        assert self.pull.phase is Phase.ENDED
+        self.an_ended_pull_has_told_its_end()
+
+
+TestPullProperties = PullMachine.TestCase
+TestPullProperties.settings = hypothesis_settings(
+    deadline=None, max_examples=150, stateful_step_count=25
+)
+
+
+@pytest.mark.parametrize("phase", [Phase.HELD, Phase.WAITING])
+def test_a_failure_before_reading_is_told_at_once_and_drained(phase: Phase) -> None:
+    pull = state()
+    if phase is Phase.WAITING:
+        pull.pull(16, now=0.5)
+    (failed,) = events(pull.fail(PeerUnreachable("x"), now=1.0))
+    assert failed.drained and pull.phase is Phase.ENDED

@@ -1,8 +1,6 @@
 """Plans, executed by plain copies over memory in which every element names itself."""
 
 import dataclasses
-from dataclasses import dataclass
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -10,197 +8,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.layout import KVLayout
 from kvcache.transfer import reformat
-from kvcache.transfer.plan import (
-    DEFAULT_COSTS,
-    CostModel,
-    Endpoint,
-    PlanError,
-    TransferPlan,
-    heads_of,
-    plan_transfer,
+from kvcache.transfer.plan import CostModel, PlanError
+from tests.kvcache.transfer.geometry import (
+    DTYPES,
+    Case,
+    Side,
+    cases,
+    execute_reads,
+    fewest_descriptors,
+    garbage,
+    leased_bytes,
+    memory_of,
+    with_dtypes,
 )
-
-ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
-COSTS = DEFAULT_COSTS["cpu"]
-GARBAGE = -7.0
-NUMPY = {"float32": np.float32, "float16": np.float16}
-
-
-@dataclass(frozen=True)
-class Side:
-    """One engine: a geometry, a block table, and (tp, elements) maps of where things lie."""
-
-    tp: int
-    order: str
-    block_size: int
-    blocks: tuple[int, ...]
-    num_blocks: int
-    dtype: str = "float32"
-
-
-@dataclass(frozen=True)
-class Case:
-    p: Side
-    d: Side
-    heads: int
-    layers: int
-    components: int
-    head_dim: int
-    start: int
-    stop: int
-    lease_hash: int = 0
-
-    def endpoints(self, side: Side) -> list[Endpoint]:
-        return [Endpoint(self.layout(side, rank), rank, side.tp) for rank in range(side.tp)]
-
-    def layout(self, side: Side, rank: int) -> KVLayout:
-        return KVLayout(
-            order=side.order,
-            num_blocks=side.num_blocks,
-            num_heads=len(heads_of(rank, side.tp, self.heads)),
-            num_layers=self.layers,
-            num_components=self.components,
-            block_size=side.block_size,
-            head_dim=self.head_dim,
-            dtype=side.dtype,
-        )
-
-    def plan(self, d_rank: int, **options) -> TransferPlan:
-        options = {"costs": COSTS, "lease_hash": self.lease_hash} | options
-        return plan_transfer(
-            self.endpoints(self.d)[d_rank],
-            self.endpoints(self.p),
-            self.heads,
-            self.start,
-            self.stop,
-            self.d.blocks,
-            self.p.blocks,
-            **options,
-        )
-
-
-def element_map(case: Case, side: Side, rank: int, tokens: np.ndarray) -> np.ndarray:
-    """Element offset of [head on the rank, layer, component, token, dim], by indexing an arange."""
-    layout = case.layout(side, rank)
-    where = np.arange(np.prod(layout.shape)).reshape(layout.shape)
-    where = where.transpose([layout.order.index(axis) for axis in "BHLCND"])
-    blocks = np.array(side.blocks, int)[tokens // side.block_size]
-    # Two index arrays with slices between: their axis comes first.
-    picked = where[blocks, :, :, :, tokens % side.block_size, :]
-    return picked.transpose(1, 2, 3, 0, 4)
-
-
-def codes(case: Case, heads: range, tokens: np.ndarray) -> np.ndarray:
-    """A different number for each (head of the model, layer, component, token, dim).
-
-    Where 16 bits must hold it the numbers repeat, but with a period that no stride has.
-    """
-    shape = (case.heads, case.layers, case.components, case.stop, case.head_dim)
-    assert np.prod(shape) < 2**24
-    numbers = np.arange(np.prod(shape)).reshape(shape)[heads.start : heads.stop, :, :, tokens, :]
-    return numbers if case.p.dtype == case.d.dtype == "float32" else numbers % 2039
-
-
-def garbage(case: Case, side: Side, rank: int) -> np.ndarray:
-    layout = case.layout(side, rank)
-    return np.full(layout.nbytes // layout.itemsize, GARBAGE, NUMPY[layout.dtype])
-
-
-def memory_of(case: Case, side: Side, rank: int, start: int = 0) -> np.ndarray:
-    """The rank's pool with tokens [start, stop) in it; garbage everywhere else."""
-    memory = garbage(case, side, rank)
-    tokens = np.arange(start, case.stop)
-    heads = heads_of(rank, side.tp, case.heads)
-    memory[element_map(case, side, rank, tokens)] = codes(case, heads, tokens)
-    return memory
-
-
-def execute_reads(reads, sources: list[np.ndarray], into: np.ndarray) -> None:
-    target = into.view(np.uint8)
-    for read in reads:
-        source = sources[read.remote_rank].view(np.uint8)
-        for remote, local, length in zip(
-            read.remote_offsets, read.local_offsets, read.lengths, strict=True
-        ):
-            assert remote >= 0 and local >= 0 and length > 0
-            assert remote + length <= len(source) and local + length <= len(target)
-            target[local : local + length] = source[remote : remote + length]
-
-
-def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarray:
-    owners = [r for r in range(case.p.tp) if head in heads_of(r, case.p.tp, case.heads)]
-    turns = (d_rank + case.lease_hash + tokens // case.p.block_size) % len(owners)
-    return np.array(owners)[turns]
-
-
-def fewest_descriptors(case: Case, d_rank: int) -> int:
-    """Brute force: pairs every element with its source, counts where both sides stop being next."""
-    tokens = np.arange(case.start, case.stop)
-    d_heads = heads_of(d_rank, case.d.tp, case.heads)
-    local = element_map(case, case.d, d_rank, tokens)
-    owner = np.stack([owner_of(case, d_rank, head, tokens) for head in d_heads])
-    count = 0
-    for rank in range(case.p.tp):
-        p_heads = heads_of(rank, case.p.tp, case.heads)
-        shared = [h for h in d_heads if h in p_heads]
-        if not shared:
-            continue
-        theirs = element_map(case, case.p, rank, tokens)[[h - p_heads.start for h in shared]]
-        ours = local[[h - d_heads.start for h in shared]]
-        mine = owner[[h - d_heads.start for h in shared]] == rank
-        mine = np.broadcast_to(mine[:, None, None, :, None], ours.shape)
-        ours, theirs = ours[mine], theirs[mine]
-        if len(ours):
-            order = np.argsort(ours)
-            joined = (np.diff(ours[order]) == 1) & (np.diff(theirs[order]) == 1)
-            count += len(ours) - int(joined.sum())
-    return count
-
-
-@st.composite
-def block_tables(draw, block_size: int, tokens: int) -> tuple[tuple[int, ...], int]:
-    """A scattered, contiguous or mixed table, in a pool that may have room to spare."""
-    needed = -(-tokens // block_size)
-    num_blocks = needed + draw(st.integers(0, 3))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    ids = rng.permutation(num_blocks)[:needed]
-    kind = draw(st.sampled_from(["scattered", "ascending", "mixed"]))
-    if kind == "ascending":
-        ids = np.sort(ids)
-    elif kind == "mixed":
-        ids = np.concatenate((np.sort(ids[: needed // 2]), ids[needed // 2 :]))
-    return tuple(int(block) for block in ids), num_blocks
-
-
-@st.composite
-def sides(draw, tokens: int) -> Side:
-    size = draw(st.one_of(st.sampled_from([1, 8, 16, 24, 64]), st.integers(1, 64)))
-    blocks, num_blocks = draw(block_tables(size, tokens))
-    return Side(draw(st.integers(1, 8)), draw(st.sampled_from(ORDERS)), size, blocks, num_blocks)
-
-
-@st.composite
-def cases(draw) -> Case:
-    tokens = draw(st.integers(1, 130))
-    p, d = draw(sides(tokens)), draw(sides(tokens))
-    if draw(st.integers(0, 2)) == 0:  # geometries often agree in something
-        d = dataclasses.replace(d, order=p.order)
-    if draw(st.integers(0, 2)) == 0:
-        blocks, num_blocks = draw(block_tables(p.block_size, tokens))
-        d = dataclasses.replace(d, block_size=p.block_size, blocks=blocks, num_blocks=num_blocks)
-    return Case(
-        p,
-        d,
-        heads=draw(st.integers(1, 16)),
-        layers=draw(st.integers(1, 3)),
-        components=draw(st.integers(1, 2)),
-        head_dim=draw(st.integers(1, 3)),
-        start=draw(st.integers(0, tokens)),
-        stop=tokens,
-        lease_hash=draw(st.integers(0, 9)),
-    )
 
 
 def check_direct(case: Case, d_rank: int) -> None:
@@ -222,14 +43,6 @@ PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_
 @given(cases(), st.integers(0, 7))
 def test_direct_plans_are_exact_and_minimal(case: Case, d_rank: int) -> None:
     check_direct(case, d_rank % case.d.tp)
-
-
-def leased_bytes(case: Case, rank: int) -> np.ndarray:
-    layout = case.layout(case.p, rank)
-    where = np.arange(np.prod(layout.shape)).reshape(layout.shape)
-    leased = np.zeros(where.size, bool)
-    leased[np.moveaxis(where, layout.order.index("B"), 0)[list(case.p.blocks)]] = True
-    return np.repeat(leased, layout.itemsize)
 
 
 def check_staged(case: Case, d_rank: int, staging_blocks: int) -> str:
@@ -256,14 +69,6 @@ def check_staged(case: Case, d_rank: int, staging_blocks: int) -> str:
         for first, length in zip(read.remote_offsets, read.lengths, strict=True):
             assert leased[first : first + length].all()
     return plan.path
-
-
-DTYPES = st.sampled_from([("float32",) * 2, ("float32", "float16"), ("float16", "float32")])
-
-
-def with_dtypes(case: Case, p_dtype: str, d_dtype: str) -> Case:
-    p, d = (dataclasses.replace(s, dtype=t) for s, t in ((case.p, p_dtype), (case.d, d_dtype)))
-    return dataclasses.replace(case, p=p, d=d)
 
 
 @PROPERTY

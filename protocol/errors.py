@@ -1,23 +1,23 @@
 """Every error a client or a peer can see, as one tree.
 
-    BatonError
-    |- RequestError            4xx: the client's fault, never retried
-    |  |- InvalidRequest       400, names the field
-    |  |- ContextLengthExceeded 400, names both lengths
-    |  |- KVParamsRejected     400, a kv_transfer_params that cannot be honoured
-    |  |- ModelNotFound        404
-    |  `- PayloadTooLarge      413
-    |- RemoteKVError           502/504: the KV of a prefill server could not be used
-    |  |- PeerUnreachable      502
-    |  |- PeerIncompatible     502, names the field and both values
-    |  |- LeaseGone            502
-    |  |- TransferFailed       502
-    |  `- PullTimeout          504
-    `- ServiceError            5xx: this deployment's fault
-       |- NoServerAvailable    503
-       |- Overloaded           503
-       |- EngineDied           503
-       `- InternalError        500
+BatonError
+|- RequestError            4xx: the client's fault, never retried
+|  |- InvalidRequest       400, names the field
+|  |- ContextLengthExceeded 400, names both lengths
+|  |- KVParamsRejected     400, a kv_transfer_params that cannot be honoured
+|  |- ModelNotFound        404
+|  `- PayloadTooLarge      413
+|- RemoteKVError           502/504: the KV of a prefill server could not be used
+|  |- PeerUnreachable      502
+|  |- PeerIncompatible     502, names the field and both values
+|  |- LeaseGone            502
+|  |- TransferFailed       502
+|  `- PullTimeout          504
+`- ServiceError            5xx: this deployment's fault
+   |- NoServerAvailable    503
+   |- Overloaded           503
+   |- EngineDied           503
+   `- InternalError        500
 """
 
 from typing import Any, ClassVar

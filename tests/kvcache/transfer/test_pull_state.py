@@ -181,6 +181,13 @@ def test_cancel_in_each_phase_ends_in_one_drained() -> None:
     assert events(told.rank_ended(ended(0), now=4.0)) == [PullDrained("a")]
 
 
+def test_a_cancel_takes_the_verdict_away() -> None:
+    pull = reading(1)
+    pull.rank_failing(Failing("a", 0, ERROR), now=2.0)
+    assert pull.cancel(2.1) == [] and pull.tick(2.3) == []
+    assert events(pull.rank_ended(ended(0, complete=False), now=2.4)) == [PullDrained("a")]
+
+
 def test_nothing_to_read_is_done_before_the_lease_is_closed() -> None:
     pull = state()
     actions = pull.pull(0, now=1.0)
@@ -200,8 +207,8 @@ def test_nothing_to_read_is_done_before_the_lease_is_closed() -> None:
 class PullMachine(RuleBasedStateMachine):
     """Property: whatever happens in whatever order, the promises of pull.py hold."""
 
-    @initialize(ranks=st.integers(1, 3))
-    def begin(self, ranks: int) -> None:
+    @initialize(ranks=st.integers(1, 3), begun=st.sampled_from([True, True, False]))
+    def begin(self, ranks: int, begun: bool) -> None:
         self.now = 0.0
         self.pull = state(ranks)
         self.reading: set[int] = set()
@@ -210,6 +217,9 @@ class PullMachine(RuleBasedStateMachine):
         self.cancelled = False
         self.told: list[Any] = []
         self.stopped = False
+        if begun:
+            self.ask(16)
+            self.ready()
 
     def perform(self, actions: list[Action], fence_ok: bool = False) -> None:
         for action in actions:
@@ -251,7 +261,7 @@ class PullMachine(RuleBasedStateMachine):
         self.perform(self.pull.peer_ready(self.now))
 
     @precondition(lambda self: self.reading)
-    @rule(data=st.data(), complete=st.booleans(), broken=st.booleans())
+    @rule(data=st.data(), complete=st.sampled_from([True, True, True, False]), broken=st.booleans())
     def rank_ends(self, data: st.DataObject, complete: bool, broken: bool) -> None:
         rank = data.draw(st.sampled_from(sorted(self.reading)))
         self.reading.discard(rank)
@@ -266,23 +276,22 @@ class PullMachine(RuleBasedStateMachine):
         self.incomplete = True
         self.perform(self.pull.rank_failing(Failing("a", rank, ERROR), self.now))
 
-    @rule(ok=st.booleans())
-    def renewed(self, ok: bool) -> None:
-        self.perform(self.pull.renew_answered(ok, "", self.now))
-
     @precondition(lambda self: self.fence_asked)
     @rule(ok=st.booleans())
     def fenced(self, ok: bool) -> None:
         self.perform(self.pull.fence_answered(ok, "", self.now), fence_ok=ok)
 
-    @rule()
-    def peer_fails(self) -> None:
-        self.perform(self.pull.fail(PeerUnreachable("x"), self.now))
+    @rule(what=st.sampled_from(["renewed", "renewed", "gone", "peer fails", "cancel"]))
+    def disturb(self, what: str) -> None:
+        if what == "cancel":
+            self.cancel()
+        elif what == "peer fails":
+            self.perform(self.pull.fail(PeerUnreachable("x"), self.now))
+        else:
+            self.perform(self.pull.renew_answered(what == "renewed", "", self.now))
 
-    @rule()
     def cancel(self) -> None:
-        ended_before = self.pull.phase is Phase.ENDED
-        self.cancelled |= not ended_before
+        self.cancelled |= self.pull.phase is not Phase.ENDED
         self.perform(self.pull.cancel(self.now))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 40.0]))
@@ -315,7 +324,7 @@ class PullMachine(RuleBasedStateMachine):
 
 TestPullProperties = PullMachine.TestCase
 TestPullProperties.settings = hypothesis_settings(
-    deadline=None, max_examples=150, stateful_step_count=25
+    deadline=None, max_examples=400, stateful_step_count=25
 )
 
 

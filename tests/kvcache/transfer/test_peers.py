@@ -1,0 +1,159 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvcache.transfer.peers import PeerStatus, PeerTable
+from kvcache.transfer.pull import PullSettings
+from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable
+from protocol.handshake import (
+    PROTOCOL_VERSION,
+    CompatRecord,
+    EngineMetadata,
+    LayoutRecord,
+    RankMetadata,
+)
+from protocol.messages import FirstToken, RemotePrefill
+
+SETTINGS = PullSettings(handshake_timeout_s=4.0, backoff_min_s=1.0, backoff_max_s=60.0)
+COMPAT = CompatRecord(
+    model_fingerprint="m",
+    kv_dtype="float32",
+    num_layers=1,
+    total_kv_heads=1,
+    num_components=1,
+    head_dim=8,
+    rope="{}",
+)
+REMOTE = RemotePrefill(
+    host="h",
+    port=1,
+    engine_id="P",
+    incarnation="i",
+    request_id="r",
+    lease_id="00" * 16,
+    lease_s=30.0,
+    block_ids=[1],
+    block_size=16,
+    num_tokens=16,
+    cached_tokens=0,
+    tp_size=1,
+    first_token=FirstToken(1),
+)
+
+
+def metadata(**changes: Any) -> EngineMetadata:
+    layout = LayoutRecord(
+        order="BHLCND",
+        num_blocks=4,
+        num_heads=1,
+        num_layers=1,
+        num_components=1,
+        block_size=16,
+        head_dim=8,
+        dtype="float32",
+    )
+    rank = RankMetadata(
+        rank=0,
+        agent_metadata=b"a",
+        base_address=1,
+        nbytes=layout.nbytes,
+        device_id=0,
+        device_kind="cpu",
+        layout=layout,
+    )
+    values: dict[str, Any] = {
+        "protocol_version": PROTOCOL_VERSION,
+        "engine_id": "P",
+        "incarnation": "i",
+        "compat": COMPAT,
+        "tp_size": 1,
+        "ranks": [rank],
+    }
+    return EngineMetadata(**{**values, **changes})
+
+
+def table() -> PeerTable:
+    return PeerTable(COMPAT, SETTINGS)
+
+
+def test_the_first_contact_asks_and_later_ones_know() -> None:
+    peers = table()
+    peer = peers.connect(REMOTE, 0.0)
+    assert peers.connect(REMOTE, 0.5) is peer
+    assert peers.due(0.5) == ([peer], [])
+    peers.metadata_came(peer, metadata(), 1.0)
+    assert peer.status is PeerStatus.READY and peer.metadata == metadata()
+    assert peers.connect(REMOTE, 1e6) is peer
+    assert peers.due(1e6) == ([], []) and peers.deadline() == float("inf")
+
+
+def test_a_silent_peer_is_asked_again_and_given_up() -> None:
+    peers = table()
+    peer = peers.connect(REMOTE, 0.0)
+    asked = [now for now in (0.0, 0.5, 1.0, 2.0, 3.0, 3.9) if peers.due(now)[0]]
+    assert asked == [0.0, 1.0, 2.0, 3.0]
+    assert peers.deadline() == 4.0
+    assert peers.due(4.0) == ([], [peer])
+    assert isinstance(peer.error, PeerUnreachable)
+
+
+def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound() -> None:
+    peers, now, waits = table(), 0.0, []
+    for _ in range(9):
+        peer = peers.connect(REMOTE, now)
+        assert peer.status is PeerStatus.FETCHING
+        now += 4.0
+        peers.due(now)
+        assert peers.connect(REMOTE, now).status is PeerStatus.FAILED
+        waits.append(peer.deadline - now)
+        assert peers.connect(REMOTE, peer.deadline - 0.01).status is PeerStatus.FAILED
+        now = peer.deadline
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    peers.metadata_came(peers.connect(REMOTE, now), metadata(), now)
+    peers.fail(peers.connect(REMOTE, now), PeerUnreachable("x"), now)
+    assert peers.connect(REMOTE, now).deadline == now + 1.0  # success forgets the failures
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (metadata(incarnation="j"), LeaseGone),
+        (metadata(engine_id="Q"), PeerIncompatible),
+        (metadata(compat=msgspec.structs.replace(COMPAT, rope="x")), PeerIncompatible),
+        (metadata(ranks=[]), PeerIncompatible),
+    ],
+)
+def test_unusable_answers_fail_the_peer(answer: EngineMetadata, error: type) -> None:
+    peers = table()
+    peer = peers.connect(REMOTE, 0.0)
+    peers.metadata_came(peer, answer, 0.0)
+    assert peer.status is PeerStatus.FAILED and isinstance(peer.error, error)
+    assert peer.metadata is None
+
+
+def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off() -> None:
+    peers = table()
+    peer = peers.connect(REMOTE, 0.0)
+    peers.metadata_came(peer, metadata(), 0.0)
+    peers.forget(peer.key)
+    again = peers.connect(REMOTE, 1.0)
+    assert again.status is PeerStatus.FETCHING
+    peers.fail(again, PeerUnreachable("x"), 1.0)
+    peers.forget(again.key)
+    assert peers.connect(REMOTE, 1.5).status is PeerStatus.FAILED
+
+
+def test_a_new_incarnation_is_another_peer() -> None:
+    peers = table()
+    peers.fail(peers.connect(REMOTE, 0.0), PeerUnreachable("x"), 0.0)
+    restarted = msgspec.structs.replace(REMOTE, incarnation="j")
+    assert peers.connect(restarted, 0.1).status is PeerStatus.FETCHING
+
+
+def test_remembered_failures_are_bounded() -> None:
+    peers = table()
+    for index in range(3000):
+        remote = msgspec.structs.replace(REMOTE, incarnation=str(index))
+        peers.fail(peers.connect(remote, 0.0), PeerUnreachable("x"), 0.0)
+    assert len(peers._peers) < 1100

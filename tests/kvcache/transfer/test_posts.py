@@ -1,0 +1,53 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.transfer.posts import Post, PostLimits, cut
+from kvcache.transfer.runs import RankRead
+
+
+def read_of(lengths: list[int], rank: int = 0) -> RankRead:
+    sizes = np.array(lengths, dtype=np.int64)
+    ends = np.cumsum(sizes)
+    return RankRead(rank, (ends - sizes) * 2 + 1000, ends - sizes, sizes)
+
+
+def as_pairs(posts: list[Post]) -> list[tuple[int, int, int]]:
+    """(rank, remote byte, local byte) of every byte moved."""
+    return [
+        (post.remote_rank, remote + i, local + i)
+        for post in posts
+        for remote, local, length in zip(
+            post.remote_offsets.tolist(),
+            post.local_offsets.tolist(),
+            post.lengths.tolist(),
+            strict=True,
+        )
+        for i in range(length)
+    ]
+
+
+@given(
+    reads=st.lists(st.lists(st.integers(1, 60), max_size=12), max_size=3),
+    max_bytes=st.integers(1, 100),
+    max_runs=st.integers(1, 5),
+)
+@settings(deadline=None)
+def test_property_posts_move_each_byte_once_within_their_limits(
+    reads: list[list[int]], max_bytes: int, max_runs: int
+) -> None:
+    whole = [read_of(lengths, rank) for rank, lengths in enumerate(reads)]
+    posts = list(cut(whole, PostLimits(max_bytes, max_runs)))
+    uncut = [Post(r.remote_rank, r.local_offsets, r.remote_offsets, r.lengths) for r in whole]
+    assert as_pairs(posts) == as_pairs(uncut)
+    for post in posts:
+        assert 0 < post.nbytes <= max_bytes
+        assert 0 < len(post.lengths) <= max_runs
+        assert post.lengths.min() > 0
+
+
+def test_no_more_posts_than_the_limits_ask_for() -> None:
+    posts = list(cut([read_of([10] * 100)], PostLimits(max_bytes=250, max_runs=1000)))
+    assert [post.nbytes for post in posts] == [250] * 4
+    (one,) = cut([read_of([10] * 100)], PostLimits())
+    assert one.nbytes == 1000

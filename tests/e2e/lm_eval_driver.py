@@ -34,10 +34,11 @@ def main() -> None:
 
 
 def _answers(samples: list[dict[str, Any]]) -> list[dict[str, str]]:
-    ordered = sorted(samples, key=lambda sample: sample["doc_id"])
+    # A task with several filters has a sample of each document for each of them.
+    by_document = {sample["doc_id"]: sample for sample in samples}
     return [
         {"prompt": sample["arguments"][0][0], "response": sample["resps"][0][0]}
-        for sample in ordered
+        for _, sample in sorted(by_document.items())
     ]
 
 

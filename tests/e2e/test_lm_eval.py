@@ -99,6 +99,7 @@ def test_own_tasks_equal_the_hf_backend_document_by_document(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not _SHARED_TASKS.is_dir(), reason="no shared/eval beside the checkout")
 @pytest.mark.parametrize(("task", "limit"), [("local_lambada_gen", 12), ("local_gsm8k", 2)])
 def test_public_tasks_equal_the_hf_backend_document_by_document(

@@ -1,0 +1,336 @@
+"""Bad input end to end: at the proxy and straight at both servers.
+
+Each is a clear 4xx in OpenAI's shape, the same with and without the proxy between; afterwards both
+servers are unharmed, every block is home, and a good request still gets the right tokens.
+"""
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.client import MODEL, complete
+from tests.e2e.cluster import Cluster, Server, wait_until
+from tests.e2e.reference import Reference
+
+_COMPLETIONS = "/v1/completions"
+_CHAT = "/v1/chat/completions"
+_GOOD = [5, 9, 300, 41, 17, 8, 222, 64]
+_LEASE_S = 30.0  # the default; a prefill whose decode leg is refused is given back after it
+
+_http = httpx.Client(timeout=60)
+
+_USER = {"role": "user", "content": "Tell a story about Anna and the red ball."}
+
+
+def _servers(cluster: Cluster) -> list[Server]:
+    return [cluster.proxy, cluster.prefill[0], cluster.decode[0]]
+
+
+def _assert_unharmed(cluster: Cluster, reference: Reference, timeout_s: float = 10.0) -> None:
+    expected = reference.generate(_GOOD, 6)
+    for server in _servers(cluster):
+        assert complete(server.url, _GOOD, 6).token_ids == expected
+    for server in (cluster.prefill[0], cluster.decode[0]):
+        wait_until(server.all_blocks_home, timeout_s)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
+    """As many blocks are home after all this as before."""
+    servers = [tiny_cluster.prefill[0], tiny_cluster.decode[0]]
+    for server in _servers(tiny_cluster):  # the first request brings the first figures
+        complete(server.url, _GOOD, 1)
+    for server in servers:
+        wait_until(server.all_blocks_home, _LEASE_S + 15)
+    before = [server.free_blocks() for server in servers]
+    yield
+    _http.close()
+    for server, blocks in zip(servers, before, strict=True):
+        wait_until(lambda s=server, b=blocks: s.free_blocks() == b, _LEASE_S + 15)
+
+
+def _body(path: str, **changes: Any) -> dict[str, Any]:
+    asked = {"messages": [_USER]} if path == _CHAT else {"prompt": "Anna found"}
+    body = {"model": MODEL, "max_tokens": 4, **asked, **changes}
+    return {name: value for name, value in body.items() if value is not ...}  # ... takes one out
+
+
+def _completion(**changes: Any) -> tuple[str, dict[str, Any]]:
+    return _COMPLETIONS, _body(_COMPLETIONS, **changes)
+
+
+def _chat(**changes: Any) -> tuple[str, dict[str, Any]]:
+    return _CHAT, _body(_CHAT, **changes)
+
+
+# Each with the words that its refusal must have.
+#
+# Prefilled before the decode server refuses them, so their leases have to run out: first, so that
+# nothing waits for that in the end.
+_REFUSED_BY_DECODE_ALONE = {
+    "limit beyond the context": (
+        _completion(prompt=[7] * 4000, max_tokens=97),
+        ["max_tokens", "4000", "97", "4096"],
+    ),
+    "absurd limit": (_chat(max_tokens=2**31 - 1), ["max_tokens", str(2**31 - 1), "4096"]),
+    "stream options as text": (_completion(stream_options="all"), ["stream_options"]),
+    "stream options as list": (_chat(stream_options=[1]), ["stream_options"]),
+    "unknown stream option": (
+        _chat(stream_options={"usage": True}),
+        ["stream_options.usage"],
+    ),
+}
+_REFUSED_LENGTHS = {
+    "ids longer than the context": (_completion(prompt=[7] * 5000), ["prompt", "5000", "4096"]),
+    "one of two too long": (_completion(prompt=[[7], [7] * 4096]), ["prompt", "4096", "4095"]),
+    "text longer than the context": (_completion(prompt="Anna found " * 9000), ["4096"]),
+    "chat longer than the context": (
+        _chat(messages=[{"role": "user", "content": "ball " * 9000}]),
+        ["9018", "4096"],
+    ),
+}
+_REFUSED_PROMPTS = {
+    "no prompt": (_completion(prompt=...), ["prompt", "missing"]),
+    "empty text": (_completion(prompt=""), ["prompt", "empty"]),
+    "no ids": (_completion(prompt=[]), ["prompt", "empty"]),
+    "empty ids": (_completion(prompt=[[]]), ["prompt", "empty"]),
+    "one of two empty": (_completion(prompt=["Anna", ""]), ["prompt", "empty"]),
+    "number": (_completion(prompt=7), ["prompt"]),
+    "object": (_completion(prompt={"text": "Anna"}), ["prompt"]),
+    "mixed": (_completion(prompt=[7, "Anna"]), ["prompt"]),
+    "mixed lists": (_completion(prompt=[[7], "Anna"]), ["prompt"]),
+    "fractions": (_completion(prompt=[1.5, 2.5]), ["prompt"]),
+    "booleans": (_completion(prompt=[True, False]), ["prompt"]),
+    "negative id": (_completion(prompt=[3, -1]), ["prompt", "-1", "511"]),
+    "id out of range": (_completion(prompt=[3, 512]), ["prompt", "512", "511"]),
+    "absurd id": (_completion(prompt=[2**40]), ["prompt", str(2**40), "511"]),
+    "id beyond 64 bits": (_completion(prompt=[2**70]), ["prompt"]),
+    "too many prompts": (_completion(prompt=[[7]] * 1025), ["prompt", "1024"]),
+    "no messages": (_chat(messages=...), ["messages", "missing"]),
+    "empty messages": (_chat(messages=[]), ["messages", "empty"]),
+    "messages as text": (_chat(messages="Hello"), ["messages"]),
+    "message as text": (_chat(messages=["Hello"]), ["messages[0]"]),
+    "message without role": (_chat(messages=[{"content": "x"}]), ["messages[0].role"]),
+    "unknown role": (_chat(messages=[{"role": "cat", "content": "x"}]), ["messages[0].role"]),
+    "no content": (_chat(messages=[{"role": "user"}]), ["messages[0].content"]),
+    "content as number": (_chat(messages=[{**_USER, "content": 5}]), ["messages[0].content"]),
+    "image": (
+        _chat(messages=[_USER, {**_USER, "content": [{"type": "image_url", "image_url": {}}]}]),
+        ["messages[1].content[0]", "text"],
+    ),
+}
+_REFUSED_VALUES: dict[str, list[Any]] = {
+    "max_tokens": [0, -1, "5", 1.5, True, 2**31, 10**25, [], {}],
+    "max_completion_tokens": [0, -5, "5"],
+    "temperature": [-0.1, 2.1, 1e300, "hot", True, []],
+    "top_p": [0, -1, 1.1, "0.9"],
+    "top_k": [-2, 1.5, 2**31, "5"],
+    "min_p": [-0.1, 1.1],
+    "seed": [-1, 2**63, 1.5, "7"],
+    "stop": ["", [""], 5, [5], ["x"] * 65, "x" * 1025],
+    "stream": ["yes", 1],
+    "ignore_eos": [1],
+    "return_token_ids": ["no"],
+    "user": [5],
+    "n": [2, 0, -1, "1"],
+    "presence_penalty": [0.5],
+    "frequency_penalty": [-2],
+    "logit_bias": [{"5": 1}],
+    "min_tokens": [2],
+    "response_format": [{"type": "json_object"}],
+    "tempreature": [1.0],
+    "🦆" * 200: [1],
+}
+_REFUSED_BY_ONE = {
+    "logprobs beyond 20": (_completion(logprobs=21), ["logprobs", "20"]),
+    "negative logprobs": (_completion(logprobs=-1), ["logprobs"]),
+    "echo": (_completion(echo=True), ["echo"]),
+    "best of": (_completion(best_of=3), ["best_of"]),
+    "suffix": (_completion(suffix="."), ["suffix"]),
+    "chat logprobs": (_chat(logprobs=True), ["logprobs"]),
+    "tools": (_chat(tools=[{"type": "function"}]), ["tools"]),
+    "a prompt in a chat": (_chat(prompt="Anna"), ["prompt"]),
+    "messages in a completion": (_completion(messages=[_USER]), ["messages"]),
+    "model as a number": (_completion(model=5), ["model"]),
+    "no model": (_completion(model=...), ["model", "missing"]),
+}
+
+
+def _refuse(cluster: Cluster, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The error objects of all three servers, which all answer 400."""
+    errors = []
+    for server in _servers(cluster):
+        response = _http.post(f"{server.url}{path}", json=body)
+        assert response.status_code == 400, (server.name, response.status_code, response.text)
+        errors.append(_error_of(response))
+    return errors
+
+
+def _error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error object, which has OpenAI's shape and says nothing of our insides."""
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= error.keys()
+    assert error["type"] == "invalid_request_error"
+    assert error["message"] and len(error["message"]) < 1000
+    assert "Traceback" not in error["message"]
+    return error
+
+
+_REFUSED_BY_BOTH = {**_REFUSED_LENGTHS, **_REFUSED_PROMPTS, **_REFUSED_BY_ONE}
+_NAMED = {**_REFUSED_BY_DECODE_ALONE, **_REFUSED_BY_BOTH}
+
+
+@pytest.mark.parametrize("name", _NAMED)
+def test_a_bad_body_is_refused_alike_by_all_servers(tiny_cluster: Cluster, name: str) -> None:
+    (path, body), words = _NAMED[name]
+    through, *straight = _refuse(tiny_cluster, path, body)
+    assert straight[0] == straight[1] == through
+    for error in (through, *straight):
+        assert error["param"] is None or error["param"] in json.dumps([*body, *words])
+        for word in words:
+            assert word in error["message"], error
+
+
+@pytest.mark.parametrize("field", _REFUSED_VALUES)
+@pytest.mark.parametrize("path", [_COMPLETIONS, _CHAT])
+def test_a_bad_value_is_refused_by_the_name_of_its_field(
+    tiny_cluster: Cluster, path: str, field: str
+) -> None:
+    for value in _REFUSED_VALUES[field]:
+        for error in _refuse(tiny_cluster, path, _body(path, **{field: value})):
+            assert field[:20] in error["message"], (value, error)
+            assert error["param"].startswith(field[:20]), (value, error)
+
+
+_MALFORMED: dict[str, bytes] = {
+    "nothing": b"",
+    "half an object": b'{"model": "test-model", "prompt": "An',
+    "not JSON": b"prompt=Anna&max_tokens=5",
+    "a list": b"[]",
+    "a text": b'"Anna"',
+    "null": b"null",
+    "two objects": b'{"model": "test-model"}{"prompt": "Anna"}',
+    "not UTF-8": b'{"model": "test-model", "prompt": "\xff\xfe"}',
+    "half a surrogate pair": b'{"model": "test-model", "prompt": "\\ud800"}',
+    "NaN": b'{"model": "test-model", "prompt": "Anna", "temperature": NaN}',
+    "infinity": b'{"model": "test-model", "prompt": "Anna", "temperature": 1e999}',
+    "a deep list": b'{"model": "test-model", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "a deep unknown field": b'{"x": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+    "a number of 100,000 digits": b'{"model": "test-model", "prompt": "a", "seed": '
+    + b"9" * 100_000
+    + b"}",
+}
+
+
+@pytest.mark.parametrize("name", _MALFORMED)
+def test_malformed_json_is_a_400(tiny_cluster: Cluster, name: str) -> None:
+    for server in _servers(tiny_cluster):
+        response = _http.post(
+            f"{server.url}{_COMPLETIONS}",
+            content=_MALFORMED[name],
+            headers={"content-type": "application/json"},
+        )
+        assert response.status_code == 400, (server.name, response.text)
+        _error_of(response)
+
+
+@pytest.mark.parametrize("path", [_COMPLETIONS, _CHAT])
+def test_an_unknown_model_is_a_404(tiny_cluster: Cluster, path: str) -> None:
+    for server in _servers(tiny_cluster):
+        body = _body(path, model="gpt-17")
+        response = _http.post(f"{server.url}{path}", json=body)
+        assert response.status_code == 404
+        error = _error_of(response)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert "gpt-17" in error["message"] and MODEL in error["message"]
+
+
+def test_a_body_of_11_mb_is_a_413(tiny_cluster: Cluster) -> None:
+    body = json.dumps(_body(_COMPLETIONS, prompt="a" * 11_000_000)).encode()
+    for server in _servers(tiny_cluster):
+        whole = _http.post(f"{server.url}{_COMPLETIONS}", content=body)
+        pieces = iter([body[at : at + 65536] for at in range(0, len(body), 65536)])
+        chunked = _http.post(f"{server.url}{_COMPLETIONS}", content=pieces)
+        for response in (whole, chunked):
+            assert response.status_code == 413
+            assert "10000000" in _error_of(response)["message"].replace(",", "")
+
+
+def test_a_body_just_below_the_limit_is_read_and_judged(tiny_cluster: Cluster) -> None:
+    body = _body(_COMPLETIONS, prompt=[7] * 3_300_000)
+    for error in _refuse(tiny_cluster, _COMPLETIONS, body):
+        assert error["code"] == "context_length_exceeded"
+        assert "3300000" in error["message"] and "4096" in error["message"]
+
+
+def test_other_paths_and_methods_are_refused(tiny_cluster: Cluster) -> None:
+    for server in _servers(tiny_cluster):
+        for method, path, status in (
+            ("GET", _COMPLETIONS, 405),
+            ("PUT", _CHAT, 405),
+            ("POST", "/v1/embeddings", 404),
+            ("GET", "/../../etc/passwd", 404),
+            ("GET", "/v1/models/gpt-17", 404),
+        ):
+            response = _http.request(method, f"{server.url}{path}")
+            assert response.status_code == status, (server.name, path)
+            _error_of(response)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS to a plain port
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: five\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_not_http_harms_nobody(tiny_cluster: Cluster, raw: bytes) -> None:
+    for server in _servers(tiny_cluster):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(raw + b"\r\n\r\n")
+            connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            while part := connection.recv(65536):
+                answer += part
+        assert not answer or answer.split(b" ")[1].startswith(b"4"), answer
+        assert _http.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(
+    tiny_cluster: Cluster, tiny_reference: Reference
+) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
+    for server in _servers(tiny_cluster):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(head + b'{"model": "test-model", "prompt"')
+    _assert_unharmed(tiny_cluster, tiny_reference, _LEASE_S + 15)
+
+
+def test_odd_input_that_is_no_error_is_served(tiny_cluster: Cluster) -> None:
+    for prompt in ("\0", "🦆", "<|im_end|>", " ", "\u202e\ufeff", "é" * 500):
+        through = complete(tiny_cluster.url, prompt, 4)
+        alone = complete(tiny_cluster.decode[0].url, prompt, 4)
+        assert through.token_ids == alone.token_ids
+        assert through.text == alone.text
+    nulls = {"stop": None, "seed": None, "n": None, "tools": None, "anything": None}
+    assert complete(tiny_cluster.url, _GOOD, 4, **nulls).finish_reason == "length"
+
+
+def test_good_requests_among_bad_ones_get_the_right_tokens(
+    tiny_cluster: Cluster, tiny_reference: Reference
+) -> None:
+    expected = tiny_reference.generate(_GOOD, 6)
+    for number, ((path, body), _) in enumerate(_REFUSED_BY_BOTH.values()):
+        refused = _http.post(f"{tiny_cluster.url}{path}", json={**body, "stream": True})
+        assert refused.status_code == 400
+        if number % 5 == 0:
+            assert complete(tiny_cluster.url, _GOOD, 6).token_ids == expected
+    _assert_unharmed(tiny_cluster, tiny_reference, _LEASE_S + 15)

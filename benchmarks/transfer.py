@@ -14,6 +14,7 @@ The last line is one JSON document.
 import argparse
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -216,6 +217,7 @@ class Puller:
             case.p.blocks(self.size),
             costs=self.costs,
             staging_bytes=self.staging_bytes,
+            allow_mixed=True,
         )
         offsets = rank_offsets(case.p, self.size)
         self.thread.submit(self.read, offsets, self.pool.data_ptr(), plan.reads).result()
@@ -326,18 +328,20 @@ def run(device: str, size: Size, staging_bytes: int, repeat: int, only: str) -> 
     process.start()
     puller = Puller(device, size, staging_bytes, here.recv())
     rows: list[Row] = []
-    for case in cases():
-        if only in case.name:
-            here.send(case.p)
-            here.recv()
-            rows += measure(puller, case, repeat)
-    here.send(None)
-    puller.close()
-    process.join(30)
+    try:
+        for case in cases():
+            if only in case.name:
+                here.send(case.p)
+                here.recv()
+                rows += measure(puller, case, repeat)
+    finally:
+        here.send(None)
+        puller.close()
+        process.join(30)
     return rows
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--layers", type=int)
@@ -347,7 +351,7 @@ def main() -> None:
     parser.add_argument("--staging-bytes", type=int, default=256 << 20)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     size = Size(
         args.layers or (32 if cuda else 16),
@@ -358,7 +362,8 @@ def main() -> None:
     rows = run(args.device, size, args.staging_bytes, args.repeat, args.only)
     print_table(rows)
     print(json.dumps({"rows": [asdict(row) for row in rows]}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The transfer benchmark: it checks what it moves, and ends in one line of JSON."""
+
+import json
+
+import pytest
+
+from benchmarks import transfer
+
+SMALL = ["--layers", "2", "--head-dim", "16", "--tokens", "128", "--repeat", "1"]
+
+
+def rows_of(capfd: pytest.CaptureFixture[str], *argv: str) -> dict[tuple[str, str], dict]:
+    assert transfer.main([*SMALL, *argv]) == 0
+    rows = json.loads(capfd.readouterr().out.strip().splitlines()[-1])["rows"]
+    return {(row["case"], row["path"]): row for row in rows}
+
+
+def test_every_case_is_measured_against_the_per_layer_scheme(capfd) -> None:
+    rows = rows_of(capfd, "--only", "LBCNHD ")
+    assert [case for case, _ in rows] == [
+        f"LBCNHD {geometry}" for geometry in transfer.GEOMETRIES for _ in range(2)
+    ]
+    assert rows[("LBCNHD 1->2", "per-layer")]["descriptors"] == 2 * 2 * 128
+    assert rows[("LBCNHD 1->2", "staged")]["descriptors"] <= 2 * 2
+    for row in rows.values():
+        assert set(row) == {
+            "case", "path", "descriptors", "bytes", "seconds", "gb_per_s", "copy_gb_per_s",
+        }  # fmt: skip
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+
+
+def test_the_default_layout_cut_by_heads_is_one_descriptor_per_block(capfd) -> None:
+    rows = rows_of(capfd, "--only", "BHLCND 1->2")
+    assert rows[("BHLCND 1->2", "direct")]["descriptors"] == 128 // 64
+
+
+def test_wrong_bytes_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer.reformat, "apply", lambda chunk, slot, pool: None)
+    with pytest.raises(RuntimeError, match="LBCNHD 1->2: what arrived is not what was sent"):
+        transfer.main([*SMALL, "--only", "LBCNHD 1->2"])

@@ -9,7 +9,7 @@ according to the events they left. A sequence's id is the id of its pull.
 """
 
 import logging
-from collections import Counter
+from collections import defaultdict
 
 from decode_server.failure import FailurePolicy
 from engine.role import KVRole
@@ -49,7 +49,7 @@ class DecodeRole(KVRole):
         self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
         self._connecting: dict[_PeerKey, list[Sequence]] = {}
         self._undrained: dict[str, tuple[list[int], bool]] = {}  # blocks, whether quarantined
-        self._totals: Counter[str] = Counter()
+        self._totals: defaultdict[str, float] = defaultdict(float)
 
     # -- requests ----------------------------------------------------------------------------
 

@@ -1,10 +1,8 @@
 """What `baton up` runs: from its settings to the command lines of a local cluster. Pure."""
 
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel
@@ -121,14 +119,3 @@ def default_threads(settings: UpSettings, *, cores: int, tp: int) -> int:
     servers = settings.prefill.count + settings.decode.count
     share = min(cores, max(MIN_CORES_PER_SERVER, cores // servers))
     return max(1, share // tp)
-
-
-def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores this process may use: its affinity, and the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        quota, period = cgroup.read_text().split()[:2]
-        limit = int(quota) / int(period)
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return cores or 1
-    return max(1, min(cores or 1, int(limit)))

@@ -24,11 +24,11 @@ from deploy.commands import (
     PROGRAMS,
     Command,
     Kind,
-    available_cores,
     proxy_command,
     server_commands,
 )
 from protocol import lifecycle
+from protocol.cores import available_cores
 from protocol.settings import UpSettings, describe
 
 FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for

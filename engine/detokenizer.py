@@ -10,6 +10,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+_CONTEXT_TOKENS = 8  # of the prompt; more than the bytes of any character
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -36,11 +37,15 @@ class Detokenizer(Protocol):
         ...
 
 
-def create_detokenizer(tokenizer: TextSource) -> Detokenizer:
-    """A fresh detokenizer for one sequence; the text equals `tokenizer.decode` of all ids."""
+def create_detokenizer(tokenizer: TextSource, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+    """A fresh detokenizer for one sequence.
+
+    The prompt's text and the generated text join to the text of all ids: where a vocabulary marks
+    words by a leading space, the first generated word keeps it unless the text begins with it.
+    """
     if tokenizer.token_bytes is not None:
         return ByteDetokenizer(tokenizer.token_bytes, tokenizer.special_ids)
-    return WindowDetokenizer(tokenizer)
+    return WindowDetokenizer(tokenizer, prompt_ids)
 
 
 class ByteDetokenizer:
@@ -70,12 +75,12 @@ class WindowDetokenizer:
                     ^_context_start        ^_emitted         ^len
     """
 
-    def __init__(self, tokenizer: TextSource) -> None:
+    def __init__(self, tokenizer: TextSource, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = _text_tail(prompt_ids, tokenizer.special_ids)
         self._context_start = 0
-        self._emitted = 0
-        self._context_text = ""
+        self._emitted = len(self._ids)
+        self._context_text = tokenizer.decode(self._ids) if self._ids else ""
 
     def push(self, token_id: int) -> str:
         if token_id in self._tokenizer.special_ids:
@@ -99,6 +104,17 @@ class WindowDetokenizer:
         self._context_start, self._emitted = self._emitted, len(self._ids)
         self._context_text = self._tokenizer.decode(self._ids[self._context_start :])
         return new
+
+
+def _text_tail(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list[int]:
+    """The last ids of a prompt that its continuation's text may depend on: none before a special
+    token, after which a text begins anew."""
+    tail: list[int] = []
+    for token_id in reversed(prompt_ids[-_CONTEXT_TOKENS:]):
+        if token_id in special_ids:
+            break
+        tail.insert(0, token_id)
+    return tail
 
 
 class StopFinder:

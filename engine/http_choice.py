@@ -39,7 +39,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._end_ids = frozenset(end_ids)
-        self._detokenizer = create_detokenizer(tokenizer)
+        self._detokenizer = create_detokenizer(tokenizer, prompt_ids)
         self._stops = StopFinder(request.stop)
         self._offset = 0  # characters of the generated text so far, held ones included
         self._first = True

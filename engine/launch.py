@@ -1,6 +1,7 @@
 """Starting an engine's rank processes from the HTTP process, and noticing when one ends."""
 
 import logging
+import os
 import secrets
 import shutil
 import socket
@@ -18,6 +19,17 @@ from protocol import lifecycle
 logger = logging.getLogger("baton.launch")
 
 
+_PREFIX = "baton-"
+
+
+def _remove_orphans() -> None:
+    """Removes the socket folders of servers that were killed before they could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class EngineProcesses:
     """The rank processes of one engine.
 
@@ -32,8 +44,9 @@ class EngineProcesses:
         self._children: list[lifecycle.Child] = []
         self._lock = threading.Lock()
         self._stopping = False
+        _remove_orphans()
         # A short path: a UNIX socket's may have 107 characters at most.
-        self.folder = Path(tempfile.mkdtemp(prefix="baton-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
 
     def address(self, name: str) -> str:
         """A ZMQ endpoint in this engine's private folder."""

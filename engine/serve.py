@@ -10,7 +10,6 @@ No torch here: the engine's processes have it.
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -31,6 +30,7 @@ from model.config import ModelConfig, load_config
 from model.hub import resolve_model
 from protocol import lifecycle
 from protocol.cluster_secret import cluster_secret
+from protocol.cores import available_cores
 from protocol.logging import setup_logging
 from protocol.messages import EngineReady
 from protocol.settings import DecodeSettings, EngineSettings, PrefillSettings, describe
@@ -202,7 +202,7 @@ class _Server:
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             enable_prefix_caching=settings.enable_prefix_caching,
-            threads=settings.threads or max(1, (os.cpu_count() or 1) // settings.tp),
+            threads=settings.threads or max(1, available_cores() // settings.tp),
             input_address=self.processes.address("in"),
             output_address=self.processes.address("out"),
             control_address=self.processes.address("ranks"),

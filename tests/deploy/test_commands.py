@@ -1,13 +1,10 @@
 """From the settings of a local cluster to its command lines."""
 
-from pathlib import Path
-
 import pytest
 
 from deploy.commands import (
     KV_PARAMS_BYTES,
     Kind,
-    available_cores,
     default_threads,
     proxy_command,
     server_argv,
@@ -80,15 +77,3 @@ def test_configured_threads_win() -> None:
     settings = up("--prefill.threads=3")
     assert "--threads=3" in server_argv(settings, "prefill", cores=64)
     assert "--threads=32" in server_argv(settings, "decode", cores=64)
-
-
-@pytest.mark.parametrize(("quota", "most"), [("150000 100000\n", 1), ("50000 100000", 1)])
-def test_a_containers_quota_counts(tmp_path: Path, quota: str, most: int) -> None:
-    file = tmp_path / "cpu.max"
-    file.write_text(quota)
-    assert available_cores(file) == most
-
-
-def test_no_quota_is_no_limit(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert available_cores(tmp_path / "cpu.max") == available_cores(tmp_path / "missing") >= 1

@@ -66,6 +66,22 @@ def test_windows_are_decoded_as_if_at_once(texts: list[str]) -> None:
     assert run(WindowDetokenizer(TOKENIZER), ids) == TOKENIZER.decode(ids)
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(["▁he", "llo", "▁", "▁wörld", "a"]), min_size=1, max_size=12),
+    st.lists(st.sampled_from(["▁he", "llo", "▁", "▁wörld", "a", "€"]), max_size=12),
+)
+def test_a_continuation_joins_its_prompt(prompt: list[str], texts: list[str]) -> None:
+    before = [PIECES.index(text) for text in prompt]
+    ids = [i for text in texts for i in ([PIECES.index(text)] if text in PIECES else ids_of(text))]
+    text = run(WindowDetokenizer(TOKENIZER, before), ids)
+    assert TOKENIZER.decode(before) + text == TOKENIZER.decode(before + ids)
+
+
+def test_after_a_special_token_a_text_begins_anew() -> None:
+    assert run(WindowDetokenizer(TOKENIZER, [3, 0]), [2, 3]) == "hello"
+
+
 def test_a_character_comes_out_once_it_is_complete() -> None:
     detokenizer = WindowDetokenizer(TOKENIZER)
     assert [detokenizer.push(i) for i in ids_of("a€b")] == ["a", "", "", "€", "b"]

@@ -33,7 +33,7 @@ class PullSettings:
     """Every wait of a pull, by name, in seconds."""
 
     handshake_timeout_s: float = 5.0
-    pull_timeout_s: float = 30.0  # from the first READ posted to the last one ended
+    pull_timeout_s: float = 30.0  # from the order to read to the last READ's end
     fence_timeout_s: float = 5.0
     connection_timeout_s: float = 2.0  # without a connection to the side channel
     fence_retry_s: float = 1.0  # COMPLETE is repeated, with the same attempt id

@@ -25,6 +25,8 @@ from kvcache.transfer.pull import (
 from protocol.errors import BatonError, LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
 from protocol.messages import RemotePrefill
 
+_MIN_RENEW_S = 0.02
+
 
 class Phase(Enum):
     HELD = "held"
@@ -188,6 +190,7 @@ class PullState:
         actions: list[Action] = []
         if self._renews and now >= self._next_renewal:
             interval_s = self._settings.renew_interval_s or self.remote.lease_s / 3
+            interval_s = max(interval_s, _MIN_RENEW_S)
             self._next_renewal = now + interval_s
             actions.append(SendRenew())
         if now >= self._timeout:

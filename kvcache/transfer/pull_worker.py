@@ -134,6 +134,7 @@ class PullWorker:
         self._agent.bind_thread()
         with self._context.socket(zmq.DEALER) as self._socket:
             self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.set_hwm(0)
             self._socket.connect(self._address)
             self._report(Hello(self._endpoint.rank))
             while not self._stopping.is_set():

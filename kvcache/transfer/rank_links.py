@@ -13,6 +13,7 @@ class RankLinks:
     ) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.set_hwm(0)  # a ROUTER drops what exceeds it, and a lost command is a lost pull
         self.socket.bind(address)
         self._num_ranks = num_ranks
         self._identities: dict[int, bytes] = {}

@@ -21,9 +21,10 @@ from protocol.errors import (
     PullTimeout,
     TransferFailed,
 )
+from protocol.handshake import Complete, Ok, open_request
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import Decode, Prefill, expected, layout
+from pull_rig import SECRET, Decode, Prefill, expected, layout
 
 ENDINGS = (PullDone, PullFailed, PullDrained)
 
@@ -386,6 +387,24 @@ def test_a_dead_side_channel_fails_the_fence(rig: Any, timeout_s: float) -> None
     failed = decode.wait(*ENDINGS)
     assert isinstance(failed, PullFailed) and failed.drained
     assert isinstance(failed.error, PeerUnreachable)
+
+
+def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode, settings={"fence_retry_s": 0.1})
+    answer, asked = prefill.server._answer, []
+
+    def lose_the_first(frames: list[bytes]) -> Any:
+        reply = answer(frames)
+        if not isinstance(open_request(frames, SECRET), Complete):
+            return reply
+        asked.append(open_request(frames, SECRET).attempt_id)
+        return reply if len(asked) > 1 else Ok(nonce="of somebody else")
+
+    prefill.server._answer = lose_the_first
+    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert asked[0] == asked[1]
+    assert prefill.outcomes() == ["completed"]
 
 
 def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(rig: Any) -> None:

@@ -116,6 +116,11 @@ class LeaseServer:
         with self._lock:
             self._table.abort(lease_id, self._clock())
 
+    def abort(self, lease_id: str) -> bool:
+        """Ends a lease nobody will come for; False when it was gone already. Any thread."""
+        with self._lock:
+            return self._table.abort(lease_id, self._clock())
+
     def drain_ended(self) -> list[EndedLease]:
         """Leases that ended since the last call; their blocks are the engine's. Any thread."""
         with self._lock:

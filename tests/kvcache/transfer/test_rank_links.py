@@ -17,6 +17,12 @@ def context() -> Iterator[Context]:
     context.destroy(linger=0)
 
 
+def close(links: RankLinks, *dealers: zmq.Socket[bytes]) -> None:
+    links.close()
+    for dealer in dealers:
+        dealer.close(linger=0)
+
+
 def worker(context: Context, links: RankLinks) -> zmq.Socket[bytes]:
     dealer = context.socket(zmq.DEALER)
     dealer.set_hwm(0)
@@ -54,6 +60,7 @@ def test_commands_wait_for_a_rank_to_appear(context: Context) -> None:
     links.broadcast(StopPull("late"))
     assert commands(dealers[0], 2) == ["early", "late"]
     assert commands(dealers[1], 1) == ["late"]
+    close(links, *dealers)
 
 
 def test_a_rank_that_is_busy_loses_no_command(context: Context) -> None:
@@ -66,3 +73,4 @@ def test_a_rank_that_is_busy_loses_no_command(context: Context) -> None:
     for index in range(5000):
         links.broadcast(StopPull(str(index)))
     assert commands(dealer, 5000) == [str(index) for index in range(5000)]
+    close(links, dealer)

@@ -160,6 +160,13 @@ def test_abort_frees_the_blocks_early(server: Server) -> None:
     assert server.outcomes() == [LeaseState.ABORTED]
 
 
+def test_the_engine_can_end_a_lease_itself(server: Server) -> None:
+    lease = server.grant("r", [3], 30.0)
+    assert server.abort(lease) and not server.abort(lease)
+    assert server.outcomes() == [LeaseState.ABORTED]
+    assert isinstance(server.ask(complete(lease)), Gone)
+
+
 def test_another_secret_is_refused_counted_and_changes_nothing(server: Server) -> None:
     lease = server.grant("r", [3], 30.0)
     for request in (complete(lease), AbortLease(nonce="n", incarnation="first", lease_id=lease)):

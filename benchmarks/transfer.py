@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from kvcache.layout import NAMED_ORDERS, KVLayout
+from kvcache.pool import KVPool
 from kvcache.transfer import reformat
 from kvcache.transfer.agent import MemoryKind, ReadState
 from kvcache.transfer.nixl_agent import NixlAgent
@@ -143,6 +144,14 @@ def buffer_bytes(size: Size) -> int:
     return size.kv_bytes + 2 * size.kv_bytes // size.tokens * 64 + 2 * PAGE_BYTES
 
 
+def allocate(nbytes: int, device: str) -> torch.Tensor:
+    """u8[nbytes or a little more], as a server's KV pool allocates it."""
+    rows = -(-nbytes // PAGE_BYTES)
+    return KVPool(
+        KVLayout("BHLCND", rows, 1, 1, 1, 1, PAGE_BYTES, "float8_e4m3fn"), device
+    ).flat_bytes
+
+
 class Memory:
     """A buffer, registered with an agent of its own."""
 
@@ -151,7 +160,7 @@ class Memory:
         self.agent = NixlAgent(
             "bench", device_id=0 if device == "cuda" else None, set_device=torch.cuda.set_device
         )
-        self.buffers = [torch.zeros(count, dtype=torch.uint8, device=device) for count in nbytes]
+        self.buffers = [allocate(count, device) for count in nbytes]
         for buffer in self.buffers:
             self.agent.register(buffer.data_ptr(), buffer.nbytes, kind=self.kind)
 

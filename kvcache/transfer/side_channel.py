@@ -111,11 +111,6 @@ class LeaseServer:
             self._counters["granted"] += 1
         return lease_id
 
-    def abort(self, lease_id: str) -> None:
-        """Ends a lease that nobody will come for; harmless when it has ended. Any thread."""
-        with self._lock:
-            self._table.abort(lease_id, self._clock())
-
     def abort(self, lease_id: str) -> bool:
         """Ends a lease nobody will come for; False when it was gone already. Any thread."""
         with self._lock:

@@ -1,0 +1,77 @@
+"""The model that is served when none is named, with its real vocabulary and chat template.
+
+Long: SmolLM2 is two orders of magnitude larger than the tests' own models.
+"""
+
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.e2e.client import MODEL, complete, complete_all
+from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.reference import Reference
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+_QUESTIONS = ["What is the capital of France?", "Write one line about the sea.", "2 + 2 = ?"]
+_TEXTS = [
+    "The",
+    "Once upon a time, in a village by the sea, there lived",
+    "def fibonacci(n):\n    ",
+    "Größe, 東京, naïve 🦆 and other words",
+    "The quick brown fox jumps over the lazy dog. " * 20,
+]
+
+
+@pytest.fixture(scope="module")
+def reference(default_model: Path) -> Reference:
+    return Reference(default_model)
+
+
+def test_texts_equal_transformers_through_both_servers_and_alone(
+    default_cluster: Cluster, reference: Reference
+) -> None:
+    prompts = [reference.tokenizer(text).input_ids for text in _TEXTS]
+    expected = [reference.generate(prompt, 12) for prompt in prompts]
+    answers = complete_all(default_cluster.url, prompts, 12)
+    assert [answer.token_ids for answer in answers] == expected
+    assert [answer.text for answer in answers] == [
+        reference.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected
+    ]
+    assert [answer.kv["transferred"] for answer in answers] == [len(p) for p in prompts]
+    alone = [complete(default_cluster.decode[0].url, text, 12) for text in _TEXTS]
+    assert [answer.token_ids for answer in alone] == expected
+    for server in (default_cluster.prefill[0], default_cluster.decode[0]):
+        wait_until(server.all_blocks_home)
+
+
+def test_a_chat_is_the_template_and_a_greedy_generate(
+    default_cluster: Cluster, reference: Reference
+) -> None:
+    end = reference.tokenizer.eos_token_id
+    with openai.OpenAI(
+        base_url=f"{default_cluster.url}/v1", api_key="unused", max_retries=0, timeout=300
+    ) as client:
+        for question in _QUESTIONS:
+            messages = [{"role": "user", "content": question}]
+            answer = client.chat.completions.create(
+                model=MODEL, messages=messages, max_tokens=24, temperature=0
+            )
+            prompt = reference.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+            ids = reference.generate(prompt, 24)
+            ids = ids[: ids.index(end) + 1] if end in ids else ids
+            text = reference.tokenizer.decode(ids, skip_special_tokens=True)
+            assert answer.choices[0].message.content == text
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens == len(prompt)
+            assert answer.usage.completion_tokens == len(ids)
+
+
+def test_sampling_with_a_seed_equals_the_decode_server_alone(default_cluster: Cluster) -> None:
+    draw = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
+    through = complete(default_cluster.url, _TEXTS[1], 16, **draw)
+    alone = complete(default_cluster.decode[0].url, _TEXTS[1], 16, **draw)
+    assert through.token_ids == alone.token_ids

@@ -1,0 +1,379 @@
+"""OpenAI's own client against the proxy: what it sends is understood, what it gets it can read."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.client import MODEL, complete
+from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.reference import Reference
+
+_PROMPT = "Emma painted the green boat near the river. Emma"
+_MESSAGES = [
+    {"role": "system", "content": "You tell stories."},
+    {"role": "user", "content": "Tell a story about Anna and the red ball."},
+]
+_GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
+_PAST_THE_END = {"ignore_eos": True}  # not OpenAI's, so it goes as extra_body
+
+
+@pytest.fixture(scope="module")
+def client(tiny_cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=60
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
+    yield
+    for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
+        wait_until(server.all_blocks_home)
+
+
+def _text(reference: Reference, prompt: str, num_tokens: int) -> str:
+    """transformers' greedy continuation, past any end of sequence."""
+    ids = reference.tokenizer(prompt).input_ids
+    text: str = reference.tokenizer.decode(
+        reference.generate(ids, num_tokens), skip_special_tokens=True
+    )
+    return text
+
+
+def _answer(reference: Reference, limit: int) -> tuple[list[int], str]:
+    """transformers' greedy answer to the messages, up to its end of sequence: (ids, text)."""
+    prompt = reference.tokenizer.apply_chat_template(
+        _MESSAGES, add_generation_prompt=True, return_dict=False
+    )
+    ids = reference.generate(prompt, limit)
+    end = reference.tokenizer.eos_token_id
+    ids = ids[: ids.index(end) + 1] if end in ids else ids
+    return ids, reference.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-17")
+
+
+def test_a_completion_has_transformers_text_and_exact_usage(
+    client: openai.OpenAI, tiny_reference: Reference
+) -> None:
+    answer = client.completions.create(
+        **_GREEDY, prompt=_PROMPT, max_tokens=24, extra_body=_PAST_THE_END
+    )
+    (choice,) = answer.choices
+    assert choice.text == _text(tiny_reference, _PROMPT, 24)
+    assert (choice.index, choice.finish_reason) == (0, "length")
+    assert (answer.object, answer.model) == ("text_completion", MODEL)
+    num_prompt = len(tiny_reference.tokenizer(_PROMPT).input_ids)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == num_prompt
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == num_prompt + 24
+
+
+def test_a_completion_has_16_tokens_by_default(client: openai.OpenAI) -> None:
+    answer = client.completions.create(**_GREEDY, prompt=_PROMPT, extra_body=_PAST_THE_END)
+    assert answer.usage is not None and answer.usage.completion_tokens == 16
+
+
+def test_a_streamed_completion_joins_to_the_whole_one(
+    client: openai.OpenAI, tiny_reference: Reference
+) -> None:
+    chunks = list(
+        client.completions.create(
+            **_GREEDY,
+            prompt=_PROMPT,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=_PAST_THE_END,
+        )
+    )
+    *told, last = chunks
+    assert "".join(chunk.choices[0].text for chunk in told) == _text(tiny_reference, _PROMPT, 24)
+    assert len(told) > 12, "tokens come as they are made"
+    assert [c.choices[0].finish_reason for c in told[-2:]] == [None, "length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert last.choices == [] and last.usage is not None
+    assert last.usage.completion_tokens == 24
+    assert all(chunk.usage is None for chunk in told)
+
+
+def test_several_prompts_and_prompts_of_ids(
+    client: openai.OpenAI, tiny_reference: Reference
+) -> None:
+    prompts = [_PROMPT, "Leo found the golden key", "Ida"]
+    expected = [_text(tiny_reference, prompt, 8) for prompt in prompts]
+    ids = [tiny_reference.tokenizer(prompt).input_ids for prompt in prompts]
+    for given in (prompts, ids):
+        answer = client.completions.create(
+            **_GREEDY, prompt=given, max_tokens=8, extra_body=_PAST_THE_END
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert [choice.text for choice in answer.choices] == expected
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+        assert answer.usage.completion_tokens == 24
+    (one,) = client.completions.create(
+        **_GREEDY, prompt=ids[0], max_tokens=8, extra_body=_PAST_THE_END
+    ).choices
+    assert one.text == expected[0]
+
+
+def test_several_prompts_streamed(client: openai.OpenAI, tiny_reference: Reference) -> None:
+    prompts = [_PROMPT, "Leo found the golden key"]
+    texts = {0: "", 1: ""}
+    reasons = {}
+    for chunk in client.completions.create(
+        **_GREEDY, prompt=prompts, max_tokens=8, stream=True, extra_body=_PAST_THE_END
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert texts == {i: _text(tiny_reference, p, 8) for i, p in enumerate(prompts)}
+    assert reasons == {0: "length", 1: "length"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [".", ["%", " the "], ["."] * 4 + ["the"], "ver"])
+def test_a_stop_string_ends_the_text_before_it(
+    client: openai.OpenAI, tiny_reference: Reference, stop: Any, stream: bool
+) -> None:
+    whole = _text(tiny_reference, _PROMPT, 60)
+    stops = [stop] if isinstance(stop, str) else stop
+    ends = [whole.index(one) for one in stops if one in whole]
+    answer = client.completions.create(
+        **_GREEDY,
+        prompt=_PROMPT,
+        max_tokens=60,
+        stop=stop,
+        stream=stream,
+        extra_body=_PAST_THE_END,
+    )
+    choices = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == whole[: min(ends, default=None)]
+    assert choices[-1].finish_reason == ("stop" if ends else "length")
+
+
+def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(**_GREEDY, prompt=_PROMPT, max_tokens=5, logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None and logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert chosen == max(top.values()) <= 0, "greedy takes the likeliest"
+        assert len(top) >= 3
+
+
+def test_a_chat_is_the_template_and_a_greedy_generate(
+    client: openai.OpenAI, tiny_reference: Reference
+) -> None:
+    ids, text = _answer(tiny_reference, 120)
+    answer = client.chat.completions.create(**_GREEDY, messages=_MESSAGES, max_tokens=120)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", text)
+    ended = ids[-1] == tiny_reference.tokenizer.eos_token_id
+    assert choice.finish_reason == ("stop" if ended else "length")
+    assert answer.usage is not None and answer.usage.completion_tokens == len(ids)
+    assert answer.object == "chat.completion"
+
+
+def test_a_streamed_chat_joins_to_the_whole_one(
+    client: openai.OpenAI, tiny_reference: Reference
+) -> None:
+    ids, text = _answer(tiny_reference, 30)
+    *told, last = client.chat.completions.create(
+        **_GREEDY,
+        messages=_MESSAGES,
+        max_completion_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    deltas = [chunk.choices[0].delta for chunk in told]
+    assert "".join(delta.content or "" for delta in deltas) == text
+    assert [delta.role for delta in deltas if delta.role] == ["assistant"]
+    assert told[-1].choices[0].finish_reason in ("stop", "length")
+    assert last.choices == [] and last.usage is not None
+    assert last.usage.completion_tokens == len(ids)
+
+
+def test_the_clients_streaming_helper_follows_a_chat(
+    client: openai.OpenAI, tiny_reference: Reference
+) -> None:
+    _, text = _answer(tiny_reference, 60)
+    with client.chat.completions.stream(
+        **_GREEDY, messages=_MESSAGES, max_tokens=60, stop=["."]
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == text[: text.index(".")]
+    assert final.choices[0].finish_reason == "stop"
+    assert kinds.count("content.delta") > 3
+
+
+def test_a_chat_without_a_limit_may_fill_the_context(
+    client: openai.OpenAI, tiny_reference: Reference
+) -> None:
+    def count(num_words: int) -> int:
+        messages = [{"role": "user", "content": "ball " * num_words}]
+        ids = tiny_reference.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        return len(ids)
+
+    num_words = int(4060 / (count(1001) - count(1)) * 1000)
+    answer = client.chat.completions.create(
+        **_GREEDY,
+        messages=[{"role": "user", "content": "ball " * num_words}],
+        extra_body=_PAST_THE_END,
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == count(num_words) < 4096
+    assert answer.usage.total_tokens == 4096
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_seed_repeats_a_draw_and_seeds_differ(
+    client: openai.OpenAI, tiny_cluster: Cluster
+) -> None:
+    def draw(seed: int) -> str:
+        return (
+            client.completions.create(
+                model=MODEL,
+                prompt=_PROMPT,
+                max_tokens=30,
+                temperature=1.5,
+                top_p=0.95,
+                seed=seed,
+                extra_body={**_PAST_THE_END, "top_k": 40},
+            )
+            .choices[0]
+            .text
+        )
+
+    drawn = [draw(seed) for seed in range(4)]
+    assert len(set(drawn)) == 4
+    assert [draw(seed) for seed in range(4)] == drawn
+    alone = complete(
+        tiny_cluster.decode[0].url,
+        _PROMPT,
+        30,
+        temperature=1.5,
+        top_p=0.95,
+        top_k=40,
+        seed=2,
+    )
+    assert alone.text == drawn[2]
+
+
+def test_values_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        **_GREEDY,
+        messages=_MESSAGES,
+        max_tokens=3,
+        n=1,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logprobs=False,
+        tools=[],
+        user="somebody",
+        response_format={"type": "text"},
+        extra_body={"min_tokens": 1, "skip_special_tokens": True, "include_reasoning": True},
+    )
+    assert answer.usage is not None and answer.usage.completion_tokens == 3
+
+
+def test_errors_become_the_clients_classes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-17") as unknown:
+        client.completions.create(model="gpt-17", prompt="x")
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match="temperature") as bad_value:
+        client.chat.completions.create(model=MODEL, messages=_MESSAGES, temperature=7)
+    assert bad_value.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="tools") as unsupported:
+        client.chat.completions.create(
+            model=MODEL,
+            messages=_MESSAGES,
+            stream=True,
+            tools=[{"type": "function", "function": {"name": "f"}}],
+        )
+    assert unsupported.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt=[5] * 4096)
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_the_kv_really_went_from_one_server_to_the_other(
+    client: openai.OpenAI, tiny_reference: Reference
+) -> None:
+    prompt = "Kate bought the silver lamp at night. " * 6
+    num_tokens = len(tiny_reference.tokenizer(prompt).input_ids)
+    raw = client.completions.with_raw_response.create(**_GREEDY, prompt=prompt, max_tokens=4)
+    assert raw.headers["x-baton-kv"] == f"transferred={num_tokens}, recomputed=0, skipped=0"
+    usage = raw.parse().usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    chunks = list(
+        client.completions.create(**_GREEDY, prompt=prompt[5:], max_tokens=4, stream=True)
+    )
+    kv = (chunks[-1].model_extra or {})["baton_kv"]
+    assert kv["transferred"] > 0 and kv["recomputed"] == 0
+
+
+def test_the_async_client_asks_many_at_once(
+    tiny_cluster: Cluster, tiny_reference: Reference
+) -> None:
+    prompts = [f"{name} took the {colour} map" for name in ("Ben", "Ida") for colour in "abcd"]
+
+    async def whole(client: openai.AsyncOpenAI, prompt: str) -> str:
+        answer = await client.completions.create(
+            **_GREEDY, prompt=prompt, max_tokens=10, extra_body=_PAST_THE_END
+        )
+        return answer.choices[0].text
+
+    async def streamed(client: openai.AsyncOpenAI, prompt: str) -> str:
+        stream = await client.completions.create(
+            **_GREEDY, prompt=prompt, max_tokens=10, stream=True, extra_body=_PAST_THE_END
+        )
+        return "".join([choice.text async for chunk in stream for choice in chunk.choices])
+
+    async def chatted(client: openai.AsyncOpenAI) -> str | None:
+        answer = await client.chat.completions.create(**_GREEDY, messages=_MESSAGES, max_tokens=30)
+        return answer.choices[0].message.content
+
+    async def ask() -> tuple[str | None, list[str]]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=60
+        ) as client:
+            calls = [call(client, prompt) for prompt in prompts for call in (whole, streamed)]
+            chat, *texts = await asyncio.gather(chatted(client), *calls)
+            return chat, texts
+
+    chat, texts = asyncio.run(ask())
+    expected = [_text(tiny_reference, prompt, 10) for prompt in prompts]
+    assert texts[0::2] == expected
+    assert texts[1::2] == expected
+    assert chat == _answer(tiny_reference, 30)[1]
+
+
+def test_a_client_that_closes_its_stream_aborts_the_request(
+    client: openai.OpenAI, tiny_cluster: Cluster
+) -> None:
+    decode = tiny_cluster.decode[0]
+    stream = client.completions.create(
+        **_GREEDY, prompt=_PROMPT, max_tokens=3900, stream=True, extra_body=_PAST_THE_END
+    )
+    next(iter(stream))
+    stream.close()
+    wait_until(decode.all_blocks_home)
+    assert decode.metrics()["baton_requests_running"] == 0

@@ -84,6 +84,7 @@ class EngineCore(CoreServices):
 
     def run(self) -> None:
         """Serves until the transport says to end."""
+        self._report_stats()  # a server that nobody has asked yet has its capacity to show
         progressed = False
         while True:
             messages, ended = self.transport.receive(0.0 if progressed else _IDLE_WAIT_S)

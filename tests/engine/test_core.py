@@ -26,6 +26,12 @@ def test_one_request_is_answered_with_its_own_continuation() -> None:
     assert_all_blocks_home(core)
 
 
+def test_an_engine_that_nobody_asked_yet_reports_its_capacity() -> None:
+    core, _, out = make_core(num_blocks=32)
+    core.run()  # the transport ends it at once
+    assert out.stats["baton_kv_blocks_capacity"] == 31
+
+
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31, 32, 33])
 def test_prompts_around_block_and_chunk_borders(length: int) -> None:
     core, _, out = make_core()

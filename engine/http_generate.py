@@ -136,12 +136,19 @@ class Api:
         return self.client.ready
 
     async def _tokenize(self, parsed: GenerationRequest, ready: EngineReady) -> list[list[int]]:
-        num_chars = _num_chars(parsed)
-        if num_chars > _INLINE_CHARS:
+        param = "messages" if isinstance(parsed, ChatRequest) else "prompt"
+        sizes = _num_chars(parsed)
+        at_least = self.tokenizer.min_tokens(max(sizes, default=0))
+        if at_least >= ready.max_model_len:
+            raise ContextLengthExceeded(
+                f"The prompt has at least {at_least} tokens and the context holds "
+                f"{ready.max_model_len}; shorten the prompt.",
+                param=param,
+            )
+        if sum(sizes) > _INLINE_CHARS:
             prompts = await asyncio.to_thread(self._encode, parsed)
         else:
             prompts = self._encode(parsed)
-        param = "messages" if isinstance(parsed, ChatRequest) else "prompt"
         for ids in prompts:
             if not ids:
                 raise InvalidRequest(f"`{param}` has no tokens; send some text.", param=param)
@@ -186,11 +193,12 @@ class Api:
         ]
 
 
-def _num_chars(parsed: GenerationRequest) -> int:
+def _num_chars(parsed: GenerationRequest) -> list[int]:
+    """Characters of each prompt that is text."""
     if isinstance(parsed, ChatRequest):
-        return sum(len(message.content) for message in parsed.messages)
+        return [sum(len(message.content) for message in parsed.messages)]
     assert isinstance(parsed, CompletionRequest)
-    return sum(len(prompt) for prompt in parsed.prompts if isinstance(prompt, str))
+    return [len(prompt) for prompt in parsed.prompts if isinstance(prompt, str)]
 
 
 def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> int:

@@ -17,6 +17,7 @@ import tokenizers
 from engine.chat_template import find_chat_template
 from protocol.errors import InvalidRequest
 
+_MAX_NORMALIZED = 4  # characters that a normalizer may join into one
 _SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -54,6 +55,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_bytes = _byte_level_table(self._tokenizer)
+        self._max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self.eos_ids = self._find_eos_ids(folder)
         self.chat_template = find_chat_template(folder, config)
         self._anchor = self._find_anchor() if self.token_bytes is None else []
@@ -68,6 +70,12 @@ class Tokenizer:
         """The ids of `text`, with the special tokens that the model expects around a prompt."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def min_tokens(self, num_chars: int) -> int:
+        """No text of so many characters has fewer tokens. Costs nothing, unlike `encode`, which
+        takes hundreds of times a text's memory."""
+        shrinkage = 1 if self.token_bytes is not None else _MAX_NORMALIZED
+        return num_chars // (self._max_token_chars * shrinkage)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""

@@ -1,0 +1,243 @@
+"""Prefill and decode servers of any geometry, paired request by request, held against one server.
+
+A cell is a pair of geometries. Its prompts are its own, so what a cache holds is what the cell put
+there: nothing, a prefix on P, a prefix on D, or both.
+"""
+
+import contextlib
+import random
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.client import MODEL, TIMEOUT_S, parse_kv, prefill
+from tests.e2e.cluster import Server, start_decode, start_prefill, wait_until
+from tests.make_models import ensure_model, trained_models
+
+NUM_TOKENS = 12  # generated for every prompt
+# Sums of float32 in another order differ by some 1e-5; a KV element out of place by far more.
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What P and D may differ in."""
+
+    tp: int = 1
+    block_size: int = 64
+    layout: str = "BHLCND"
+    options: tuple[str, ...] = ()  # further ones of the command line
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        size = ("--tp", str(self.tp), "--block-size", str(self.block_size))
+        return (*size, "--kv-layout", self.layout, "--kv-cache-tokens", "6144", *self.options)
+
+    def __str__(self) -> str:
+        return "-".join([f"tp{self.tp}", str(self.block_size), self.layout, *self.options])
+
+
+def model_dir(name: str) -> Path:
+    """A shared trained model where there is one, else our own like it, trained on first use."""
+    shared, own = {
+        "gqa4": ("llama-gqa-3.7m", "gqa"),
+        "gqa2": ("qwen3-gqa-3.7m", None),
+        "gqa6": (None, "gqa6"),
+        "mla": ("mla-deepseek-1.7m", "mla"),
+    }[name]
+    found = trained_models().get(shared) if shared else None
+    if found is None and own is None:
+        pytest.skip(f"needs {shared} in BATON_TEST_MODELS")
+    return found or ensure_model(own)
+
+
+@dataclass
+class Farm:
+    """Servers by role, model and geometry, each started at its first use.
+
+    The least recently used ones end when more than `max_ranks` engine processes would run.
+    """
+
+    max_ranks: int
+    lent: Mapping[tuple[str, Path, Geometry], Server] = field(default_factory=dict)
+    _own: OrderedDict[tuple[str, Path, Geometry], Server] = field(default_factory=OrderedDict)
+
+    def prefill(self, model: Path, geometry: Geometry) -> Server:
+        return self._get("prefill", model, geometry, lambda: start_prefill(model, *geometry.argv))
+
+    def decode(self, model: Path, geometry: Geometry) -> Server:
+        """Under policy `fail`: a transfer that cannot be made is an error, not a detour."""
+        argv = (*geometry.argv, "--kv-load-failure-policy", "fail")
+        return self._get("decode", model, geometry, lambda: start_decode(model, *argv))
+
+    def _get(
+        self, role: str, model: Path, geometry: Geometry, start: Callable[[], Server]
+    ) -> Server:
+        key = (role, model, geometry)
+        if key in self.lent:
+            return self.lent[key]
+        if key not in self._own:
+            self._make_room(geometry.tp)
+            self._own[key] = start()
+        self._own.move_to_end(key)
+        return self._own[key]
+
+    def _make_room(self, num_ranks: int) -> None:
+        # Never the newest: it is the other half of the pair.
+        while len(self._own) > 1 and self._num_ranks + num_ranks > self.max_ranks:
+            self._own.popitem(last=False)[1].stop()
+
+    @property
+    def _num_ranks(self) -> int:
+        return sum(geometry.tp for _, _, geometry in self._own)
+
+    def close(self) -> None:
+        while self._own:
+            self._own.popitem()[1].stop()
+
+
+@contextlib.contextmanager
+def farm(
+    max_ranks: int, lent: Mapping[tuple[str, Path, Geometry], Server] | None = None
+) -> Iterator[Farm]:
+    made = Farm(max_ranks, lent or {})
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt, and how much of it each server has seen before."""
+
+    prompt: list[int]
+    on_prefill: int = 0  # tokens
+    on_decode: int = 0
+
+
+def make_cases(seed: int) -> list[Case]:
+    """Short, long, exactly full blocks, and prefix hits on either side and on both."""
+    rng = random.Random(seed)
+
+    def draw(num_tokens: int, **seen: int) -> Case:
+        return Case([rng.randrange(3, 256) for _ in range(num_tokens)], **seen)
+
+    return [
+        draw(rng.randint(1, 15)),
+        draw(128),
+        draw(rng.randint(450, 600)),
+        draw(330, on_decode=150),
+        draw(330, on_prefill=200),
+        draw(rng.randint(380, 420), on_prefill=rng.randint(220, 300), on_decode=90),
+    ]
+
+
+@dataclass(frozen=True)
+class Reply:
+    token_ids: list[int]
+    logprobs: list[float]
+    kv: dict[str, int]
+
+
+def post(url: str, prompt: Sequence[int], num_tokens: int, params: Any = None) -> httpx.Response:
+    body = {
+        "model": MODEL,
+        "prompt": list(prompt),
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": 1,
+        "kv_transfer_params": params,
+    }
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+
+
+def ask(url: str, prompt: Sequence[int], num_tokens: int, params: Any = None) -> Reply:
+    response = post(url, prompt, num_tokens, params)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    kv = parse_kv(response.headers["x-baton-kv"])
+    return Reply(choice["token_ids"], choice["logprobs"]["token_logprobs"], kv)
+
+
+def assert_alike(got: Reply, expected: Reply) -> None:
+    """The same tokens, and with the same certainty: another KV would show in that first."""
+    assert got.token_ids == expected.token_ids
+    assert got.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+
+
+def check_cell(
+    prefiller: Server, decoder: Server, p: Geometry, d: Geometry, oracle: str, seed: str
+) -> None:
+    """Runs a cell's prompts at once; every answer is the oracle's, and nothing is left behind.
+
+    Args:
+        oracle: URL of a server with tensor parallelism 1 that never pulls.
+        seed: unlike that of any other cell of these servers.
+    """
+    cases = make_cases(zlib.crc32(seed.encode()))
+    leases, transfers = _leases(prefiller), _transfers(decoder)
+    with ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(lambda case: _warm(prefiller.url, decoder.url, case), cases))
+        replies = list(pool.map(lambda c: _pair(prefiller.url, decoder.url, c, p), cases))
+        expected = list(pool.map(lambda case: ask(oracle, case.prompt, NUM_TOKENS), cases))
+    for case, reply, right in zip(cases, replies, expected, strict=True):
+        assert_alike(reply, right)
+        hit = case.on_decode // d.block_size * d.block_size
+        assert reply.kv == {
+            "transferred": len(case.prompt) - hit,
+            "recomputed": 0,
+            "skipped": hit,
+        }
+    for server in (prefiller, decoder):
+        wait_until(server.all_blocks_home)
+    # However many ranks read from however many: one lease, completed once.
+    assert _since(leases, _leases(prefiller)) == {"granted": len(cases), "completed": len(cases)}
+    assert _since(transfers, _transfers(decoder)) == {"done": len(cases)}
+
+
+def _warm(prefill_url: str, decode_url: str, case: Case) -> None:
+    for url, seen in ((prefill_url, case.on_prefill), (decode_url, case.on_decode)):
+        if seen:
+            ask(url, case.prompt[:seen], 1)
+
+
+def _pair(prefill_url: str, decode_url: str, case: Case, p: Geometry) -> Reply:
+    params = prefill(prefill_url, case.prompt, logprobs=1)
+    assert params["tp_size"] == p.tp
+    assert params["remote_cached_tokens"] == case.on_prefill // p.block_size * p.block_size
+    return ask(decode_url, case.prompt, NUM_TOKENS, params)
+
+
+def _leases(server: Server) -> dict[str, float]:
+    metrics = server.metrics()
+    return {
+        **{
+            event: metrics[f'baton_leases_total{{event="{event}"}}']
+            for event in ("granted", "completed", "expired", "aborted")
+        },
+        "gone": metrics["baton_lease_gone_total"],
+    }
+
+
+def _transfers(server: Server) -> dict[str, float]:
+    """Pulls by outcome, over all paths."""
+    counts: dict[str, float] = {}
+    for name, value in server.metrics().items():
+        if name.startswith("baton_kv_transfers_total"):
+            outcome = name.split('outcome="')[1].split('"')[0]
+            counts[outcome] = counts.get(outcome, 0) + value
+    return counts
+
+
+def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    return {k: v - before.get(k, 0) for k, v in now.items() if v != before.get(k, 0)}

@@ -23,6 +23,7 @@ import uvloop
 
 from engine.client import EngineClient
 from engine.config import EngineConfig
+from engine.geometry import check_geometry, check_staging
 from engine.http import ServerHooks, create_app
 from engine.launch import EngineProcesses, free_port, new_incarnation
 from engine.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ from model.hub import resolve_model
 from protocol import lifecycle
 from protocol.cluster_secret import cluster_secret
 from protocol.cores import available_cores
+from protocol.errors import EngineDied
 from protocol.logging import setup_logging
 from protocol.messages import EngineReady
 from protocol.settings import DecodeSettings, EngineSettings, PrefillSettings, describe
@@ -61,7 +63,7 @@ def run_server(
     logger.info("settings %s", describe(settings))
     try:
         return uvloop.run(_Server(settings, role, module, hooks).run())
-    except (StartFailure, ValueError, OSError) as error:
+    except (StartFailure, EngineDied, ValueError, OSError) as error:
         lifecycle.report_failure(str(error) or type(error).__name__)
         return 1
 
@@ -113,6 +115,9 @@ class _Server:
         model_dir = await self._or_stop(asyncio.to_thread(self._resolve_model))
         model_config = load_config(model_dir)
         config = self._engine_config(model_dir, model_config)
+        layout = check_geometry(config, model_config)
+        if isinstance(self.settings, DecodeSettings):
+            check_staging(config, layout)
         client = EngineClient(config.input_address, config.output_address)
         await client.start()
         try:

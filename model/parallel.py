@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 import torch.distributed
 
-from model.config import ModelConfig, ModelError
+from model.sharding import InvalidParallelism
 
 # torch's stubs lack the explicit group classes, which are what this file is about.
 distributed: Any = torch.distributed
@@ -20,35 +20,10 @@ distributed: Any = torch.distributed
 DEFAULT_TIMEOUT_S: Final = 60.0
 
 
-class InvalidParallelism(ModelError):
-    """A tensor-parallel size that does not fit the model."""
-
-
 def heads_of(rank: int, size: int, total_heads: int) -> range:
     """The heads that a rank owns; with more ranks than heads, a head has several owners."""
     start = rank * total_heads // size
     return range(start, max(start + 1, (rank + 1) * total_heads // size))
-
-
-def check_parallelism(config: ModelConfig, size: int) -> None:
-    """Raises InvalidParallelism unless `size` ranks can share the model."""
-    if size < 1:
-        raise InvalidParallelism(f"tp is {size}; use at least 1")
-    if config.num_heads % size:
-        raise InvalidParallelism(
-            f"tp={size} does not divide the model's {config.num_heads} query heads"
-        )
-    kv_heads = config.kv_heads_total
-    if kv_heads % size and size % kv_heads:
-        raise InvalidParallelism(
-            f"tp={size} neither divides nor is a multiple of the model's {kv_heads} KV heads"
-        )
-    widths = {"intermediate_size": config.intermediate_size}
-    if config.moe:
-        widths["moe_intermediate_size"] = config.moe.expert_intermediate_size
-    for name, width in widths.items():
-        if width % size:
-            raise InvalidParallelism(f"tp={size} does not divide the model's {name} {width}")
 
 
 class Parallel:

@@ -10,7 +10,8 @@ from model.config import ModelConfig, ModelError
 from model.decoder import Decoder
 from model.deepseek import DeepseekV2ForCausalLM
 from model.llama import LlamaForCausalLM
-from model.parallel import Parallel, check_parallelism
+from model.parallel import Parallel
+from model.sharding import check_parallelism
 from model.weights import DummySource, SafetensorsSource, TensorSource, WeightLoader
 
 LOAD_FORMATS: Final = ("auto", "dummy")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from model.config import parse_config
-from model.parallel import InvalidParallelism, Parallel, check_parallelism, heads_of
+from model.parallel import Parallel, heads_of
+from model.sharding import InvalidParallelism, check_parallelism
 from tests.model.random_models import make
 from tests.model.test_config import DEEPSEEK, LLAMA
 from tests.model.tp_worker import observe
@@ -94,7 +95,7 @@ def test_heads_are_split_evenly_or_replicated_evenly():
 @pytest.mark.parametrize(
     "config, size, named",
     [
-        (LLAMA, 0, "tp is 0"),
+        (LLAMA, 0, "tp=0 is less than 1"),
         (LLAMA, 3, "tp=3 does not divide the model's 8 query heads"),
         ({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 6}, 4, "6 KV heads"),
         ({**LLAMA, "intermediate_size": 98}, 4, "intermediate_size 98"),

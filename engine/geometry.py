@@ -1,0 +1,46 @@
+"""Geometry that cannot work, found before any process of the engine starts. No torch here."""
+
+from engine.config import EngineConfig
+from kvcache.layout import KVLayout
+from kvcache.transfer.staged import least_staging_bytes
+from kvcache.transfer.topology import heads_of
+from model.config import ModelConfig
+from model.sharding import check_parallelism
+
+
+class InvalidGeometry(ValueError):
+    """Options that contradict each other; the message names them, their values and the fix."""
+
+
+def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
+    """The layout of rank 0's smallest pool, one block beside the null block.
+
+    Raises:
+        InvalidParallelism: `tp` ranks cannot share the model.
+        LayoutError: `kv_layout` or `block_size` describe no KV cache.
+    """
+    check_parallelism(model, config.tp)
+    return KVLayout(
+        order=config.kv_layout,
+        num_blocks=2,
+        num_heads=len(heads_of(0, config.tp, model.kv_heads_total)),
+        num_layers=model.num_layers,
+        num_components=model.kv_components,
+        block_size=config.block_size,
+        head_dim=model.kv_dim,
+        dtype=config.dtype,
+    )
+
+
+def check_staging(config: EngineConfig, layout: KVLayout) -> None:
+    """Raises InvalidGeometry when the staging memory cannot hold two blocks of `layout`.
+
+    A peer's blocks may be larger still: the planner decides that, pull by pull.
+    """
+    least = least_staging_bytes(layout)
+    if config.staging_bytes < least:
+        raise InvalidGeometry(
+            f"staging_bytes is {config.staging_bytes}; a KV block of {config.block_size} tokens "
+            f"takes {layout.block_bytes} bytes on each rank, and two must fit: use "
+            f"--staging-bytes {least} or more, or a smaller --block-size"
+        )

@@ -1,0 +1,65 @@
+"""What cannot work is named before anything is started."""
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig
+from engine.geometry import InvalidGeometry, check_geometry, check_staging
+from kvcache.layout import LayoutError
+from model.config import parse_config
+from model.sharding import InvalidParallelism
+
+_MODEL = parse_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+    }
+)
+_CONFIG = EngineConfig(
+    role="decode",
+    engine_id="e",
+    incarnation="i",
+    model_dir="",
+    input_address="",
+    output_address="",
+    control_address="",
+    transfer_address="",
+)
+
+
+def _changed(**values: object) -> EngineConfig:
+    return msgspec.structs.replace(_CONFIG, **values)
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_the_layout_is_that_of_one_rank(tp: int, heads: int) -> None:
+    layout = check_geometry(_changed(tp=tp, block_size=16, kv_layout="LBCNHD"), _MODEL)
+    assert (layout.num_heads, layout.num_layers, layout.num_components) == (heads, 2, 2)
+    assert (layout.order, layout.block_size, layout.head_dim) == ("LBCNHD", 16, 16)
+
+
+def test_a_size_that_does_not_divide_is_refused_with_those_that_do() -> None:
+    with pytest.raises(InvalidParallelism, match=r"tp=3 .* 8 query heads; use 1 or 2 or 4 or 8"):
+        check_geometry(_changed(tp=3), _MODEL)
+
+
+def test_a_layout_that_is_none_is_refused() -> None:
+    with pytest.raises(LayoutError, match="BHLCD"):
+        check_geometry(_changed(kv_layout="BHLCD"), _MODEL)
+
+
+def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed() -> None:
+    config = _changed(tp=2)
+    layout = check_geometry(config, _MODEL)
+    least = 2 * layout.block_bytes
+    check_staging(msgspec.structs.replace(config, staging_bytes=least), layout)
+    with pytest.raises(InvalidGeometry, match=rf"staging_bytes is {least - 1}.*bytes {least} "):
+        check_staging(msgspec.structs.replace(config, staging_bytes=least - 1), layout)

@@ -68,7 +68,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with the special tokens that the model expects around a prompt."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's ways only those for batches let other threads run meanwhile.
+        encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded[0].ids
         return ids
 
     def min_tokens(self, num_chars: int) -> int:

@@ -198,7 +198,12 @@ class DecodeRole(KVRole):
     # -- the rest ----------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        return dict(self._totals)
+        handshakes = self._coordinator.handshakes()
+        counts = {
+            stat_key("baton_handshakes", outcome=outcome): float(count)
+            for outcome, count in handshakes.items()
+        }
+        return {**self._totals, **counts}
 
     def close(self) -> None:
         self._coordinator.close()

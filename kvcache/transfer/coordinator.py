@@ -178,6 +178,10 @@ class PullCoordinator:
     def counters(self) -> dict[str, int]:
         return {**self._counters, **self._side_channel.counters, "pulls_open": len(self._pulls)}
 
+    def handshakes(self) -> dict[str, int]:
+        """Ended handshakes by outcome: "ok", or the code of the error."""
+        return dict(self._peers.outcomes)
+
     def close(self) -> None:
         """Ends the thread; leases of open pulls are aborted, without waiting for an answer."""
         self._stopping.set()

@@ -5,6 +5,7 @@ applied after it. A failed handshake is remembered for a back-off that doubles, 
 requests to a dead peer fails at once instead of one timeout after another. Pure: no I/O, no clock.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -13,6 +14,7 @@ from protocol.errors import BatonError, LeaseGone, PeerIncompatible, PeerUnreach
 from protocol.handshake import CompatRecord, EngineMetadata, check_compatible, check_consistent
 from protocol.messages import RemotePrefill
 
+_OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
 _MAX_FAILED = 1024  # remembered; the references that name peers are signed, so this is ample
 
 
@@ -44,6 +46,8 @@ class PeerTable:
         self._settings = settings
         self._allow_convert = allow_convert
         self._peers: dict[PeerKey, Peer] = {}
+        # Ended handshakes by outcome: "ok", or the code of the error.
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))
 
     def connect(self, remote: RemotePrefill, now: float) -> Peer:
         """The peer as it is now; begins a handshake (status FETCHING) when one is due."""
@@ -93,9 +97,11 @@ class PeerTable:
         else:
             peer.status, peer.metadata, peer.error = PeerStatus.READY, metadata, None
             peer.failures = 0
+            self.outcomes["ok"] += 1
 
     def fail(self, peer: Peer, error: BatonError, now: float) -> None:
         settings = self._settings
+        self.outcomes[error.code] += 1
         peer.failures += 1
         backoff_s = settings.backoff_min_s * 2.0 ** min(peer.failures - 1, 30)
         peer.status, peer.error, peer.metadata = PeerStatus.FAILED, error, None

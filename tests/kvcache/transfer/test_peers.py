@@ -132,6 +132,19 @@ def test_unusable_answers_fail_the_peer(answer: EngineMetadata, error: type) -> 
     assert peer.metadata is None
 
 
+def test_handshakes_are_counted_by_outcome() -> None:
+    table = PeerTable(COMPAT, SETTINGS)
+    for incarnation, answer in (
+        ("i", metadata()),
+        ("j", metadata(incarnation="j", compat=msgspec.structs.replace(COMPAT, kv_dtype="other"))),
+    ):
+        peer = table.connect(msgspec.structs.replace(REMOTE, incarnation=incarnation), 0.0)
+        table.metadata_came(peer, answer, 0.0)
+    table.connect(msgspec.structs.replace(REMOTE, incarnation="k"), 0.0)
+    table.due(4.0)
+    assert +table.outcomes == {"ok": 1, "peer_incompatible": 1, "peer_unreachable": 1}
+
+
 def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off() -> None:
     peers = table()
     peer = peers.connect(REMOTE, 0.0)

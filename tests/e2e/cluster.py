@@ -124,7 +124,15 @@ def start_decode(model: Path, *argv: str, **env: str) -> Server:
 def start_proxy(prefill: Sequence[Server], decode: Sequence[Server], *argv: str) -> Server:
     urls = [a for s in prefill for a in ("--prefill", s.url)]
     urls += [a for s in decode for a in ("--decode", s.url)]
-    return start("proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *argv)
+    proxy = start("proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *argv)
+    for server in (*prefill, *decode):  # its first look at them comes after it is up itself
+        wait_until(lambda url=server.url: _is_ready(proxy, url))
+    return proxy
+
+
+def _is_ready(proxy: Server, url: str) -> bool:
+    servers = httpx.get(f"{proxy.url}/ready", timeout=10).json()["servers"]
+    return any(server["url"] == url and server["ready"] for server in servers)
 
 
 @contextlib.contextmanager

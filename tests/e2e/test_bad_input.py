@@ -90,7 +90,7 @@ _REFUSED_LENGTHS = {
     "text longer than the context": (_completion(prompt="Anna found " * 9000), ["4096"]),
     "chat longer than the context": (
         _chat(messages=[{"role": "user", "content": "ball " * 9000}]),
-        ["9018", "4096"],
+        ["tokens", "4096"],
     ),
 }
 _REFUSED_PROMPTS = {

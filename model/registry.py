@@ -34,6 +34,7 @@ def load_model(
     parallel: Parallel | None = None,
     load_format: str = "auto",
     seed: int = 0,
+    pack: bool = False,
 ) -> CausalLM:
     """Loads this rank's part of a model.
 
@@ -41,6 +42,7 @@ def load_model(
         model_dir: as `hub.resolve_model` returns it; not read when load_format is "dummy".
         dtype: to compute in; on the CPU weights of this dtype stay mapped from their file.
         load_format: "auto" reads safetensors, "dummy" makes weights from their names and `seed`.
+        pack: on the CPU in float32, keep linear weights in a faster order instead of mapped.
 
     Raises:
         ModelError: the files do not fit the config, or tp does not fit the model.
@@ -48,7 +50,10 @@ def load_model(
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size)
     loader = WeightLoader(
-        _source(Path(model_dir), load_format, seed, device), dtype=dtype, device=device
+        _source(Path(model_dir), load_format, seed, device),
+        dtype=dtype,
+        device=device,
+        pack=pack,
     )
     with torch.inference_mode():
         model = _MODELS[config.architecture](config, loader, parallel)

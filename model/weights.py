@@ -122,11 +122,21 @@ class DummySource(TensorSource):
 
 
 class WeightLoader:
-    """Hands out a rank's parts of the weights and knows which were never asked for."""
+    """Hands out a rank's parts of the weights and knows which were never asked for.
+
+    Args:
+        pack: whoever multiplies by a weight may keep a reordered copy of it (model/packed.py).
+    """
 
     def __init__(
-        self, source: TensorSource, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        source: TensorSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        pack: bool = False,
     ) -> None:
+        self.pack = pack
         self._source = source
         self._dtype = dtype
         self._device = torch.device(device)

@@ -42,6 +42,7 @@ __all__ = [
     "PlanError",
     "RankRead",
     "TransferPlan",
+    "check_transfer",
     "heads_of",
     "least_staging_bytes",
     "plan_transfer",
@@ -52,7 +53,7 @@ __all__ = [
 class TransferPlan:
     """What one rank of D does to get its KV: all reads, and all chunks, whatever the path."""
 
-    path: Literal["direct", "staged", "mixed"]
+    path: Literal["direct", "staged", "mixed", "mapped"]
     reads: tuple[RankRead, ...]  # straight into the pool
     chunks: tuple[Chunk, ...]  # each is read into a slot, then reformat.apply places it
     descriptors: int  # of reads and chunks together
@@ -95,10 +96,9 @@ def plan_transfer(
         PlanError: geometries that cannot be bridged, block tables that do not fit them, or
             staging memory that does not hold two of the peer's blocks.
     """
-    check_endpoints(local, remote, total_kv_heads, convert=convert)
-    transfer = _checked(
+    transfer = check_transfer(
         local, remote, total_kv_heads, (token_start, token_stop), local_block_ids, remote_block_ids,
-        lease_hash,
+        lease_hash=lease_hash, convert=convert,
     )  # fmt: skip
     if token_start == token_stop:
         return TransferPlan("direct", (), (), 0, 0, 0, 0.0, "direct: there is nothing to read")
@@ -162,15 +162,23 @@ def _staged(transfer: Transfer, costs: CostModel, staging_bytes: int) -> _Part:
     return _Part(transfer, *estimate_staged(transfer, costs, staging_bytes))
 
 
-def _checked(
+def check_transfer(
     local: Endpoint,
     remote: Sequence[Endpoint],
     total_kv_heads: int,
     tokens: tuple[int, int],
     local_block_ids: Sequence[int] | IntArray,
     remote_block_ids: Sequence[int] | IntArray,
-    lease_hash: int,
+    *,
+    lease_hash: int = 0,
+    convert: bool = False,
 ) -> Transfer:
+    """What `plan_transfer` is given, as one transfer that stays inside both sides' memory.
+
+    Raises:
+        PlanError: as `plan_transfer`.
+    """
+    check_endpoints(local, remote, total_kv_heads, convert=convert)
     start, stop = tokens
     if not 0 <= start <= stop:
         raise PlanError(f"token range is [{start}, {stop}); use 0 <= start <= stop")

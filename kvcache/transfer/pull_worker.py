@@ -15,7 +15,15 @@ import zmq
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, Endpoint, PlanError, plan_transfer
+from kvcache.transfer.mapped import MappedJob, MappedPath
+from kvcache.transfer.plan import (
+    DEFAULT_COSTS,
+    CostModel,
+    Endpoint,
+    PlanError,
+    check_transfer,
+    plan_transfer,
+)
 from kvcache.transfer.posts import Post, PostLimits
 from kvcache.transfer.pull import (
     AddPeer,
@@ -34,14 +42,18 @@ from kvcache.transfer.pull import (
 )
 from kvcache.transfer.pull_job import PullJob, Step
 from kvcache.transfer.staging import Staging
+from kvcache.transfer.topology import head_groups
 from kvcache.transfer.waker import Waker
 from protocol.errors import BatonError, InternalError, PeerIncompatible, TransferFailed
 from protocol.handshake import EngineMetadata
 
 logger = logging.getLogger(__name__)
 
-_POLL_MIN_S, _POLL_MAX_S = 0.0002, 0.001
+_POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
+
+
+Job = PullJob | MappedJob
 
 
 @dataclass
@@ -71,6 +83,7 @@ class PullWorker:
         connect_address: the coordinator's `worker_address`.
         staging_bytes: bound of the memory for staged transfers; None plans direct ones only.
         convert: accept a peer with another KV dtype.
+        mapped: takes the pulls from peers that it can map; the agent moves the others.
     """
 
     def __init__(
@@ -86,6 +99,7 @@ class PullWorker:
         convert: bool = False,
         costs: CostModel | None = None,
         limits: PostLimits | None = None,
+        mapped: MappedPath | None = None,
     ) -> None:
         self._endpoint = Endpoint(pool.layout, rank, tp_size)
         self._total_kv_heads = total_kv_heads
@@ -96,11 +110,13 @@ class PullWorker:
         self._convert = convert
         self._costs = costs
         self._limits = limits or PostLimits()
+        self._mapped = mapped
         self._address = connect_address
         self._peers: dict[PeerKey, _Peer] = {}
-        self._jobs: OrderedDict[str, tuple[PullJob, _Peer]] = OrderedDict()
+        self._jobs: OrderedDict[str, tuple[Job, _Peer]] = OrderedDict()
         self._reads: list[_Read] = []
-        self._idle_s = _POLL_MIN_S
+        self._poll_min_s, self._poll_max_s = _POLL_S[self._kind]
+        self._idle_s = self._poll_min_s
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._stopping = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -132,6 +148,8 @@ class PullWorker:
 
     def _run(self) -> None:
         self._agent.bind_thread()
+        if self._mapped is not None:
+            self._mapped.bind_thread()
         with self._context.socket(zmq.DEALER) as self._socket:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.set_hwm(0)
@@ -155,10 +173,10 @@ class PullWorker:
             if not progressed:
                 stuck = all(job.stopping for job, _ in self._jobs.values())
                 time.sleep(self._idle_s)
-                limit_s = _POLL_STUCK_S if stuck else _POLL_MAX_S
+                limit_s = _POLL_STUCK_S if stuck else self._poll_max_s
                 self._idle_s = min(self._idle_s * 1.5, limit_s)
         if progressed:
-            self._idle_s = _POLL_MIN_S
+            self._idle_s = self._poll_min_s
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.socket, zmq.POLLIN)
@@ -202,6 +220,14 @@ class PullWorker:
             return
         endpoints = tuple(Endpoint(layout, rank, tp) for rank, layout in enumerate(layouts))
         self._peers[key] = _Peer(metadata, endpoints)
+        if self._mapped is not None:
+            self._mapped.meet(metadata, self._owners(tp))
+
+    def _owners(self, remote_tp: int) -> set[int]:
+        """Ranks of a peer that hold heads of ours."""
+        ours = self._endpoint.heads(self._total_kv_heads)
+        groups = head_groups(ours, remote_tp, self._total_kv_heads)
+        return {owner for group in groups for owner in group.owners}
 
     def _begin(self, pull: Pull) -> None:
         try:
@@ -218,35 +244,66 @@ class PullWorker:
             peer.users += 1
             self._jobs[pull.pull_id] = (job, peer)
 
-    def _plan(self, pull: Pull, peer: _Peer) -> PullJob:
-        both_cuda = self._kind == "VRAM" and peer.metadata.ranks[0].device_kind == "cuda"
+    def _plan(self, pull: Pull, peer: _Peer) -> Job:
         try:
-            plan = plan_transfer(
-                self._endpoint,
-                peer.endpoints,
-                self._total_kv_heads,
-                pull.token_start,
-                pull.token_stop,
-                pull.local_block_ids,
-                pull.remote_block_ids,
-                costs=self._costs or DEFAULT_COSTS["cuda" if both_cuda else "cpu"],
-                lease_hash=pull.lease_hash,
-                staging_bytes=self._staging.nbytes if self._staging else None,
-                convert=self._convert,
-            )
+            job: Job = self._map(pull, peer) or self._plan_reads(pull, peer)
         except PlanError as error:
             raise PeerIncompatible(str(error)) from error
-        logger.debug("pull %s: %s", pull.pull_id, plan.why)
+        logger.debug("pull %s: %s", pull.pull_id, job.plan.why)
+        return job
+
+    def _map(self, pull: Pull, peer: _Peer) -> MappedJob | None:
+        if self._mapped is None:
+            return None
+        transfer = check_transfer(
+            self._endpoint,
+            peer.endpoints,
+            self._total_kv_heads,
+            (pull.token_start, pull.token_stop),
+            pull.local_block_ids,
+            pull.remote_block_ids,
+            lease_hash=pull.lease_hash,
+            convert=self._convert,
+        )
+        return self._mapped.job(pull.pull_id, peer.metadata, transfer)
+
+    def _plan_reads(self, pull: Pull, peer: _Peer) -> PullJob:
+        both_cuda = self._kind == "VRAM" and peer.metadata.ranks[0].device_kind == "cuda"
+        plan = plan_transfer(
+            self._endpoint,
+            peer.endpoints,
+            self._total_kv_heads,
+            pull.token_start,
+            pull.token_stop,
+            pull.local_block_ids,
+            pull.remote_block_ids,
+            costs=self._costs or DEFAULT_COSTS["cuda" if both_cuda else "cpu"],
+            lease_hash=pull.lease_hash,
+            staging_bytes=self._staging.nbytes if self._staging else None,
+            convert=self._convert,
+        )
         return PullJob(pull.pull_id, plan, self._pool.base_address, self._staging, self._limits)
 
     def _progress(self) -> bool:
         """Polls, posts at most one piece, ends what has ended; whether anything happened."""
-        polled = self._poll_reads()
+        polled = self._poll_reads() | self._advance()
         posted = self._post_one()
         ended = [job for job, _ in self._jobs.values() if job.ended]
         for job in ended:
             self._end(job)
         return polled or posted or bool(ended)
+
+    def _advance(self) -> bool:
+        """Lets every mapped pull go on."""
+        progressed = False
+        for job, _ in list(self._jobs.values()):
+            if isinstance(job, MappedJob):
+                try:
+                    progressed |= job.advance()
+                except Exception as error:
+                    logger.exception("pull %s", job.pull_id)
+                    self._fail(job, TransferFailed(f"gathering mapped KV failed: {error!r}"))
+        return progressed
 
     def _poll_reads(self) -> bool:
         before = len(self._reads)
@@ -266,6 +323,8 @@ class PullWorker:
         if len(self._reads) >= self._limits.max_active:
             return False
         for pull_id, (job, peer) in self._jobs.items():
+            if isinstance(job, MappedJob):
+                continue
             found = job.next_post()
             if found is None:
                 continue
@@ -303,7 +362,7 @@ class PullWorker:
             kinds=(self._kind, "VRAM" if remote.device_kind == "cuda" else "DRAM"),
         )
 
-    def _fail(self, job: PullJob, error: BatonError) -> None:
+    def _fail(self, job: Job, error: BatonError) -> None:
         job.stop(error)
         _, peer = self._jobs[job.pull_id]
         peer.stale = True
@@ -312,7 +371,7 @@ class PullWorker:
             report = RankFailing(job.pull_id, self._endpoint.rank, error_info(error))
             self._report(report)
 
-    def _end(self, job: PullJob) -> None:
+    def _end(self, job: Job) -> None:
         _, peer = self._jobs.pop(job.pull_id)
         job.leave()
         peer.users -= 1
@@ -326,10 +385,12 @@ class PullWorker:
             self._agent.remove_peer(name)
         peer.names.clear()
         peer.stale = False
+        if self._mapped is not None:
+            self._mapped.forget((peer.metadata.engine_id, peer.metadata.incarnation))
         if peer.dropped:
             self._peers.pop((peer.metadata.engine_id, peer.metadata.incarnation), None)
 
-    def _tell_end(self, pull_id: str, job: PullJob | None, error: BatonError | None) -> None:
+    def _tell_end(self, pull_id: str, job: Job | None, error: BatonError | None) -> None:
         complete = job is not None and job.complete
         ended = RankEnded(
             pull_id=pull_id,
@@ -338,7 +399,7 @@ class PullWorker:
             error=error_info(error) if error else None,
             nbytes=job.plan.useful_bytes if job and complete else 0,
             descriptors=job.plan.descriptors if job and complete else 0,
-            path=job.plan.path if job and job.plan.descriptors else "none",
+            path=job.plan.path if job and job.plan.useful_bytes else "none",
         )
         self._report(ended)
 

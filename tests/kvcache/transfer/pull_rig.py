@@ -24,6 +24,8 @@ from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.mapper import offer
 from kvcache.transfer.plan import heads_of
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import Event, PullSettings
@@ -97,11 +99,12 @@ class Prefill:
         incarnation: str | None = None,
         edit: Callable[[EngineMetadata], EngineMetadata] = lambda metadata: metadata,
         secret: bytes = SECRET,
+        device: str = "cpu",
         **changes: Any,
     ) -> None:
         self.tp = tp
         self.layouts = [layout(tp, rank, **changes) for rank in range(tp)]
-        self.pools = [KVPool(each) for each in self.layouts]
+        self.pools = [KVPool(each, device) for each in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
         ranks = [self._rank(rank) for rank in range(tp)]
         self.metadata = EngineMetadata(
@@ -121,15 +124,20 @@ class Prefill:
     def _rank(self, rank: int) -> RankMetadata:
         pool, agent = self.pools[rank], self.agents[rank]
         fill(pool, rank, self.tp)
-        agent.register(pool.base_address, pool.nbytes)
+        cuda = pool.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(pool.device)
+        kind: Any = "VRAM" if cuda else "DRAM"
+        agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
         return RankMetadata(
             rank=rank,
             agent_metadata=agent.metadata(),
             base_address=pool.base_address,
             nbytes=pool.nbytes,
-            device_id=0,
-            device_kind="cpu",
+            device_id=pool.device_id,
+            device_kind=pool.device.type,
             layout=pool.layout.to_record(),
+            extra=offer(pool),
         )
 
     def lease(
@@ -180,21 +188,25 @@ class Decode:
         limits: PostLimits | None = None,
         staging_bytes: int | None = None,
         settings: dict[str, Any] | None = None,
+        device: str = "cpu",
+        make_mapped: Callable[[KVPool], MappedPath | None] = lambda pool: None,
+        convert: bool = False,
         **changes: Any,
     ) -> None:
         self.tp = tp
         self.woken = threading.Event()
         self.events: list[Event] = []
         self.layouts = [layout(tp, rank, **changes) for rank in range(tp)]
-        self.pools = [KVPool(each) for each in self.layouts]
+        self.pools = [KVPool(each, device) for each in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
         self.coordinator = PullCoordinator(
             "tcp://127.0.0.1:0",
             tp,
-            compat(),
+            compat(kv_dtype=self.layouts[0].dtype),
             secret,
             PullSettings(**(settings or {})),
             on_event=self.woken.set,
+            convert=convert,
         )
         self.workers = [
             PullWorker(
@@ -206,6 +218,8 @@ class Decode:
                 self.coordinator.worker_address,
                 limits=limits,
                 staging_bytes=staging_bytes,
+                convert=convert,
+                mapped=make_mapped(self.pools[rank]),
             )
             for rank in range(tp)
         ]
@@ -242,7 +256,7 @@ class Decode:
         index = torch.tensor(rows, dtype=torch.long).reshape(-1, 2)
         merged = np.zeros((stop - start, HEADS, LAYERS, 2, HEAD_DIM), dtype=np.float32)
         for rank, pool in enumerate(self.pools):
-            part = pool.canonical.permute(0, 4, 1, 2, 3, 5)[index[:, 0], index[:, 1]]
+            part = pool.canonical.cpu().permute(0, 4, 1, 2, 3, 5)[index[:, 0], index[:, 1]]
             heads = heads_of(rank, self.tp, HEADS)
             merged[:, heads.start : heads.stop] = part.float().numpy()
         return merged

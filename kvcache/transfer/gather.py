@@ -1,0 +1,192 @@
+"""The index arithmetic of the mapped path, apart from what executes it.
+
+A gather copies one owner's share of a transfer out of a peer's mapped memory. It numbers the units
+(of up to 16 bytes) of the owner's blocks, block by block and inside a block in the peer's own
+order, so that neighbours in number are neighbours in the peer's memory. From a unit's number five
+divisions give its place on every axis; two block tables and two sets of strides, all in units, give
+both addresses. No list is made, whatever the geometries: any order, block sizes, heads, dtypes.
+
+`locate` below and the kernel in mapped_kernel.py compute the same from the same parameters. A
+division by a constant d is a multiplication: n // d == (n * magic) >> shift for all n below 2**31.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.layout import KVLayout
+from kvcache.transfer.boxes import Transfer
+from kvcache.transfer.topology import HeadGroup, IntArray, PlanError, heads_of
+
+UNIT_BYTES = 16  # what a thread moves at once, at most
+NUM_PARAMETERS = 40
+_MAX_UNITS = 1 << 31  # of one launch: their numbers are 32-bit
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One owner's share of a transfer. A unit is `unit_elements` elements on either side."""
+
+    remote_rank: int
+    source_dtype: str
+    target_dtype: str
+    unit_elements: int
+    parameters: IntArray  # i64[NUM_PARAMETERS], see `_parameters`; lengths in units
+    num_blocks: int  # of P, of which at least a part is wanted
+    block_units: int  # of the wanted heads in one block
+    block_bytes: int  # the same in bytes of P
+
+
+def make_gathers(transfer: Transfer) -> tuple[Gather, ...]:
+    """One gather for each head group and each rank of P that owns it.
+
+    Raises:
+        PlanError: one block has too many units to number.
+    """
+    if transfer.token_start == transfer.token_stop:
+        return ()
+    size = transfer.remote[0].layout.block_size
+    first, last = transfer.token_start // size, (transfer.token_stop - 1) // size
+    gathers = []
+    for group in transfer.groups:
+        turns = group.owner_index(np.arange(first, last + 1, dtype=np.int64))
+        for index, owner in enumerate(group.owners):
+            mine = np.flatnonzero(turns == index)
+            if len(mine):
+                start = first + int(mine[0])
+                gathers.append(_gather(transfer, group, owner, start, len(mine)))
+    return tuple(gathers)
+
+
+def launches(gather: Gather, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first, count) of each launch, in blocks of this gather: chunk_bytes or one block each."""
+    fitting = min(chunk_bytes // gather.block_bytes, (_MAX_UNITS - 1) // gather.block_units)
+    count = max(1, fitting)
+    for first in range(0, gather.num_blocks, count):
+        yield first, min(count, gather.num_blocks - first)
+
+
+def locate(
+    gather: Gather, remote_blocks: IntArray, local_blocks: IntArray, first: int, count: int
+) -> tuple[IntArray, IntArray]:
+    """Units of the source and of the target that one launch pairs: i64[n] each.
+
+    Args:
+        remote_blocks, local_blocks: i64, the two block tables from token 0 of the sequence on.
+    """
+    p = [int(value) for value in gather.parameters]
+    source_first, target_first, source_block, target_block, target_token = p[:5]
+    token_start, token_stop, block_first, block_step, source_tokens = p[5:10]
+    target_tokens, row_units = p[10:13], p[13:16]
+
+    number = np.arange(count * gather.block_units, dtype=np.int64)
+    number, unit = _divide(number, row_units)
+    source, target = source_first + unit, target_first + unit
+    token = np.zeros_like(number)
+    for axis in range(16, NUM_PARAMETERS, 6):
+        number, index = _divide(number, p[axis : axis + 3])
+        source = source + index * p[axis + 3]
+        target = target + index * p[axis + 4]
+        token = token + index * p[axis + 5]
+    ordinal = block_first + (first + number) * block_step
+    token = token + ordinal * source_tokens
+    wanted = (token >= token_start) & (token < token_stop)
+    source, target, token, ordinal = (x[wanted] for x in (source, target, token, ordinal))
+    target_ordinal, target_offset = _divide(token, target_tokens)
+    source = source + remote_blocks[ordinal] * source_block
+    target = target + local_blocks[target_ordinal] * target_block + target_offset * target_token
+    return source, target
+
+
+def _divide(number: IntArray, divisor: list[int]) -> tuple[IntArray, IntArray]:
+    """Quotient and remainder, by `_divisor`'s triple."""
+    size, magic, shift = divisor
+    quotient = (number * magic) >> shift
+    return quotient, number - quotient * size
+
+
+def _divisor(size: int) -> tuple[int, int, int]:
+    """(d, magic, shift): exact for 0 <= n < 2**31, and n * magic < 2**63.
+
+    With s the bits of d - 1, magic = ceil(2**(31 + s) / d) overshoots by less than 2**s / d, which
+    times n stays below 2**(31 + s) / d: too little to reach the next whole number.
+    """
+    bits = (size - 1).bit_length()
+    return size, -(-(1 << (31 + bits)) // size), 31 + bits
+
+
+def _gather(
+    transfer: Transfer, group: HeadGroup, owner: int, block_first: int, num_blocks: int
+) -> Gather:
+    source, target = transfer.remote[owner].layout, transfer.local.layout
+    elements = _unit_elements(source, target)
+    units = (source.head_dim // elements) * len(group.heads) * source.num_layers
+    units *= source.num_components * source.block_size
+    if units >= _MAX_UNITS:
+        raise PlanError(f"a block of the peer has {units} units to gather; use smaller blocks")
+    return Gather(
+        remote_rank=owner,
+        source_dtype=source.dtype,
+        target_dtype=target.dtype,
+        unit_elements=elements,
+        parameters=_parameters(transfer, group, owner, block_first, elements),
+        num_blocks=num_blocks,
+        block_units=units,
+        block_bytes=units * elements * source.itemsize,
+    )
+
+
+def _unit_elements(source: KVLayout, target: KVLayout) -> int:
+    """The most elements, a power of two, that divide a head's and take 16 bytes on neither side."""
+    fitting = UNIT_BYTES // max(source.itemsize, target.itemsize)
+    return min(fitting, source.head_dim & -source.head_dim)
+
+
+def _parameters(
+    transfer: Transfer, group: HeadGroup, owner: int, block_first: int, elements: int
+) -> IntArray:
+    """What the arithmetic needs to know:
+
+    0  source_first      of the first wanted head
+    1  target_first
+    2  source_block      strides
+    3  target_block
+    4  target_token
+    5  token_start       [start, stop) is wanted
+    6  token_stop
+    7  block_first       ordinal in the sequence of this gather's first block of P
+    8  block_step        to its next one: other owners have those between
+    9  source_tokens     in a block of P
+    10 target_tokens     in a block of D, as a divisor (3)
+    13 row_units         of one head of one token, as a divisor (3)
+    16 four axes, innermost of P first: size as a divisor (3), source and target stride, and
+       how many tokens a step is (1 for the token axis, whose target stride is 0, else 0)
+    """
+    end, local = transfer.remote[owner], transfer.local
+    source, target = end.layout, local.layout
+    reads = {axis: stride // elements for axis, stride in source.strides.items()}
+    writes = {axis: stride // elements for axis, stride in target.strides.items()}
+    total = transfer.total_kv_heads
+    remote_head = group.heads.start - heads_of(owner, end.tp, total).start
+    local_head = group.heads.start - local.heads(total).start
+    values = [
+        remote_head * reads["H"],
+        local_head * writes["H"],
+        reads["B"],
+        writes["B"],
+        writes["N"],
+        transfer.token_start,
+        transfer.token_stop,
+        block_first,
+        len(group.owners),
+        source.block_size,
+        *_divisor(target.block_size),
+        *_divisor(source.head_dim // elements),
+    ]
+    sizes = {**source.sizes, "H": len(group.heads)}
+    for axis in reversed(source.order.replace("B", "").replace("D", "")):
+        write = 0 if axis == "N" else writes[axis]
+        values += [*_divisor(sizes[axis]), reads[axis], write, int(axis == "N")]
+    assert len(values) == NUM_PARAMETERS
+    return np.array(values, dtype=np.int64)

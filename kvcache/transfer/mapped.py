@@ -1,0 +1,186 @@
+"""The mapped path of one rank of D: which peers' memory is open here, and pulls out of it.
+
+A pull is a row of launches of bounded size, few of them queued at a time: a pull that is stopped
+ends within that, and the device can give way to the decode batch between any two. As with READs,
+a launch has ended only when its event says so (I7), and memory is unmapped only after that.
+The owner's death ends nothing here: its memory stays readable until it is unmapped, what kernels
+read of it counts for nothing without the fence, and the fence is what a dead peer cannot answer.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcache.transfer.boxes import Transfer
+from kvcache.transfer.gather import launches, make_gathers
+from kvcache.transfer.mapper import MappedMemory, Mapper, NotMappable, Work
+from kvcache.transfer.plan import TransferPlan
+from kvcache.transfer.pull import PeerKey
+from protocol.errors import BatonError, PeerIncompatible
+from protocol.handshake import EngineMetadata
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 64 << 20  # some 0.2 ms over NVLink
+MAX_ACTIVE = 2  # launches queued: the device goes from one to the next without waiting for us
+
+
+@dataclass
+class _Mapping:
+    memories: dict[int, MappedMemory] = field(default_factory=dict)  # by rank of P
+    refusal: str | None = None
+
+
+class MappedPath:
+    """Opens peers at first contact, closes them when they are forgotten.
+
+    Args:
+        required: a peer that cannot be mapped is refused, not left to NIXL.
+    """
+
+    def __init__(
+        self, mapper: Mapper, *, required: bool = False, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self._mapper = mapper
+        self._required = required
+        self._chunk_bytes = chunk_bytes
+        self._mappings: dict[PeerKey, _Mapping] = {}
+
+    def bind_thread(self) -> None:
+        self._mapper.bind_thread()
+
+    def meet(self, metadata: EngineMetadata, ranks: set[int]) -> bool:
+        """Opens these ranks' pools, unless that was done; whether the peer can be mapped."""
+        key = (metadata.engine_id, metadata.incarnation)
+        mapping = self._mappings.get(key)
+        if mapping is None:
+            mapping = self._mappings[key] = _Mapping()
+            try:
+                for rank in sorted(ranks):
+                    mapping.memories[rank] = self._mapper.map(metadata.ranks[rank])
+            except NotMappable as error:
+                self._unmap(mapping)
+                mapping.refusal = str(error)
+            self._log(metadata, mapping)
+        return mapping.refusal is None
+
+    def job(self, pull_id: str, metadata: EngineMetadata, transfer: Transfer) -> "MappedJob | None":
+        """A pull of `transfer`; None leaves it to NIXL.
+
+        Raises:
+            PeerIncompatible: the mapped path is required, and this peer cannot be mapped.
+        """
+        owners = {owner for group in transfer.groups for owner in group.owners}
+        if not self.meet(metadata, owners):
+            if self._required:
+                refusal = self._mappings[metadata.engine_id, metadata.incarnation].refusal
+                raise PeerIncompatible(
+                    f"KV of prefill server {metadata.engine_id} cannot be mapped: {refusal}. "
+                    f"Use --transfer auto or nixl.",
+                    param="transfer",
+                )
+            return None
+        memories = self._mappings[metadata.engine_id, metadata.incarnation].memories
+        gathers = make_gathers(transfer)
+        work = Work(
+            gathers,
+            [memories[gather.remote_rank] for gather in gathers],
+            transfer.remote_blocks,
+            transfer.local_blocks,
+        )
+        return MappedJob(pull_id, self._mapper, work, transfer, self._chunk_bytes)
+
+    def forget(self, key: PeerKey) -> None:
+        """Closes a peer's memory; no job reads from it any more."""
+        mapping = self._mappings.pop(key, None)
+        if mapping is not None:
+            self._unmap(mapping)
+
+    def close(self) -> None:
+        for key in list(self._mappings):
+            self.forget(key)
+
+    def _unmap(self, mapping: _Mapping) -> None:
+        for memory in mapping.memories.values():
+            self._mapper.unmap(memory)
+        mapping.memories.clear()
+
+    def _log(self, metadata: EngineMetadata, mapping: _Mapping) -> None:
+        if mapping.refusal is None:
+            logger.info("prefill server %s: its KV is mapped here", metadata.engine_id)
+        else:
+            logger.info("prefill server %s: not mapped, %s", metadata.engine_id, mapping.refusal)
+
+
+class MappedJob:
+    """One pull on one rank over the mapped path; driven by the worker, as a PullJob."""
+
+    def __init__(
+        self, pull_id: str, mapper: Mapper, work: Work, transfer: Transfer, chunk_bytes: int
+    ) -> None:
+        self.pull_id = pull_id
+        self.plan = _plan(work, transfer)
+        self.error: BatonError | None = None
+        self.failure_told = False
+        self.stopping = False
+        self._mapper = mapper
+        self._work = work
+        self._begun = False
+        self._pending = iter(
+            [
+                (index, first, count)
+                for index, gather in enumerate(work.gathers)
+                for first, count in launches(gather, chunk_bytes)
+            ]
+        )
+        self._exhausted = not work.gathers
+        self._tokens: deque[Any] = deque()
+
+    @property
+    def active(self) -> int:
+        """Launches that have not ended."""
+        return len(self._tokens)
+
+    @property
+    def ended(self) -> bool:
+        return not self._tokens and (self.stopping or self._exhausted)
+
+    @property
+    def complete(self) -> bool:
+        """Every byte is in its place."""
+        return self.ended and not self.stopping
+
+    def stop(self, error: BatonError | None = None) -> None:
+        """Launches nothing more. The first error stays."""
+        self.stopping = True
+        self.error = self.error or error
+
+    def leave(self) -> None:
+        """The job has ended; it holds nothing that others wait for."""
+
+    def advance(self) -> bool:
+        """Retires launches that have ended and queues more; whether anything happened."""
+        before = len(self._tokens)
+        while self._tokens and self._mapper.finished(self._tokens[0]):
+            self._tokens.popleft()
+        progressed = len(self._tokens) < before
+        while not self.stopping and not self._exhausted and self.active < MAX_ACTIVE:
+            progressed |= self._launch()
+        return progressed
+
+    def _launch(self) -> bool:
+        following = next(self._pending, None)
+        if following is None:
+            self._exhausted = True
+            return False
+        if not self._begun:
+            self._begun, self._work = True, self._mapper.begin(self._work)
+        self._tokens.append(self._mapper.launch(self._work, *following))
+        return True
+
+
+def _plan(work: Work, transfer: Transfer) -> TransferPlan:
+    read = sum(gather.num_blocks * gather.block_bytes for gather in work.gathers)
+    why = f"mapped: {len(work.gathers)} gathers"
+    return TransferPlan("mapped", (), (), 0, read, transfer.useful_bytes, 0.0, why)

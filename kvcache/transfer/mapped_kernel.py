@@ -1,0 +1,149 @@
+"""The gather kernel: gather.py's arithmetic on a GPU. The only file that imports Triton.
+
+One variant is compiled for a width of the unit (and a pair of dtypes, where they differ); geometry
+arrives as numbers in memory, so a new peer compiles nothing. Few programs, each of which takes
+tiles of units in turn: reading over NVLink wants many bytes in flight, not many multiprocessors,
+and the rest are the decode batch's.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache.transfer.gather import Gather
+
+TILE_UNITS = 1024
+NUM_WARPS = 8
+_WORDS = {16: (tl.int32, 4), 8: (tl.int32, 2), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
+_DTYPES = {
+    "float32": tl.float32,
+    "bfloat16": tl.bfloat16,
+    "float16": tl.float16,
+    "float8_e4m3fn": tl.float8e4nv,
+}
+
+
+def launch(
+    gather: Gather,
+    source_address: int,
+    target_address: int,
+    parameters: int,
+    remote_table: int,
+    local_table: int,
+    first: int,
+    count: int,
+    *,
+    num_programs: int,
+) -> None:
+    """Queues one launch on the current stream of the current device.
+
+    Args:
+        source_address: of the peer's allocation as mapped here.
+        target_address: of this rank's pool.
+        parameters, remote_table, local_table: addresses on the device of gather.parameters and of
+            the two block tables, i64 each.
+        first, count: of `launches`.
+    """
+    source_type, target_type, width = _types(gather)
+    _kernel[(num_programs,)](
+        source_address,
+        target_address,
+        parameters,
+        remote_table,
+        local_table,
+        first,
+        count * gather.block_units,
+        SOURCE=source_type,
+        TARGET=target_type,
+        WIDTH=width,
+        TILE=TILE_UNITS,
+        num_warps=NUM_WARPS,
+    )
+
+
+def _types(gather: Gather) -> tuple[Any, Any, int]:
+    source, target = _DTYPES[gather.source_dtype], _DTYPES[gather.target_dtype]
+    if source != target:
+        return source, target, gather.unit_elements
+    itemsize = getattr(torch, gather.source_dtype).itemsize
+    word, width = _WORDS[gather.unit_elements * itemsize]
+    return word, word, width
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _divide(number, divisor):  # type: ignore[no-untyped-def]
+    """Quotient and remainder of i32 by the constant whose (d, magic, shift) lie at `divisor`."""
+    size = tl.load(divisor).to(tl.int32)
+    magic = tl.load(divisor + 1).to(tl.uint64)
+    shift = tl.load(divisor + 2).to(tl.uint64)
+    wide = number.to(tl.uint32).to(tl.uint64)
+    quotient = ((wide * magic) >> shift).to(tl.int32)
+    return quotient, number - quotient * size
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _step(number, source, target, token, axis):  # type: ignore[no-untyped-def]
+    """Takes one axis off the units' numbers."""
+    number, index = _divide(number, axis)
+    source += index.to(tl.int64) * tl.load(axis + 3)
+    target += index.to(tl.int64) * tl.load(axis + 4)
+    token += index * tl.load(axis + 5).to(tl.int32)
+    return number, source, target, token
+
+
+@triton.jit(  # type: ignore[untyped-decorator, unused-ignore]
+    do_not_specialize=[
+        "source_address",
+        "target_address",
+        "parameters",
+        "remote_table",
+        "local_table",
+        "first",
+        "num_units",
+    ]
+)
+def _kernel(  # type: ignore[no-untyped-def]
+    source_address: tl.int64,
+    target_address: tl.int64,
+    parameters: tl.int64,
+    remote_table: tl.int64,
+    local_table: tl.int64,
+    first: tl.int32,
+    num_units: tl.int32,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """See gather.py; numbers of the form p + k are indices into its parameters."""
+    p = parameters.to(tl.pointer_type(tl.int64))
+    remote_blocks = remote_table.to(tl.pointer_type(tl.int64))
+    local_blocks = local_table.to(tl.pointer_type(tl.int64))
+    source_base = tl.multiple_of(source_address.to(tl.pointer_type(SOURCE)), 16)
+    target_base = tl.multiple_of(target_address.to(tl.pointer_type(TARGET)), 16)
+    lanes = tl.arange(0, WIDTH)[None, :]
+    tile_numbers = tl.arange(0, TILE)[:, None]
+    for start in range(tl.program_id(0) * TILE, num_units, tl.num_programs(0) * TILE):
+        number = start + tile_numbers
+        wanted = number < num_units
+        number, unit = _divide(number, p + 13)
+        source = tl.load(p) + unit
+        target = tl.load(p + 1) + unit
+        token = number * 0
+        number, source, target, token = _step(number, source, target, token, p + 16)
+        number, source, target, token = _step(number, source, target, token, p + 22)
+        number, source, target, token = _step(number, source, target, token, p + 28)
+        number, source, target, token = _step(number, source, target, token, p + 34)
+        ordinal = tl.load(p + 7).to(tl.int32) + (first + number) * tl.load(p + 8).to(tl.int32)
+        token += ordinal * tl.load(p + 9).to(tl.int32)
+        wanted &= (token >= tl.load(p + 5).to(tl.int32)) & (token < tl.load(p + 6).to(tl.int32))
+        target_ordinal, target_offset = _divide(token, p + 10)
+        source += tl.load(remote_blocks + ordinal, mask=wanted, other=0) * tl.load(p + 2)
+        target += tl.load(local_blocks + target_ordinal, mask=wanted, other=0) * tl.load(p + 3)
+        target += target_offset.to(tl.int64) * tl.load(p + 4)
+        value = tl.load(source_base + (source * WIDTH + lanes), mask=wanted)
+        if SOURCE != TARGET:
+            value = value.to(tl.float32).to(TARGET)
+        tl.store(target_base + (target * WIDTH + lanes), value, mask=wanted)

@@ -1,0 +1,268 @@
+"""The seam of the mapped path: opening a peer's memory here, and gathering out of it.
+
+CudaMapper is the real one. MemoryMapper gathers on the CPU out of pools of its own process, with
+the same index arithmetic, and can be told to stall or fail: for tests and for reading along.
+"""
+
+import ctypes
+import logging
+import os
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from kvcache.pool import TORCH_DTYPES, KVPool
+from kvcache.transfer import cuda_ipc
+from kvcache.transfer.gather import Gather, locate
+from kvcache.transfer.topology import IntArray
+from protocol.handshake import RankMetadata
+
+logger = logging.getLogger(__name__)
+
+EXTRA_KEY = "mapped"  # in RankMetadata.extra
+NUM_PROGRAMS = 64  # thread blocks of one launch
+
+
+class NotMappable(Exception):
+    """This peer's memory cannot be opened here; the text says why."""
+
+
+class MappableRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank of P offers to processes of its own host."""
+
+    host: str
+    pid: int
+    handle: bytes  # of CUDA IPC; empty for host memory
+    offset: int  # bytes from the allocation's base to the pool
+
+
+@dataclass(frozen=True)
+class MappedMemory:
+    """A peer's pool in this process's address space."""
+
+    address: int
+    opened: int | None = None  # to close; None where nothing had to be opened
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pull's gathers with all that its launches need."""
+
+    gathers: Sequence[Gather]
+    sources: Sequence[MappedMemory]  # of each gather
+    remote_blocks: IntArray
+    local_blocks: IntArray
+    device_copy: Any = None
+
+
+class Mapper(ABC):
+    """Belongs to the thread that called `bind_thread`."""
+
+    def bind_thread(self) -> None:  # noqa: B027 - host memory needs nothing
+        """Called once by the thread that is going to use this mapper."""
+
+    @abstractmethod
+    def map(self, rank: RankMetadata) -> MappedMemory:
+        """Opens a rank's pool.
+
+        Raises:
+            NotMappable: it is on another host, has no such memory, or its owner is gone.
+        """
+
+    @abstractmethod
+    def unmap(self, memory: MappedMemory) -> None:
+        """Closes it; every launch out of it has ended."""
+
+    @abstractmethod
+    def begin(self, work: Work) -> Work:
+        """Prepares a pull's launches."""
+
+    @abstractmethod
+    def launch(self, work: Work, index: int, first: int, count: int) -> Any:
+        """Begins to gather `count` blocks of gather `index`; returns a token for `finished`."""
+
+    @abstractmethod
+    def finished(self, token: Any) -> bool:
+        """Whether a launch has ended; never blocks."""
+
+
+def offer(pool: KVPool) -> dict[str, Any]:
+    """What to put into RankMetadata.extra so that processes of this host may map the pool."""
+    handle, offset = b"", 0
+    if pool.device.type == "cuda":
+        try:
+            with torch.cuda.device(pool.device):
+                handle, offset = cuda_ipc.export_handle(pool.base_address)
+        except cuda_ipc.CudaError as error:
+            logger.warning("the KV pool cannot be mapped by others, only read by NIXL: %s", error)
+            return {}
+    record = MappableRecord(host=host_id(), pid=os.getpid(), handle=handle, offset=offset)
+    return {EXTRA_KEY: msgspec.to_builtins(record, builtin_types=(bytes,))}
+
+
+@lru_cache(maxsize=1)
+def host_id() -> str:
+    """Equal for two processes on one running kernel, in whatever containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def offered(rank: RankMetadata) -> MappableRecord:
+    """What a peer's rank offers, if it is on this host.
+
+    Raises:
+        NotMappable: it offers nothing usable, or lives elsewhere.
+    """
+    if EXTRA_KEY not in rank.extra:
+        raise NotMappable("it offers no memory to map")
+    try:
+        record = msgspec.convert(rank.extra[EXTRA_KEY], MappableRecord)
+    except msgspec.ValidationError as error:
+        raise NotMappable(f"its offer is malformed: {error}") from error
+    if record.host != host_id():
+        raise NotMappable("it is on another host")
+    return record
+
+
+class CudaMapper(Mapper):
+    """Gathers with the kernel of mapped_kernel.py, on a stream beside the decode batch.
+
+    Args:
+        pool: of this rank, on a GPU: what is written, and whose device reads.
+        num_programs: thread blocks of one launch; more are faster and leave less to others.
+    """
+
+    def __init__(self, pool: KVPool, *, num_programs: int = NUM_PROGRAMS) -> None:
+        self._pool = pool
+        self._device = pool.device
+        self._num_programs = num_programs
+        self._stream: Any = None
+
+    def bind_thread(self) -> None:
+        torch.cuda.set_device(self._device)
+        # 0 is the lowest priority: what the engine gives a higher one goes first.
+        self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
+        torch.empty(1, pin_memory=True)
+
+    def map(self, rank: RankMetadata) -> MappedMemory:
+        record = offered(rank)
+        if rank.device_kind != "cuda" or not record.handle:
+            raise NotMappable(f"its KV is in {rank.device_kind} memory")
+        if record.pid == os.getpid():
+            return MappedMemory(rank.base_address)
+        if len(record.handle) != cuda_ipc.HANDLE_BYTES or record.offset < 0:
+            raise NotMappable("its offer is malformed")
+        torch.cuda.set_device(self._device)  # the device that shall read
+        try:
+            opened = cuda_ipc.open_handle(record.handle)
+            _, size = cuda_ipc.allocation(opened)
+        except cuda_ipc.CudaError as error:
+            raise NotMappable(f"its memory cannot be opened: {error}") from error
+        if record.offset + rank.nbytes > size:
+            cuda_ipc.close_handle(opened)
+            raise NotMappable(f"its allocation has {size} bytes, fewer than it says")
+        return MappedMemory(opened + record.offset, opened)
+
+    def unmap(self, memory: MappedMemory) -> None:
+        if memory.opened is None:
+            return
+        try:
+            cuda_ipc.close_handle(memory.opened)
+        except cuda_ipc.CudaError as error:
+            logger.warning("unmapping a peer's memory: %s", error)
+
+    def begin(self, work: Work) -> Work:
+        parameters = [gather.parameters for gather in work.gathers]
+        values = np.concatenate((*parameters, work.remote_blocks, work.local_blocks))
+        pinned = torch.from_numpy(values).pin_memory()
+        with torch.cuda.stream(self._stream):
+            copied = pinned.to(self._device, non_blocking=True)
+        return Work(
+            work.gathers, work.sources, work.remote_blocks, work.local_blocks, (copied, pinned)
+        )
+
+    def launch(self, work: Work, index: int, first: int, count: int) -> Any:
+        from kvcache.transfer import mapped_kernel  # needs Triton, which only GPU machines have
+
+        address = work.device_copy[0].data_ptr()
+        gather = work.gathers[index]
+        tables = address + 8 * sum(len(each.parameters) for each in work.gathers)
+        with torch.cuda.stream(self._stream):
+            mapped_kernel.launch(
+                gather,
+                work.sources[index].address,
+                self._pool.base_address,
+                address + 8 * index * len(gather.parameters),
+                tables,
+                tables + 8 * len(work.remote_blocks),
+                first,
+                count,
+                num_programs=self._num_programs,
+            )
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return event
+
+    def finished(self, token: Any) -> bool:
+        return bool(token.query())
+
+
+class MemoryMapper(Mapper):
+    """Gathers with numpy out of pools of this process, at once unless stalled.
+
+    Attributes:
+        stalled: launches made while it is set do not end before it is unset.
+        fail_launches: the next launches raise.
+        mapped: addresses that are open now.
+        unmapped: set whenever one is closed.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self.stalled = False
+        self.fail_launches = False
+        self.mapped: list[int] = []
+        self.unmapped = threading.Event()
+
+    def map(self, rank: RankMetadata) -> MappedMemory:
+        if offered(rank).pid != os.getpid():
+            raise NotMappable("it is another process's")
+        self.mapped.append(rank.base_address)
+        return MappedMemory(rank.base_address)
+
+    def unmap(self, memory: MappedMemory) -> None:
+        self.mapped.remove(memory.address)
+        self.unmapped.set()
+
+    def begin(self, work: Work) -> Work:
+        return work
+
+    def launch(self, work: Work, index: int, first: int, count: int) -> Any:
+        if self.fail_launches:
+            raise RuntimeError("a launch failed")
+        gather = work.gathers[index]
+        pair = locate(gather, work.remote_blocks, work.local_blocks, first, count)
+        reads, writes = (torch.from_numpy(units) for units in pair)
+        end = int(reads.max()) + 1 if len(reads) else 0
+        dtype = TORCH_DTYPES[gather.source_dtype]
+        nbytes = end * gather.unit_elements * dtype.itemsize
+        memory = (ctypes.c_ubyte * nbytes).from_address(work.sources[index].address)
+        if nbytes:
+            source = torch.frombuffer(memory, dtype=dtype).view(-1, gather.unit_elements)
+            target = self._pool.tensor.view(-1).view(-1, gather.unit_elements)
+            target[writes] = source[reads].to(target.dtype)
+        return None
+
+    def finished(self, token: Any) -> bool:
+        return not self.stalled

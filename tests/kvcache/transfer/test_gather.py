@@ -1,0 +1,116 @@
+"""The mapped path's index arithmetic, proved on the CPU for any pair of geometries."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvcache.transfer.gather import Gather, _divisor, launches, locate, make_gathers
+from kvcache.transfer.plan import check_transfer
+from tests.kvcache.transfer.geometry import (
+    DTYPES,
+    Case,
+    Side,
+    cases,
+    garbage,
+    memory_of,
+    with_dtypes,
+)
+
+PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=200)
+
+
+def gathers_of(case: Case, d_rank: int) -> tuple[Gather, ...]:
+    transfer = check_transfer(
+        case.endpoints(case.d)[d_rank],
+        case.endpoints(case.p),
+        case.heads,
+        (case.start, case.stop),
+        case.d.blocks,
+        case.p.blocks,
+        lease_hash=case.lease_hash,
+        convert=True,
+    )
+    return make_gathers(transfer)
+
+
+def gather_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray:
+    sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
+    into = garbage(case, case.d, d_rank)
+    remote, local = np.array(case.p.blocks), np.array(case.d.blocks)
+    for gather in gathers_of(case, d_rank):
+        elements = gather.unit_elements
+        source = sources[gather.remote_rank].reshape(-1, elements)
+        for first, count in launches(gather, chunk_bytes):
+            reads, writes = locate(gather, remote, local, first, count)
+            assert len(np.unique(writes)) == len(writes)
+            into.reshape(-1, elements)[writes] = source[reads].astype(into.dtype)
+    return into
+
+
+@PROPERTY
+@given(cases(), st.integers(0, 7), DTYPES, st.integers(1, 10_000), st.sampled_from([1, 2, 3, 8]))
+def test_every_element_arrives_and_nothing_else_is_touched(
+    case: Case, d_rank: int, dtypes: tuple[str, str], chunk_bytes: int, widen: int
+) -> None:
+    case = with_dtypes(dataclasses.replace(case, head_dim=case.head_dim * widen), *dtypes)
+    d_rank %= case.d.tp
+    found = gather_all(case, d_rank, chunk_bytes)
+    np.testing.assert_array_equal(found, memory_of(case, case.d, d_rank, case.start))
+
+
+def test_a_latent_cache_is_gathered_as_one_head_from_every_copy_in_turn() -> None:
+    p = Side(4, "BHLCND", 16, tuple(range(5, -1, -1)), 7)
+    d = Side(2, "LBCNHD", 8, tuple(range(12)), 12)
+    case = Case(p, d, heads=1, layers=3, components=1, head_dim=72, start=3, stop=95)
+    assert [gather.num_blocks for gather in gathers_of(case, 1)] == [1, 2, 2, 1]
+    np.testing.assert_array_equal(gather_all(case, 1, 4096), memory_of(case, d, 1, 3))
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_a_division_by_a_constant_is_a_multiplication(size: int, number: int) -> None:
+    divisor, magic, shift = _divisor(size)
+    assert divisor == size and 0 < magic <= 2**32
+    assert number * magic < 2**63
+    assert (number * magic) >> shift == number // size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 2**16 - 1, 2**30 + 1, 2**31 - 1])
+def test_division_is_exact_at_its_borders(size: int) -> None:
+    _, magic, shift = _divisor(size)
+    for multiple in (1, 2, (2**31 - 1) // size):
+        for number in (multiple * size - 1, multiple * size):
+            if number < 2**31:
+                assert (number * magic) >> shift == number // size
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "source", "target", "elements"),
+    [
+        (128, "bfloat16", "bfloat16", 8),
+        (576, "bfloat16", "bfloat16", 8),
+        (100, "bfloat16", "bfloat16", 4),
+        (3, "float32", "float32", 1),
+        (128, "float8_e4m3fn", "float8_e4m3fn", 16),
+        (128, "float32", "float8_e4m3fn", 4),
+    ],
+)
+def test_units_are_as_wide_as_both_sides_allow(
+    head_dim: int, source: str, target: str, elements: int
+) -> None:
+    p = Side(1, "BHLCND", 4, (1,), 2, source)
+    d = Side(1, "LBCNHD", 4, (1,), 2, target)
+    case = Case(p, d, heads=2, layers=1, components=2, head_dim=head_dim, start=0, stop=4)
+    (gather,) = gathers_of(case, 0)
+    assert gather.unit_elements == elements
+
+
+def test_launches_cover_all_blocks_and_are_bounded() -> None:
+    p = Side(1, "BHLCND", 4, tuple(range(10)), 10)
+    case = Case(p, p, heads=2, layers=1, components=2, head_dim=4, start=2, stop=39)
+    (gather,) = gathers_of(case, 0)
+    assert gather.block_bytes == 4 * 2 * 2 * 4 * 4
+    assert list(launches(gather, 3 * gather.block_bytes + 1)) == [(0, 3), (3, 3), (6, 3), (9, 1)]
+    assert len(list(launches(gather, 1))) == 10

@@ -1,0 +1,220 @@
+"""Pulls over the mapped path, without a GPU: P's pools are in this process, numpy gathers."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvcache.pool import KVPool
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.mapper import EXTRA_KEY, MemoryMapper, NotMappable, host_id, offer, offered
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from protocol.errors import (
+    LeaseGone,
+    PeerIncompatible,
+    PeerUnreachable,
+    PullTimeout,
+    TransferFailed,
+)
+from protocol.handshake import EngineMetadata
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import Decode, Prefill, expected
+
+ENDINGS = (PullDone, PullFailed, PullDrained)
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def make(kind: Callable[..., Any], **options: Any) -> Any:
+        made.append(kind(MemoryAgent, **options))
+        return made[-1]
+
+    yield make
+    for side in reversed(made):
+        side.close()
+
+
+class Mappers:
+    """Makes a MappedPath for each rank and keeps what it was made of."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.made: list[MemoryMapper] = []
+
+    def __call__(self, pool: KVPool) -> MappedPath:
+        self.made.append(MemoryMapper(pool))
+        return MappedPath(self.made[-1], **self.options)
+
+
+def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, stop: int) -> None:
+    assert np.array_equal(decode.tokens(blocks, start, stop), expected(remote, start, stop))
+
+
+GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"tp": 1}, {"tp": 2}),
+    ({"tp": 4}, {"tp": 2}),
+    ({"tp": 8}, {"tp": 1}),
+    ({"order": "LBCNHD"}, {"tp": 2, "order": "BHLCND"}),
+    ({"order": "LCBHND", "tp": 2}, {"order": "BLCHND"}),
+]
+
+
+@pytest.mark.parametrize(("p", "d"), GEOMETRIES)
+def test_any_geometry_is_mapped(rig: Any, p: dict[str, Any], d: dict[str, Any]) -> None:
+    mappers = Mappers(chunk_bytes=1)  # a launch for every block
+    prefill, decode = rig(Prefill, **p), rig(Decode, make_mapped=mappers, **d)
+    remote = prefill.lease([5, 2, 9], 22)
+    decode.coordinator.pull("a", remote, 3, 22, [3, 1, 7])
+    done = decode.wait(*ENDINGS)
+    assert isinstance(done, PullDone), done
+    assert (done.path, done.descriptors) == ("mapped", 0)
+    assert done.nbytes == sum(19 * each.token_bytes for each in decode.layouts)
+    assert_pulled(decode, remote, [3, 1, 7], 3, 22)
+    assert (decode.tokens([3, 1, 7], 0, 3) == 0).all()
+    assert prefill.outcomes() == ["completed"]
+
+
+@pytest.mark.parametrize(("p_size", "d_size"), [(16, 8), (8, 16), (5, 12)])
+def test_block_sizes_may_differ(rig: Any, p_size: int, d_size: int) -> None:
+    prefill = rig(Prefill, block_size=p_size)
+    decode = rig(Decode, make_mapped=Mappers(), block_size=d_size)
+    remote = prefill.lease([5, 2, 9, 4, 1, 3, 7, 8][: -(-37 // p_size)], 37)
+    blocks = [8, 3, 1, 7, 2][: -(-37 // d_size)]
+    decode.coordinator.pull("a", remote, 0, 37, blocks)
+    assert decode.wait(*ENDINGS).path == "mapped"
+    assert_pulled(decode, remote, blocks, 0, 37)
+
+
+def test_the_dtype_is_converted_on_the_way(rig: Any) -> None:
+    prefill = rig(Prefill, dtype="float32")
+    decode = rig(Decode, make_mapped=Mappers(), dtype="bfloat16", convert=True)
+    remote = prefill.lease([5, 2], 16)
+    decode.coordinator.pull("a", remote, 0, 16, [3, 1])
+    assert decode.wait(*ENDINGS).path == "mapped"
+    wanted = expected(remote, 0, 16)
+    np.testing.assert_allclose(decode.tokens([3, 1], 0, 16), wanted, rtol=2**-8)
+
+
+def without_offer(metadata: EngineMetadata) -> EngineMetadata:
+    ranks = [msgspec.structs.replace(rank, extra={}) for rank in metadata.ranks]
+    return msgspec.structs.replace(metadata, ranks=ranks)
+
+
+def test_a_peer_that_cannot_be_mapped_is_read_by_the_agent(rig: Any) -> None:
+    prefill, decode = rig(Prefill, edit=without_offer), rig(Decode, make_mapped=Mappers())
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+    assert decode.wait(*ENDINGS).path == "direct"
+    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+
+
+def test_a_pinned_mapped_path_refuses_what_it_cannot_map(rig: Any) -> None:
+    prefill = rig(Prefill, edit=without_offer)
+    decode = rig(Decode, make_mapped=Mappers(required=True))
+    decode.coordinator.pull("a", prefill.lease([5, 2, 9], 24), 0, 24, [3, 1, 7])
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and failed.drained
+    assert isinstance(failed.error, PeerIncompatible)
+    assert "offers no memory to map" in str(failed.error)
+    assert "--transfer auto" in str(failed.error)
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({}, "offers no memory"),
+        ({EXTRA_KEY: "what"}, "malformed"),
+        ({EXTRA_KEY: {"host": "elsewhere", "pid": 1, "handle": b"", "offset": 0}}, "another host"),
+        ({EXTRA_KEY: {"host": host_id(), "pid": 0, "handle": b"", "offset": 0}}, "another process"),
+    ],
+)
+def test_why_a_peer_cannot_be_mapped(rig: Any, extra: dict[str, Any], reason: str) -> None:
+    prefill = rig(Prefill)
+    rank = msgspec.structs.replace(prefill.metadata.ranks[0], extra=extra)
+    with pytest.raises(NotMappable, match=reason):
+        MemoryMapper(prefill.pools[0]).map(rank)
+
+
+def test_an_offer_survives_the_wire(rig: Any) -> None:
+    prefill = rig(Prefill)
+    rank = prefill.metadata.ranks[0]
+    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(rank), type=type(rank))
+    assert offered(copy) == offered(rank)
+    assert offer(prefill.pools[0]) == rank.extra
+
+
+def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig: Any) -> None:
+    mappers = Mappers()
+    prefill, decode = rig(Prefill), rig(Decode, make_mapped=mappers)
+    decode.coordinator.pull("a", prefill.lease([5, 2], 16), 0, 16, [3, 1])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    (mapper,) = mappers.made
+    mapper.fail_launches = True
+    decode.coordinator.pull("b", prefill.lease([5, 2], 16), 0, 16, [3, 1])
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed.error, TransferFailed) and failed.drained
+    assert mapper.mapped == []
+    mapper.fail_launches = False
+    remote = prefill.lease([5, 2], 16)
+    decode.coordinator.pull("c", remote, 0, 16, [3, 1])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert_pulled(decode, remote, [3, 1], 0, 16)
+
+
+def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(rig: Any) -> None:
+    mappers = Mappers()
+    prefill = rig(Prefill)
+    decode = rig(
+        Decode, make_mapped=mappers, settings={"pull_timeout_s": 0.2, "drain_grace_s": 0.05}
+    )
+    (mapper,) = mappers.made
+    mapper.stalled = True
+    decode.coordinator.pull("a", prefill.lease([5, 2], 16), 0, 16, [3, 1])
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed.error, PullTimeout) and not failed.drained
+    assert mapper.mapped == [prefill.pools[0].base_address]
+    mapper.stalled = False
+    assert decode.wait(PullDrained).pull_id == "a"
+    assert prefill.outcomes() == ["aborted"]
+
+
+def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig: Any) -> None:
+    mappers = Mappers()
+    first, decode = rig(Prefill), rig(Decode, make_mapped=mappers)
+    port = first.server.address[1]
+    stale = first.lease([5, 2], 16)
+    decode.coordinator.pull("a", stale, 0, 16, [3, 1])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    (mapper,) = mappers.made
+    assert mapper.mapped == [first.pools[0].base_address]
+    first.server.close()
+    second = rig(Prefill, port=port)
+    remote = second.lease([4, 3], 16)
+    decode.coordinator.pull("b", remote, 0, 16, [3, 1])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert_pulled(decode, remote, [3, 1], 0, 16)
+    assert mapper.mapped == [second.pools[0].base_address]
+    decode.coordinator.pull("c", stale, 0, 16, [3, 1])
+    assert isinstance(decode.wait(*ENDINGS).error, LeaseGone | PeerUnreachable)
+
+
+def test_a_peer_that_dies_idle_is_unmapped(rig: Any) -> None:
+    """Or its memory would stay taken, and its successor find the device full."""
+    mappers = Mappers()
+    prefill = rig(Prefill)
+    decode = rig(Decode, make_mapped=mappers, settings={"connection_timeout_s": 0.2})
+    decode.coordinator.pull("a", prefill.lease([5, 2], 16), 0, 16, [3, 1])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    (mapper,) = mappers.made
+    prefill.server.close()
+    assert mapper.unmapped.wait(20)
+    assert mapper.mapped == []

@@ -171,6 +171,9 @@ class DecodeRole(KVRole):
         """No KV will come to a sequence that holds no block."""
         self._count_failure(sequence, error)
         sequence.remote = None
+        # Nothing proves that a peer without a handshake runs this model: its token may be no
+        # token of ours. What has been sent came from a proven one, and stays.
+        sequence.forget_first_token()
         if not self._policy.recomputes(error):
             self.core.fail(sequence, error)
         elif sequence.was_admitted:  # it has waited its turn already

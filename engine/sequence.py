@@ -82,6 +82,12 @@ class Sequence:
     def append_output(self, token_id: int) -> None:
         self.token_ids.append(token_id)
 
+    def forget_first_token(self) -> None:
+        """Takes back a token drawn elsewhere and not yet sent: it is drawn here instead."""
+        if self.first_token is not None:
+            self.first_token = None
+            self.token_ids.pop()
+
     def forget_blocks(self) -> None:
         """The sequence's blocks have gone back to the allocator; its KV is to be had anew."""
         self.block_ids = []

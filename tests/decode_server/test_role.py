@@ -5,6 +5,7 @@ the transport is the in-memory agent, which can stall and fail on command.
 Whatever goes wrong, the output must be the continuation of the request's own prompt.
 """
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -31,8 +33,9 @@ from kvcache.transfer.side_channel import LeaseServer
 from prefill_server.role import PrefillRole
 from protocol import kv_params
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
-from protocol.messages import AbortRequest, AddRequest, SamplingParams
+from protocol.messages import AbortRequest, AddRequest, FirstToken, SamplingParams
 from tests.engine.shadow import (
+    VOCAB,
     MemoryTransport,
     ShadowExecutor,
     add,
@@ -137,12 +140,15 @@ class Pair:
         policy: str = "recompute",
         lease_s: float = 30.0,
         settings: PullSettings | None = None,
+        p_compat: CompatRecord = _COMPAT,
     ) -> None:
         self.now_s = 1000.0  # P's clock, moved by hand
-        self._start_prefill(p_block_size, p_order, lease_s)
+        self._start_prefill(p_block_size, p_order, lease_s, p_compat)
         self._start_decode(d_block_size, d_order, policy, settings or PullSettings())
 
-    def _start_prefill(self, block_size: int, order: str, lease_s: float) -> None:
+    def _start_prefill(
+        self, block_size: int, order: str, lease_s: float, compat: CompatRecord
+    ) -> None:
         pool, agent = _pool(block_size, order, 40), MemoryAgent("p")
         agent.register(pool.base_address, pool.nbytes)
         config = _config(lease_s=lease_s, block_size=block_size)
@@ -159,7 +165,7 @@ class Pair:
             protocol_version=PROTOCOL_VERSION,
             engine_id=config.engine_id,
             incarnation=config.incarnation,
-            compat=_COMPAT,
+            compat=compat,
             tp_size=1,
             ranks=[rank],
         )
@@ -393,6 +399,18 @@ def test_a_request_that_ends_with_its_first_token_gives_the_lease_back(
     name = pair.ask(PROMPT, pair.prefill(PROMPT), max_tokens=1)
     assert pair.answer(name) == expected_output(PROMPT, 1)
     assert pair.usage(name) == (0, 0, 0)
+    pair.settle()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_a_first_token_of_another_model_is_not_used(make_pair: MakePair, max_tokens: int) -> None:
+    pair = make_pair(p_compat=msgspec.structs.replace(_COMPAT, model_fingerprint="another"))
+    params = kv_params.parse(pair.prefill(PROMPT))
+    wrong = FirstToken((expected_output(PROMPT, 1)[0] + 1) % VOCAB)
+    forged = dataclasses.replace(params, first_tokens=(wrong,)).sign(_SECRET).to_json()
+    name = pair.ask(PROMPT, forged, max_tokens)
+    assert pair.answer(name) == expected_output(PROMPT, max_tokens)
+    assert pair.usage(name) == (0, 14, 0)
     pair.settle()
 
 

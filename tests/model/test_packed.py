@@ -1,0 +1,56 @@
+"""Packed weights give the same products, and the same tokens, as mapped ones."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import packed
+from model.config import load_config
+from model.layers import Columns, Linear, RowParallelLinear
+from model.parallel import Parallel
+from model.registry import load_model
+from tests.make_models import ensure_model
+from tests.model.dense import greedy
+
+pytestmark = pytest.mark.skipif(
+    not packed.can_pack(torch.zeros(2, 2)), reason="this torch has no oneDNN"
+)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 64, 300])
+@pytest.mark.parametrize("shape", [(96, 64), (33, 17), (1, 5)])
+def test_products_are_those_of_the_plain_weight(num_rows: int, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(num_rows, shape[1])
+    expected = F.linear(x, weight, bias)
+    assert torch.allclose(Linear(weight, bias, pack=True)(x), expected, atol=1e-4)
+    residual = torch.ones(num_rows, shape[0])
+    row = RowParallelLinear(weight, bias, Parallel(), pack=True)
+    assert torch.allclose(row(x, residual), expected + 1, atol=1e-4)
+
+
+def test_joined_projections_are_split_again() -> None:
+    torch.manual_seed(0)
+    parts = [Linear(torch.randn(rows, 32)) for rows in (48, 16, 16)]
+    x = torch.randn(5, 32)
+    expected = [part(x) for part in parts]
+    for got, want in zip(Columns(parts, pack=True)(x), expected, strict=True):
+        assert torch.allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_are_not_packed(dtype: torch.dtype) -> None:
+    weight = torch.ones(8, 8, dtype=dtype)
+    assert not Linear(weight, pack=True).is_packed
+
+
+def test_a_packed_model_reads_no_page_that_was_given_back() -> None:
+    folder: Path = ensure_model("gqa")
+    config = load_config(folder)
+    with torch.inference_mode():
+        plain = load_model(config, folder, dtype=torch.float32)
+        fast = load_model(config, folder, dtype=torch.float32, pack=True)
+        prompt = list(range(3, 40))
+        assert greedy(plain, prompt, 30) == greedy(fast, prompt, 30)

@@ -58,7 +58,7 @@ def _evaluate(
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[:8000]
     return json.loads(output.read_text())
 
 

@@ -46,6 +46,26 @@ class AttentionBatch:
         """T, padding rows included."""
         return len(self.slot_mapping)
 
+    def padded_to(self, num_rows: int, block_size: int) -> "AttentionBatch":
+        """A decode step of `num_rows` rows: those added read and write the null block only."""
+        missing = num_rows - self.num_seqs
+        assert missing >= 0 and self.num_tokens == self.num_seqs, (num_rows, self.num_tokens)
+        if missing == 0:
+            return self
+        ones = np.ones(missing, np.int32)
+        return AttentionBatch(
+            query_lens=np.concatenate([self.query_lens, ones]),
+            context_lens=np.concatenate([self.context_lens, ones]),
+            block_tables=np.pad(self.block_tables, ((0, missing), (0, 0))),
+            slot_mapping=np.concatenate(
+                [self.slot_mapping, np.arange(missing, dtype=np.int64) % block_size]
+            ),
+        )
+
+
+class UnsupportedPool(ValueError):
+    """A KV pool that a backend cannot read; the message names what it found and the fix."""
+
 
 class AttentionBackend(ABC):
     """Attention of one rank over its KV pool. One step at a time; not thread-safe.
@@ -77,6 +97,22 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Takes the batch of the step whose `forward` calls follow; once per step."""
+
+    def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
+        """Makes room for decode steps in CUDA graphs, of sequences of up to `max_blocks` blocks.
+
+        Raises:
+            NotImplementedError: the backend's `forward` cannot be captured.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured in CUDA graphs")
+
+    def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
+        """`plan` for a step of single query tokens, padded to `num_rows` rows.
+
+        The `forward` calls that follow may be captured. Replaying them later, after another
+        `plan_captured` of the same `num_rows`, runs that plan's batch.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured in CUDA graphs")
 
     @abstractmethod
     def forward(

@@ -1,12 +1,18 @@
 """Attention backends by name."""
 
+from collections.abc import Callable
+
 import torch
 
 from attention.base import AttentionBackend
 from attention.torch_backend import TorchBackend
 from kvcache.pool import KVPool
 
-NAMES = ("auto", "torch")
+NAMES = ("auto", "torch", "flashinfer")
+
+
+class BackendMissing(ValueError):
+    """A backend whose package is not installed; the message says how to get it."""
 
 
 def create_backend(
@@ -18,14 +24,35 @@ def create_backend(
     scale: float,
     dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
-    """The backend `name` over `pool`; "auto" takes the fastest one that works here.
+    """The backend `name` over `pool`; "auto" is flashinfer on a GPU and torch elsewhere.
 
     Args:
         dtype: of the queries; the pool's where not given.
 
     Raises:
-        ValueError: an unknown name, or a pool that the backend cannot read.
+        ValueError: an unknown name, a pool that the backend cannot read, or a missing package.
     """
     if name not in NAMES:
         raise ValueError(f"attention_backend={name!r} is not known: use one of {', '.join(NAMES)}")
-    return TorchBackend(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=dtype)
+    if name == "auto":
+        name = "flashinfer" if pool.device.type == "cuda" else "torch"
+    make: Callable[..., AttentionBackend] = TorchBackend
+    if name == "flashinfer":
+        make = _flashinfer_backend(pool)
+    return make(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=dtype)
+
+
+def _flashinfer_backend(pool: KVPool) -> Callable[..., AttentionBackend]:
+    # Imported here, because flashinfer is installed where there is a GPU, and takes seconds.
+    try:
+        if pool.layout.num_components == 1:
+            from attention.flashinfer_mla import FlashInferMLABackend
+
+            return FlashInferMLABackend
+        from attention.flashinfer_backend import FlashInferBackend
+    except ImportError as error:
+        raise BackendMissing(
+            f"the attention backend flashinfer is not here ({error}): install it with "
+            "pip install 'baton[gpu]', or use --attention-backend torch"
+        ) from error
+    return FlashInferBackend

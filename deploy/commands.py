@@ -64,7 +64,10 @@ def server_commands(
     for kind, count in counts.items():
         argv = (*programs[kind], *server_argv(settings, kind, cores=cores))
         env = {"BATON_CLUSTER_SECRET": secret}
-        commands += [Command(f"{kind}-{i}", kind, argv, env) for i in range(count)]
+        commands += [
+            Command(f"{kind}-{i}", kind, (*argv, *device_argv(settings, kind, i)), env)
+            for i in range(count)
+        ]
     return commands
 
 
@@ -74,7 +77,7 @@ def server_argv(settings: UpSettings, kind: ServerKind, *, cores: int) -> list[s
     target = PrefillSettings if kind == "prefill" else DecodeSettings
     own = [name for name in type(group).model_fields if name in target.model_fields]
     argv = _changed(settings, [n for n in ModelOptions.model_fields if n not in _by_group(group)])
-    argv += _changed(group, [name for name in own if name != "threads"])
+    argv += _changed(group, [name for name in own if name not in ("threads", "devices")])
     threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
     return [
         *argv,
@@ -84,6 +87,15 @@ def server_argv(settings: UpSettings, kind: ServerKind, *, cores: int) -> list[s
         f"--max-body-bytes={settings.max_body_bytes + KV_PARAMS_BYTES}",
         f"--shutdown-grace-s={settings.shutdown_grace_s}",
     ]
+
+
+def device_argv(settings: UpSettings, kind: ServerKind, index: int) -> list[str]:
+    """The GPUs of the server `index` of its kind: its share of those that the kind was given."""
+    group = settings.prefill if kind == "prefill" else settings.decode
+    if len(group.devices) == group.tp:
+        return to_argv(group, only=["devices"])  # one server, or several that share
+    share = group.devices[index * group.tp : (index + 1) * group.tp]
+    return [f"--devices={device}" for device in share]
 
 
 def _by_group(group: BaseModel) -> set[str]:

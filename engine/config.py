@@ -26,6 +26,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     kv_cache_tokens: int | None = None
     kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9  # part of the GPU that weights, steps and KV may take
+    enforce_eager: bool = False  # no CUDA graphs
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     max_model_len: int | None = None

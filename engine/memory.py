@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass
 
+import torch
+
 from engine.config import EngineConfig
 
 # Without an option, the pool takes this share of the memory that is free once the weights are
@@ -36,6 +38,19 @@ def free_host_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def free_gpu_bytes(device: torch.device, utilization: float, *, peak_bytes: int) -> int:
+    """Bytes of a GPU that KV may take. Negative where steps alone take more than they may.
+
+    Args:
+        utilization: part of the GPU's memory that this process may bring to use, 0 to 1.
+        peak_bytes: what torch had allocated at most, weights included, in the largest step.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    # Taken outside torch's allocator: contexts, kernels, and other processes on this GPU.
+    elsewhere = total - free - torch.cuda.memory_reserved(device)
+    return int(total * utilization) - elsewhere - peak_bytes
+
+
 def size_pool(
     config: EngineConfig, *, block_bytes: int, model_max_len: int, free_bytes: int
 ) -> PoolSize:
@@ -55,19 +70,22 @@ def size_pool(
             f"max_model_len is {wanted_len} tokens, but the model's positions end at "
             f"{model_max_len}; use --max-model-len {model_max_len} or less"
         )
-    capacity_blocks, source = _capacity(config, block_bytes, wanted_len, free_bytes)
+    if config.device == "cuda":
+        capacity_blocks, source = _gpu_capacity(config, block_bytes, free_bytes)
+    else:
+        capacity_blocks, source = _capacity(config, block_bytes, wanted_len, free_bytes)
     capacity_tokens = capacity_blocks * config.block_size
     if config.max_model_len and capacity_tokens < wanted_len:
         raise MemoryTooSmall(
             f"the KV pool holds {capacity_tokens} tokens ({source}), fewer than one sequence of "
             f"max_model_len {wanted_len}: {wanted_len - capacity_tokens} tokens are missing; raise "
-            "--kv-cache-tokens or --kv-cache-bytes, or lower --max-model-len"
+            f"{_more_memory(config)}, or lower --max-model-len"
         )
     max_len = min(wanted_len, capacity_tokens)
     if max_len < 2:
         raise MemoryTooSmall(
             f"the KV pool holds {capacity_tokens} tokens ({source}), one block takes {block_bytes} "
-            "bytes; raise --kv-cache-bytes or lower --block-size"
+            f"bytes; raise {_more_memory(config)}, or lower --block-size"
         )
     size_mib = capacity_blocks * block_bytes / 2**20
     return PoolSize(
@@ -91,3 +109,28 @@ def _capacity(
     budget = min(int(free_bytes * _CPU_FREE_SHARE), _CPU_DEFAULT_MAX_BYTES)
     useful = -(-wanted_len // config.block_size) * config.max_num_seqs
     return min(budget // block_bytes, useful), "a share of the free memory"
+
+
+def _gpu_capacity(config: EngineConfig, block_bytes: int, free_bytes: int) -> tuple[int, str]:
+    """`_capacity` on a GPU, where memory that is not there shows at once."""
+    if config.kv_cache_tokens is None and config.kv_cache_bytes is None:
+        blocks = max(0, free_bytes // block_bytes - 1)  # beside the null block
+        return blocks, f"{_UTILIZATION} {config.gpu_memory_utilization}"
+    blocks, source = _capacity(config, block_bytes, 1, free_bytes)
+    if (blocks + 1) * block_bytes > free_bytes:
+        raise MemoryTooSmall(
+            f"the KV pool of {source} takes {(blocks + 1) * block_bytes / 2**20:.0f} MiB, but the "
+            f"GPU has {max(0, free_bytes) / 2**20:.0f} MiB left for it under {_UTILIZATION} "
+            f"{config.gpu_memory_utilization}: lower {source}, or raise {_UTILIZATION}"
+        )
+    return blocks, source
+
+
+_UTILIZATION = "--gpu-memory-utilization"
+
+
+def _more_memory(config: EngineConfig) -> str:
+    """The options that make the pool larger."""
+    if config.device == "cuda" and config.kv_cache_tokens is config.kv_cache_bytes is None:
+        return f"{_UTILIZATION} or --tp"
+    return "--kv-cache-tokens or --kv-cache-bytes"

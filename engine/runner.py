@@ -1,26 +1,39 @@
 """One rank's model, KV pool and attention: turns a StepInput into drawn tokens.
 
 The runner knows nothing of requests, queues or peers. It is synchronous: when `execute` returns,
-every read and write of KV that the step made on this rank has finished (I8 rests on it).
+every read and write of KV that the step made on this rank has finished (I8 rests on it): reading
+the drawn tokens waits for the step, and a step that draws nothing is waited for.
 """
 
+import logging
+import os
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from attention.base import AttentionBackend
 from attention.registry import create_backend
-from engine.batch import StepInput, StepOutput
+from engine.batch import Int64s, StepInput, StepOutput
 from engine.config import EngineConfig
-from engine.sampler import SampledTokens, SamplingBatch, sample
+from engine.cuda_graph import DecodeGraphs, DecodeOutput
+from engine.memory import MemoryTooSmall, free_gpu_bytes
+from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
+from model.base import CausalLM
 from model.config import ModelConfig
 from model.parallel import Parallel
 from model.registry import load_model
 from protocol.messages import SamplingParams, TokenLogprobs
 
+logger = logging.getLogger("baton.engine")
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Graphs keep their logits, in the model's dtype and in float32, and the activations of one step.
+_GRAPH_BYTES_PER_LOGIT = 6
+_GRAPHS_BASE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -37,19 +50,31 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parallel: Parallel) -> None:
         self.config = config
         self.model_config = model_config
-        self.device = torch.device(config.device)
-        if config.device == "cuda":
-            self.device = torch.device("cuda", config.devices[parallel.rank])
-        self.model = load_model(
-            model_config,
-            config.model_dir,
-            dtype=_DTYPES[config.dtype],
-            device=self.device,
-            parallel=parallel,
-            load_format=config.load_format,
-            seed=config.seed,
-        )
+        self.device = _device(config, parallel.rank)
+        self.model = self._load(parallel)
         self.memory: RankMemory | None = None
+        self.graphs: DecodeGraphs | None = None
+
+    def _load(self, parallel: Parallel) -> CausalLM:
+        config = self.config
+        try:
+            return load_model(
+                self.model_config,
+                config.model_dir,
+                dtype=_DTYPES[config.dtype],
+                device=self.device,
+                parallel=parallel,
+                load_format=config.load_format,
+                seed=config.seed,
+                pack=config.pack_weights,
+            )
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise MemoryTooSmall(
+                f"the model's weights in {config.dtype} do not fit {self.device}: it has "
+                f"{total / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB were left when loading "
+                f"stopped; use a larger --tp than {config.tp}, or free the GPU"
+            ) from error
 
     def layout(self, num_blocks: int) -> KVLayout:
         """The layout of this rank's pool with `num_blocks` blocks, the null block included."""
@@ -65,6 +90,11 @@ class ModelRunner:
         )
 
     def allocate(self, num_blocks: int) -> RankMemory:
+        """Makes the KV pool and what reads it."""
+        self.memory = self._make_memory(num_blocks)
+        return self.memory
+
+    def _make_memory(self, num_blocks: int) -> RankMemory:
         spec = self.model.attention_spec
         pool = KVPool(self.layout(num_blocks), device=self.device)
         backend = create_backend(
@@ -74,25 +104,136 @@ class ModelRunner:
             head_dim=self.model_config.kv_dim,
             scale=spec.scale,
         )
-        self.memory = RankMemory(pool, backend)
-        return self.memory
+        return RankMemory(pool, backend)
+
+    def kv_budget_bytes(self) -> int:
+        """GPU memory that this rank's KV may take: what is free under the configured utilization
+        once the largest step has run and been measured."""
+        config = self.config
+        self._run_largest_step()
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.empty_cache()
+        graphs = config.max_num_seqs * self.model_config.vocab_size * _GRAPH_BYTES_PER_LOGIT
+        return free_gpu_bytes(
+            self.device,
+            config.gpu_memory_utilization,
+            peak_bytes=peak + (0 if config.enforce_eager else graphs + _GRAPHS_BASE_BYTES),
+        )
+
+    @torch.inference_mode()
+    def _run_largest_step(self) -> None:
+        """One prompt as long as a step may be, and as many draws."""
+        num_tokens = min(self.config.max_num_batched_tokens, self.model_config.max_position)
+        num_blocks = -(-num_tokens // self.config.block_size)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        memory = self._make_memory(num_blocks + 1)
+        lens = np.array([num_tokens], np.int32)
+        step = StepInput(
+            token_ids=np.zeros(num_tokens, np.int64),
+            query_lens=lens,
+            context_lens=lens,
+            block_tables=np.arange(1, num_blocks + 1, dtype=np.int32)[None],
+            sample_rows=np.zeros(1, np.int32),
+            sampling=[SamplingParams(temperature=0.0)],
+        )
+        hidden = self._forward(memory.backend, step)
+        rows = min(self.config.max_num_seqs, num_tokens)
+        params = [SamplingParams(temperature=1.0)] * rows
+        batch = SamplingBatch.from_params(params, [0] * rows, self.device)
+        sample(self.model.logits(hidden[:rows]), batch)
+        torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Captures decode steps, unless told not to or where nothing can be captured."""
+        if self.device.type != "cuda" or self.config.enforce_eager:
+            return
+        assert self.memory is not None, "allocate() comes first"
+        layout = self.memory.pool.layout
+        longest = self.config.max_model_len or self.model_config.max_position
+        max_blocks = min(layout.num_blocks_for(longest), layout.num_blocks - 1)
+        try:
+            graphs = DecodeGraphs(
+                self.model,
+                self.memory.backend,
+                max_seqs=self.config.max_num_seqs,
+                max_blocks=max_blocks,
+                block_size=self.config.block_size,
+                device=self.device,
+            )
+        except NotImplementedError as error:
+            logger.warning("decode runs without CUDA graphs, which is slower: %s", error)
+            return
+        graphs.capture()
+        self.graphs = graphs
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
         """Computes the step's tokens, writes their KV, and draws where a sequence ends."""
         assert self.memory is not None, "allocate() comes first"
-        backend = self.memory.backend
-        backend.plan(step.attention_batch(self.config.block_size))
-        token_ids = torch.from_numpy(step.token_ids.copy()).to(self.device)
-        positions = torch.from_numpy(step.positions).to(self.device)
-        hidden = self.model.forward(token_ids, positions, backend)
         if len(step.sample_rows) == 0:
+            self._forward(self.memory.backend, step)
+            self._synchronize()
             return StepOutput([], [])
-        rows = torch.from_numpy(step.last_token_rows).to(self.device)
-        logits = self.model.logits(hidden[rows])
-        positions_drawn = step.context_lens[step.sample_rows]
-        batch = SamplingBatch.from_params(step.sampling, positions_drawn.tolist(), self.device)
-        return _to_output(sample(logits, batch), step.sampling)
+        if is_greedy(step.sampling):
+            return self._execute_greedily(step)
+        batch = self._sampling_batch(step)  # before the step, whose launch uploads may wait for
+        return _to_output(sample(self._launch(step).logits, batch), step.sampling)
+
+    def _execute_greedily(self, step: StepInput) -> StepOutput:
+        launched = self._launch(step)
+        drawn = launched.greedy_ids
+        token_ids = (greedy(launched.logits) if drawn is None else drawn).tolist()
+        if min(token_ids) < 0:  # logits that are no numbers
+            batch = self._sampling_batch(step)
+            return _to_output(sample(launched.logits, batch), step.sampling)
+        return StepOutput(token_ids, [None] * len(token_ids))
+
+    def _sampling_batch(self, step: StepInput) -> SamplingBatch:
+        positions = step.context_lens[step.sample_rows]
+        return SamplingBatch.from_params(step.sampling, positions.tolist(), self.device)
+
+    def _launch(self, step: StepInput) -> DecodeOutput:
+        """Runs the step up to the logits of the R rows that draw."""
+        assert self.memory is not None, "allocate() comes first"
+        if self.graphs is not None and self.graphs.can_run(step):
+            return self.graphs.run(step)
+        hidden = self._forward(self.memory.backend, step)
+        logits = self.model.logits(hidden[self._to_device(step.last_token_rows)])
+        return DecodeOutput(logits, None)
+
+    def _forward(self, backend: AttentionBackend, step: StepInput) -> torch.Tensor:
+        backend.plan(step.attention_batch(self.config.block_size))
+        token_ids = self._to_device(step.token_ids.copy())
+        return self.model.forward(token_ids, self._to_device(step.positions), backend)
+
+    def _to_device(self, array: Int64s) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def _device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of a rank, made current in this thread where it is a GPU."""
+    if config.device != "cuda":
+        return torch.device(config.device)
+    if not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no GPU here: use --device cpu")
+    index, count = config.devices[rank], torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(
+            f"rank {rank} is to run on GPU {index}, but this machine has {count} "
+            f"(0 to {count - 1}): choose others with --devices, or a smaller --tp"
+        )
+    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        raise ValueError(
+            "PYTORCH_CUDA_ALLOC_CONF asks for expandable segments, whose memory other processes "
+            "cannot map: KV could not be pulled from here; unset it"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def _to_output(drawn: SampledTokens, params: list[SamplingParams]) -> StepOutput:

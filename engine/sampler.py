@@ -57,30 +57,46 @@ class SamplingBatch:
         """One row per entry; `positions` are those of the tokens being drawn."""
         assert len(params) == len(positions), (len(params), len(positions))
 
-        def floats(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
-
-        def ints(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
         sampled = [i for i, p in enumerate(params) if p.temperature > 0]
         restricted = [i for i in sampled if _is_restricted(params[i])]
         free = [i for i in sampled if not _is_restricted(params[i])]
         wanted = [p.num_logprobs for p in params if p.num_logprobs is not None]
+        floats = torch.tensor(
+            [[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float32
+        ).reshape(-1, 3)
+        ints = torch.tensor(
+            [[p.top_k, p.seed, p.choice_index] for p in params], dtype=torch.int64
+        ).reshape(-1, 3)
+        temperature, top_p, min_p = _to_device(floats.t(), device).unbind()
+        top_k, seed, choice, position = _to_device(
+            torch.cat((ints.t(), torch.tensor([list(positions)], dtype=torch.int64))), device
+        ).unbind()
         return cls(
-            temperature=floats([p.temperature for p in params]),
-            top_p=floats([p.top_p for p in params]),
-            top_k=ints([p.top_k for p in params]),
-            min_p=floats([p.min_p for p in params]),
-            seed=ints([p.seed for p in params]),
-            choice=ints([p.choice_index for p in params]),
-            position=ints(positions),
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            choice=choice,
+            position=position,
             max_logprobs=max(wanted, default=None),
-            free_rows=ints(free) if free else None,
-            restricted_rows=ints(restricted) if restricted else None,
+            free_rows=_rows(free, device),
+            restricted_rows=_rows(restricted, device),
             max_top_k=max((params[i].top_k for i in restricted), default=0),
             has_bare_top_p=any(params[i].top_p < 1 and not params[i].top_k for i in restricted),
         )
+
+
+def _rows(indices: list[int], device: str | torch.device) -> torch.Tensor | None:
+    return _to_device(torch.tensor(indices, dtype=torch.int64), device) if indices else None
+
+
+def _to_device(host: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """On a GPU without waiting for it: whatever it still computes would be waited for, too."""
+    host = host.contiguous()
+    if torch.device(device).type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def _is_restricted(params: SamplingParams) -> bool:
@@ -95,6 +111,20 @@ class SampledTokens:
     logprobs: torch.Tensor | None = None  # float32 [S], of the drawn tokens
     top_ids: torch.Tensor | None = None  # int64 [S, max_logprobs], most likely first
     top_logprobs: torch.Tensor | None = None  # float32 [S, max_logprobs]
+
+
+def is_greedy(params: Sequence[SamplingParams]) -> bool:
+    """Whether `greedy` alone draws for all rows: no temperature, and no logprobs wanted."""
+    return all(p.temperature <= 0 and p.num_logprobs is None for p in params)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """What `sample` draws at temperature 0, int64 [S], in a few kernels and without any upload.
+
+    A row whose largest logit is not a finite number gets -1: `sample` knows what to do with it.
+    """
+    largest, token_ids = logits.max(-1)
+    return token_ids.masked_fill_(~largest.isfinite(), -1)
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:

@@ -195,7 +195,7 @@ class _Server:
             load_format=settings.load_format,
             seed=settings.seed,
             device=device,
-            devices=list(range(settings.tp)),
+            devices=_devices(settings),
             dtype=dtype,
             tp=settings.tp,
             block_size=settings.block_size,
@@ -203,6 +203,8 @@ class _Server:
             attention_backend=settings.attention_backend,
             kv_cache_tokens=settings.kv_cache_tokens,
             kv_cache_bytes=settings.kv_cache_bytes,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            enforce_eager=settings.enforce_eager,
             max_num_batched_tokens=settings.batched_tokens_for(device),
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
@@ -220,6 +222,18 @@ class _Server:
             log_level=settings.log_level,
             **_role_options(settings),
         )
+
+
+def _devices(settings: EngineSettings) -> list[int]:
+    """The GPU of each rank."""
+    if not settings.devices:
+        return list(range(settings.tp))
+    if len(settings.devices) != settings.tp:
+        raise StartFailure(
+            f"--devices names {len(settings.devices)} GPUs ({settings.devices}) for {settings.tp} "
+            "ranks: name one for each, or change --tp"
+        )
+    return list(settings.devices)
 
 
 def _role_options(settings: EngineSettings) -> dict[str, Any]:

@@ -194,8 +194,9 @@ def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
 def _parallel(config: EngineConfig, rank: int) -> Parallel:
     if config.tp == 1:
         return Parallel(0, 1)
+    device = f"cuda:{config.devices[rank]}" if config.device == "cuda" else config.device
     return Parallel.connect(
-        rank, config.tp, host=config.store_host, port=config.store_port, device=config.device
+        rank, config.tp, host=config.store_host, port=config.store_port, device=device
     )
 
 
@@ -204,7 +205,9 @@ def _pool_size(config: EngineConfig, model_config: ModelConfig, runner: ModelRun
         config,
         block_bytes=runner.layout(num_blocks=2).block_bytes,
         model_max_len=model_config.max_position,
-        free_bytes=free_host_bytes() // config.tp,
+        free_bytes=(
+            runner.kv_budget_bytes() if config.device == "cuda" else free_host_bytes() // config.tp
+        ),
     )
 
 
@@ -232,6 +235,7 @@ def _allocate(
 ) -> tuple[RankContext, RankService, RankMetadata]:
     """Allocates a rank's KV, registers it with an agent, and says how to reach it."""
     pool = runner.allocate(num_blocks).pool
+    runner.capture_graphs()
     agent = NixlAgent(f"{config.engine_id}-{rank}")
     context = RankContext(config=config, rank=rank, pool=pool, agent=agent, compat=compat)
     service = factory.make_service(context)

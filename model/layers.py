@@ -5,6 +5,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
+from model import fused_ops
 from model.config import ModelConfig
 from model.parallel import Parallel
 from model.weights import WeightLoader
@@ -30,6 +31,7 @@ class RowParallelLinear:
     """x [T, this rank's columns] -> [T, out], summed over ranks, added to `residual` in place."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parallel: Parallel) -> None:
+        self.weight = weight
         self._weight_t = weight.t()
         self._bias = bias
         self._parallel = parallel
@@ -51,8 +53,11 @@ class RMSNorm:
         self._weight = weight
         self._shape = tuple(weight.shape)
         self._eps = eps
+        self._is_fused = fused_ops.works_for_width(weight, weight.shape[0])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_fused:
+            return fused_ops.rms_norm(x, self._weight, self._eps)
         return F.rms_norm(x, self._shape, self._weight, self._eps)
 
 
@@ -118,9 +123,14 @@ class GatedMLP:
         self._down = load_rows(
             loader, f"{prefix}.down_proj", shape[::-1], rows, bias=bias, parallel=parallel
         )
+        self._is_fused = self._gate_up.is_joined and fused_ops.works_for_width(
+            self._down.weight, len(rows)
+        )
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
+        if self._is_fused:
+            return self._down(fused_ops.silu_and_mul(self._gate_up.joined(x)), residual)
         gate, up = self._gate_up(x)
         return self._down(F.silu(gate, inplace=True).mul_(up), residual)
 
@@ -133,6 +143,16 @@ class Columns:
         self._sizes = [part.weight.shape[0] for part in parts]
         # On the CPU the weights stay where the file is mapped; joining them would copy them.
         self._joined = _join(parts) if parts[0].weight.device.type != "cpu" else None
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the projections are one matrix, as `joined` needs."""
+        return self._joined is not None
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> [T, sum of out], the projections side by side."""
+        assert self._joined is not None
+        return self._joined(x)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """x [T, in] -> one [T, out] per projection, perhaps views of one tensor."""

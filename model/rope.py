@@ -4,9 +4,11 @@ import math
 
 import torch
 
+from model import fused_ops
 from model.config import RopeConfig
 
-Angles = tuple[torch.Tensor, torch.Tensor]  # cos, sin: see Rope.angles
+# cos and sin, or what the fused rotation takes: see Rope.angles
+Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
@@ -91,21 +93,40 @@ class Rope:
         self._dtype = dtype
         self._half = config.dim // 2
         self._interleaved = config.interleaved
+        self._is_fused = not config.interleaved and fused_ops.rope_works(
+            torch.device(device), dtype, config.dim
+        )
 
     def angles(self, positions: torch.Tensor) -> Angles:
-        """cos and signed sin [T, 1, dim] of positions [T], ready for `rotate`."""
+        """cos and signed sin [T, 1, dim] of positions [T], ready for `rotate`.
+
+        Where the rotation is fused: cosines beside sines, float32 [T, dim], and each token's row.
+        """
         turned = positions[:, None].to(torch.float32) * self._inverse
         cos, sin = turned.cos(), turned.sin()
         if self._scaling != 1.0:
             cos, sin = cos * self._scaling, sin * self._scaling
+        if self._is_fused:
+            rows = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+            return torch.cat((cos, sin), dim=-1), rows
         if self._interleaved:
             return cos[:, None], sin[:, None]
         cos = torch.cat((cos, cos), dim=-1)
         sin = torch.cat((-sin, sin), dim=-1)
         return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
 
+    def rotate_pair(
+        self, q: torch.Tensor, k: torch.Tensor, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates q and k [T, heads, dim], in place where that is faster."""
+        if self._is_fused:
+            fused_ops.rotate_in_place(q, k, *angles)
+            return q, k
+        return self.rotate(q, angles), self.rotate(k, angles)
+
     def rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Rotates x [T, heads, dim]."""
+        assert not self._is_fused, "the angles are those of rotate_pair"
         cos, sin = angles
         if not self._interleaved:
             return (x * cos).addcmul_(x.roll(self._half, dims=-1), sin)

@@ -112,11 +112,32 @@ class EngineOptions(GeometryOptions):
     kv_cache_bytes: int | None = Field(
         None, ge=1, description="size of the KV cache of a rank (bytes; None: from free memory)"
     )
+    devices: Annotated[tuple[int, ...], NoDecode] = Field(
+        (), description="CUDA GPUs of the ranks, in order of rank (none: 0, 1, ..)"
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="part of a GPU's memory that weights, steps and KV may take"
+    )
+    enforce_eager: bool = Field(
+        False, description="run decode steps without CUDA graphs: starts faster, decodes slower"
+    )
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="most tokens in one step (tokens; None: 512 on CPU, 2048 on GPU)"
     )
     max_num_seqs: int = Field(64, ge=1, description="most sequences in one step (sequences)")
     enable_prefix_caching: bool = Field(True, description="reuse the KV of shared prompt prefixes")
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _split_devices(cls, value: Any) -> Any:
+        return sources.split_list(value)
+
+    @field_validator("devices")
+    @classmethod
+    def _devices_are_indices(cls, devices: tuple[int, ...]) -> tuple[int, ...]:
+        if any(index < 0 for index in devices) or len(set(devices)) != len(devices):
+            raise ValueError(f"{devices} are not indices of different GPUs; write such as 0,1")
+        return devices
 
     def batched_tokens_for(self, device: str) -> int:
         """The most tokens of one step on `device` ("cpu" or "cuda")."""

@@ -57,3 +57,17 @@ def test_a_pool_of_no_block_is_refused() -> None:
 
 def test_free_memory_is_read() -> None:
     assert free_host_bytes() > 2**20
+
+
+def test_a_gpu_gives_all_that_is_free() -> None:
+    assert _size(free_bytes=10**9, device="cuda")[0] == 10**9 // 1000
+    assert _size(free_bytes=10**9, device="cuda", kv_cache_tokens=160) == (11, 160)
+
+
+def test_a_gpu_without_room_says_which_option_helps() -> None:
+    with pytest.raises(MemoryTooSmall, match=r"takes .* MiB, .* lower --kv-cache-tokens, or raise"):
+        _size(free_bytes=10_000, device="cuda", kv_cache_tokens=160)
+    with pytest.raises(MemoryTooSmall, match=r"raise --gpu-memory-utilization or --tp"):
+        _size(free_bytes=-5, device="cuda")
+    with pytest.raises(MemoryTooSmall, match=r"112 tokens are missing.*--gpu-memory-utilization"):
+        _size(free_bytes=10_000, device="cuda", max_model_len=256)

@@ -1,0 +1,170 @@
+"""The attention backend over FlashInfer's paged kernels, on NVIDIA GPUs.
+
+The kernels take any strides, so every KVLayout is read in place through [B, H, N, D] views. The
+sequences of one query token that lead a step are attended to by the decode kernel (on tensor
+cores, split over the context so that few sequences fill the GPU too), the rest of the step by the
+prefill kernel, which is FlashAttention-3 on Hopper.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import flashinfer
+import torch
+from flashinfer.page import append_paged_kv_cache
+
+from attention.base import AttentionBatch, UnsupportedPool
+from attention.flashinfer_base import CapturedBuffers, FlashInferBase, check_dtype, indptr_of
+from attention.pages import Int32s, Pages, num_leading_decodes, pages_of
+from kvcache.pool import KVPool
+
+_HEAD_DIMS: Final = (64, 128, 256)
+_VIEW_ORDER: Final = "HND"  # of the views below; their strides say how the pool really lies
+_INT_WORKSPACE_BYTES: Final = 8 * 2**20
+_LN_2: Final = math.log(2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Rows [start, stop) of a step, and the planned kernel that attends for them."""
+
+    start: int
+    stop: int
+    kernel: Any
+
+
+class FlashInferBackend(FlashInferBase):
+    """See AttentionBackend. `prefill` is "auto" (fa3 where the chip has it), "fa2" or "fa3".
+
+    Raises:
+        UnsupportedPool: a device, dtype or head_dim that the kernels lack.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        num_q_heads: int,
+        head_dim: int,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        prefill: str = "auto",
+    ) -> None:
+        check_dtype(pool, dtype)
+        if head_dim not in _HEAD_DIMS:
+            raise UnsupportedPool(
+                f"attention_backend flashinfer does not serve a head_dim of {head_dim}, only "
+                f"{', '.join(map(str, _HEAD_DIMS))}: use --attention-backend torch"
+            )
+        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
+        self._caches = [
+            (pool.component(layer, 0), pool.component(layer, 1))
+            for layer in range(pool.layout.num_layers)
+        ]
+        self._int_workspace = torch.zeros(
+            _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
+        )
+        self._decode = self._decode_kernel()
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self.workspace, _VIEW_ORDER, backend=prefill
+        )
+        self._parts: list[_Part] = []
+
+    def _decode_kernel(self, **captured: Any) -> Any:
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self.workspace, _VIEW_ORDER, use_tensor_cores=True, backend="fa2", **captured
+        )
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.set_slots(self.to_device(batch.slot_mapping.astype("int32")))
+        pages = pages_of(batch.block_tables, batch.context_lens, self.block_size)
+        num_decodes = num_leading_decodes(batch.query_lens)
+        self._parts = []
+        if num_decodes:
+            self._plan_decode(self._decode, pages.head(num_decodes))
+            self._parts.append(_Part(0, num_decodes, self._decode))
+        if num_decodes < batch.num_seqs:
+            lens = batch.query_lens[num_decodes:]
+            self._plan_prefill(lens, pages.tail(num_decodes))
+            stop = num_decodes + int(lens.sum())
+            self._parts.append(_Part(num_decodes, stop, self._prefill))
+
+    def _plan_decode(self, kernel: Any, pages: Pages) -> None:
+        kernel.plan(
+            torch.from_numpy(pages.indptr),
+            torch.from_numpy(pages.indices),
+            torch.from_numpy(pages.last_page_lens),
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+            sm_scale=self.scale,
+        )
+
+    def _plan_prefill(self, query_lens: Int32s, pages: Pages) -> None:
+        self._prefill.plan(
+            indptr_of(query_lens),
+            torch.from_numpy(pages.indptr),
+            torch.from_numpy(pages.indices),
+            torch.from_numpy(pages.last_page_lens),
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+            causal=True,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+            sm_scale=self.scale,
+        )
+
+    def captured_kernel(self, num_rows: int, buffers: CapturedBuffers) -> Any:
+        kernel = self._decode_kernel(
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=buffers.indptr[: num_rows + 1],
+            paged_kv_indices_buffer=buffers.indices,
+            paged_kv_last_page_len_buffer=buffers.last_page_lens[:num_rows],
+        )
+        # Only one runs at a time, and a plan writes all that its run reads: they share.
+        kernel.reset_workspace_buffer(self.workspace, self._int_workspace)
+        return kernel
+
+    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch) -> None:
+        self._plan_decode(kernel, pages_of(batch.block_tables, batch.context_lens, self.block_size))
+        self._parts = [_Part(0, batch.num_seqs, kernel)]
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        self._append(layer, k, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for part in self._parts:
+            rows = slice(part.start, part.stop)
+            part.kernel.run(q[rows], self._caches[layer], out=out[rows])
+        return out
+
+    def forward_with_lse(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._append(layer, k, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for part in self._parts:
+            rows = slice(part.start, part.stop)
+            part.kernel.run(
+                q[rows], self._caches[layer], out=out[rows], lse=lse[rows], return_lse=True
+            )
+        return out, lse.mul_(_LN_2)  # the kernels count in powers of two
+
+    def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Stores k and v [T, H, D] by slot."""
+        append_paged_kv_cache(
+            k,
+            v,
+            *self.append_indices(),
+            self._caches[layer],
+            *self.append_pages(),
+            kv_layout=_VIEW_ORDER,
+        )

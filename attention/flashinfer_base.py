@@ -1,0 +1,122 @@
+"""What the two FlashInfer backends share: the workspace, where tokens are stored, captured buffers.
+
+FlashInfer's kernels are planned on the host once a step and run once a layer. Decode steps can be
+planned for a CUDA graph (`plan_captured`): all that a captured forward reads then lies in buffers
+that do not move, and a plan only writes to them.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from attention.base import AttentionBackend, AttentionBatch, UnsupportedPool
+from attention.pages import Int32s
+from kvcache.pool import KVPool
+
+# Partial results of split contexts. 256 decode rows of 32 heads take 68 MiB of it.
+_WORKSPACE_BYTES: Final = 384 * 2**20
+_DTYPES: Final = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedBuffers:
+    """What captured graphs read, for up to S sequences of up to M blocks."""
+
+    query_indptr: torch.Tensor  # int32 [S + 1]
+    indptr: torch.Tensor  # int32 [S + 1]
+    indices: torch.Tensor  # int32 [S * M]
+    last_page_lens: torch.Tensor  # int32 [S]
+    context_lens: torch.Tensor  # int32 [S]
+    slots: torch.Tensor  # int32 [S]
+
+    @classmethod
+    def make(cls, max_seqs: int, max_blocks: int, device: torch.device) -> "CapturedBuffers":
+        sizes = (max_seqs + 1, max_seqs + 1, max_seqs * max_blocks, max_seqs, max_seqs, max_seqs)
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+
+
+def check_dtype(pool: KVPool, dtype: torch.dtype | None) -> None:
+    """Raises UnsupportedPool unless the kernels can read the pool."""
+    found = pool.tensor.dtype
+    if pool.device.type != "cuda":
+        raise UnsupportedPool(
+            f"attention_backend flashinfer reads GPU memory only, and the KV pool is on "
+            f"{pool.device}: use --attention-backend torch"
+        )
+    if found not in _DTYPES or dtype not in (None, found):
+        raise UnsupportedPool(
+            f"attention_backend flashinfer does not serve queries of {dtype or found} over a KV "
+            f"dtype of {pool.layout.dtype}: use --dtype bfloat16 or float16, or "
+            "--attention-backend torch"
+        )
+
+
+class FlashInferBase(AttentionBackend):
+    """See AttentionBackend. Owns the workspace that all its kernels share: one step at a time."""
+
+    def __init__(self, pool: KVPool, *, num_q_heads: int, head_dim: int, scale: float) -> None:
+        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
+        self.device = pool.device
+        self.dtype = pool.tensor.dtype
+        self.block_size = pool.layout.block_size
+        self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self.buffers: CapturedBuffers | None = None
+        self._captured: dict[int, Any] = {}
+        # The append kernels find a token by (sequence, position). All blocks in order, seen as one
+        # sequence, make a token's position its slot.
+        num_blocks = pool.layout.num_blocks
+        self._all_blocks = torch.arange(num_blocks, dtype=torch.int32, device=self.device)
+        self._all_indptr = torch.tensor([0, num_blocks], dtype=torch.int32, device=self.device)
+        self._all_last = torch.tensor([self.block_size], dtype=torch.int32, device=self.device)
+        self._zeros = torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    def set_slots(self, slots: torch.Tensor) -> None:
+        """int32 [T]: where the step's tokens are stored."""
+        self._slots = slots
+        if len(self._zeros) < len(slots):
+            self._zeros = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
+
+    def append_indices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequence and position of each token, as the append kernels want them."""
+        return self._zeros[: len(self._slots)], self._slots
+
+    def append_pages(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """indices, indptr and last page length of the one sequence that positions refer to."""
+        return self._all_blocks, self._all_indptr, self._all_last
+
+    def to_device(self, array: Int32s) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
+        self.buffers = CapturedBuffers.make(max_seqs, max_blocks, self.device)
+        if len(self._zeros) < max_seqs:
+            self._zeros = torch.zeros(max_seqs, dtype=torch.int32, device=self.device)
+
+    def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
+        assert self.buffers is not None, "reserve_captured comes first"
+        assert bool((batch.query_lens == 1).all()), "only steps of single tokens are captured"
+        padded = batch.padded_to(num_rows, self.block_size)
+        kernel = self._captured.get(num_rows)
+        if kernel is None:
+            kernel = self._captured[num_rows] = self.captured_kernel(num_rows, self.buffers)
+        self._slots = self.buffers.slots[:num_rows]
+        self._slots.copy_(torch.from_numpy(padded.slot_mapping.astype(np.int32)))
+        self.plan_captured_kernel(kernel, padded)
+
+    @abstractmethod
+    def captured_kernel(self, num_rows: int, buffers: CapturedBuffers) -> Any:
+        """A kernel for steps of `num_rows` single tokens that reads `buffers` only."""
+
+    @abstractmethod
+    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch) -> None:
+        """Plans it for a batch of exactly its rows, and makes `forward` use it."""
+
+
+def indptr_of(lens: Int32s) -> torch.Tensor:
+    """int32 [S + 1]: where each of S runs of `lens` begins, and the end of the last."""
+    indptr = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=indptr[1:])
+    return torch.from_numpy(indptr)

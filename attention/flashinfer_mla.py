@@ -1,0 +1,121 @@
+"""Multi-head latent attention over FlashInfer's kernels: DeepSeek's latent of 512 + 64 elements.
+
+One kernel serves prefill and decode; it takes latents in place, whatever the layout.
+"""
+
+from typing import Any, Final
+
+import flashinfer
+import torch
+from flashinfer.mla._core import MLAPlanMetadata
+from flashinfer.page import append_paged_mla_kv_cache
+
+from attention.base import AttentionBatch, UnsupportedPool
+from attention.flashinfer_base import CapturedBuffers, FlashInferBase, check_dtype, indptr_of
+from attention.pages import pages_of
+from kvcache.pool import KVPool
+
+LATENT_DIM: Final = 512
+ROPE_DIM: Final = 64
+_QUERY_TILE: Final = 128  # rows: heads that do not divide it lose keys at tile borders
+
+
+class FlashInferMLABackend(FlashInferBase):
+    """See AttentionBackend.
+
+    Raises:
+        UnsupportedPool: a device, dtype, latent size or head count that the kernels lack.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        num_q_heads: int,
+        head_dim: int,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        kernel: str = "auto",
+    ) -> None:
+        check_dtype(pool, dtype)
+        if head_dim != LATENT_DIM + ROPE_DIM or _QUERY_TILE % num_q_heads:
+            raise UnsupportedPool(
+                f"attention_backend flashinfer does not serve latents of {head_dim} elements for "
+                f"{num_q_heads} query heads, only of {LATENT_DIM + ROPE_DIM} for a number of heads "
+                f"that divides {_QUERY_TILE}: use --attention-backend torch"
+            )
+        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
+        latents = [pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)]
+        self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
+        self._backend = kernel if kernel != "auto" else _best_kernel(self.device)
+        self._eager = flashinfer.mla.BatchMLAPagedAttentionWrapper(
+            self.workspace, backend=self._backend
+        )
+        self._planned = self._eager
+        self._num_rows = 0
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.set_slots(self.to_device(batch.slot_mapping.astype("int32")))
+        self._plan(self._eager, batch)
+
+    def _plan(self, kernel: Any, batch: AttentionBatch) -> None:
+        pages = pages_of(batch.block_tables, batch.context_lens, self.block_size)
+        kernel.plan(
+            metadata=MLAPlanMetadata.csr(
+                indptr_of(batch.query_lens),
+                torch.from_numpy(pages.indptr),
+                torch.from_numpy(pages.indices),
+                torch.from_numpy(batch.context_lens.astype("int32")),
+            ),
+            num_heads=self.num_q_heads,
+            head_dim_ckv=LATENT_DIM,
+            head_dim_kpe=ROPE_DIM,
+            page_size=self.block_size,
+            causal=True,
+            sm_scale=self.scale,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+            query_layout="split",
+            kv_cache_layout="split",
+        )
+        self._planned = kernel
+        self._num_rows = int(batch.query_lens.sum())
+
+    def captured_kernel(self, num_rows: int, buffers: CapturedBuffers) -> Any:
+        return flashinfer.mla.BatchMLAPagedAttentionWrapper(
+            self.workspace,
+            use_cuda_graph=True,
+            qo_indptr=buffers.query_indptr[: num_rows + 1],
+            kv_indptr=buffers.indptr[: num_rows + 1],
+            kv_indices=buffers.indices,
+            kv_len_arr=buffers.context_lens[:num_rows],
+            backend=self._backend,
+        )
+
+    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch) -> None:
+        self._plan(kernel, batch)
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        raise NotImplementedError("this backend serves MLA models only: call forward_mla")
+
+    def forward_mla(
+        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
+    ) -> torch.Tensor:
+        cache = self._caches[layer]
+        append_paged_mla_kv_cache(
+            latent[:, :LATENT_DIM],
+            latent[:, LATENT_DIM:],
+            *self.append_indices(),
+            *cache,
+            *self.append_pages(),
+        )
+        out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+        rows = slice(0, self._num_rows)
+        self._planned.run(query=(q_latent[rows], q_rope[rows]), kv_cache=cache, out=out[rows])
+        return out
+
+
+def _best_kernel(device: torch.device) -> str:
+    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"

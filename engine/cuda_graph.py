@@ -1,0 +1,145 @@
+"""Decode steps as CUDA graphs: one per padded number of sequences, all in one memory pool.
+
+A decode step of a small batch launches hundreds of short kernels; replaying them as one graph takes
+the host's time out of the step. A graph reads its inputs from buffers that stay where they are:
+token ids and positions here, block tables in the attention backend. A step is padded to the next
+captured size; the added rows read and write the null block, and their outputs are dropped.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from attention.base import AttentionBackend, AttentionBatch
+from engine.batch import Int64s, StepInput
+from engine.sampler import greedy
+from model.base import CausalLM
+
+logger = logging.getLogger("baton.engine")
+
+# (up to so many rows, one graph for every so many): padding costs little beside reading weights.
+_STEPS: Final = ((8, 4), (64, 8), (128, 16), (512, 32))
+_SMALLEST: Final = (1, 2)
+_LARGEST_STEP: Final = 64
+
+
+def captured_sizes(max_seqs: int) -> list[int]:
+    """Numbers of rows that get a graph, ascending; the last one is `max_seqs`."""
+    sizes = set(_SMALLEST)
+    size = 0
+    while size < max_seqs:
+        size += next((step for limit, step in _STEPS if size < limit), _LARGEST_STEP)
+        sizes.add(size)
+    return [*sorted(size for size in sizes if size < max_seqs), max_seqs]
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeOutput:
+    """What a step left on the device, a row for each of its sequences."""
+
+    logits: torch.Tensor  # float32 [rows, vocab]
+    greedy_ids: torch.Tensor | None  # int64 [rows], see sampler.greedy; None: not computed yet
+
+
+@dataclass(frozen=True, eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    drawn: DecodeOutput  # of all rows; the next replay of any graph overwrites it
+
+
+class DecodeGraphs:
+    """The captured decode steps of one rank.
+
+    Args:
+        max_seqs: most sequences of a step.
+        max_blocks: most blocks of a sequence.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        *,
+        max_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        backend.reserve_captured(max_seqs, max_blocks)
+        self._model = model
+        self._backend = backend
+        self._block_size = block_size
+        self._token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self._sizes = captured_sizes(max_seqs)
+        self._graphs: dict[int, _Captured] = {}
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def __repr__(self) -> str:
+        return f"DecodeGraphs({len(self._graphs)} captured, up to {self._sizes[-1]} sequences)"
+
+    def capture(self) -> None:
+        """Captures every size, the largest first, so that the others fit into its memory."""
+        started_s = time.perf_counter()
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self._sizes):
+            self._backend.plan_captured(_null_batch(), size)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._step(size)  # makes handles and loads kernels, which capturing cannot
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+                drawn = self._step(size)
+            self._graphs[size] = _Captured(graph, drawn)
+        torch.cuda.synchronize()
+        logger.info(
+            "captured %d decode graphs in %.1f s", len(self._sizes), time.perf_counter() - started_s
+        )
+
+    def _step(self, num_rows: int) -> DecodeOutput:
+        hidden = self._model.forward(
+            self._token_ids[:num_rows], self._positions[:num_rows], self._backend
+        )
+        logits = self._model.logits(hidden)
+        return DecodeOutput(logits, greedy(logits))
+
+    def can_run(self, step: StepInput) -> bool:
+        """Whether all its sequences decode and draw, and are no more than the largest graph's."""
+        num_seqs = len(step.query_lens)
+        return num_seqs <= self._sizes[-1] and num_seqs == len(step.token_ids) == len(
+            step.sample_rows
+        )
+
+    def run(self, step: StepInput) -> DecodeOutput:
+        """Launches a step that `can_run`. The result is valid until the next call."""
+        num_seqs = len(step.query_lens)
+        size = next(size for size in self._sizes if size >= num_seqs)
+        upload(self._token_ids[:num_seqs], step.token_ids)
+        upload(self._positions[:num_seqs], step.positions)
+        self._backend.plan_captured(step.attention_batch(self._block_size), size)
+        captured = self._graphs[size]
+        captured.graph.replay()
+        drawn = captured.drawn
+        assert drawn.greedy_ids is not None
+        return DecodeOutput(drawn.logits[:num_seqs], drawn.greedy_ids[:num_seqs])
+
+
+def upload(target: torch.Tensor, values: Int64s) -> None:
+    """Copies host values to the device without waiting for it."""
+    target.copy_(torch.from_numpy(values.copy()).pin_memory(), non_blocking=True)
+
+
+def _null_batch() -> AttentionBatch:
+    """One sequence of one token, in the null block."""
+    one = np.ones(1, np.int32)
+    return AttentionBatch(
+        query_lens=one,
+        context_lens=one,
+        block_tables=np.zeros((1, 1), np.int32),
+        slot_mapping=np.zeros(1, np.int64),
+    )

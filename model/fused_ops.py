@@ -1,0 +1,76 @@
+"""Fused kernels of the decoder's small operations, from flashinfer: on NVIDIA GPUs, in 16 bits.
+
+A decode step of a small batch is bound by reading weights, so every further kernel and every
+further pass over activations shows. Layers ask `works` once, when they are made, and keep to plain
+torch where it says no: on the CPU, in float32, or without flashinfer.
+"""
+
+import functools
+import logging
+from typing import Any, Final
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_DTYPES: Final = (torch.bfloat16, torch.float16)
+_ROPE_HEAD_DIMS: Final = (64, 128, 256)
+_VECTOR_BYTES: Final = 16  # what the kernels load at a time
+
+
+@functools.cache
+def _flashinfer() -> Any:
+    """The package, or None where it is not installed."""
+    try:
+        import flashinfer
+        import flashinfer.activation
+        import flashinfer.norm
+        import flashinfer.rope
+    except ImportError as error:
+        logger.warning(
+            "no fused kernels, steps are slower: flashinfer cannot be imported: %s; "
+            "install it with pip install 'baton[gpu]'",
+            error,
+        )
+        return None
+    return flashinfer
+
+
+def works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the functions below can be called for tensors there."""
+    return device.type == "cuda" and dtype in _DTYPES and _flashinfer() is not None
+
+
+def works_for_width(weight: torch.Tensor, width: int) -> bool:
+    """`works`, for rows of `width` elements like those of `weight`."""
+    is_aligned = width * weight.element_size() % _VECTOR_BYTES == 0
+    return is_aligned and works(weight.device, weight.dtype)
+
+
+def rope_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    return head_dim in _ROPE_HEAD_DIMS and works(device, dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, n] or [T, heads, n], whose last dimension is contiguous, normed over it."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _flashinfer().norm.rmsnorm(x, weight, eps, out=out)  # type: ignore[no-any-return]
+
+
+def rotate_in_place(
+    q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Rotates halves of q and k [T, heads, dim], strided views allowed.
+
+    Args:
+        cos_sin: float32 [n, dim], cosines then sines.
+        rows: int32 [T], each token's row of cos_sin.
+    """
+    _flashinfer().rope.apply_rope_with_cos_sin_cache_inplace(
+        rows, q, k, q.shape[-1], cos_sin, is_neox=True
+    )
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2 n] -> silu of the first half times the second, [T, n]."""
+    return _flashinfer().activation.silu_and_mul(gate_up)  # type: ignore[no-any-return]

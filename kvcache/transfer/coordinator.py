@@ -9,11 +9,17 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import zmq
 
-from kvcache.transfer.peers import Peer, PeerStatus, PeerTable, check_reference
+from kvcache.transfer.peers import (
+    Peer,
+    PeerStatus,
+    PeerTable,
+    address_of,
+    check_reference,
+    key_of,
+)
 from kvcache.transfer.pull import (
     AddPeer,
     DropPeer,
@@ -42,23 +48,12 @@ from kvcache.transfer.pull_state import (
     StopRanks,
     SuspectPeer,
 )
+from kvcache.transfer.questions import OpenQuestions
 from kvcache.transfer.rank_links import RankLinks
 from kvcache.transfer.side_channel import Address, SideChannelClient, new_id
 from kvcache.transfer.waker import Waker
 from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable
-from protocol.handshake import (
-    AbortLease,
-    CompatRecord,
-    Complete,
-    GetMetadata,
-    Gone,
-    Metadata,
-    Ok,
-    Refused,
-    Renew,
-    Reply,
-    Request,
-)
+from protocol.handshake import CompatRecord, Gone, Metadata, Ok, Refused, Reply, Request
 from protocol.messages import RemotePrefill
 
 logger = logging.getLogger(__name__)
@@ -121,11 +116,9 @@ class PullCoordinator:
         self._pulls: dict[str, PullState] = {}
         self._spans: dict[str, tuple[int, int, list[int]]] = {}  # of pulls begun
         self._ended: OrderedDict[str, bool] = OrderedDict()  # -> PullDrained was told
-        self._asked: dict[str, tuple[Literal["renew", "complete"], str]] = {}  # nonce -> pull
-        self._nonces: dict[str, list[str]] = {}  # of each pull
+        self._questions = OpenQuestions()
         self._awaiting_connect: set[PeerKey] = set()
         self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
-        self._asked_metadata: dict[str, Address] = {}  # by nonce
         self._calls: deque[Callable[[], None]] = deque()
         self._events: deque[Event] = deque()
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -212,7 +205,8 @@ class PullCoordinator:
         for sock in (self._waker.socket, self._ranks.socket, *self._side_channel.sockets):
             poller.register(sock, zmq.POLLIN)
         lost_s = self._settings.connection_timeout_s
-        deadlines = [since + lost_s for since in self._unconnected_in_use().values()]
+        unconnected = (self._unconnected_in_use(), self._gone_peers())
+        deadlines = [since + lost_s for found in unconnected for since in found.values()]
         deadlines += [state.deadline() for state in self._states()]
         deadline = min(self._peers.deadline(), *deadlines, 1e18)
         wait_s = max(0.0, deadline - self._clock())
@@ -240,6 +234,9 @@ class PullCoordinator:
         for address, since in self._unconnected_in_use().items():
             if now - since >= self._settings.connection_timeout_s:
                 self._lost(address)
+        for address, since in self._gone_peers().items():
+            if now - since >= self._settings.connection_timeout_s:
+                self._bury(address)
         for state in self._states():
             if state.deadline() <= now:
                 self._perform(state, state.tick(now))
@@ -249,8 +246,21 @@ class PullCoordinator:
         found = self._side_channel.unconnected()
         if not found:
             return found
-        used = {_address(state.remote) for state in self._states()}
+        used = {address_of(state.remote) for state in self._states()}
         return {a: t for a, t in found.items() if a in used or self._peers.fetching_from(a)}
+
+    def _gone_peers(self) -> dict[Address, float]:
+        """Addresses of peers that the ranks know and that have no connection, and since when."""
+        known = set(self._announced.values())
+        return {a: t for a, t in self._side_channel.unconnected().items() if a in known}
+
+    def _bury(self, address: Address) -> None:
+        """Lets the ranks forget a peer that is gone: its memory is not freed while it is mapped."""
+        for key in [key for key, at in self._announced.items() if at == address]:
+            del self._announced[key]
+            self._peers.forget(key)
+            self._ranks.broadcast(DropPeer(*key))
+        self._side_channel.forget(address)
 
     def _refresh_connection(self, address: Address) -> None:
         """A connection lost while nobody used it must not be held against its next user."""
@@ -263,14 +273,14 @@ class PullCoordinator:
     def _lost(self, address: Address) -> None:
         """Nothing listens there: whatever waits for an answer from there fails now."""
         self._counters["connections_lost"] += 1
-        self._side_channel.forget(address)
+        self._bury(address)
         self._fail_address(address, f"{address[0]}:{address[1]} has no prefill server any more")
 
     def _fail_address(self, address: Address, reason: str) -> None:
         error, now = PeerUnreachable(reason), self._clock()
         for state in self._states():
-            if _address(state.remote) == address:
-                self._peers.forget(_key(state.remote))
+            if address_of(state.remote) == address:
+                self._peers.forget(key_of(state.remote))
                 self._perform(state, state.fail(error, now))
         for peer in self._peers.fetching_from(address):
             self._peers.fail(peer, error, now)
@@ -290,7 +300,7 @@ class PullCoordinator:
     # -- what the engine asks for
 
     def _do_connect(self, remote: RemotePrefill) -> None:
-        self._refresh_connection(_address(remote))
+        self._refresh_connection(address_of(remote))
         peer = self._peers.connect(remote, self._clock())
         self._awaiting_connect.add(peer.key)
         self._peer_decided(peer)
@@ -299,7 +309,7 @@ class PullCoordinator:
         if pull_id in self._ended:
             return
         if pull_id not in self._pulls:
-            self._refresh_connection(_address(remote))
+            self._refresh_connection(address_of(remote))
             self._pulls[pull_id] = PullState(
                 pull_id, remote, self._num_ranks, self._settings, new_id(), self._clock()
             )
@@ -331,12 +341,10 @@ class PullCoordinator:
     # -- peers
 
     def _ask_metadata(self, peer: Peer) -> None:
-        nonce = new_id()
-        self._asked_metadata[nonce] = peer.address
-        self._post(peer.address, GetMetadata(nonce=nonce))
+        self._post(peer.address, self._questions.metadata(peer.address))
 
     def _take_metadata(self, reply: Metadata) -> None:
-        address = self._asked_metadata.pop(reply.nonce, None)
+        address = self._questions.metadata_answered(reply.nonce)
         if address is None:
             return
         self._supersede((reply.engine.engine_id, reply.engine.incarnation), address)
@@ -346,7 +354,10 @@ class PullCoordinator:
 
     def _supersede(self, current: PeerKey, address: Address) -> None:
         """What other incarnations of the engine at this address leased is not there any more."""
-        known = {**self._announced, **{_key(s.remote): _address(s.remote) for s in self._states()}}
+        known = {
+            **self._announced,
+            **{key_of(s.remote): address_of(s.remote) for s in self._states()},
+        }
         for key, at in known.items():
             if key[0] == current[0] and key != current and at == address:
                 self._drop(key)
@@ -358,7 +369,7 @@ class PullCoordinator:
             self._ranks.broadcast(DropPeer(*key))
         gone = LeaseGone(f"prefill server {key[0]} was restarted")
         for state in self._states():
-            if _key(state.remote) == key:
+            if key_of(state.remote) == key:
                 self._perform(state, state.fail(gone, self._clock()))
 
     def _states(self) -> list[PullState]:
@@ -368,8 +379,7 @@ class PullCoordinator:
         """Tells whoever waits for this peer, if there is something to tell."""
         if peer.status is PeerStatus.FETCHING:
             return
-        for nonce in [n for n, at in self._asked_metadata.items() if at == peer.address]:
-            del self._asked_metadata[nonce]
+        self._questions.forget_metadata(peer.address)
         if peer.key in self._awaiting_connect:
             self._awaiting_connect.discard(peer.key)
             if peer.error is not None:
@@ -377,9 +387,9 @@ class PullCoordinator:
             else:
                 self._events.append(PeerReady(*peer.key))
         for state in self._states():
-            if _key(state.remote) == peer.key:
+            if key_of(state.remote) == peer.key:
                 self._offer(state, peer)
-        if peer.error and not any(_address(s.remote) == peer.address for s in self._states()):
+        if peer.error and not any(address_of(s.remote) == peer.address for s in self._states()):
             self._side_channel.forget(peer.address)  # or it would try to reconnect for ever
 
     def _offer(self, state: PullState, peer: Peer) -> None:
@@ -409,35 +419,21 @@ class PullCoordinator:
         if state.phase is Phase.ENDED and state.pull_id in self._pulls:
             del self._pulls[state.pull_id]
             self._spans.pop(state.pull_id, None)
-            for nonce in self._nonces.pop(state.pull_id, []):
-                self._asked.pop(nonce, None)
+            self._questions.forget_pull(state.pull_id)
             self._remember(state.pull_id, state.drained_told)
 
     def _send(self, state: PullState, action: Action) -> None:
-        remote, nonce = state.remote, new_id()
-        address, lease = _address(remote), remote.lease_id
+        remote = state.remote
         match action:
-            case SendRenew():
-                self._expect(nonce, "renew", state.pull_id)
-                request: Request = Renew(
-                    nonce=nonce, incarnation=remote.incarnation, lease_id=lease
-                )
-                self._post(address, request)
-            case SendComplete(attempt):
-                self._expect(nonce, "complete", state.pull_id)
-                request = Complete(
-                    nonce=nonce, incarnation=remote.incarnation, lease_id=lease, attempt_id=attempt
-                )
-                self._post(address, request)
-            case SendAbort():
-                request = AbortLease(nonce=nonce, incarnation=remote.incarnation, lease_id=lease)
-                self._post(address, request)
+            case SendRenew() | SendComplete() | SendAbort():
+                request = self._questions.lease(state.pull_id, remote, action)
+                self._post(address_of(remote), request)
             case FanOut():
                 self._ranks.broadcast(self._pull_command(state))
             case StopRanks():
                 self._ranks.broadcast(StopPull(state.pull_id))
             case SuspectPeer():
-                self._peers.forget(_key(remote))
+                self._peers.forget(key_of(remote))
             case Emit(event):
                 self._count(event)
                 self._events.append(event)
@@ -461,10 +457,6 @@ class PullCoordinator:
             local_block_ids=local_block_ids,
             remote_block_ids=remote.block_ids,
         )
-
-    def _expect(self, nonce: str, kind: Literal["renew", "complete"], pull_id: str) -> None:
-        self._asked[nonce] = (kind, pull_id)
-        self._nonces.setdefault(pull_id, []).append(nonce)
 
     def _post(self, address: Address, request: Request) -> None:
         try:
@@ -505,19 +497,11 @@ class PullCoordinator:
             self._peer_decided(peer)
 
     def _lease_answered(self, reply: Ok | Gone) -> None:
-        kind, pull_id = self._asked.pop(reply.nonce, (None, ""))
-        state = self._pulls.get(pull_id)
-        if kind is None or state is None:
+        asked = self._questions.lease_answered(reply.nonce)
+        state = self._pulls.get(asked[1]) if asked else None
+        if asked is None or state is None:
             return
         ok = isinstance(reply, Ok)
         reason = reply.reason if isinstance(reply, Gone) else ""
-        answered = state.renew_answered if kind == "renew" else state.fence_answered
+        answered = state.renew_answered if asked[0] == "renew" else state.fence_answered
         self._perform(state, answered(ok, reason, self._clock()))
-
-
-def _key(remote: RemotePrefill) -> PeerKey:
-    return remote.engine_id, remote.incarnation
-
-
-def _address(remote: RemotePrefill) -> Address:
-    return remote.host, remote.port

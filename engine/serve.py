@@ -10,10 +10,12 @@ No torch here: the engine's processes have it.
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from protocol.settings import DecodeSettings, EngineSettings, PrefillSettings, d
 logger = logging.getLogger("baton.serve")
 
 _START_TIMEOUT_S = 600.0
+_RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
 
 HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
 
@@ -65,6 +68,8 @@ def run_server(
         return uvloop.run(_Server(settings, role, module, hooks).run())
     except (StartFailure, EngineDied, ValueError, OSError) as error:
         lifecycle.report_failure(str(error) or type(error).__name__)
+        if any(thread.name == _RESOLVER for thread in threading.enumerate()):
+            os._exit(1)  # told to end: Python would wait for the threads of a download
         return 1
 
 
@@ -112,7 +117,7 @@ class _Server:
         self.loop.call_soon_threadsafe(tell)
 
     async def _start_and_serve(self, listener: socket.socket) -> int:
-        model_dir = await self._or_stop(asyncio.to_thread(self._resolve_model))
+        model_dir = await self._or_stop(_in_daemon_thread(_RESOLVER, self._resolve_model))
         model_config = load_config(model_dir)
         config = self._engine_config(model_dir, model_config)
         layout = check_geometry(config, model_config)
@@ -173,10 +178,11 @@ class _Server:
         server.should_exit = True  # accepts nothing more; open requests may finish for a while
         if not self.failure.done():
             await asyncio.wait({serving}, timeout=self.settings.shutdown_grace_s / 2)
-        await client.close()  # every request still open gets its one error
+        failed = self.failure.result() if self.failure.done() else None
+        await client.close()  # every request still open gets its one error; the engine ends too
         await serving
-        if self.failure.done():
-            raise StartFailure(self.failure.result())
+        if failed is not None:
+            raise StartFailure(failed)
         return 0
 
     def _engine_config(self, model_dir: Path, model_config: ModelConfig) -> EngineConfig:
@@ -250,6 +256,32 @@ def _role_options(settings: EngineSettings) -> dict[str, Any]:
         "staging_bytes",
     )
     return {name: getattr(settings, name) for name in names}
+
+
+def _in_daemon_thread(name: str, work: Callable[[], Any]) -> asyncio.Future[Any]:
+    """Runs `work` where, unlike in an executor, nobody waits for it when this process ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.done():
+            return  # given up
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def _has_gpu() -> bool:

@@ -1,0 +1,84 @@
+"""How a server's main program ends."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.client import ScriptedEngine
+from engine.http import PlainHooks
+from engine.serve import _bind, _Server
+from engine.tokenizer import Tokenizer
+from protocol.settings import PrefillSettings
+from tests.engine.http_server import READY
+
+_SECRET = "a secret of these tests"
+
+_RESOLVING_FOR_EVER = """
+import os, signal, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import engine.serve
+from engine.http import PlainHooks
+from protocol.settings import PrefillSettings
+
+def resolve(*args, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    ThreadPoolExecutor().submit(time.sleep, 600).result()  # as a download of many files
+
+engine.serve.resolve_model = resolve
+settings = PrefillSettings(_cli_parse_args=[], port=0, cluster_secret="a secret of these tests")
+raise SystemExit(
+    engine.serve.run_server(settings, role="prefill", module="-", hooks=lambda s: PlainHooks())
+)
+"""
+
+
+def test_a_server_told_to_end_does_not_wait_for_its_model() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _RESOLVING_FOR_EVER],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("error: told to end before it was ready")
+
+
+class _EndingEngine(ScriptedEngine):
+    """Its process ends as soon as it is told to, before the HTTP side has ended."""
+
+    server: _Server
+
+    async def close(self) -> None:
+        await super().close()
+        self.server._engine_ended("engine process: exit status 0")
+        for _ in range(3):  # until the loop has heard of it
+            await asyncio.sleep(0)
+
+
+def test_an_engine_that_ends_when_told_to_is_no_failure(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
+
+    async def main() -> int:
+        settings = PrefillSettings(_cli_parse_args=[], port=0, cluster_secret=_SECRET)
+        server = _Server(settings, "prefill", "-", lambda secret: PlainHooks())
+        server.loop = asyncio.get_running_loop()
+        server.failure = server.loop.create_future()
+        server.stop = asyncio.Event()
+        server.stop.set()
+        engine = _EndingEngine()
+        engine.server = server
+        await engine.start()
+        with _bind("127.0.0.1", 0) as listener:
+            code = await server._serve(listener, engine, Path(), READY)
+        assert server.failure.done()
+        server.processes.stop(1.0)
+        return code
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == 0

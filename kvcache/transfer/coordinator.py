@@ -27,7 +27,6 @@ from kvcache.transfer.pull import (
     PeerFailed,
     PeerKey,
     PeerReady,
-    Pull,
     PullDone,
     PullDrained,
     PullFailed,
@@ -35,6 +34,7 @@ from kvcache.transfer.pull import (
     RankEnded,
     RankFailing,
     StopPull,
+    pull_command,
 )
 from kvcache.transfer.pull_state import (
     Action,
@@ -429,7 +429,8 @@ class PullCoordinator:
                 request = self._questions.lease(state.pull_id, remote, action)
                 self._post(address_of(remote), request)
             case FanOut():
-                self._ranks.broadcast(self._pull_command(state))
+                span = self._spans[state.pull_id]
+                self._ranks.broadcast(pull_command(state.pull_id, remote, *span))
             case StopRanks():
                 self._ranks.broadcast(StopPull(state.pull_id))
             case SuspectPeer():
@@ -443,20 +444,6 @@ class PullCoordinator:
         if isinstance(event, PullDone):
             self._counters["bytes_pulled"] += event.nbytes
             self._counters["descriptors"] += event.descriptors
-
-    def _pull_command(self, state: PullState) -> Pull:
-        remote = state.remote
-        token_start, token_stop, local_block_ids = self._spans[state.pull_id]
-        return Pull(
-            pull_id=state.pull_id,
-            engine_id=remote.engine_id,
-            incarnation=remote.incarnation,
-            lease_hash=int(remote.lease_id[:8], 16),
-            token_start=token_start,
-            token_stop=token_stop,
-            local_block_ids=local_block_ids,
-            remote_block_ids=remote.block_ids,
-        )
 
     def _post(self, address: Address, request: Request) -> None:
         try:

@@ -36,6 +36,15 @@ class Peer:
     next_ask: float = field(default=0.0)
 
 
+def key_of(remote: RemotePrefill) -> PeerKey:
+    return remote.engine_id, remote.incarnation
+
+
+def address_of(remote: RemotePrefill) -> tuple[str, int]:
+    """Of the engine's side channel."""
+    return remote.host, remote.port
+
+
 class PeerTable:
     """Peers by (engine id, incarnation)."""
 
@@ -51,14 +60,14 @@ class PeerTable:
 
     def connect(self, remote: RemotePrefill, now: float) -> Peer:
         """The peer as it is now; begins a handshake (status FETCHING) when one is due."""
-        key = (remote.engine_id, remote.incarnation)
+        key = key_of(remote)
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = Peer(key, (remote.host, remote.port))
+            peer = self._peers[key] = Peer(key, address_of(remote))
             self._begin(peer, now)
             self._prune()
         elif peer.status is PeerStatus.FAILED and now >= peer.deadline:
-            peer.address = (remote.host, remote.port)
+            peer.address = address_of(remote)
             self._begin(peer, now)
         return peer
 

@@ -23,7 +23,7 @@ import msgspec
 
 from protocol.errors import BatonError, from_code
 from protocol.handshake import EngineMetadata
-from protocol.messages import ErrorInfo
+from protocol.messages import ErrorInfo, RemotePrefill
 
 PeerKey = tuple[str, str]  # engine id, incarnation
 
@@ -106,6 +106,26 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     token_stop: int
     local_block_ids: list[int]  # from token 0 of the sequence on
     remote_block_ids: list[int]
+
+
+def pull_command(
+    pull_id: str,
+    remote: RemotePrefill,
+    token_start: int,
+    token_stop: int,
+    local_block_ids: list[int],
+) -> Pull:
+    """What every rank is told of a pull."""
+    return Pull(
+        pull_id=pull_id,
+        engine_id=remote.engine_id,
+        incarnation=remote.incarnation,
+        lease_hash=int(remote.lease_id[:8], 16),
+        token_start=token_start,
+        token_stop=token_stop,
+        local_block_ids=local_block_ids,
+        remote_block_ids=remote.block_ids,
+    )
 
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop"):

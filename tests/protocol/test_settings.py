@@ -124,7 +124,8 @@ def test_a_missing_file_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> No
         ("--block-size", "x", "valid integer"),
         ("--tp", "0", "greater than or equal to 1"),
         ("--port", "65536", "less than or equal to 65535"),
-        ("--lease-s", "0", "greater than 0"),
+        ("--lease-s", "0", "greater than or equal to 0.001"),
+        ("--lease-s", "86401", "less than or equal to 86400"),
         ("--lease-s", "inf", "finite"),
         ("--lease-s", "nan", "finite"),
         ("--kv-cache-tokens", "0", "greater than or equal to 1"),
@@ -135,6 +136,15 @@ def test_a_value_that_cannot_be_is_refused_naming_it(option: str, value: str, to
     with pytest.raises(ConfigError, match=told) as caught:
         load(PrefillSettings, [option, value])
     assert option in str(caught.value)
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
+def test_decode_servers_are_never_told_to_connect_to_every_address(wildcard: str) -> None:
+    with pytest.raises(ConfigError, match="--side-channel-host: decode servers cannot connect"):
+        load(PrefillSettings, ["--host", wildcard])
+    settings = load(PrefillSettings, ["--host", wildcard, "--side-channel-host", "host-p"])
+    assert settings.advertised_host == "host-p"
+    load(DecodeSettings, ["--host", wildcard])
 
 
 @pytest.mark.parametrize("order", ["BHLCND", "LCBNHD", "NHBCLD"])

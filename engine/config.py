@@ -24,6 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 64
     kv_layout: str = "BHLCND"
     attention_backend: str = "auto"
+    pack_weights: bool = True
     kv_cache_tokens: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.9  # part of the GPU that weights, steps and KV may take

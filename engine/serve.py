@@ -207,6 +207,7 @@ class _Server:
             block_size=settings.block_size,
             kv_layout=settings.kv_layout,
             attention_backend=settings.attention_backend,
+            pack_weights=settings.pack_weights,
             kv_cache_tokens=settings.kv_cache_tokens,
             kv_cache_bytes=settings.kv_cache_bytes,
             gpu_memory_utilization=settings.gpu_memory_utilization,

@@ -5,7 +5,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from model import fused_ops
+from model import fused_ops, packed
 from model.config import ModelConfig
 from model.parallel import Parallel
 from model.weights import WeightLoader
@@ -17,30 +17,43 @@ _HEAD_CHUNK: Final = 1536
 
 
 class Linear:
-    """x [T, in] -> [T, out] with this rank's rows of the weight."""
+    """x [T, in] -> [T, out] with this rank's rows of the weight; see model/packed.py for `pack`."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool = False
+    ) -> None:
+        self.is_packed = pack and packed.can_pack(weight)
+        self.weight = packed.pack(weight) if self.is_packed else weight
         self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_packed:
+            return packed.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear:
     """x [T, this rank's columns] -> [T, out], summed over ranks, added to `residual` in place."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parallel: Parallel) -> None:
-        self.weight = weight
-        self._weight_t = weight.t()
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        parallel: Parallel,
+        *,
+        pack: bool = False,
+    ) -> None:
+        self._product = Linear(weight, pack=pack)
+        self.weight = self._product.weight
+        self._weight_t = None if self._product.is_packed else weight.t()
         self._bias = bias
         self._parallel = parallel
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if self._parallel.size == 1:
+        if self._parallel.size == 1 and self._weight_t is not None:
             residual.addmm_(x, self._weight_t)
         else:
-            residual += self._parallel.all_reduce(torch.mm(x, self._weight_t))
+            residual += self._parallel.all_reduce(self._product(x))
         if self._bias is not None:
             residual += self._bias
         return residual
@@ -138,11 +151,13 @@ class GatedMLP:
 class Columns:
     """Several projections of the same input, one matmul where that pays."""
 
-    def __init__(self, parts: list[Linear]) -> None:
+    def __init__(self, parts: list[Linear], *, pack: bool = False) -> None:
         self._parts = parts
         self._sizes = [part.weight.shape[0] for part in parts]
-        # On the CPU the weights stay where the file is mapped; joining them would copy them.
-        self._joined = _join(parts) if parts[0].weight.device.type != "cpu" else None
+        # On the CPU weights that are not packed stay where the file is mapped; joining copies.
+        pack = pack and packed.can_pack(parts[0].weight)
+        joins = pack or parts[0].weight.device.type != "cpu"
+        self._joined = _join(parts, pack=pack) if joins else None
 
     @property
     def is_joined(self) -> bool:
@@ -161,11 +176,13 @@ class Columns:
         return torch.split_with_sizes(self._joined(x), self._sizes, dim=-1)
 
 
-def _join(parts: list[Linear]) -> Linear:
+def _join(parts: list[Linear], *, pack: bool) -> Linear:
     biases = [part.bias for part in parts if part.bias is not None]
-    joined = Linear(
-        torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None
-    )
+    weight = torch.cat([part.weight for part in parts])
+    joined = Linear(weight, torch.cat(biases) if biases else None, pack=pack)
+    if pack:
+        for part in parts:
+            packed.forget_pages(part.weight)
     parts.clear()  # their memory is the device's: let go of it
     return joined
 
@@ -185,7 +202,7 @@ def load_columns(
         weight = loader.load(f"{name}.weight", shape, rows=rows)
         offset = loader.load(f"{name}.bias", shape[:1], rows=rows) if bias else None
         linears.append(Linear(weight, offset))
-    return Columns(linears)
+    return Columns(linears, pack=loader.pack)
 
 
 def load_rows(
@@ -200,9 +217,11 @@ def load_rows(
     """A projection split along its input, of which this rank has `cols`."""
     whole = len(cols) == shape[1]
     weight = loader.load(f"{name}.weight", shape, cols=None if whole else cols)
-    return RowParallelLinear(
-        weight, loader.load(f"{name}.bias", shape[:1]) if bias else None, parallel
-    )
+    offset = loader.load(f"{name}.bias", shape[:1]) if bias else None
+    linear = RowParallelLinear(weight, offset, parallel, pack=loader.pack)
+    if linear.weight is not weight:
+        packed.forget_pages(weight)
+    return linear
 
 
 def load_mlp(

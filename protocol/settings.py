@@ -138,6 +138,11 @@ class EngineOptions(GeometryOptions):
         None, ge=1, description="most tokens in one step (tokens; None: 512 on CPU, 2048 on GPU)"
     )
     max_num_seqs: int = Field(64, ge=1, description="most sequences in one step (sequences)")
+    pack_weights: bool = Field(
+        True,
+        description="on the CPU in float32, keep linear weights in an order that multiplies up to "
+        "1.6 times faster, at the price of a copy of them in memory",
+    )
     enable_prefix_caching: bool = Field(True, description="reuse the KV of shared prompt prefixes")
 
     @field_validator("devices", mode="before")

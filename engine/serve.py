@@ -179,6 +179,9 @@ class _Server:
         if not self.failure.done():
             await asyncio.wait({serving}, timeout=self.settings.shutdown_grace_s / 2)
         failed = self.failure.result() if self.failure.done() else None
+        if failed is not None:
+            client.fail(failed)  # the clients are told that, not that the server is ending
+            await asyncio.sleep(0)
         await client.close()  # every request still open gets its one error; the engine ends too
         await serving
         if failed is not None:

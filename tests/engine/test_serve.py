@@ -3,14 +3,17 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from engine.client import ScriptedEngine
 from engine.http import PlainHooks
-from engine.serve import _bind, _Server
+from engine.serve import StartFailure, _bind, _Server
 from engine.tokenizer import Tokenizer
+from protocol.messages import AddRequest, TokenDelta
 from protocol.settings import PrefillSettings
 from tests.engine.http_server import READY
 
@@ -51,7 +54,7 @@ def test_a_server_told_to_end_does_not_wait_for_its_model() -> None:
 class _EndingEngine(ScriptedEngine):
     """Its process ends as soon as it is told to, before the HTTP side has ended."""
 
-    server: _Server
+    server: _Server  # set by _serving
 
     async def close(self) -> None:
         await super().close()
@@ -60,25 +63,66 @@ class _EndingEngine(ScriptedEngine):
             await asyncio.sleep(0)
 
 
+def _serving(engine: _EndingEngine) -> tuple[_Server, _EndingEngine]:
+    """A server on the running loop, without processes."""
+    settings = PrefillSettings(_cli_parse_args=[], port=0, cluster_secret=_SECRET)
+    server = _Server(settings, "prefill", "-", lambda secret: PlainHooks())
+    server.loop = asyncio.get_running_loop()
+    server.failure = server.loop.create_future()
+    server.stop = asyncio.Event()
+    engine.server = server
+    return server, engine
+
+
 def test_an_engine_that_ends_when_told_to_is_no_failure(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
 
     async def main() -> int:
-        settings = PrefillSettings(_cli_parse_args=[], port=0, cluster_secret=_SECRET)
-        server = _Server(settings, "prefill", "-", lambda secret: PlainHooks())
-        server.loop = asyncio.get_running_loop()
-        server.failure = server.loop.create_future()
-        server.stop = asyncio.Event()
+        server, engine = _serving(_EndingEngine())
         server.stop.set()
-        engine = _EndingEngine()
-        engine.server = server
         await engine.start()
         with _bind("127.0.0.1", 0) as listener:
-            code = await server._serve(listener, engine, Path(), READY)
-        assert server.failure.done()
+            code = await server._serve(listener, engine, Path(), READY)  # type: ignore[arg-type]
+        assert server.failure is not None and server.failure.done()
         server.processes.stop(1.0)
         return code
 
     assert asyncio.run(asyncio.wait_for(main(), 60)) == 0
+
+
+async def _never(request: AddRequest) -> AsyncIterator[TokenDelta]:
+    await asyncio.Event().wait()
+    yield TokenDelta(request_id=request.request_id)
+
+
+def test_open_requests_are_told_why_the_engine_died(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
+
+    async def main() -> httpx.Response:
+        server, engine = _serving(_EndingEngine(_never))
+        await engine.start()
+        with _bind("127.0.0.1", 0) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            serving = asyncio.create_task(
+                server._serve(listener, engine, Path(), READY)  # type: ignore[arg-type]
+            )
+            async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+                model = server.settings.model
+                body = {"model": model, "prompt": "ab"}
+                asking = asyncio.create_task(http.post("/v1/completions", json=body))
+                while not engine.added:
+                    await asyncio.sleep(0.01)
+                server._engine_ended("engine process: killed by SIGKILL")
+                answer = await asking
+            with pytest.raises(StartFailure, match="killed by SIGKILL"):
+                await serving
+        server.processes.stop(1.0)
+        return answer
+
+    answer = asyncio.run(asyncio.wait_for(main(), 60))
+    assert answer.status_code == 503
+    assert "killed by SIGKILL" in answer.json()["error"]["message"]

@@ -8,15 +8,16 @@ import contextlib
 import random
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import httpx
 import pytest
 
+from protocol import lifecycle
 from tests.e2e.client import MODEL, TIMEOUT_S, parse_kv, prefill
 from tests.e2e.cluster import Server, start_decode, start_prefill, wait_until
 from tests.make_models import ensure_model, trained_models
@@ -58,55 +59,63 @@ def model_dir(name: str) -> Path:
     return found or ensure_model(own)
 
 
+class Key(NamedTuple):
+    """Which server."""
+
+    role: Literal["prefill", "decode"]
+    model: Path
+    geometry: Geometry
+
+    def start(self) -> Server:
+        if self.role == "prefill":
+            return start_prefill(self.model, *self.geometry.argv)
+        # Policy `fail`: a transfer that cannot be made is an error, not a detour.
+        argv = (*self.geometry.argv, "--kv-load-failure-policy", "fail")
+        return start_decode(self.model, *argv)
+
+
 @dataclass
 class Farm:
-    """Servers by role, model and geometry, each started at its first use.
+    """Servers of any geometry, each started at its first use.
 
-    The least recently used ones end when more than `max_ranks` engine processes would run.
+    The least recently used ones end when more than `max_ranks` engine processes would run. Those
+    `lent` are somebody else's to end.
     """
 
     max_ranks: int
-    lent: Mapping[tuple[str, Path, Geometry], Server] = field(default_factory=dict)
-    _own: OrderedDict[tuple[str, Path, Geometry], Server] = field(default_factory=OrderedDict)
+    lent: Mapping[Key, Server] = field(default_factory=dict)
+    _own: OrderedDict[Key, Server] = field(default_factory=OrderedDict)
 
-    def prefill(self, model: Path, geometry: Geometry) -> Server:
-        return self._get("prefill", model, geometry, lambda: start_prefill(model, *geometry.argv))
+    def pair(self, model: Path, p: Geometry, d: Geometry) -> tuple[Server, Server]:
+        prefiller, decoder = self.get(Key("prefill", model, p), Key("decode", model, d))
+        return prefiller, decoder
 
-    def decode(self, model: Path, geometry: Geometry) -> Server:
-        """Under policy `fail`: a transfer that cannot be made is an error, not a detour."""
-        argv = (*geometry.argv, "--kv-load-failure-policy", "fail")
-        return self._get("decode", model, geometry, lambda: start_decode(model, *argv))
+    def get(self, *keys: Key) -> list[Server]:
+        missing = [key for key in keys if key not in self.lent and key not in self._own]
+        self._make_room(missing, keep=keys)
+        with ThreadPoolExecutor(len(keys)) as pool:
+            starts = {key: pool.submit(key.start) for key in missing}
+        self._own.update({key: s.result() for key, s in starts.items() if not s.exception()})
+        for start in starts.values():
+            start.result()
+        for key in keys:
+            if key in self._own:
+                self._own.move_to_end(key)
+        return [self.lent.get(key) or self._own[key] for key in keys]
 
-    def _get(
-        self, role: str, model: Path, geometry: Geometry, start: Callable[[], Server]
-    ) -> Server:
-        key = (role, model, geometry)
-        if key in self.lent:
-            return self.lent[key]
-        if key not in self._own:
-            self._make_room(geometry.tp)
-            self._own[key] = start()
-        self._own.move_to_end(key)
-        return self._own[key]
-
-    def _make_room(self, num_ranks: int) -> None:
-        # Never the newest: it is the other half of the pair.
-        while len(self._own) > 1 and self._num_ranks + num_ranks > self.max_ranks:
-            self._own.popitem(last=False)[1].stop()
-
-    @property
-    def _num_ranks(self) -> int:
-        return sum(geometry.tp for _, _, geometry in self._own)
+    def _make_room(self, missing: Sequence[Key], keep: Sequence[Key]) -> None:
+        wanted = sum(key.geometry.tp for key in missing)
+        for key in [key for key in self._own if key not in keep]:
+            if sum(own.geometry.tp for own in self._own) + wanted > self.max_ranks:
+                self._own.pop(key).stop()
 
     def close(self) -> None:
-        while self._own:
-            self._own.popitem()[1].stop()
+        lifecycle.terminate([server.child for server in self._own.values()], 20)
+        self._own.clear()
 
 
 @contextlib.contextmanager
-def farm(
-    max_ranks: int, lent: Mapping[tuple[str, Path, Geometry], Server] | None = None
-) -> Iterator[Farm]:
+def farm(max_ranks: int, lent: Mapping[Key, Server] | None = None) -> Iterator[Farm]:
     made = Farm(max_ranks, lent or {})
     try:
         yield made

@@ -1,13 +1,28 @@
 """One cell of each kind of difference between a prefill and a decode server; test_matrix.py has
 them all."""
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster
-from tests.e2e.matrix import Farm, Geometry, check_cell, farm, model_dir
+from tests.e2e.client import prefill
+from tests.e2e.cluster import Cluster, Server, running, start_proxy, wait_until
+from tests.e2e.matrix import (
+    NUM_TOKENS,
+    Farm,
+    Geometry,
+    Key,
+    ask,
+    assert_alike,
+    check_cell,
+    farm,
+    model_dir,
+    post,
+)
+from tests.e2e.test_equality import make_prompt
 
 _PLAIN = Geometry()
 _TWO = Geometry(tp=2)
@@ -18,8 +33,8 @@ _NHD = Geometry(block_size=16, layout="LBCNHD")
 @pytest.fixture(scope="module")
 def engines(tiny_model: Path, tiny_cluster: Cluster) -> Iterator[Farm]:
     lent = {
-        ("prefill", tiny_model, _PLAIN): tiny_cluster.prefill[0],
-        ("decode", tiny_model, _PLAIN): tiny_cluster.decode[0],
+        Key("prefill", tiny_model, _PLAIN): tiny_cluster.prefill[0],
+        Key("decode", tiny_model, _PLAIN): tiny_cluster.decode[0],
     }
     with farm(max_ranks=5, lent=lent) as made:
         yield made
@@ -42,8 +57,80 @@ def test_a_pair_of_geometries_equals_one_server(
     engines: Farm, tiny_model: Path, tiny_cluster: Cluster, name: str
 ) -> None:
     p, d = _CELLS[name]
-    prefiller, decoder = engines.prefill(tiny_model, p), engines.decode(tiny_model, d)
+    prefiller, decoder = engines.pair(tiny_model, p, d)
     check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, name)
+
+
+# -- what is not bridged ---------------------------------------------------------------------------
+
+_BFLOAT16 = Geometry(options=("--dtype", "bfloat16"))
+_OTHER_WEIGHTS = Geometry(options=("--load-format", "dummy"))
+_CONVERTING = Geometry(block_size=16, options=("--kv-convert",))
+_NOT_BRIDGED = {
+    "KV dtype": (_BFLOAT16, ["kv_dtype", "'float32'", "'bfloat16'"]),
+    "model": (_OTHER_WEIGHTS, ["model_fingerprint"]),
+}
+
+
+@pytest.mark.parametrize("name", _NOT_BRIDGED)
+def test_what_differs_is_named_or_computed_here_by_policy(
+    engines: Farm, tiny_model: Path, tiny_cluster: Cluster, name: str
+) -> None:
+    geometry, words = _NOT_BRIDGED[name]
+    prefiller, failing = engines.pair(tiny_model, geometry, _SMALL)
+    prompt = make_prompt(len(name), 150)
+    refused = post(failing.url, prompt, 6, prefill(prefiller.url, prompt, logprobs=1))
+    assert refused.status_code == 502, refused.text
+    error = refused.json()["error"]
+    assert (error["code"], error["phase"]) == ("peer_incompatible", "handshake")
+    assert all(word in error["message"] for word in words), error
+    _assert_counted(failing)
+    # The other policy: nothing of what P did is used, its first token neither.
+    recomputing = tiny_cluster.decode[0]
+    reply = ask(recomputing.url, prompt, 6, prefill(prefiller.url, prompt, logprobs=1))
+    assert reply.kv == {"transferred": 0, "recomputed": len(prompt), "skipped": 0}
+    assert_alike(reply, ask(tiny_cluster.prefill[0].url, prompt, 6))
+    _assert_counted(recomputing)
+    for server in (prefiller, failing, recomputing):
+        wait_until(server.all_blocks_home)
+
+
+def _assert_counted(decoder: Server) -> None:
+    metrics = decoder.metrics()
+    assert metrics['baton_kv_transfer_failures_total{code="peer_incompatible"}'] >= 1
+    assert metrics['baton_handshakes_total{outcome="peer_incompatible"}'] >= 1
+
+
+def test_a_client_of_a_proxy_reads_the_same_reason(engines: Farm, tiny_model: Path) -> None:
+    proxy = start_proxy(*([server] for server in engines.pair(tiny_model, _BFLOAT16, _SMALL)))
+    with running(proxy):
+        response = post(proxy.url, make_prompt(77, 100), 6)
+        assert response.status_code == 502, response.text
+        assert "kv_dtype differs: 'float32' here" in response.json()["error"]["message"]
+
+
+def test_told_to_convert_a_decode_server_bridges_dtypes_and_block_sizes(
+    engines: Farm, tiny_model: Path, tiny_cluster: Cluster
+) -> None:
+    prefiller, decoder = engines.pair(tiny_model, _BFLOAT16, _CONVERTING)
+    for length in (5, 64, 333):
+        prompt = make_prompt(length, length)
+        pulled = ask(decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1))
+        assert pulled.kv == {"transferred": length, "recomputed": 0, "skipped": 0}
+        # The same bytes, now mostly from D's cache: conversion is deterministic.
+        again = ask(decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1))
+        assert again.kv["skipped"] == length // 16 * 16
+        assert_alike(again, pulled)
+        # Rounding KV to bfloat16 moves the logits a little; the wrong bytes would move them a lot.
+        exact = ask(tiny_cluster.prefill[0].url, prompt, 1)
+        assert pulled.logprobs[0] == pytest.approx(exact.logprobs[0], abs=0.25)
+    staged = decoder.metrics()['baton_kv_transfers_total{outcome="done",path="staged"}']
+    assert staged == 5  # the prompt of four whole blocks was all there
+    for server in (prefiller, decoder):
+        wait_until(server.all_blocks_home)
+
+
+# -- other models: last, for none of the servers above is used any more ----------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,6 +141,30 @@ def test_a_pair_of_geometries_equals_one_server(
 def test_replicated_kv_equals_one_server(
     engines: Farm, model: str, p: Geometry, d: Geometry
 ) -> None:
-    path = model_dir(model)
-    prefiller, decoder = engines.prefill(path, p), engines.decode(path, d)
+    prefiller, decoder = engines.pair(model_dir(model), p, d)
     check_cell(prefiller, decoder, p, d, prefiller.url, f"{model} {p} {d}")
+
+
+# -- what cannot start -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "argv", "words"),
+    [
+        ("prefill_server", ["--tp", "3"], ["tp=3", "8 query heads", "1 or 2 or 4 or 8"]),
+        ("decode_server", ["--kv-layout", "BHLCD"], ["kv-layout", "BHLCD", "axis N"]),
+        ("decode_server", ["--staging-bytes", "1000"], ["staging_bytes is 1000", "64 tokens"]),
+    ],
+    ids=["tp", "layout", "staging"],
+)
+def test_geometry_that_cannot_work_is_refused_at_start_with_the_reason(
+    tiny_model: Path, module: str, argv: Sequence[str], words: Sequence[str]
+) -> None:
+    command = [sys.executable, "-m", module, "--model", str(tiny_model), "--port", "0"]
+    ended = subprocess.run(
+        [*command, "--device", "cpu", *argv], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode != 0
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "error: " in last and "Traceback" not in ended.stderr
+    assert all(word in last for word in words), last

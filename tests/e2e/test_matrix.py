@@ -1,0 +1,69 @@
+"""Every prefill geometry to every decode geometry, token for token equal to one server.
+
+The decode server with tensor parallelism 1 and no prefix cache is asked for every prompt alone: it
+is the oracle. Cells that share a server follow one another, so that each server starts once.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from kvcache.layout import NAMED_ORDERS
+from tests.e2e.matrix import Farm, Geometry, Key, check_cell, farm, model_dir
+
+pytestmark = pytest.mark.slow
+
+_TP = (1, 2, 4)
+_ORACLE = Geometry(options=("--no-enable-prefix-caching",))
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Farm]:
+    with farm(max_ranks=14) as made:
+        yield made
+
+
+def _check(engines: Farm, model: str, p: Geometry, d: Geometry) -> None:
+    path = model_dir(model)
+    keys = Key("prefill", path, p), Key("decode", path, d), Key("decode", path, _ORACLE)
+    prefiller, decoder, oracle = engines.get(*keys)
+    check_cell(prefiller, decoder, p, d, oracle.url, f"{model} {p} {d}")
+
+
+@pytest.mark.parametrize(("model", "p", "d"), list(product(("gqa4", "gqa2", "mla"), _TP, _TP)))
+def test_every_tensor_parallelism(engines: Farm, model: str, p: int, d: int) -> None:
+    _check(engines, model, Geometry(p), Geometry(d))
+
+
+@pytest.mark.parametrize(("p", "d"), list(product((16, 64), repeat=2)))
+def test_every_block_size(engines: Farm, p: int, d: int) -> None:
+    _check(engines, "gqa4", Geometry(1, p), Geometry(2, d))
+
+
+@pytest.mark.parametrize(("p", "d"), list(product(NAMED_ORDERS, repeat=2)))
+def test_every_named_layout(engines: Farm, p: str, d: str) -> None:
+    _check(engines, "gqa4", Geometry(2, 64, p), Geometry(1, 64, d))
+
+
+@pytest.mark.parametrize(("p", "d"), [(3, 2), (2, 3), (3, 1), (6, 3)])
+def test_sizes_that_do_not_divide_one_another(engines: Farm, p: int, d: int) -> None:
+    _check(engines, "gqa6", Geometry(p), Geometry(d))
+
+
+# Staging memory for two or three of the peer's blocks: many chunks, and pulls that wait in turn.
+_COMBINED = [
+    ("gqa4", Geometry(4, 24, "LBCNHD"), Geometry(1, 16, options=("--staging-bytes", "500000"))),
+    ("gqa4", Geometry(1, 16, "LCBNHD"), Geometry(2, 24, "LBCHND")),
+    ("gqa2", Geometry(4, 16, "BLCHND"), Geometry(2, 40, "LCBNHD")),
+    ("mla", Geometry(2, 24, "LBCNHD"), Geometry(4, 16)),
+    ("mla", Geometry(4, 16), Geometry(1, 24, "LCBHND")),
+    ("gqa6", Geometry(3, 16, "LBCNHD"), Geometry(2, 100, "BNCLHD")),
+    ("gqa4", Geometry(1, 1), Geometry(2, 256)),
+    ("gqa4", Geometry(2, 256), Geometry(1, 1)),
+]
+
+
+@pytest.mark.parametrize(("model", "p", "d"), _COMBINED, ids=str)
+def test_everything_at_once(engines: Farm, model: str, p: Geometry, d: Geometry) -> None:
+    _check(engines, model, p, d)

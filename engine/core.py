@@ -11,6 +11,7 @@ so a block released in one round may be received into in the next (I8).
 """
 
 import logging
+import math
 import time
 from collections.abc import Sequence as Sequenceable
 from typing import Protocol
@@ -26,6 +27,7 @@ from protocol.messages import (
     AddRequest,
     EngineInput,
     ErrorInfo,
+    ReleaseRemote,
     TokenDelta,
     TokenLogprobs,
 )
@@ -35,6 +37,7 @@ logger = logging.getLogger("baton.engine")
 
 _IDLE_WAIT_S = 1.0  # the loop also looks around this often when nothing wakes it
 _STATS_INTERVAL_S = 0.25
+_QUIET_S = 5.0  # after which the books are checked, once: for many blocks that takes a while
 _TOTALS = (
     "baton_engine_steps",
     "baton_engine_step_tokens",
@@ -78,6 +81,7 @@ class EngineCore(CoreServices):
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._last_stats: dict[str, float] = {}
         self._stats_due_s = 0.0
+        self._check_due_s = 0.0
         role.bind(self)
 
     # -- the loop ----------------------------------------------------------------------------
@@ -92,8 +96,15 @@ class EngineCore(CoreServices):
                 return
             progressed = self.round(messages)
             self._report_stats()
-            if not progressed and not messages and self.is_idle:
-                self.check_integrity()
+            self._check_when_quiet(busy=progressed or bool(messages) or not self.is_idle)
+
+    def _check_when_quiet(self, *, busy: bool) -> None:
+        now_s = time.monotonic()
+        if busy:
+            self._check_due_s = now_s + _QUIET_S
+        elif now_s >= self._check_due_s:
+            self._check_due_s = math.inf
+            self.check_integrity()
 
     def round(self, messages: Sequenceable[EngineInput]) -> bool:
         """One pass of the loop. True if another should follow at once."""
@@ -132,6 +143,8 @@ class EngineCore(CoreServices):
             self._add(message)
         elif isinstance(message, AbortRequest):
             self._abort(message.request_id)
+        elif isinstance(message, ReleaseRemote):
+            self.role.on_release(message.remote)
 
     def _add(self, request: AddRequest) -> None:
         sequence = Sequence.from_request(request)

@@ -1,13 +1,15 @@
 """The core with the real scheduler, allocator and prefix index over a shadow KV cache."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import AbortRequest
+from protocol.messages import AbortRequest, EngineInput
 from tests.engine.shadow import (
+    MemoryTransport,
     add,
     assert_all_blocks_home,
     expected_output,
@@ -30,6 +32,36 @@ def test_an_engine_that_nobody_asked_yet_reports_its_capacity() -> None:
     core, _, out = make_core(num_blocks=32)
     core.run()  # the transport ends it at once
     assert out.stats["baton_kv_blocks_capacity"] == 31
+
+
+class _Quiet(MemoryTransport):
+    """One message, then nothing: a second passes by the clock at each look."""
+
+    def __init__(self, first: EngineInput, num_looks: int) -> None:
+        super().__init__()
+        self.now_s = 100.0
+        self._looks = iter([[first], *([] for _ in range(num_looks))])
+
+    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
+        if timeout_s:
+            self.now_s += 1.0
+        messages = next(self._looks, None)
+        return messages or [], messages is None
+
+
+def test_the_books_are_checked_once_when_it_has_been_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core, _, _ = make_core()
+    quiet = _Quiet(add("a", [1, 2, 3], 4), num_looks=30)
+    core.transport = quiet
+    clock = SimpleNamespace(monotonic=lambda: quiet.now_s, perf_counter=lambda: quiet.now_s)
+    monkeypatch.setattr("engine.core.time", clock)
+    checks: list[float] = []
+    monkeypatch.setattr(core, "check_integrity", lambda: checks.append(quiet.now_s))
+    core.run()
+    assert quiet.terminals("a") and len(checks) == 1
+    assert checks[0] >= 105.0
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31, 32, 33])

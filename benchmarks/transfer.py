@@ -68,6 +68,7 @@ class Side:
     tp: int
     block_size: int
     seed: int
+    scattered: bool = True
 
     def endpoints(self, size: Size) -> list[Endpoint]:
         return [Endpoint(self.layout(size, rank), rank, self.tp) for rank in range(self.tp)]
@@ -80,9 +81,9 @@ class Side:
         )
 
     def blocks(self, size: Size) -> IntArray:
-        """A scattered block table; block 0 stays the null block."""
-        rng = np.random.default_rng(self.seed)
-        return rng.permutation(size.tokens // self.block_size).astype(np.int64) + 1
+        """A block table; block 0 stays the null block."""
+        blocks = np.arange(1, size.tokens // self.block_size + 1, dtype=np.int64)
+        return np.random.default_rng(self.seed).permutation(blocks) if self.scattered else blocks
 
 
 @dataclass(frozen=True)
@@ -360,6 +361,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--staging-bytes", type=int, default=256 << 20)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    cuda_only = parser.add_argument_group("with --device cuda")
+    cuda_only.add_argument("--devices", default="0,1", help="GPU of P and GPU of D")
+    cuda_only.add_argument("--paths", default="mapped,nixl")
+    cuda_only.add_argument("--decode", action="store_true", help="also beside a decode batch")
+    cuda_only.add_argument("--post-bytes", type=int, help="most bytes of one post")
+    cuda_only.add_argument("--post-runs", type=int, default=1024)
+    cuda_only.add_argument("--num-threads", type=int, default=0, help="posting threads of NIXL")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     size = Size(
@@ -368,6 +376,11 @@ def main(argv: list[str] | None = None) -> int:
         args.head_dim,
         args.tokens or (8192 if cuda else 2048),
     )
+    if cuda:
+        from benchmarks import transfer_cuda  # the other half of one program
+
+        print(json.dumps(transfer_cuda.run(args, size)))
+        return 0
     rows = run(args.device, size, args.staging_bytes, args.repeat, args.only)
     print_table(rows)
     print(json.dumps({"rows": [asdict(row) for row in rows]}))

@@ -4,6 +4,7 @@ It blocks in ZMQ while there is nothing to do, and looks at commands between any
 a pull stops within one post. A READ that does not end keeps its pull here until it does (I7).
 """
 
+import ctypes
 import logging
 import threading
 import time
@@ -50,6 +51,7 @@ from protocol.handshake import EngineMetadata
 logger = logging.getLogger(__name__)
 
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
+_PR_SET_TIMERSLACK = 29  # in ns
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
 
@@ -147,6 +149,7 @@ class PullWorker:
             )
 
     def _run(self) -> None:
+        _allow_short_naps()
         self._agent.bind_thread()
         if self._mapped is not None:
             self._mapped.bind_thread()
@@ -405,3 +408,10 @@ class PullWorker:
 
     def _report(self, report: Hello | Report) -> None:
         self._socket.send(encode(report))
+
+
+def _allow_short_naps() -> None:
+    """Naps of this thread end within 1 us of their time, not within Linux's usual 50."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)

@@ -118,7 +118,7 @@ class DecodeGraphs:
     def run(self, step: StepInput) -> DecodeOutput:
         """Launches a step that `can_run`. The result is valid until the next call."""
         num_seqs = len(step.query_lens)
-        size = next(size for size in self._sizes if size >= num_seqs)
+        size = self._size_for(num_seqs)
         upload(self._token_ids[:num_seqs], step.token_ids)
         upload(self._positions[:num_seqs], step.positions)
         self._backend.plan_captured(step.attention_batch(self._block_size), size)
@@ -127,6 +127,13 @@ class DecodeGraphs:
         drawn = captured.drawn
         assert drawn.greedy_ids is not None
         return DecodeOutput(drawn.logits[:num_seqs], drawn.greedy_ids[:num_seqs])
+
+    def replay(self, num_seqs: int) -> None:
+        """Launches once more the graph that a step of `num_seqs` runs, as it was planned last."""
+        self._graphs[self._size_for(num_seqs)].graph.replay()
+
+    def _size_for(self, num_seqs: int) -> int:
+        return next(size for size in self._sizes if size >= num_seqs)
 
 
 def upload(target: torch.Tensor, values: Int64s) -> None:

@@ -1,0 +1,346 @@
+"""How fast one rank prefills and decodes a model shape, beside what its memory and matrix units do.
+
+    python -m benchmarks.engine [--shape llama-3.1-8b] [--batch 1 8 64 256] [--context 1024]
+                                [--prompt 8192 1024] [--requests 256] [--profile] [--device cuda]
+
+Weights are dummies: speed does not depend on their values. The ceilings come from the same run: a
+copy between two buffers (bytes read plus bytes written) and a square matmul in the model's dtype,
+both on random data. A decode step cannot be faster than reading once what it must read (weights
+without the input embedding, and the KV of all contexts) at the copy's rate; a prefill not faster
+than its model FLOPs (causal attention counted by half) at the matmul's.
+
+Per step, "step" is the time of one ModelRunner.execute, from the host's arrays to the drawn tokens;
+"device" is the same step's graph alone, replayed back to back. "engine" is the mean time between
+two steps of a whole engine core, scheduling included. The last line is JSON.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.engine_load import serve_requests
+from engine.batch import StepInput
+from engine.config import EngineConfig
+from engine.memory import size_pool
+from engine.runner import ModelRunner
+from model.config import ModelConfig, parse_config
+from model.parallel import Parallel
+from protocol.messages import SamplingParams
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 4096,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device does at most, measured."""
+
+    copy_bytes_per_s: float  # read plus written
+    matmul_flops_per_s: float
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _parse_args(argv)
+    started_s = time.perf_counter()
+    config = parse_config({"architectures": ["LlamaForCausalLM"], **SHAPES[args.shape]})
+    device = torch.device(args.device)
+    ceilings = measure_ceilings(device, getattr(torch, args.dtype))
+    print(
+        f"ceilings: copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s, "
+        f"matmul {ceilings.matmul_flops_per_s / 1e12:.1f} TFLOP/s",
+        flush=True,
+    )
+    runner, figures = _start(args, config)
+    figures["ceilings"] = dataclasses.asdict(ceilings)
+    figures["decode"] = [_decode(runner, args, ceilings, batch) for batch in args.batch]
+    figures["prefill"] = [_prefill(runner, args, ceilings, tokens) for tokens in args.prompt]
+    if args.requests:
+        figures["requests"] = serve_requests(runner, args.requests, args.request_tokens)
+        print(f"requests: {figures['requests']}", flush=True)
+    if args.profile:
+        _print_profile(runner, args)
+    figures["total_s"] = round(time.perf_counter() - started_s, 1)
+    print(json.dumps({"benchmark": "engine", "args": vars(args), **figures}))
+
+
+def _parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
+    parser.add_argument("--context", type=int, default=1024, help="tokens per decoding sequence")
+    parser.add_argument("--prompt", type=int, nargs="*", default=[8192, 1024], help="tokens")
+    parser.add_argument("--requests", type=int, default=0, help="requests through the engine core")
+    parser.add_argument(
+        "--request-tokens", type=int, nargs=2, default=[1024, 256], help="prompt and output tokens"
+    )
+    parser.add_argument("--steps", type=int, default=30, help="steps timed for each figure")
+    parser.add_argument("--kv-layout", default="BHLCND")
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--kv-cache-tokens", type=int, default=None)
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="kernels of one decode step")
+    return parser.parse_args(argv)
+
+
+# -- ceilings --------------------------------------------------------------------------------
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """A plain copy and a plain matmul, large enough to fill the device."""
+    on_gpu = device.type == "cuda"
+    nbytes, side = (4 * 2**30, 8192) if on_gpu else (64 * 2**20, 512)
+    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = median_s(partial(target.copy_, source), device, repeats=10)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    matmul_s = median_s(partial(torch.mm, a, b), device, repeats=20)
+    del source, target, a, b
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return Ceilings(2 * nbytes / copy_s, 2 * side**3 / matmul_s)
+
+
+def median_s(call: Any, device: torch.device, *, repeats: int) -> float:
+    """Median seconds of `call` on the device, after three calls to warm up."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        started_s = time.perf_counter()
+        if device.type == "cuda":
+            times.append(_event_seconds(call))
+        else:
+            call()
+            times.append(time.perf_counter() - started_s)
+    return statistics.median(times)
+
+
+def _event_seconds(call: Any) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- the engine's parts ----------------------------------------------------------------------
+
+
+def _start(args: argparse.Namespace, config: ModelConfig) -> tuple[ModelRunner, dict[str, Any]]:
+    started_s = time.perf_counter()
+    runner = ModelRunner(_engine_config(args), config, Parallel(0, 1))
+    synchronize(runner.device)
+    loaded_s = time.perf_counter()
+    size = size_pool(
+        runner.config,
+        block_bytes=runner.layout(num_blocks=2).block_bytes,
+        model_max_len=config.max_position,
+        free_bytes=runner.kv_budget_bytes() if runner.device.type == "cuda" else 2**30,
+    )
+    print(size.explanation, flush=True)
+    runner.allocate(size.num_blocks)
+    sized_s = time.perf_counter()
+    runner.capture_graphs()
+    ended_s = time.perf_counter()
+    figures = {
+        "load_s": round(loaded_s - started_s, 2),
+        "size_s": round(sized_s - loaded_s, 2),
+        "capture_s": round(ended_s - sized_s, 2),
+        "kv_tokens": (size.num_blocks - 1) * args.block_size,
+    }
+    print(f"start: {figures}", flush=True)
+    return runner, figures
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        role="decode",
+        engine_id="benchmark",
+        incarnation="0",
+        model_dir="",
+        load_format="dummy",
+        device=args.device,
+        devices=[0],
+        dtype=args.dtype,
+        block_size=args.block_size,
+        kv_layout=args.kv_layout,
+        kv_cache_tokens=args.kv_cache_tokens,
+        attention_backend=args.attention_backend,
+        enforce_eager=args.enforce_eager,
+        max_num_seqs=max([*args.batch, 1]),
+        max_num_batched_tokens=max([*args.prompt, 2048]),
+        input_address="",
+        output_address="",
+        control_address="",
+        transfer_address="",
+    )
+
+
+def _tables(runner: ModelRunner, num_seqs: int, num_tokens: int) -> np.ndarray[Any, Any]:
+    """Scattered blocks from the whole pool, for `num_seqs` sequences."""
+    assert runner.memory is not None
+    layout = runner.memory.pool.layout
+    width = layout.num_blocks_for(num_tokens)
+    needed = num_seqs * width
+    if needed >= layout.num_blocks:
+        raise SystemExit(f"{num_seqs} x {num_tokens} tokens do not fit the pool: lower --batch")
+    order = 1 + np.random.default_rng(0).permutation(layout.num_blocks - 1)[:needed]
+    return order.astype(np.int32).reshape(num_seqs, width)
+
+
+def _step(
+    runner: ModelRunner, tables: np.ndarray[Any, Any], query_len: int, context_len: int
+) -> StepInput:
+    num_seqs = len(tables)
+    vocab_size = runner.model_config.vocab_size
+    return StepInput(
+        token_ids=np.random.default_rng(1).integers(0, vocab_size, num_seqs * query_len),
+        query_lens=np.full(num_seqs, query_len, np.int32),
+        context_lens=np.full(num_seqs, context_len, np.int32),
+        block_tables=tables,
+        sample_rows=np.arange(num_seqs, dtype=np.int32),
+        sampling=[SamplingParams(temperature=0.0)] * num_seqs,
+    )
+
+
+def _decode(
+    runner: ModelRunner, args: argparse.Namespace, ceilings: Ceilings, batch: int
+) -> dict[str, float]:
+    config, itemsize = runner.model_config, getattr(torch, args.dtype).itemsize
+    tables = _tables(runner, batch, args.context + args.steps + 4)
+    lens = iter(range(args.context + 1, args.context + args.steps + 5))
+    for _ in range(3):
+        runner.execute(_step(runner, tables, 1, next(lens)))
+    times = []
+    for _ in range(args.steps):
+        step = _step(runner, tables, 1, next(lens))
+        started_s = time.perf_counter()
+        runner.execute(step)
+        times.append(time.perf_counter() - started_s)
+    step_s = statistics.median(times)
+    device_s = _replay_seconds(runner, batch) or step_s
+    kv_bytes = batch * args.context * runner.layout(num_blocks=2).token_bytes
+    floor_s = (num_read_weights(config) * itemsize + kv_bytes) / ceilings.copy_bytes_per_s
+    figures = {
+        "batch": batch,
+        "step_ms": round(step_s * 1e3, 3),
+        "device_ms": round(device_s * 1e3, 3),
+        "floor_ms": round(floor_s * 1e3, 3),
+        "over_floor": round(step_s / floor_s, 3),
+        "device_over_floor": round(device_s / floor_s, 3),
+        "host_gap_share": round(1 - device_s / step_s, 3),
+        "tokens_per_s": round(batch / step_s, 1),
+    }
+    print(f"decode: {figures}", flush=True)
+    return figures
+
+
+def _replay_seconds(runner: ModelRunner, batch: int) -> float | None:
+    """Of the graph that the last step ran; None where steps are not captured."""
+    if runner.graphs is None:
+        return None
+    return median_s(lambda: runner.graphs and runner.graphs.replay(batch), runner.device, repeats=9)
+
+
+def _prefill(
+    runner: ModelRunner, args: argparse.Namespace, ceilings: Ceilings, num_tokens: int
+) -> dict[str, float]:
+    tables = _tables(runner, 1, num_tokens)
+    step = _step(runner, tables, num_tokens, num_tokens)
+    times = []
+    for index in range(7):
+        started_s = time.perf_counter()
+        runner.execute(step)
+        if index >= 2:
+            times.append(time.perf_counter() - started_s)
+    step_s = statistics.median(times)
+    flops = prefill_flops(runner.model_config, num_tokens)
+    figures = {
+        "tokens": num_tokens,
+        "step_ms": round(step_s * 1e3, 2),
+        "floor_ms": round(flops / ceilings.matmul_flops_per_s * 1e3, 2),
+        "share_of_matmul": round(flops / step_s / ceilings.matmul_flops_per_s, 3),
+        "tokens_per_s": round(num_tokens / step_s),
+    }
+    print(f"prefill: {figures}", flush=True)
+    return figures
+
+
+def num_read_weights(config: ModelConfig) -> int:
+    """Elements of weights that a decode step reads: all but the input embedding's other rows."""
+    return config.num_layers * num_layer_weights(config) + config.vocab_size * config.hidden_size
+
+
+def num_layer_weights(config: ModelConfig) -> int:
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+
+
+def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
+    """Model FLOPs of one prompt: two per weight and token, causal attention, one row of logits."""
+    weights = 2.0 * num_tokens * config.num_layers * num_layer_weights(config)
+    pairs = num_tokens * (num_tokens + 1) / 2
+    attention = 4.0 * pairs * config.num_heads * config.head_dim * config.num_layers
+    return weights + attention + 2.0 * config.vocab_size * config.hidden_size
+
+
+def _print_profile(runner: ModelRunner, args: argparse.Namespace) -> None:
+    """The kernels of one decode step and one prefill, longest in sum first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for name, query_len, context, batch in (
+        *((f"decode {batch}", 1, args.context, batch) for batch in args.batch),
+        *((f"prefill {tokens}", tokens, tokens, 1) for tokens in args.prompt[:1]),
+    ):
+        step = _step(runner, _tables(runner, batch, context), query_len, context)
+        runner.execute(step)
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            runner.execute(step)
+        rows = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+        rows.sort(key=lambda e: -e.self_device_time_total)
+        total_us = sum(e.self_device_time_total for e in rows)
+        print(f"-- {name}: {total_us:.0f} us in kernels")
+        for row in rows[:12]:
+            print(f"{row.self_device_time_total:9.0f} us {row.count:5d} x {row.key[:96]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Many requests through a whole engine core, without HTTP: what scheduling adds to the steps."""
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+
+from engine.batch import StepInput, StepOutput
+from engine.core import EngineCore
+from engine.role import KVRole
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler, SchedulerLimits
+from kvcache.blocks import BlockAllocator
+from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelta
+
+
+class _Timed:
+    """The executor: a runner, and when its steps began and ended."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.decode_steps: list[tuple[int, float, float]] = []  # sequences, start, end
+
+    def execute(self, step: StepInput) -> StepOutput:
+        started_s = time.perf_counter()
+        output = self._runner.execute(step)
+        if len(step.token_ids) == len(step.query_lens):
+            self.decode_steps.append((len(step.query_lens), started_s, time.perf_counter()))
+        return output
+
+
+class _Requests:
+    """The transport: hands in all requests at once and ends the core when all have ended."""
+
+    def __init__(self, requests: list[AddRequest]) -> None:
+        self._waiting: list[EngineInput] = list(requests)
+        self._num_open = len(requests)
+        self.num_tokens = 0
+
+    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
+        messages, self._waiting = self._waiting, []
+        return messages, not messages and self._num_open == 0
+
+    def wake(self) -> None:
+        pass
+
+    def send(self, deltas: list[TokenDelta]) -> None:
+        self.num_tokens += sum(len(delta.token_ids) for delta in deltas)
+        self._num_open -= sum(bool(delta.finish_reason or delta.error) for delta in deltas)
+
+    def send_stats(self, values: dict[str, float]) -> None:
+        pass
+
+
+def serve_requests(
+    runner: ModelRunner, num_requests: int, request_tokens: list[int]
+) -> dict[str, Any]:
+    """Time for all of `num_requests` prompts and outputs of the given lengths (tokens)."""
+    prompt_tokens, output_tokens = request_tokens
+    rng = np.random.default_rng(2)
+    vocab_size = runner.model_config.vocab_size
+    transport = _Requests(
+        [
+            AddRequest(
+                request_id=str(index),
+                token_ids=rng.integers(0, vocab_size, prompt_tokens).tolist(),
+                sampling=SamplingParams(temperature=0.0),
+                max_tokens=output_tokens,
+            )
+            for index in range(num_requests)
+        ]
+    )
+    executor = _Timed(runner)
+    core = EngineCore(_scheduler(runner), executor, KVRole(), transport)
+    started_s = time.perf_counter()
+    core.run()
+    total_s = time.perf_counter() - started_s
+    assert transport.num_tokens == num_requests * output_tokens, transport.num_tokens
+    return {
+        "requests": num_requests,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "total_s": round(total_s, 3),
+        "output_tokens_per_s": round(transport.num_tokens / total_s),
+        **_gaps(executor.decode_steps),
+    }
+
+
+def _gaps(steps: list[tuple[int, float, float]]) -> dict[str, float]:
+    """Where the largest steps followed each other: their time, and the host's between them."""
+    largest = max((size for size, _, _ in steps), default=0)
+    pairs = [
+        (second[2] - first[2], second[1] - first[2])
+        for first, second in itertools.pairwise(steps)
+        if first[0] == second[0] == largest
+    ]
+    if not pairs:
+        return {}
+    period_s, gap_s = (float(np.median(values)) for values in zip(*pairs, strict=True))
+    return {
+        "decode_batch": largest,
+        "decode_period_ms": round(period_s * 1e3, 3),
+        "between_steps_ms": round(gap_s * 1e3, 3),
+    }
+
+
+def _scheduler(runner: ModelRunner) -> Scheduler:
+    assert runner.memory is not None
+    layout = runner.memory.pool.layout
+    limits = SchedulerLimits(
+        max_num_seqs=runner.config.max_num_seqs,
+        max_num_batched_tokens=runner.config.max_num_batched_tokens,
+        max_model_len=min(runner.model_config.max_position, layout.capacity_tokens),
+        block_size=layout.block_size,
+    )
+    return Scheduler(limits, BlockAllocator(layout.num_blocks), None)

@@ -1,0 +1,32 @@
+"""Tests that need GPUs: skipped, with the reason, where there are none.
+
+FlashInfer and triton warn of their own affairs when they are imported and compiled, so warnings
+are not errors here.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _missing()
+    for item in items:
+        if not item.path.is_relative_to(_HERE):
+            continue
+        item.add_marker(pytest.mark.filterwarnings("default"))
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _missing() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU"
+    try:
+        import flashinfer  # noqa: F401
+    except ImportError as error:
+        return f"needs flashinfer: {error}"
+    return None

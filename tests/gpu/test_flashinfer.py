@@ -1,0 +1,222 @@
+"""FlashInfer over any layout equals plain attention in float64, in every kind of step.
+
+One GPU. Rows of the pool that no test wrote are NaN, so whatever a kernel reads beyond a sequence's
+own tokens shows.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from attention.base import AttentionBackend, AttentionBatch
+from attention.registry import create_backend
+from attention.torch_backend import TorchBackend
+from kvcache.layout import NAMED_ORDERS
+from kvcache.pool import KVPool
+from tests.attention.test_torch_backend import (
+    Shape,
+    check_step,
+    make_batch,
+    make_pool,
+    make_sequences,
+    reference,
+)
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = 2e-2  # bfloat16
+
+
+def gpu_shape(**sizes: object) -> Shape:
+    defaults = {"dtype": "bfloat16", "head_dim": 128, "block_size": 16, "device": "cuda"}
+    return Shape(**{"num_q_heads": 8, "num_kv_heads": 2, **defaults, **sizes})
+
+
+def make(shape: Shape, pool: KVPool, **options: object) -> AttentionBackend:
+    from attention.flashinfer_backend import FlashInferBackend
+
+    return FlashInferBackend(
+        pool,
+        num_q_heads=shape.num_q_heads,
+        head_dim=shape.head_dim,
+        scale=1 / math.sqrt(shape.head_dim),
+        **options,
+    )
+
+
+def is_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.mark.parametrize("prefill", ["fa2", "fa3"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("order", NAMED_ORDERS)
+def test_mixed_steps_equal_the_reference(
+    order: str, block_size: int, head_dim: int, prefill: str
+) -> None:
+    if prefill == "fa3" and not is_hopper():
+        pytest.skip("fa3 needs a Hopper GPU")
+    shape = gpu_shape(order=order, block_size=block_size, head_dim=head_dim)
+    lens = [70, 300, 17, 1, 40]
+    seqs = make_sequences(shape, lens)
+    backend = make(shape, make_pool(shape), prefill=prefill)
+    firsts = [(i, 0, n // 2) for i, n in enumerate(lens) if n > 1]
+    seconds = [(i, n // 2, n - 1) for i, n in enumerate(lens) if n > 1]
+    lasts = [(i, n - 1, n) for i, n in enumerate(lens)]
+    for spans in (firsts, [lasts[3], *seconds], lasts):
+        check_step(backend, shape, seqs, spans, num_padding=3, tolerance=TOLERANCE)
+    # Decodes before, between and after chunks of prompts.
+    check_step(
+        backend,
+        shape,
+        seqs,
+        [lasts[0], lasts[1], (2, 8, 17), lasts[4], lasts[3]],
+        tolerance=TOLERANCE,
+    )
+
+
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (14, 2)])
+def test_any_ratio_of_query_to_kv_heads(num_q_heads: int, num_kv_heads: int) -> None:
+    shape = gpu_shape(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
+    seqs = make_sequences(shape, [90, 60])
+    backend = make(shape, make_pool(shape), prefill="fa2")
+    check_step(backend, shape, seqs, [(0, 0, 89), (1, 0, 59)], tolerance=TOLERANCE)
+    check_step(backend, shape, seqs, [(0, 89, 90), (1, 59, 60)], tolerance=TOLERANCE)
+
+
+def test_log_sum_exp_is_that_of_the_torch_backend() -> None:
+    shape = gpu_shape()
+    seqs = make_sequences(shape, [200, 33, 5])
+    spans = [[(0, 0, 199), (1, 0, 32), (2, 0, 4)], [(0, 199, 200), (1, 32, 33), (2, 4, 5)]]
+    pool = make_pool(shape)
+    ours, plain = (
+        make(shape, pool),
+        TorchBackend(pool, num_q_heads=8, head_dim=128, scale=128**-0.5),
+    )
+    for step in spans:
+        batch = make_batch(shape, seqs, step)
+        q, k, v = (
+            torch.cat([part[seq][0, start:stop] for seq, start, stop in step]).cuda()
+            for part in (seqs.q, seqs.k, seqs.v)
+        )
+        results = []
+        for backend in (ours, plain):
+            backend.plan(batch)
+            results.append(backend.forward_with_lse(0, q, k, v))
+        (out, lse), (expected_out, expected_lse) = results
+        torch.testing.assert_close(out, expected_out, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-2, rtol=1e-2)
+
+
+def test_blocks_beyond_32_bits_of_elements() -> None:
+    """A pool of 2**32 + elements: block strides must not overflow."""
+    shape = gpu_shape(num_kv_heads=8, num_blocks=140_000, block_size=64)
+    pool = make_pool(shape)
+    assert pool.nbytes > 2 * 2**32
+    seqs = make_sequences(shape, [130, 70])
+    for index, table in enumerate(seqs.tables):
+        table[:] = [139_999 - 5 * index - i for i in range(len(table))]
+    backend = make(shape, pool)
+    check_step(backend, shape, seqs, [(0, 0, 129), (1, 0, 69)], tolerance=TOLERANCE)
+    check_step(backend, shape, seqs, [(0, 129, 130), (1, 69, 70)], tolerance=TOLERANCE)
+
+
+def test_a_captured_step_serves_later_batches_of_its_size() -> None:
+    shape = gpu_shape(block_size=16)
+    lens = [90, 33, 300, 5, 64]
+    seqs = make_sequences(shape, lens)
+    backend = make(shape, make_pool(shape))
+    for seq, length in enumerate(lens):  # everything but the last token of each
+        if length > 1:
+            check_step(backend, shape, seqs, [(seq, 0, length - 1)], tolerance=TOLERANCE)
+    backend.reserve_captured(4, 32)
+    static = [
+        torch.zeros(4, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)
+    ]
+    backend.plan_captured(_decode_batch(shape, seqs, [(3, 4)]), 4)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        backend.forward(0, *static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = backend.forward(0, *static)
+    for rows in ([(0, 89)], [(1, 32), (2, 299), (4, 63)], [(2, 299), (0, 89), (1, 32), (3, 4)]):
+        for part, target in zip((seqs.q, seqs.k, seqs.v), static, strict=True):
+            for row, (seq, position) in enumerate(rows):
+                target[row] = part[seq][0, position].cuda()
+        backend.plan_captured(_decode_batch(shape, seqs, rows), 4)
+        graph.replay()
+        for row, (seq, position) in enumerate(rows):
+            expected = reference(shape, seqs, seq, position, position + 1)[0, 0]
+            torch.testing.assert_close(
+                out[row].double().cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE
+            )
+
+
+def _decode_batch(shape: Shape, seqs: object, rows: list[tuple[int, int]]) -> AttentionBatch:
+    return make_batch(shape, seqs, [(seq, position, position + 1) for seq, position in rows])
+
+
+@pytest.mark.parametrize("order", ["BHLCND", "LCBHND", "LBCNHD"])
+@pytest.mark.parametrize("num_heads", [4, 16])
+def test_latent_attention_is_that_of_the_torch_backend(order: str, num_heads: int) -> None:
+    shape = gpu_shape(
+        order=order, num_q_heads=num_heads, num_kv_heads=1, head_dim=576, num_components=1
+    )
+    lens = [150, 33, 5]
+    seqs = make_sequences(shape, lens)
+    scale = 192**-0.5
+    pools = [make_pool(shape), make_pool(shape)]
+    backends = [
+        create_backend(name, pool, num_q_heads=num_heads, head_dim=576, scale=scale)
+        for name, pool in zip(("flashinfer", "torch"), pools, strict=True)
+    ]
+    for step in (
+        [(i, 0, n // 2) for i, n in enumerate(lens)],
+        [(2, 2, 3), (0, 75, 149), (1, 16, 32)],
+        [(0, 149, 150), (1, 32, 33), (2, 3, 4)],
+    ):
+        batch = make_batch(shape, seqs, step, num_padding=2)
+        q = torch.cat([seqs.q[seq][0, start:stop] for seq, start, stop in step]).cuda()
+        latent = torch.cat([seqs.k[seq][0, start:stop, 0] for seq, start, stop in step]).cuda()
+        q, latent = (torch.cat([x, x[:2]]) for x in (q, latent))
+        results = []
+        for backend in backends:
+            backend.plan(batch)
+            results.append(backend.forward_mla(0, q[..., :512], q[..., 512:], latent)[:-2])
+        torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dtype": "float32"}, r"float32.*--dtype bfloat16"),
+        ({"head_dim": 80}, r"head_dim of 80.*--attention-backend torch"),
+        ({"device": "cpu"}, r"GPU memory only"),
+    ],
+)
+def test_what_the_kernels_lack_is_refused(sizes: dict[str, object], message: str) -> None:
+    shape = gpu_shape(**sizes)
+    with pytest.raises(ValueError, match=message):
+        create_backend(
+            "flashinfer",
+            make_pool(shape),
+            num_q_heads=8,
+            head_dim=shape.head_dim,
+            scale=0.1,
+        )
+
+
+def test_slots_are_written_where_the_layout_says() -> None:
+    shape = gpu_shape(order="LBCNHD", block_size=16)
+    pool = make_pool(shape)
+    seqs = make_sequences(shape, [20])
+    check_step(make(shape, pool), shape, seqs, [(0, 0, 20)], tolerance=TOLERANCE)
+    written = ~pool.canonical.isnan().all(-1)  # [B, H, L, C, N]
+    expected = np.zeros(written.shape, bool)
+    for position in range(20):
+        expected[seqs.tables[0][position // 16], :, :, :, position % 16] = True
+    assert (written.cpu().numpy() == expected).all()

@@ -1,0 +1,179 @@
+"""Models on a GPU: flashinfer equals torch, graphs equal eager, and the refusals at start.
+
+One GPU; the small trained models where they are found, else dummy weights of small shapes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import StepInput
+from engine.config import EngineConfig
+from engine.memory import MemoryTooSmall, size_pool
+from engine.runner import ModelRunner
+from model.config import load_config
+from model.parallel import Parallel
+from protocol.messages import SamplingParams
+from tests.e2e.conftest import model_dirs
+
+pytestmark = pytest.mark.gpu
+
+MODELS = {path.name: path for path in model_dirs()}
+SERVED = [name for name in MODELS if "stories" not in name]  # whose head_dim the kernels have
+LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
+PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 33, 130, 1)]
+
+
+def config_for(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        role="decode",
+        engine_id="test",
+        incarnation="0",
+        model_dir=str(folder),
+        device="cuda",
+        devices=[0],
+        **{"dtype": "bfloat16", "max_num_seqs": 8, "block_size": 16, **options},
+        input_address="",
+        output_address="",
+        control_address="",
+        transfer_address="",
+    )
+
+
+@contextmanager
+def runner_for(folder: Path, **options: Any) -> Iterator[ModelRunner]:
+    runner = ModelRunner(config_for(folder, **options), load_config(folder), Parallel(0, 1))
+    runner.allocate(128)
+    runner.capture_graphs()
+    yield runner
+    del runner
+    torch.cuda.empty_cache()
+
+
+def tables_for(num_tokens: int) -> np.ndarray:
+    width = -(-num_tokens // 16)
+    order = 1 + np.random.default_rng(3).permutation(127)[: width * len(PROMPTS)]
+    return order.astype(np.int32).reshape(len(PROMPTS), width)
+
+
+@torch.inference_mode()
+def decode(
+    runner: ModelRunner, num_steps: int, forced: list[list[int]] | None = None
+) -> tuple[list[list[int]], torch.Tensor]:
+    """Greedy continuation of PROMPTS: tokens [step][sequence], logits [step, sequence, vocab]."""
+    tables = tables_for(160)
+    tokens: list[list[int]] = []
+    all_logits = []
+    for index in range(num_steps):
+        new = PROMPTS if index == 0 else [[token] for token in (forced or tokens)[index - 1]]
+        done = [0 if index == 0 else len(prompt) + index - 1 for prompt in PROMPTS]
+        lens = np.array([len(part) for part in new], np.int32)
+        step = StepInput(
+            token_ids=np.concatenate([np.array(part, np.int64) for part in new]),
+            query_lens=lens,
+            context_lens=np.array(done, np.int32) + lens,
+            block_tables=tables,
+            sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
+            sampling=[SamplingParams(temperature=0.0)] * len(PROMPTS),
+        )
+        tokens.append(runner.execute(step).token_ids)
+        all_logits.append(runner._launch(step).logits.clone())
+    return tokens, torch.stack(all_logits)
+
+
+def assert_same_but_for_ties(
+    tokens: list[list[int]], logits: torch.Tensor, expected: torch.Tensor
+) -> None:
+    torch.testing.assert_close(logits, expected, atol=LOGIT_TOLERANCE, rtol=0.02)
+    best = expected.topk(2).values
+    is_clear = best[..., 0] - best[..., 1] > 2 * LOGIT_TOLERANCE
+    drawn = torch.tensor(tokens, device=expected.device)
+    assert (drawn == expected.argmax(-1))[is_clear].all()
+    assert is_clear.float().mean() > 0.3
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_flashinfer_in_graphs_continues_like_torch(name: str) -> None:
+    with runner_for(MODELS[name]) as runner:
+        assert runner.graphs is not None
+        tokens, logits = decode(runner, 24)
+    with runner_for(MODELS[name], attention_backend="torch", enforce_eager=True) as runner:
+        _, expected = decode(runner, 24, forced=tokens)
+    assert_same_but_for_ties(tokens, logits, expected)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_graphs_equal_eager(name: str) -> None:
+    with runner_for(MODELS[name]) as runner:
+        tokens, logits = decode(runner, 24)
+    with runner_for(MODELS[name], enforce_eager=True) as runner:
+        assert runner.graphs is None
+        _, expected = decode(runner, 24, forced=tokens)
+    assert_same_but_for_ties(tokens, logits, expected)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_float32_on_the_gpu_equals_the_cpu(name: str) -> None:
+    options = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
+    with runner_for(MODELS[name], **options) as runner:
+        tokens, logits = decode(runner, 8)
+    with runner_for(MODELS[name], **options, device="cpu") as runner:
+        expected_tokens, expected = decode(runner, 8)
+    assert tokens == expected_tokens
+    torch.testing.assert_close(logits.cpu(), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", SERVED[:1])
+def test_draws_with_a_seed_are_those_of_the_cpu(name: str) -> None:
+    options = {"dtype": "float32", "attention_backend": "torch"}
+    drawn = []
+    for device in ("cuda", "cpu"):
+        with runner_for(MODELS[name], **options, device=device) as runner:
+            step = StepInput(
+                token_ids=np.array(PROMPTS[0]),
+                query_lens=np.array([70], np.int32),
+                context_lens=np.array([70], np.int32),
+                block_tables=tables_for(160)[:1],
+                sample_rows=np.zeros(1, np.int32),
+                sampling=[SamplingParams(temperature=0.9, top_p=0.9, seed=7, num_logprobs=3)],
+            )
+            drawn.append([runner.execute(step).token_ids for _ in range(2)])
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] == drawn[0][1]
+
+
+@pytest.mark.parametrize("name", SERVED[:1])
+def test_the_pool_is_sized_from_what_is_free(name: str) -> None:
+    with runner_for(MODELS[name], gpu_memory_utilization=0.5) as runner:
+        total = torch.cuda.get_device_properties(0).total_memory
+        budget = runner.kv_budget_bytes()
+        assert 0.2 * total < budget < 0.5 * total
+        block_bytes = runner.layout(2).block_bytes
+        size = size_pool(
+            runner.config, block_bytes=block_bytes, model_max_len=512, free_bytes=budget
+        )
+        assert size.num_blocks == budget // block_bytes
+
+
+@pytest.mark.parametrize("name", SERVED[:1])
+def test_a_gpu_that_is_not_there_is_named(name: str) -> None:
+    config = config_for(MODELS[name], devices=[77])
+    with pytest.raises(ValueError, match=r"GPU 77, but this machine has .*--devices"):
+        ModelRunner(config, load_config(MODELS[name]), Parallel(0, 1))
+
+
+@pytest.mark.parametrize("name", SERVED[:1])
+def test_a_pool_larger_than_the_gpu_is_refused(name: str) -> None:
+    with runner_for(MODELS[name], kv_cache_bytes=2**42) as runner:
+        with pytest.raises(MemoryTooSmall, match=r"--kv-cache-bytes .*lower --kv-cache-bytes"):
+            size_pool(
+                runner.config,
+                block_bytes=runner.layout(2).block_bytes,
+                model_max_len=512,
+                free_bytes=runner.kv_budget_bytes(),
+            )

@@ -105,6 +105,11 @@ class DecodeRole(KVRole):
                 waiting.remove(sequence)
         return False
 
+    def on_release(self, remote: RemotePrefill) -> None:
+        pull_id = f"refused-{remote.lease_id}"
+        self._coordinator.hold(pull_id, remote)
+        self._coordinator.cancel(pull_id)
+
     def _release_remote(self, sequence: Sequence) -> None:
         """Lets the prefill server have its blocks back, as soon as no read is under way."""
         del self._remote[sequence.request_id]

@@ -4,6 +4,7 @@ A reference is used only if the cluster secret signed it and it belongs to this 
 this way of sampling; everything else about it (lease, peer, bytes) the engine finds out.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from decode_server.failure import FailurePolicy
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.kv_params import KVTransferParams
-from protocol.messages import SamplingParams, TokenDelta
+from protocol.messages import EngineInput, ReleaseRemote, SamplingParams, TokenDelta
 from protocol.openai import GenerationRequest
 
 
@@ -61,6 +62,17 @@ class DecodeHooks:
             "remote": kv_params.to_remote_prefill(params, sampling.choice_index),
             "sampling": msgspec.structs.replace(sampling, seed=params.seed),
         }
+
+    def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
+        """A refused request's KV goes home now, not when its lease expires."""
+        offered = kv_transfer_params
+        messages = []
+        for item in offered if isinstance(offered, list) else [offered]:
+            with contextlib.suppress(KVParamsRejected):
+                params = kv_params.parse(item)
+                params.verify(self.secret)
+                messages.append(ReleaseRemote(kv_params.to_remote_prefill(params)))
+        return messages
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         return {}

@@ -176,9 +176,13 @@ class Engine(ABC):
                     yield delta
 
     def send_abort(self, request_id: str) -> None:
-        """Asks for a request's end; to a dead engine there is nobody left to ask."""
+        """Asks for a request's end."""
+        self.tell(AbortRequest(request_id))
+
+    def tell(self, message: EngineInput) -> None:
+        """Sends what has no answer; to a dead engine there is nobody left to tell."""
         with contextlib.suppress(EngineDied):
-            self._send(AbortRequest(request_id))
+            self._send(message)
 
     def forget(self, request_id: str) -> None:
         """Drops what may still come for a request."""

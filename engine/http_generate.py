@@ -82,11 +82,14 @@ class Api:
     async def respond(self, request: Request, endpoint: Endpoint) -> Response:
         """Answers one HTTP request; never raises a BatonError."""
         tally = Tally(self.metrics, endpoint.name)
+        members: dict[str, Any] = {}
         try:
-            body = await read_body(request, self.settings.max_body_bytes)
-            parsed = endpoint.parse(parse_json_object(body))
+            members = parse_json_object(await read_body(request, self.settings.max_body_bytes))
+            parsed = endpoint.parse(members)
             call = await self._start(parsed, endpoint, tally)
         except BatonError as error:
+            for message in self.hooks.refused(members.get("kv_transfer_params")):
+                self.client.tell(message)
             tally.close(error)
             return error_response(error)
         except ClientDisconnected as gone:

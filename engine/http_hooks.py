@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from protocol.messages import SamplingParams, TokenDelta
+from protocol.messages import EngineInput, SamplingParams, TokenDelta
 from protocol.openai import GenerationRequest
 
 
@@ -34,6 +34,10 @@ class ServerHooks(Protocol):
         """
         ...
 
+    def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
+        """What to tell the engine when a request with these params was refused."""
+        ...
+
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         """Top-level members of the response, from the last delta of each prompt, in order."""
         ...
@@ -48,6 +52,9 @@ class PlainHooks:
         self, request: GenerationRequest, prompts: Sequence[list[int]], sampling: SamplingParams
     ) -> Sequence[Mapping[str, Any]]:
         return [{} for _ in prompts]
+
+    def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
+        return ()
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         return {}

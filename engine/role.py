@@ -7,6 +7,7 @@ from typing import Any
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from protocol.errors import BatonError
+from protocol.messages import RemotePrefill
 
 
 class CoreServices(ABC):
@@ -60,6 +61,9 @@ class KVRole:
 
     def on_abort_unknown(self, request_id: str) -> None:
         """An abort came for a request that has already ended."""
+
+    def on_release(self, remote: RemotePrefill) -> None:
+        """A reference came with a request that was refused: nobody will use its KV."""
 
     def poll(self) -> None:
         """Takes in what the role's threads have learned since the last round."""

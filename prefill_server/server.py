@@ -5,7 +5,7 @@ from typing import Any
 
 from protocol import kv_params
 from protocol.errors import InvalidRequest
-from protocol.messages import SamplingParams, TokenDelta
+from protocol.messages import EngineInput, SamplingParams, TokenDelta
 from protocol.openai import GenerationRequest
 
 
@@ -32,6 +32,9 @@ class PrefillHooks:
                 param="kv_transfer_params.do_remote_decode",
             )
         return [{"retain_kv": True} for _ in prompts]
+
+    def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
+        return ()
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         params = [final.kv_transfer_params for final in finals]

@@ -72,11 +72,17 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class ReleaseRemote(msgspec.Struct, frozen=True, tag="release"):
+    """Decode role: the request that brought this reference was refused; nobody will use its KV."""
+
+    remote: RemotePrefill
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Finish nothing, free everything, exit."""
 
 
-EngineInput = AddRequest | AbortRequest | Shutdown
+EngineInput = AddRequest | AbortRequest | ReleaseRemote | Shutdown
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):

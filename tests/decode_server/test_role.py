@@ -33,7 +33,7 @@ from kvcache.transfer.side_channel import LeaseServer
 from prefill_server.role import PrefillRole
 from protocol import kv_params
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
-from protocol.messages import AbortRequest, AddRequest, FirstToken, SamplingParams
+from protocol.messages import AbortRequest, AddRequest, FirstToken, ReleaseRemote, SamplingParams
 from tests.engine.shadow import (
     VOCAB,
     MemoryTransport,
@@ -412,6 +412,14 @@ def test_a_first_token_of_another_model_is_not_used(make_pair: MakePair, max_tok
     assert pair.answer(name) == expected_output(PROMPT, max_tokens)
     assert pair.usage(name) == (0, 14, 0)
     pair.settle()
+
+
+def test_a_refused_requests_lease_goes_home_at_once(make_pair: MakePair) -> None:
+    pair = make_pair()
+    params = kv_params.parse(pair.prefill(PROMPT))
+    pair.d.core.round([ReleaseRemote(kv_params.to_remote_prefill(params))])
+    pair.settle()
+    assert pair.leases.counters()["aborted"] == 1
 
 
 def test_many_requests_with_faults_all_get_their_own_text(make_pair: MakePair) -> None:

@@ -9,7 +9,7 @@ from decode_server.failure import FailurePolicy
 from decode_server.server import DecodeHooks
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
-from protocol.messages import FirstToken, SamplingParams
+from protocol.messages import FirstToken, ReleaseRemote, SamplingParams
 from protocol.openai import GenerationRequest, parse_completion
 
 _SECRET = b"the cluster's secret"
@@ -92,6 +92,14 @@ def test_a_wrong_reference_is_computed_here_or_refused(name: str) -> None:
     with pytest.raises(KVParamsRejected) as refused:
         _prepare(offered, policy="fail", **members)
     assert refused.value.param and refused.value.param.startswith("kv_transfer_params")
+
+
+def test_the_authentic_references_of_a_refused_request_are_released() -> None:
+    hooks = DecodeHooks(_SECRET, FailurePolicy("recompute"))
+    forged = _forge(lambda p: p.update(remote_host="10.9.9.9"))
+    (message,) = hooks.refused([_params(), forged, "nonsense"])
+    assert isinstance(message, ReleaseRemote) and message.remote.block_ids == [3, 4]
+    assert list(hooks.refused(None)) == []
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

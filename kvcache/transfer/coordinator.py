@@ -353,13 +353,14 @@ class PullCoordinator:
             self._peer_decided(peer)
 
     def _supersede(self, current: PeerKey, address: Address) -> None:
-        """What other incarnations of the engine at this address leased is not there any more."""
+        """What other engines at this address leased is not there any more. A restarted server
+        has a new engine id as well as a new incarnation."""
         known = {
             **self._announced,
             **{key_of(s.remote): address_of(s.remote) for s in self._states()},
         }
         for key, at in known.items():
-            if key[0] == current[0] and key != current and at == address:
+            if key != current and at == address:
                 self._drop(key)
 
     def _drop(self, key: PeerKey) -> None:

@@ -195,7 +195,10 @@ def test_a_reference_used_twice_is_honoured_once(rig: Any) -> None:
     assert isinstance(failed, PullFailed) and isinstance(failed.error, LeaseGone)
 
 
-def test_a_restart_at_the_same_address_fails_over_and_serves_again(rig: Any) -> None:
+@pytest.mark.parametrize("engine_id", ["P", "P after its restart"])
+def test_a_restart_at_the_same_address_fails_over_and_serves_again(
+    rig: Any, engine_id: str
+) -> None:
     first, decode = rig(Prefill), rig(Decode)
     old = first.lease([5], 8)
     decode.coordinator.pull("a", old, 0, 8, [3])
@@ -204,7 +207,7 @@ def test_a_restart_at_the_same_address_fails_over_and_serves_again(rig: Any) -> 
     stale = first.lease([6], 8)
     decode.coordinator.pull("b", stale, 0, 8, [4])
     first.close()
-    second = rig(Prefill, port=old.port)
+    second = rig(Prefill, port=old.port, engine_id=engine_id)
     fresh = second.lease([7], 8)
     decode.coordinator.pull("c", fresh, 0, 8, [5])
     failed = decode.wait(*ENDINGS, pull_id="b")

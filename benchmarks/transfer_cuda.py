@@ -1,0 +1,409 @@
+"""The transfer rows of the speed table: `python -m benchmarks.transfer --device cuda`.
+
+P on one GPU, D on another (`--devices 0,1`), pulls through the servers' own coordinator, workers
+and side channel, fence included, over the mapped path and over NIXL. Beside them in the same run:
+the plain copy between the two GPUs, what bare NIXL does with the same runs in the same order, and
+the field's scheme (one descriptor for each layer, component and 16-token block). With `--decode`
+a synthetic decode step (the matrices and the KV of 64 sequences of an 8B model, as a CUDA graph)
+runs beside the pulls, so that each one's cost to the other is seen.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.transfer import Case, Side, Size
+from benchmarks.transfer_cuda_rig import Answers, DecodeEnd, kind_of, new_agent, random_kv, serve
+from kvcache.transfer.agent import ReadState
+from kvcache.transfer.plan import DEFAULT_COSTS, Endpoint, plan_transfer
+from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.runs import RankRead
+from protocol.handshake import EngineMetadata
+from protocol.messages import RemotePrefill
+
+DEFAULT = "BHLCND"
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    path: str
+    descriptors: int
+    bytes: int
+    milliseconds: float  # median
+    gb_per_s: float
+    of_copy: float
+    of_bare: float | None = None  # what bare NIXL reaches with the same runs
+
+
+def _case(name: str, p: tuple[str, int, int], d: tuple[str, int, int], scattered: bool) -> Case:
+    return Case(name, Side(*p, 1, scattered), Side(*d, 2, scattered))
+
+
+def mapped_cases() -> Iterator[Case]:
+    one = (DEFAULT, 1, 64)
+    yield _case("same", one, one, True)
+    yield _case("TP 1->2", one, (DEFAULT, 2, 64), True)
+    yield _case("TP 2->1", (DEFAULT, 2, 64), one, True)
+    yield _case("16->64", (DEFAULT, 1, 16), one, True)
+    yield _case("64->16", one, (DEFAULT, 1, 16), True)
+    yield _case("NHD per layer", ("LBCNHD", 1, 64), one, True)
+
+
+def nixl_cases() -> Iterator[Case]:
+    one = (DEFAULT, 1, 64)
+    yield _case("same, fresh", one, one, False)
+    yield _case("same", one, one, True)
+    yield _case("TP 1->2", one, (DEFAULT, 2, 64), True)
+    yield _case("TP 2->1", (DEFAULT, 2, 64), one, True)
+    yield _case("64->16, fresh", one, (DEFAULT, 1, 16), False)
+    yield _case("16->64", (DEFAULT, 1, 16), one, True)
+    yield _case("per layer, fresh", ("LBCHND", 1, 64), one, False)
+    yield _case("per layer", ("LBCHND", 1, 64), one, True)
+
+
+@dataclass(frozen=True)
+class Bench:
+    answers: Answers
+    size: Size
+    kv: torch.Tensor
+    device: str
+    staging_bytes: int
+    repeat: int
+    copy_gb_per_s: float
+    num_threads: int
+    limits: PostLimits | None
+
+    def open(self, case: Case, *, mapped: bool) -> tuple[EngineMetadata, DecodeEnd]:
+        metadata: EngineMetadata = self.answers.ask(case.p)
+        decode = DecodeEnd(
+            case.d,
+            self.size,
+            self.device,
+            mapped=mapped,
+            staging_bytes=self.staging_bytes,
+            limits=self.limits,
+            num_threads=self.num_threads,
+        )
+        decode.connect(self.lease())
+        return metadata, decode
+
+    def lease(self, tokens: int | None = None) -> RemotePrefill:
+        remote: RemotePrefill = self.answers.ask(tokens or self.size.tokens)
+        return remote
+
+    def row(self, case: str, path: str, descriptors: int, nbytes: int, seconds: list[float]) -> Row:
+        median_s = statistics.median(seconds)
+        rate = nbytes / median_s / 1e9
+        return Row(case, path, descriptors, nbytes, median_s * 1e3, rate, rate / self.copy_gb_per_s)
+
+
+def measure_case(bench: Bench, case: Case, *, mapped: bool) -> list[Row]:
+    metadata, decode = bench.open(case, mapped=mapped)
+    try:
+        decode.pull(bench.lease(), bench.size.tokens)  # warms up
+        decode.check(bench.kv)
+        results = [decode.pull(bench.lease(), bench.size.tokens) for _ in range(bench.repeat)]
+        done = results[-1][1]
+        row = bench.row(
+            case.name, done.path, done.descriptors, done.nbytes, [s for s, _ in results]
+        )
+        if mapped:
+            return [row]
+        bare = bench.row(
+            case.name, "bare NIXL", done.descriptors, done.nbytes, bare_s(bench, case, metadata)
+        )
+        return [Row(**{**asdict(row), "of_bare": row.gb_per_s / bare.gb_per_s}), bare]
+    finally:
+        decode.close()
+
+
+def measure_short(bench: Bench, *, mapped: bool) -> list[Row]:
+    """A pull of 128 tokens."""
+    case = next(mapped_cases())
+    _, decode = bench.open(case, mapped=mapped)
+    try:
+        results = [decode.pull(bench.lease(128), 128) for _ in range(30)]
+        done = results[-1][1]
+        seconds = [s for s, _ in results[5:]]
+        return [bench.row("128 tokens", done.path, done.descriptors, done.nbytes, seconds)]
+    finally:
+        decode.close()
+
+
+# -- bare NIXL
+
+
+class BareReader:
+    """An agent, a thread of its own and memory to read into; nothing of Baton around them."""
+
+    def __init__(self, bench: Bench, nbytes: int, num_threads: int) -> None:
+        self.device = torch.device(bench.device).index or 0
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=bench.device)
+        self.agent = new_agent("bare", bench.device)
+        self.kind = kind_of(self.memory.device)
+        self.agent.register(self.memory.data_ptr(), nbytes, device_id=self.device, kind=self.kind)
+        self.thread = ThreadPoolExecutor(1, initializer=self.agent.bind_thread)
+
+    def read(self, metadata: EngineMetadata, reads: list[RankRead]) -> None:
+        handles = []
+        for read in reads:
+            rank = metadata.ranks[read.remote_rank]
+            handles.append(
+                self.agent.read(
+                    self.agent.add_peer(rank.agent_metadata),
+                    read.local_offsets + self.memory.data_ptr(),
+                    read.remote_offsets + rank.base_address,
+                    read.lengths,
+                    local_device=self.device,
+                    remote_device=rank.device_id,
+                    kinds=(self.kind, self.kind),
+                )
+            )
+        while any(self.agent.poll(handle) is ReadState.ACTIVE for handle in handles):
+            pass
+        for handle in handles:
+            if handle.state is not ReadState.DONE:
+                raise RuntimeError("a READ failed")
+            self.agent.release(handle)
+
+    def close(self) -> None:
+        self.thread.shutdown()
+        self.agent.close()
+
+
+def timed_reads(
+    bench: Bench, metadata: EngineMetadata, each: list[list[RankRead]], nbytes: int, repeat: int
+) -> list[float]:
+    """Seconds until all readers have read; `each` has one reader's reads."""
+    readers = [BareReader(bench, nbytes, 0) for _ in each]
+    seconds = []
+    for _ in range(repeat + 1):
+        started = time.perf_counter()
+        futures = [
+            reader.thread.submit(reader.read, metadata, reads)
+            for reader, reads in zip(readers, each, strict=True)
+        ]
+        for future in futures:
+            future.result()
+        seconds.append(time.perf_counter() - started)
+    for reader in readers:
+        reader.close()
+    return seconds[1:]
+
+
+def bare_s(bench: Bench, case: Case, metadata: EngineMetadata) -> list[float]:
+    """The plan's own runs in its own order, posted at once by each reader."""
+    remote: list[Endpoint] = case.p.endpoints(bench.size)
+    each = []
+    nbytes = bench.staging_bytes
+    for local in case.d.endpoints(bench.size):
+        nbytes = max(nbytes, local.layout.nbytes)
+        plan = plan_transfer(
+            local,
+            remote,
+            bench.size.heads,
+            0,
+            bench.size.tokens,
+            case.d.blocks(bench.size),
+            case.p.blocks(bench.size),
+            costs=DEFAULT_COSTS["cuda"],
+            staging_bytes=bench.staging_bytes,
+        )
+        staged = [read for chunk in plan.chunks for read in chunk.reads]
+        each.append([*plan.reads, *staged])
+    return timed_reads(bench, metadata, each, nbytes, bench.repeat)
+
+
+def measure_field(bench: Bench) -> list[Row]:
+    """The field's scheme, TP 1 -> 2: half the heads of every layer, component and block."""
+    case = _case("TP 1->2", (DEFAULT, 1, 16), (DEFAULT, 2, 16), True)
+    metadata: EngineMetadata = bench.answers.ask(case.p)
+    nbytes = bench.size.kv_bytes // 2
+    count = bench.size.layers * 2 * bench.size.tokens // 16
+    length = nbytes // count
+    each = []
+    for reader in range(2):
+        rng = np.random.default_rng(reader)
+        remote, local = rng.permutation(2 * count)[:count], rng.permutation(count)
+        lengths = np.full(count, length, np.int64)
+        each.append([RankRead(0, remote * length, local * length, lengths)])
+    seconds = timed_reads(bench, metadata, each, nbytes, 2)
+    return [bench.row("TP 1->2", "the field's", 2 * count, 2 * nbytes, seconds)]
+
+
+# -- ceilings
+
+
+def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
+    """The plain copy from one GPU to the other, by its events."""
+    a = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=source)
+    b = torch.empty(nbytes, dtype=torch.uint8, device=target)
+    milliseconds = []
+    with torch.cuda.device(target):
+        for _ in range(8):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            b.copy_(a, non_blocking=True)
+            stop.record()
+            stop.synchronize()
+            milliseconds.append(start.elapsed_time(stop))
+    return float(nbytes / statistics.median(milliseconds[2:]) / 1e6)
+
+
+# -- beside a decode batch
+
+
+class DecodeStep:
+    """What a decode step of an 8B model costs a GPU: 64 sequences of 1,088 tokens, bf16."""
+
+    BATCH, CONTEXT, LAYERS = 64, 1088, 32
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        options: Any = {"dtype": torch.bfloat16, "device": device}
+        shapes = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+        self.weights = [
+            [torch.randn(shape, **options) for shape in shapes] for _ in range(self.LAYERS)
+        ]
+        self.keys = [torch.randn(self.BATCH, 8, self.CONTEXT, 128, **options) for _ in range(4)]
+        self.queries = torch.randn(self.BATCH, 8, 4, 128, **options)
+        self.wide = torch.randn(self.BATCH, 14336, **options)
+        self.hidden = torch.randn(self.BATCH, 4096, **options)
+        with torch.cuda.stream(self.stream):
+            self._step()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self._step()
+        torch.cuda.synchronize(device)
+
+    def _step(self) -> None:
+        for layer, (qkv, out, up, down) in enumerate(self.weights):
+            self.hidden @ qkv
+            keys, values = self.keys[layer % 4], self.keys[(layer + 1) % 4]
+            scores = torch.softmax(self.queries @ keys.transpose(-1, -2), -1)
+            scores @ values
+            self.hidden @ out
+            self.hidden @ up
+            self.wide @ down
+
+    def run_ms(self, until: Callable[[], bool]) -> list[float]:
+        """Times of steps, one after the other."""
+        times = []
+        with torch.cuda.stream(self.stream):
+            while not until():
+                started = time.perf_counter()
+                self.graph.replay()
+                self.stream.synchronize()
+                times.append((time.perf_counter() - started) * 1e3)
+        return times
+
+
+def measure_decode(bench: Bench, *, mapped: bool) -> dict[str, float]:
+    """Steps alone, steps while pulls follow one another, and those pulls."""
+    _, decode = bench.open(next(mapped_cases()), mapped=mapped)
+    step = DecodeStep(bench.device)
+    leases = [bench.lease() for _ in range(40)]
+    pulls: list[float] = []
+
+    def pull_all() -> None:
+        for lease in leases:
+            pulls.append(decode.pull(lease, bench.size.tokens)[0])
+
+    try:
+        deadline = time.perf_counter() + 1.0
+        alone = step.run_ms(lambda: time.perf_counter() > deadline)
+        thread = threading.Thread(target=pull_all)
+        thread.start()
+        beside = step.run_ms(lambda: not thread.is_alive())
+        thread.join()
+    finally:
+        decode.close()
+    base = statistics.median(alone[5:])
+    return {
+        "step_ms": base,
+        "step_beside_pulls_ms": statistics.median(beside),
+        "step_beside_pulls_p90_ms": float(np.quantile(beside, 0.9)),
+        "slower": statistics.mean(beside) / statistics.mean(alone[5:]) - 1,
+        "pull_ms": statistics.median(pulls[2:]) * 1e3,
+        "pulls_duty": sum(pulls) * 1e3 / sum(beside),
+    }
+
+
+# -- the run
+
+
+def print_table(rows: list[Row]) -> None:
+    print(f"{'case':18} {'path':12} {'descriptors':>11} {'ms':>9} {'GB/s':>7} {'copy':>6} bare")
+    for row in rows:
+        bare = f"{row.of_bare:.0%}" if row.of_bare is not None else ""
+        print(
+            f"{row.case:18} {row.path:12} {row.descriptors:11} {row.milliseconds:9.3f} "
+            f"{row.gb_per_s:7.1f} {row.of_copy:6.0%} {bare}",
+            flush=True,
+        )
+
+
+def attempt(rows: list[Row], name: str, action: Callable[[], list[Row]]) -> None:
+    """One case; a case that fails does not take the others' figures with it."""
+    try:
+        found = action()
+    except Exception as error:
+        print(f"{name}: failed, {error!r}", flush=True)
+        return
+    print_table(found)
+    rows += found
+
+
+def run(args: argparse.Namespace, size: Size) -> dict[str, Any]:
+    source, target = (f"cuda:{index}" for index in args.devices.split(","))
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there, source, size), daemon=True)
+    process.start()
+    torch.cuda.set_device(target)
+    ceiling = copy_gb_per_s(source, target, size.kv_bytes)
+    print(f"plain copy {source} -> {target}: {ceiling:.1f} GB/s", flush=True)
+    limits = PostLimits(args.post_bytes, args.post_runs) if args.post_bytes else None
+    kv = random_kv(size, target)
+    bench = Bench(
+        Answers(here), size, kv, target, args.staging_bytes, args.repeat, ceiling,
+        args.num_threads, limits,
+    )  # fmt: skip
+    rows: list[Row] = []
+    decode: dict[str, Any] = {}
+    for path in args.paths.split(","):
+        mapped = path == "mapped"
+        for case in mapped_cases() if mapped else nixl_cases():
+            if args.only in case.name:
+                attempt(rows, case.name, partial(measure_case, bench, case, mapped=mapped))
+        attempt(rows, "128 tokens", partial(measure_short, bench, mapped=mapped))
+        if args.decode:
+            try:
+                decode[path] = measure_decode(bench, mapped=mapped)
+                print(f"decode beside {path}:", json.dumps(decode[path]), flush=True)
+            except Exception as error:
+                print(f"decode beside {path}: failed, {error!r}", flush=True)
+    if "nixl" in args.paths:
+        attempt(rows, "the field's scheme", partial(measure_field, bench))
+    here.send(None)
+    process.join(30)
+    print_table(rows)
+    return {
+        "device": torch.cuda.get_device_name(target),
+        "copy_gb_per_s": ceiling,
+        "rows": [asdict(row) for row in rows],
+        "decode": decode,
+    }

@@ -310,11 +310,23 @@ class Child:
         self.process.communicate()
 
 
-def serve_prefill(agent_kind: Callable[[str], TransferAgent], options: dict[str, Any]) -> None:
-    prefill = Prefill(lambda: agent_kind("P"), **options)
+def on_device(agent_kind: Callable[..., TransferAgent], name: str, device: str) -> TransferAgent:
+    index = torch.device(device).index
+    return agent_kind(name, device_id=index, set_device=torch.cuda.set_device)
+
+
+def serve_prefill(agent_kind: Callable[..., TransferAgent], options: dict[str, Any]) -> None:
+    device = options.get("device", "cpu")
+    prefill = Prefill(lambda: on_device(agent_kind, "P", device), **options)
     say({"port": prefill.server.address[1]})
     for line in sys.stdin:
-        say(msgspec.to_builtins(prefill.lease(**json.loads(line))))
+        question = json.loads(line)
+        if "free" in question:  # its KV is not there any more
+            prefill.pools.clear()
+            torch.cuda.empty_cache()
+            say({})
+        else:
+            say(msgspec.to_builtins(prefill.lease(**question)))
 
 
 def serve_worker(agent_kind: Callable[[str], TransferAgent], options: dict[str, Any]) -> None:

@@ -1,0 +1,268 @@
+"""The mapped path on GPUs: the kernel against its arithmetic, and pulls out of other processes."""
+
+import dataclasses
+import importlib.util
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvcache.pool import TORCH_DTYPES, KVPool
+from kvcache.transfer.gather import Gather, launches, locate
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.mapper import CudaMapper, MappedMemory, Work
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
+from pull_rig import Child, Decode, Prefill, expected, on_device
+
+from tests.kvcache.transfer.geometry import Case, Side, cases
+from tests.kvcache.transfer.test_gather import gathers_of
+
+NUM_GPUS = torch.cuda.device_count()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS < 1 or not HAS_TRITON, reason="needs a CUDA GPU and Triton"),
+]
+ENDINGS = (PullDone, PullFailed, PullDrained)
+PAIRS = [
+    ("bfloat16", "bfloat16"),
+    ("float32", "float32"),
+    ("float8_e4m3fn", "float8_e4m3fn"),
+    ("bfloat16", "float8_e4m3fn"),
+    ("float8_e4m3fn", "bfloat16"),
+    ("float16", "float32"),
+    ("float32", "bfloat16"),
+]
+PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
+
+
+def random_pool(case: Case, side: Side, rank: int, seed: int) -> KVPool:
+    pool = KVPool(case.layout(side, rank), "cuda:0")
+    generator = torch.Generator("cuda:0").manual_seed(seed)
+    values = torch.randn(pool.tensor.shape, device="cuda:0", generator=generator)
+    pool.tensor.copy_(values.to(pool.tensor.dtype))
+    return pool
+
+
+def emulated(
+    case: Case, gathers: tuple[Gather, ...], sources: list[KVPool], target: KVPool
+) -> torch.Tensor:
+    """What target holds after all gathers, by `locate` and torch's own conversion."""
+    into = target.tensor.cpu().clone().view(-1)
+    remote, local = np.array(case.p.blocks), np.array(case.d.blocks)
+    for gather in gathers:
+        reads, writes = locate(gather, remote, local, 0, gather.num_blocks)
+        rows = sources[gather.remote_rank].tensor.cpu().view(-1).view(-1, gather.unit_elements)
+        picked = rows.float()[torch.from_numpy(reads)].to(into.dtype)
+        words = into.view(-1, gather.unit_elements).view(torch.uint8)
+        words[torch.from_numpy(writes)] = picked.view(torch.uint8)
+    return into.view(torch.uint8)
+
+
+@PROPERTY
+@given(
+    cases(),
+    st.integers(0, 7),
+    st.sampled_from(PAIRS),
+    st.integers(1, 100_000),
+    st.sampled_from([1, 4, 8, 64]),
+)
+def test_the_kernel_does_what_its_arithmetic_says(
+    case: Case, d_rank: int, dtypes: tuple[str, str], chunk_bytes: int, widen: int
+) -> None:
+    p, d = (dataclasses.replace(s, dtype=t) for s, t in zip((case.p, case.d), dtypes, strict=True))
+    case = dataclasses.replace(case, p=p, d=d, head_dim=case.head_dim * widen)
+    d_rank %= case.d.tp
+    sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
+    target = random_pool(case, case.d, d_rank, 99)
+    gathers = gathers_of(case, d_rank)
+    wanted = emulated(case, gathers, sources, target)
+    gather_on_gpu(case, gathers, sources, target, chunk_bytes)
+    assert torch.equal(target.flat_bytes.cpu(), wanted)
+
+
+def gather_on_gpu(
+    case: Case,
+    gathers: tuple[Gather, ...],
+    sources: list[KVPool],
+    target: KVPool,
+    chunk_bytes: int,
+) -> None:
+    if not gathers:
+        return
+    mapper = CudaMapper(target, num_programs=5)
+    mapper.bind_thread()
+    memories = [MappedMemory(sources[gather.remote_rank].base_address) for gather in gathers]
+    work = mapper.begin(Work(gathers, memories, np.array(case.p.blocks), np.array(case.d.blocks)))
+    for index, gather in enumerate(gathers):
+        for first, count in launches(gather, chunk_bytes):
+            mapper.launch(work, index, first, count)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_latent_cache_of_every_dtype(source: str, target: str) -> None:
+    p = Side(2, "BHLCND", 64, (3, 1, 2), 4, source)
+    d = Side(1, "LBCNHD", 16, tuple(range(11, -1, -1)), 12, target)
+    case = Case(p, d, heads=1, layers=5, components=1, head_dim=576, start=17, stop=190)
+    sources = [random_pool(case, p, 0, 5), random_pool(case, p, 1, 5)]  # copies of one head
+    into = random_pool(case, d, 0, 6)
+    wanted = emulated(case, gathers_of(case, 0), sources, into)
+    gather_on_gpu(case, gathers_of(case, 0), sources, into, 1 << 20)
+    assert torch.equal(into.flat_bytes.cpu(), wanted)
+    assert TORCH_DTYPES[target] == into.tensor.dtype
+
+
+# -- pulls out of another process
+
+
+@pytest.fixture
+def made() -> Iterator[list[Any]]:
+    sides: list[Any] = []
+    yield sides
+    for side in reversed(sides):
+        side.close()
+
+
+def nixl(name: str, device: str) -> Any:
+    from kvcache.transfer.nixl_agent import NixlAgent
+
+    return on_device(NixlAgent, name, device)
+
+
+def decode_on(device: str, made: list[Any], num_programs: int = 64, **options: Any) -> Decode:
+    def make(pool: KVPool) -> MappedPath:
+        return MappedPath(CudaMapper(pool, num_programs=num_programs), required=True)
+
+    decode = Decode(lambda: nixl("D", device), device=device, make_mapped=make, **options)
+    made.append(decode)
+    return decode
+
+
+def prefill_on(device: str, made: list[Any], **options: Any) -> Child:
+    child = Child("prefill", device=device, **options)
+    made.append(child)
+    return child
+
+
+DEVICES = [
+    ("cuda:0", "cuda:0"),
+    pytest.param(
+        "cuda:0",
+        "cuda:1",
+        marks=[
+            pytest.mark.multi_gpu,
+            pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs"),
+        ],
+    ),
+]
+
+
+def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, stop: int) -> None:
+    assert np.array_equal(decode.tokens(blocks, start, stop), expected(remote, start, stop))
+
+
+@pytest.mark.parametrize(("source", "target"), DEVICES)
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        ({}, {}),
+        ({"tp": 1}, {"tp": 2}),
+        ({"tp": 4, "order": "LBCNHD"}, {"tp": 2}),
+        ({"block_size": 8}, {"block_size": 24, "order": "LCBHND"}),
+    ],
+)
+def test_a_pull_out_of_another_process(
+    made: list[Any], source: str, target: str, p: dict[str, Any], d: dict[str, Any]
+) -> None:
+    prefill = prefill_on(source, made, **p)
+    decode = decode_on(target, made, **d)
+    remote = prefill.lease([5, 2, 9], 22)
+    blocks = [3, 1, 7][: -(-22 // decode.layouts[0].block_size)]
+    decode.coordinator.pull("a", remote, 3, 22, blocks)
+    done = decode.wait(*ENDINGS)
+    assert isinstance(done, PullDone), done
+    assert done.path == "mapped"
+    assert_pulled(decode, remote, blocks, 3, 22)
+
+
+@pytest.mark.parametrize(("source", "target"), DEVICES)
+def test_a_pool_of_this_process_needs_no_handle(made: list[Any], source: str, target: str) -> None:
+    prefill = Prefill(lambda: nixl("P", source), device=source)
+    made.append(prefill)
+    decode = decode_on(target, made)
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+    assert decode.wait(*ENDINGS).path == "mapped"
+    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+BIG = {"num_blocks": 4096, "block_size": 8}  # 24 MiB: a kernel of one thread block takes a while
+
+
+@pytest.mark.parametrize(("source", "target"), DEVICES)
+def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
+    made: list[Any], source: str, target: str
+) -> None:
+    decode = decode_on(target, made, 1, settings={"connection_timeout_s": 0.5}, **BIG)
+    torch.cuda.synchronize()
+    free_before = torch.cuda.mem_get_info(source)[0]
+    prefill = prefill_on(source, made, **BIG)
+    blocks = list(range(1, 4001))
+    leases = [prefill.lease(blocks, 32_000) for _ in range(8)]
+    for index, remote in enumerate(leases):
+        decode.coordinator.pull(f"pull-{index}", remote, 0, 32_000, blocks)
+    first = decode.wait(*ENDINGS)
+    assert isinstance(first, PullDone), first
+    prefill.signal(signal.SIGKILL)
+    endings = [decode.wait(*ENDINGS) for _ in leases[1:]]
+    assert any(isinstance(ending, PullFailed) for ending in endings)
+    assert all(ending.drained for ending in endings if isinstance(ending, PullFailed))
+    prefill.process.wait()
+    slack = 16 << 20
+    assert until(lambda: torch.cuda.mem_get_info(source)[0] >= free_before - slack)
+    successor = prefill_on(source, made)
+    remote = successor.lease([5, 2, 9], 24)
+    decode.coordinator.pull("next", remote, 0, 24, [3, 1, 7])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+
+
+@pytest.mark.parametrize(("source", "target"), DEVICES)
+def test_a_peer_that_frees_its_memory_under_a_kernel_harms_nobody(
+    made: list[Any], source: str, target: str
+) -> None:
+    prefill = prefill_on(source, made, **BIG)
+    decode = decode_on(target, made, 1, **BIG)
+    blocks = list(range(1, 4001))
+    leases = [prefill.lease(blocks, 32_000) for _ in range(6)]
+    for index, remote in enumerate(leases):
+        decode.coordinator.pull(f"pull-{index}", remote, 0, 32_000, blocks)
+    decode.wait(*ENDINGS)
+    prefill.ask(free=True)
+    for _ in leases[1:]:
+        decode.wait(*ENDINGS)  # any ending: a lease that P breaks is worth nothing
+    successor = prefill_on(source, made)
+    remote = successor.lease([5, 2, 9], 24)
+    decode.coordinator.pull("next", remote, 0, 24, [3, 1, 7])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert_pulled(decode, remote, [3, 1, 7], 0, 24)

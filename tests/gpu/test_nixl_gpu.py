@@ -1,0 +1,73 @@
+"""NIXL on GPU memory: pulls between processes, direct and staged, on one GPU and between two."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
+from pull_rig import Child, Decode, expected, on_device
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS < 1, reason="needs a CUDA GPU"),
+]
+ENDINGS = (PullDone, PullFailed, PullDrained)
+DEVICES = [
+    ("cuda:0", "cuda:0"),
+    pytest.param(
+        "cuda:0",
+        "cuda:1",
+        marks=[
+            pytest.mark.multi_gpu,
+            pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs"),
+        ],
+    ),
+]
+
+
+@pytest.fixture
+def made() -> Iterator[list[Any]]:
+    sides: list[Any] = []
+    yield sides
+    for side in reversed(sides):
+        side.close()
+
+
+def nixl(device: str) -> Any:
+    from kvcache.transfer.nixl_agent import NixlAgent
+
+    return on_device(NixlAgent, "D", device)
+
+
+@pytest.mark.parametrize(("source", "target"), [*DEVICES, ("cpu", "cuda:0"), ("cuda:0", "cpu")])
+@pytest.mark.parametrize(
+    ("p", "d", "path"),
+    [
+        ({}, {}, "direct"),
+        ({"tp": 2}, {}, "direct"),
+        ({"order": "LBCNHD", "block_size": 16}, {}, "staged"),
+    ],
+)
+def test_a_pull_over_nixl(
+    made: list[Any], source: str, target: str, p: dict[str, Any], d: dict[str, Any], path: str
+) -> None:
+    prefill = Child("prefill", device=source, **p)
+    made.append(prefill)
+    decode = Decode(lambda: nixl(target), device=target, staging_bytes=1 << 20, **d)
+    made.append(decode)
+    for number in range(3):
+        remote = prefill.lease([5, 2, 9], 23)
+        decode.coordinator.pull(f"pull-{number}", remote, 1, 23, [3, 1, 7])
+        done = decode.wait(*ENDINGS)
+        assert isinstance(done, PullDone), done
+        assert done.path == path
+        found = decode.tokens([3, 1, 7], 1, 23)
+        assert np.array_equal(found, expected(remote, 1, 23))

@@ -17,7 +17,9 @@ from engine.sequence import Phase, Sequence
 from engine.transport import ZmqTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
 from kvcache.pool import KVPool
+from kvcache.transfer import host_mapper
 from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.mapper import CudaMapper
 from kvcache.transfer.pull import (
@@ -232,16 +234,13 @@ class _PullService(RankService):
 
 
 def _mapped_path(transfer: str, pool: KVPool) -> MappedPath | None:
-    """The mapped path, where `--transfer` and the device allow it.
-
-    Raises:
-        ValueError: it is asked for by name, and there is no GPU.
-    """
-    if pool.device.type == "cuda" and transfer != "nixl":
-        return MappedPath(CudaMapper(pool), required=transfer == "mapped")
-    if transfer == "mapped":
-        raise ValueError("transfer is 'mapped', which needs a GPU; use auto or nixl")
-    return None
+    """The mapped path, unless `--transfer nixl` pins the other one."""
+    if transfer == "nixl":
+        return None
+    required = transfer == "mapped"
+    if pool.device.type == "cuda":
+        return MappedPath(CudaMapper(pool), required=required)
+    return MappedPath(HostMapper(pool), required=required, chunk_bytes=host_mapper.CHUNK_BYTES)
 
 
 class DecodeRoleFactory(RoleFactory):

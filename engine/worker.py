@@ -253,7 +253,7 @@ def _allocate(
         device_id=pool.device_id,
         device_kind=config.device,
         layout=pool.layout.to_record(),
-        extra=offer(pool) if cuda else {},
+        extra=offer(pool),
     )
     return context, service, own
 

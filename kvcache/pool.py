@@ -1,11 +1,15 @@
 """The memory of a rank's KV cache: one allocation, and strided views of it for every order."""
 
+import logging
 import mmap
 from typing import Final
 
 import torch
 
 from kvcache.layout import AXES, KVLayout
+from kvcache.shared_memory import SharedMemory
+
+logger = logging.getLogger(__name__)
 
 TORCH_DTYPES: Final = {
     "float32": torch.float32,
@@ -18,9 +22,10 @@ TORCH_DTYPES: Final = {
 class KVPool:
     """One zero-filled allocation that holds all layers' KV of one rank.
 
-    On the CPU it is an anonymous mapping: it begins on a page, and a page costs memory from its
-    first write on, so a large pool that is not used is free. On a GPU it is one torch allocation,
-    which torch aligns to at least 512 bytes, and to 2 MiB for a pool of some size.
+    On the CPU it is a mapping of its own: it begins on a page, and a page costs memory from its
+    first write on, so a large pool that is not used is free. `shared` is its file, which other
+    processes may map. On a GPU it is one torch allocation, which torch aligns to at least 512
+    bytes, and to 2 MiB for a pool of some size.
 
     Args:
         layout: order, sizes and dtype; every view below has its dtype.
@@ -33,8 +38,9 @@ class KVPool:
     def __init__(self, layout: KVLayout, device: str | torch.device = "cpu") -> None:
         self.layout = layout
         self.device = _resolved(torch.device(device))
+        self.shared = _share(layout.nbytes) if self.device.type == "cpu" else None
         # uint8[nbytes]: the allocation as transfers see it
-        self.flat_bytes = _allocate(layout.nbytes, self.device)
+        self.flat_bytes = _allocate(layout.nbytes, self.device, self.shared)
         dtype = TORCH_DTYPES[layout.dtype]
         # dtype[...six axes in layout.order]
         self.tensor = self.flat_bytes.view(dtype).view(layout.shape)
@@ -76,12 +82,24 @@ def _resolved(device: torch.device) -> torch.device:
     return device
 
 
-def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+def _share(nbytes: int) -> SharedMemory | None:
+    try:
+        return SharedMemory(nbytes)
+    except (AttributeError, OSError) as error:  # not Linux, or forbidden
+        logger.info("the KV pool cannot be shared with processes of this host: %s", error)
+        return None
+
+
+def _allocate(nbytes: int, device: torch.device, shared: SharedMemory | None) -> torch.Tensor:
     """Zeroed uint8[nbytes]; the tensor keeps the mapping alive."""
     if device.type != "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     try:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = shared.mapping if shared else _anonymous(nbytes)
     except OSError as error:
         raise MemoryError(f"a KV pool of {nbytes} bytes does not fit: {error}") from error
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -32,6 +32,7 @@ class Gather:
     source_dtype: str
     target_dtype: str
     unit_elements: int
+    num_heads: int
     parameters: IntArray  # i64[NUM_PARAMETERS], see `_parameters`; lengths in units
     num_blocks: int  # of P, of which at least a part is wanted
     block_units: int  # of the wanted heads in one block
@@ -130,6 +131,7 @@ def _gather(
         source_dtype=source.dtype,
         target_dtype=target.dtype,
         unit_elements=elements,
+        num_heads=len(group.heads),
         parameters=_parameters(transfer, group, owner, block_first, elements),
         num_blocks=num_blocks,
         block_units=units,

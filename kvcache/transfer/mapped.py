@@ -83,12 +83,7 @@ class MappedPath:
             return None
         memories = self._mappings[metadata.engine_id, metadata.incarnation].memories
         gathers = make_gathers(transfer)
-        work = Work(
-            gathers,
-            [memories[gather.remote_rank] for gather in gathers],
-            transfer.remote_blocks,
-            transfer.local_blocks,
-        )
+        work = Work(gathers, [memories[gather.remote_rank] for gather in gathers], transfer)
         return MappedJob(pull_id, self._mapper, work, transfer, self._chunk_bytes)
 
     def forget(self, key: PeerKey) -> None:
@@ -98,6 +93,7 @@ class MappedPath:
             self._unmap(mapping)
 
     def close(self) -> None:
+        self._mapper.close()
         for key in list(self._mappings):
             self.forget(key)
 
@@ -162,12 +158,19 @@ class MappedJob:
     def advance(self) -> bool:
         """Retires launches that have ended and queues more; whether anything happened."""
         before = len(self._tokens)
-        while self._tokens and self._mapper.finished(self._tokens[0]):
+        while self._tokens and self._has_ended(self._tokens[0]):
             self._tokens.popleft()
         progressed = len(self._tokens) < before
         while not self.stopping and not self._exhausted and self.active < MAX_ACTIVE:
             progressed |= self._launch()
         return progressed
+
+    def _has_ended(self, token: Any) -> bool:
+        try:
+            return self._mapper.finished(token)
+        except BaseException:
+            self._tokens.popleft()
+            raise
 
     def _launch(self) -> bool:
         following = next(self._pending, None)

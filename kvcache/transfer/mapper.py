@@ -1,7 +1,8 @@
 """The seam of the mapped path: opening a peer's memory here, and gathering out of it.
 
-CudaMapper is the real one. MemoryMapper gathers on the CPU out of pools of its own process, with
-the same index arithmetic, and can be told to stall or fail: for tests and for reading along.
+CudaMapper is the real one on GPUs, HostMapper (host_mapper.py) on CPUs. MemoryMapper gathers out of
+pools of its own process, with the GPU's index arithmetic, and can be told to stall or fail: for
+tests and for reading along.
 """
 
 import ctypes
@@ -11,7 +12,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 
 from kvcache.pool import TORCH_DTYPES, KVPool
 from kvcache.transfer import cuda_ipc
+from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.gather import Gather, locate
 from kvcache.transfer.topology import IntArray
 from protocol.handshake import RankMetadata
@@ -43,6 +45,8 @@ class MappableRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     handle: bytes  # of CUDA IPC; empty for host memory
     offset: int  # bytes from the allocation's base to the pool
+    fd: int = -1  # of the owner, where the pool is host memory that others may map
+    token: bytes = b""  # that proves it is this memory
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,16 @@ class Work:
 
     gathers: Sequence[Gather]
     sources: Sequence[MappedMemory]  # of each gather
-    remote_blocks: IntArray
-    local_blocks: IntArray
+    transfer: Transfer
     device_copy: Any = None
+
+    @property
+    def remote_blocks(self) -> IntArray:
+        return self.transfer.remote_blocks
+
+    @property
+    def local_blocks(self) -> IntArray:
+        return self.transfer.local_blocks
 
 
 class Mapper(ABC):
@@ -92,12 +103,17 @@ class Mapper(ABC):
 
     @abstractmethod
     def finished(self, token: Any) -> bool:
-        """Whether a launch has ended; never blocks."""
+        """Whether a launch has ended; never blocks. Raises what it failed with, having ended."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """Waits for launches that still run; called before the last memory is unmapped."""
 
 
 def offer(pool: KVPool) -> dict[str, Any]:
     """What to put into RankMetadata.extra so that processes of this host may map the pool."""
-    handle, offset = b"", 0
+    handle, offset, fd, token = b"", 0, -1, b""
+    if pool.shared is not None:
+        fd, token = pool.shared.fd, pool.shared.token
     if pool.device.type == "cuda":
         try:
             with torch.cuda.device(pool.device):
@@ -105,7 +121,9 @@ def offer(pool: KVPool) -> dict[str, Any]:
         except cuda_ipc.CudaError as error:
             logger.warning("the KV pool cannot be mapped by others, only read by NIXL: %s", error)
             return {}
-    record = MappableRecord(host=host_id(), pid=os.getpid(), handle=handle, offset=offset)
+    record = MappableRecord(
+        host=host_id(), pid=os.getpid(), handle=handle, offset=offset, fd=fd, token=token
+    )
     return {EXTRA_KEY: msgspec.to_builtins(record, builtin_types=(bytes,))}
 
 
@@ -188,9 +206,7 @@ class CudaMapper(Mapper):
         pinned = torch.from_numpy(values).pin_memory()
         with torch.cuda.stream(self._stream):
             copied = pinned.to(self._device, non_blocking=True)
-        return Work(
-            work.gathers, work.sources, work.remote_blocks, work.local_blocks, (copied, pinned)
-        )
+        return replace(work, device_copy=(copied, pinned))
 
     def launch(self, work: Work, index: int, first: int, count: int) -> Any:
         from kvcache.transfer import mapped_kernel  # needs Triton, which only GPU machines have

@@ -167,6 +167,8 @@ class PullWorker:
                     for job, _ in self._jobs.values():
                         job.stop(InternalError(f"the transfer thread failed: {error!r}"))
                     time.sleep(_POLL_STUCK_S)
+        if self._mapped is not None and not self._jobs:
+            self._mapped.close()
 
     def _wait_for_commands(self, progressed: bool) -> None:
         if not self._jobs:

@@ -1,0 +1,100 @@
+"""Zeroed host memory that another process of the same host and user may map to read it.
+
+It is a memory file without a name. A peer that is told the owner's process id and file descriptor
+opens it through /proc; a random token behind the memory proves that it found this very file, in
+whatever container either lives. The file is sealed against shrinking, so a mapping stays readable
+whatever becomes of the owner, and a page costs memory from its first write on.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+from hmac import compare_digest
+
+import numpy as np
+
+TOKEN_BYTES = 16
+_NAME = "baton-kv"
+_SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK | F_SEAL_GROW
+_ADD_SEALS, _GET_SEALS = 1033, 1034  # of fcntl; Python names them from 3.14 on
+
+
+class NotShared(Exception):
+    """The memory cannot be opened here; the text says why."""
+
+
+class SharedMemory:
+    """Owns the file for as long as it lives.
+
+    Raises:
+        OSError: the system has no memory files, or no room for one of this size.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            size = _file_bytes(nbytes)
+            os.ftruncate(self.fd, size)
+            fcntl.fcntl(self.fd, _ADD_SEALS, _SEALS)
+            self.mapping = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.mapping[size - TOKEN_BYTES :] = self.token
+
+    def __del__(self) -> None:
+        if hasattr(self, "mapping"):
+            os.close(self.fd)  # the mapping has a descriptor of its own
+
+
+class OpenedMemory:
+    """Another process's memory, readable here until `close`.
+
+    Args:
+        pid, fd, token: of the owner's SharedMemory.
+        nbytes: how much of it there must be.
+
+    Raises:
+        NotShared: the owner is gone, may not be looked at, or this is not the file it announced.
+    """
+
+    def __init__(self, pid: int, fd: int, token: bytes, nbytes: int) -> None:
+        path = f"/proc/{pid}/fd/{fd}"
+        try:
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # open nothing else
+                raise NotShared("its file is another one")
+            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise NotShared(f"its memory cannot be opened: {error}") from error
+        try:
+            self._mapping = _map(opened, token, nbytes)
+            self.address = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
+        except OSError as error:
+            raise NotShared(f"its memory cannot be mapped: {error}") from error
+        finally:
+            os.close(opened)
+
+    def close(self) -> None:
+        """Nobody reads at `address` any more."""
+        self._mapping.close()
+
+
+def _map(fd: int, token: bytes, nbytes: int) -> mmap.mmap:
+    size = os.fstat(fd).st_size
+    if size != _file_bytes(nbytes):
+        raise NotShared(f"its memory has {size} bytes, not the {_file_bytes(nbytes)} it must have")
+    if fcntl.fcntl(fd, _GET_SEALS) & _SEALS != _SEALS:
+        raise NotShared("its memory may still be cut short")
+    mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    if not compare_digest(mapping[size - TOKEN_BYTES :], token):
+        mapping.close()
+        raise NotShared("its memory is another engine's")
+    return mapping
+
+
+def _file_bytes(nbytes: int) -> int:
+    """The memory, then the token in a page of its own."""
+    return (-(-nbytes // mmap.PAGESIZE) + 1) * mmap.PAGESIZE

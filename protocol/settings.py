@@ -77,7 +77,7 @@ class ModelOptions(BaseModel):
         "auto", description="type of weights and KV; auto: float32 on CPU, the model's own on GPU"
     )
     max_model_len: int | None = Field(
-        None, ge=1, description="longest prompt + output (tokens; None: the model's context)"
+        None, ge=2, description="longest prompt + output (tokens; None: the model's context)"
     )
     seed: int = Field(
         0,

@@ -129,6 +129,7 @@ def test_a_missing_file_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> No
         ("--lease-s", "inf", "finite"),
         ("--lease-s", "nan", "finite"),
         ("--kv-cache-tokens", "0", "greater than or equal to 1"),
+        ("--max-model-len", "1", "greater than or equal to 2"),
         ("--dtype", "int4", "float32"),
     ],
 )

@@ -450,6 +450,9 @@ def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig: Any) -> N
         decode.woken.wait(0.01)
     decode.coordinator.cancel("a")
     assert decode.settle() == [] and prefill.server.counters()["held"] == 1
+    (job, _), *_ = decode.workers[0]._jobs.values()
+    while not job.stopping:  # the rank has been told
+        decode.woken.wait(0.01)
     decode.agents[0].resume()
     assert decode.wait(*ENDINGS) == PullDrained("a")
     assert prefill.outcomes() == ["aborted"]

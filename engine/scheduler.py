@@ -165,12 +165,20 @@ class Scheduler:
         sequence.block_ids = hits + fresh
         sequence.num_computed = len(hits) * self.limits.block_size
         sequence.num_published_blocks = len(hits)
-        if not sequence.was_admitted:
-            sequence.num_skipped = min(sequence.num_computed, sequence.num_prompt_tokens)
-            sequence.was_admitted = True
+        self._count_skipped(sequence)
         if sequence.remote is not None:
             self._begin_receiving(sequence, fresh)
         return True
+
+    @staticmethod
+    def _count_skipped(sequence: Sequence) -> None:
+        """Hits that were lost before the prompt was there are computed after all."""
+        hits = min(sequence.num_computed, sequence.num_prompt_tokens)
+        if not sequence.was_admitted:
+            sequence.num_skipped = hits
+        elif not (sequence.num_transferred or sequence.num_recomputed):
+            sequence.num_skipped = min(sequence.num_skipped, hits)
+        sequence.was_admitted = True
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached blocks to start from. The last token is always computed: its logits are wanted."""

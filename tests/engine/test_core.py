@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import AbortRequest, EngineInput
+from engine.scheduler import Plan
+from protocol.messages import AbortRequest, EngineInput, KVUsage
 from tests.engine.shadow import (
     MemoryTransport,
     add,
@@ -149,6 +150,21 @@ def test_preemption_recomputes_and_loses_nothing() -> None:
     for name, prompt in prompts.items():
         assert out.tokens(name) == expected_output(prompt, 20)
     assert_all_blocks_home(core)
+
+
+def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached() -> None:
+    core, _, out = make_core(max_num_batched_tokens=4)
+    prompt = list(range(16))
+    core.round([add("a", prompt[:8], 1)])
+    run_until_idle(core)
+    core.round([add("b", prompt, 2)])  # hits 8 tokens, computes 4
+    core.scheduler._preempt(core.sequences["b"], Plan())
+    assert core.scheduler.prefix is not None
+    core.scheduler.prefix.clear()
+    run_until_idle(core)
+    assert out.tokens("b") == expected_output(prompt, 2)
+    usage = out.terminals("b")[0].usage
+    assert usage == KVUsage(recomputed=16, skipped=0, cached_tokens=0)
 
 
 def test_abort_frees_waiting_and_running_requests_and_answers_each_once() -> None:

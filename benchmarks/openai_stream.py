@@ -142,4 +142,4 @@ async def _read(response: Response, timeline: Timeline) -> None:
             for event, data in parser.feed(chunk):
                 timeline.observe(event, data, now)
     finally:
-        response.close()
+        await response.aclose()

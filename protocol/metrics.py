@@ -108,6 +108,8 @@ TABLE = (
          "1 while the server is ready.", ("role", "url")),
     Spec("baton_proxy_upstream_in_flight", "gauge", "proxy",
          "Requests in flight to a server.", ("role", "url")),
+    Spec("baton_proxy_stripped_kv_transfer_params", "counter", "proxy",
+         "Requests whose client had sent kv_transfer_params, which were dropped."),
     Spec("baton_proxy_client_disconnects", "counter", "proxy",
          "Clients gone before their answer was complete."),
     Spec("baton_proxy_prefill_seconds", "histogram", "proxy", "Duration of the prefill leg."),

@@ -10,7 +10,7 @@ from typing import Any
 
 from protocol.errors import BatonError, InternalError, PayloadTooLarge
 from protocol.logging import get_logger, request_context
-from protocol.metrics import CONTENT_TYPE
+from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.settings import ProxySettings
 from proxy import body as bodies
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
@@ -18,7 +18,6 @@ from proxy.flow import ClientRequest, Flow
 from proxy.health import Health
 from proxy.legs import Trace
 from proxy.membership import Fleet, Server
-from proxy.metrics import ProxyMetrics
 from proxy.poller import Poller
 from proxy.relay import Reply, Send
 from proxy.retry import Kind
@@ -46,7 +45,7 @@ class ProxyApp:
 
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
-        self.metrics = ProxyMetrics()
+        self.metrics = Metrics("proxy")
         self.fleet = Fleet(on_change=self._on_change)
         self._upstream = HttpUpstream(
             connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
@@ -66,7 +65,7 @@ class ProxyApp:
             *(Server(Kind.DECODE, url) for url in settings.decode),
         ):
             self.fleet.join(server)
-            self.metrics.ready_changed(server, self.fleet.health(server))
+            self._show_ready(server, self.fleet.health(server))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -155,7 +154,7 @@ class ProxyApp:
         data = await read_body(scope, receive, self.settings.max_body_bytes)
         body, stripped = bodies.sanitize(bodies.parse_body(data))
         if stripped:
-            self.metrics.stripped()
+            self.metrics.inc("baton_proxy_stripped_kv_transfer_params")
         headers = [(b"content-type", b"application/json"), *_forwarded(scope, reply.request_id)]
         trace.begin()
         request = ClientRequest(scope["path"], headers, body)
@@ -229,8 +228,12 @@ class ProxyApp:
             "" if reply.finished else " unfinished",
         )  # fmt: skip
 
+    def _show_ready(self, server: Server, health: Health) -> None:
+        labels = {"role": server.kind.value, "url": server.url}
+        self.metrics.set("baton_proxy_upstream_ready", float(health.ready), **labels)
+
     def _on_change(self, server: Server, health: Health) -> None:
-        self.metrics.ready_changed(server, health)
+        self._show_ready(server, health)
         if health.ready:
             logger.info("%s is ready", server)
         else:
@@ -278,11 +281,12 @@ def _expect(method: str, *allowed: str) -> None:
 
 def _request_id(scope: Scope) -> bytes:
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given or uuid.uuid4().hex.encode()
+    return given.strip() or uuid.uuid4().hex.encode()
 
 
 def _forwarded(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
-    kept = [(name, value) for name, value in scope["headers"] if name in FORWARDED_HEADERS]
+    # Stripped: some clients without a key send b"Bearer ", which no one may pass on like that.
+    kept = [(n, value.strip()) for n, value in scope["headers"] if n in FORWARDED_HEADERS]
     return [(b"x-request-id", request_id), *kept]
 
 

@@ -11,12 +11,12 @@ import msgspec
 
 from protocol import sse
 from protocol.errors import BatonError, NoServerAvailable
+from protocol.metrics import Metrics
 from proxy import body as bodies
 from proxy.body import Body
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
 from proxy.legs import Answer, LegFailed, Legs, Trace, failure_of, read
 from proxy.membership import Fleet, Server
-from proxy.metrics import ProxyMetrics
 from proxy.relay import Reply
 from proxy.retry import Failure, Kind, RetryPolicy
 from proxy.upstream import Headers, Response, TimedOut, Upstream, UpstreamError
@@ -38,7 +38,7 @@ class Flow:
         self,
         fleet: Fleet,
         upstream: Upstream,
-        metrics: ProxyMetrics,
+        metrics: Metrics,
         policy: RetryPolicy | None = None,
     ) -> None:
         self._fleet = fleet
@@ -90,18 +90,22 @@ class Flow:
         trace.prefill, trace.prefill_s = server.url, trace.elapsed_s()
         self._metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
         if answer.status != 200:
-            self._metrics.refused(answer.status)
+            self._count("prefill", f"status_{answer.status}")
             return answer
         params = bodies.params_of(answer.body)
         if params is None:
             self._decode_only("no_kv_params", trace)
         else:
-            self._metrics.routed()
+            self._count("pd", "routed")
         return params
 
     def _decode_only(self, reason: str, trace: Trace) -> None:
         trace.decode_only = reason
-        self._metrics.decode_only(reason)
+        self._count("decode_only", reason)
+
+    def _count(self, path: str, reason: str) -> None:
+        """Counts a request by the way it takes. A reason is one word: see retry.Failure."""
+        self._metrics.inc("baton_proxy_requests", path=path, reason=reason)
 
     async def _decode(
         self, method: str, path: str, headers: Headers, leg: bytes, reply: Reply, trace: Trace
@@ -132,7 +136,7 @@ class Flow:
             self._legs.failed(server, failure_of(error), None, f"{server}: {error}")
             raise _broken(error) from None
         finally:
-            response.close()
+            await response.aclose()
             self._legs.release(server)
         if not ended:
             self._legs.failed(server, Failure.ERROR, None, f"{server}: no last event")

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from protocol.errors import BatonError, NoServerAvailable
 from protocol.logging import get_logger
+from protocol.metrics import Metrics
 from proxy import retry
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
 from proxy.membership import Fleet, Server
-from proxy.metrics import ProxyMetrics
 from proxy.retry import Failure, Kind, RetryPolicy
 from proxy.upstream import Exhausted, Headers, Response, TimedOut, Unreachable, UpstreamError
 
@@ -83,7 +83,7 @@ class LegFailed(Exception):
 class Legs:
     """Sends legs to the fleet's servers and tells the fleet how they did."""
 
-    def __init__(self, fleet: Fleet, metrics: ProxyMetrics, policy: RetryPolicy) -> None:
+    def __init__(self, fleet: Fleet, metrics: Metrics, policy: RetryPolicy) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._policy = policy
@@ -124,7 +124,7 @@ class Legs:
     async def _attempt(
         self, server: Server, send: Callable[[Server], Awaitable[ResultT]]
     ) -> ResultT:
-        self._metrics.in_flight(server, +1)
+        self._in_flight(server, +1)
         try:
             return await send(server)
         except BaseException:
@@ -133,7 +133,11 @@ class Legs:
 
     def release(self, server: Server) -> None:
         """The server has nothing more to do for this leg."""
-        self._metrics.in_flight(server, -1)
+        self._in_flight(server, -1)
+
+    def _in_flight(self, server: Server, change: int) -> None:
+        labels = {"role": server.kind.value, "url": server.url}
+        self._metrics.inc("baton_proxy_upstream_in_flight", change, **labels)
 
     def failed(self, server: Server, failure: Failure, answer: Answer | None, message: str) -> None:
         """Counts a failure and lets the fleet know."""

@@ -17,12 +17,10 @@ from protocol.openai import (
     CompletionWriter,
     LogprobsPiece,
     Usage,
-    decode_leg,
     kv_header,
     parse_chat,
     parse_completion,
     parse_json_object,
-    prefill_leg,
 )
 from protocol.openai_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, changes_nothing
 from protocol.openai_responses import add_kv
@@ -322,26 +320,6 @@ def test_stream_options_are_checked_within() -> None:
     assert not completion(stream_options={"include_obfuscation": False}).include_usage
     with pytest.raises(InvalidRequest, match=r"`stream_options\.speed`"):
         completion(stream_options={"speed": 3})
-
-
-# -- the legs of a proxy -----------------------------------------------------------------------
-
-
-def test_the_prefill_leg_asks_for_one_token_and_no_stream() -> None:
-    body = {"model": "m", "prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
-    leg = prefill_leg({**body, "max_completion_tokens": 9})
-    assert (leg["max_tokens"], leg["max_completion_tokens"], leg["stream"]) == (1, 1, False)
-    assert leg["kv_transfer_params"]["do_remote_decode"] is True
-    assert "stream_options" not in leg
-    assert parse_completion(leg).token_limit == 1
-    assert "max_completion_tokens" not in prefill_leg(body)
-    assert body["stream"] is True
-
-
-def test_a_client_s_own_kv_params_never_reach_the_decode_server() -> None:
-    body = {"model": "m", "prompt": "x", "kv_transfer_params": {"remote_host": "evil"}}
-    assert "kv_transfer_params" not in decode_leg(body, None)
-    assert decode_leg(body, {"a": 1})["kv_transfer_params"] == {"a": 1}
 
 
 # -- responses ---------------------------------------------------------------------------------

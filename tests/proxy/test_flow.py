@@ -73,6 +73,27 @@ def test_headers_travel_both_ways() -> None:
     run(test())
 
 
+def test_white_space_around_header_values_is_not_passed_on() -> None:
+    """HTTP forbids it, and some clients without a key send `Bearer ` all the same."""
+
+    async def test() -> None:
+        async with Rig() as rig:
+            port = int(rig.url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer \r\n"
+                b"x-request-id: a \r\ncontent-length: 2\r\n\r\n{}"
+            )
+            head = await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+            assert head.startswith(b"HTTP/1.1 200")
+            for call in (rig.prefill[0].calls[0], rig.decode[0].calls[0]):
+                assert call.headers["authorization"] == "Bearer"
+                assert call.headers["x-request-id"] == "a"
+
+    run(test())
+
+
 def test_a_request_without_an_id_gets_one() -> None:
     async def test() -> None:
         async with Rig() as rig:

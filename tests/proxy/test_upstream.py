@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from proxy import upstream
-from proxy.upstream import Exhausted, HttpUpstream, Lost, Origin, TimedOut, Unreachable
+from protocol.errors import InvalidRequest
+from proxy import retry, upstream
+from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable
 from tests.proxy.fakes import run
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -18,9 +19,8 @@ Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 
 async def read_request(reader: Reader) -> bytes:
     head = await reader.readuntil(b"\r\n\r\n")
-    length = next(
-        (int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")), 0
-    )
+    _, _, rest = head.lower().partition(b"content-length:")
+    length = int(rest.split(b"\r\n")[0]) if rest else 0
     return head + await reader.readexactly(length)
 
 
@@ -31,6 +31,7 @@ class Script:
         self._answers = list(answers)
         self.requests: list[bytes] = []
         self.num_connections = 0
+        self.num_closed = 0
         self.url = ""
 
     async def __call__(self, reader: Reader, writer: Writer) -> None:
@@ -47,6 +48,7 @@ class Script:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
+            self.num_closed += 1
             writer.close()
 
 
@@ -83,8 +85,8 @@ def test_bodies_are_read_and_the_connection_is_used_again(answer: bytes) -> None
                 response = await client.send(script.url, "POST", "/x", body=b"{}")
                 assert (response.status, await response.read()) == (200, b"ok")
             assert script.num_connections == 1
-            assert script.requests[0].startswith(b"POST /x HTTP/1.1\r\nhost: 127.0.0.1:")
-            assert script.requests[0].endswith(b"content-length: 2\r\n\r\n{}")
+            assert script.requests[0].startswith(b"POST /x HTTP/1.1\r\n")
+            assert script.requests[0].lower().endswith(b"content-length: 2\r\n\r\n{}")
 
     run(test())
 
@@ -227,7 +229,7 @@ def test_silence_is_timed_before_and_within_a_body() -> None:
             assert await response.next_chunk() == b"half"
             with pytest.raises(TimedOut):
                 await response.next_chunk()
-            response.close()
+            await response.aclose()
             assert script.num_connections == 2
 
     run(test())
@@ -248,7 +250,7 @@ def test_closing_early_hangs_up() -> None:
         script = Script(streams)
         async with serving(script) as client:
             response = await client.send(script.url, "GET", "/")
-            response.close()
+            await response.aclose()
             await hung_up.wait()
 
     run(test())
@@ -264,7 +266,7 @@ def test_a_connection_closed_for_idleness_on_its_next_use_is_replaced(
         script = Script(OK, close, OK)
         async with serving(script) as client:
             await (await client.send(script.url, "GET", "/")).read()
-            monkeypatch.setattr(upstream, "STALE_S", 0.0)
+            monkeypatch.setattr(retry, "STALE_IDLE_S", -1.0)
             assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
             assert script.num_connections == 2
 
@@ -287,13 +289,105 @@ def test_a_connection_lost_while_it_was_busy_is_not_replaced() -> None:
 
 
 def test_connections_idle_for_long_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "IDLE_S", 0.0)
+
     async def test() -> None:
         script = Script(OK, OK)
         async with serving(script) as client:
-            await (await client.send(script.url, "GET", "/")).read()
-            monkeypatch.setattr(upstream, "IDLE_S", 0.0)
-            await (await client.send(script.url, "GET", "/")).read()
+            for _ in range(2):
+                await (await client.send(script.url, "GET", "/")).read()
             assert script.num_connections == 2
+
+    run(test())
+
+
+def test_connections_that_nobody_needs_any_more_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        script = Script(*[OK] * 9)
+        async with serving(script) as client:
+            responses = await asyncio.gather(
+                *(client.send(script.url, "GET", "/") for _ in range(8))
+            )
+            for response in responses:
+                await response.read()
+            monkeypatch.setattr(upstream, "IDLE_S", 0.0)
+            await asyncio.sleep(0.01)
+            await (await client.send(script.url, "GET", "/")).read()
+            while script.num_closed < 7:
+                await asyncio.sleep(0.002)
+            assert (script.num_connections, script.num_closed) == (8, 7)
+
+    run(test())
+
+
+def test_cancelling_hangs_up_at_once_before_and_within_a_body() -> None:
+    async def half(reader: Reader, writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
+        await reader.read()
+
+    async def silent(reader: Reader, _: Writer) -> None:
+        await reader.read()
+
+    async def test() -> None:
+        script = Script(silent, half)
+        async with serving(script) as client:
+            for count in (1, 2):
+
+                async def ask() -> None:
+                    await (await client.send(script.url, "GET", "/")).read()
+
+                task = asyncio.create_task(ask())
+                while len(script.requests) < count:
+                    await asyncio.sleep(0.002)
+                await asyncio.sleep(0)
+                task.cancel()
+                while script.num_closed < count:
+                    await asyncio.sleep(0.002)
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+
+    run(test())
+
+
+@pytest.mark.parametrize("header", [(b"x-request-id", b"a\nb: c"), (b"x y", b"z")])
+def test_headers_that_http_cannot_carry_are_refused(header: tuple[bytes, bytes]) -> None:
+    async def test() -> None:
+        script = Script(OK)
+        async with serving(script) as client:
+            with pytest.raises(InvalidRequest):
+                await client.send(script.url, "GET", "/", headers=[header])
+            assert script.requests == []
+            assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/v1/models/a%2Fb%20c?x=%41&y", "/a//b/../c;d='e'"])
+def test_a_path_is_sent_as_it_is(path: str) -> None:
+    async def test() -> None:
+        script = Script(OK)
+        async with serving(script) as client:
+            await (await client.send(script.url, "GET", path)).read()
+            assert script.requests[0].startswith(b"GET %s HTTP/1.1\r\n" % path.encode())
+
+    run(test())
+
+
+def test_a_request_carries_the_given_headers_and_no_more() -> None:
+    async def test() -> None:
+        script = Script(OK.replace(b"X-A: 1", b"set-cookie: a=b"), OK)
+        async with serving(script) as client:
+            for _ in range(2):
+                response = await client.send(
+                    script.url, "POST", "/", headers=[(b"x-a", b"\xe9")], body=b"{}"
+                )
+                await response.read()
+            lines = set(script.requests[1].lower().split(b"\r\n"))
+            host = b"host: " + script.url.removeprefix("http://").encode()
+            head = {b"post / http/1.1", host, b"x-a: \xe9", b"content-length: 2"}
+            assert lines == head | {b"", b"{}"}
 
     run(test())
 
@@ -322,17 +416,3 @@ def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
             assert len(await response.read()) == size
 
     run(test())
-
-
-@pytest.mark.parametrize(
-    ("url", "origin", "header"),
-    [
-        ("http://h:81", Origin("h", 81, False), b"h:81"),
-        ("http://h", Origin("h", 80, False), b"h:80"),
-        ("https://h", Origin("h", 443, True), b"h:443"),
-        ("http://[::1]:8000", Origin("::1", 8000, False), b"[::1]:8000"),
-    ],
-)
-def test_origins(url: str, origin: Origin, header: bytes) -> None:
-    assert Origin.parse(url) == origin
-    assert origin.header == header

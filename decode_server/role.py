@@ -16,6 +16,7 @@ from engine.role import KVRole
 from engine.sequence import Phase, Sequence
 from engine.transport import ZmqTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
+from kvcache.blocks import BlockState
 from kvcache.pool import KVPool
 from kvcache.transfer import host_mapper
 from kvcache.transfer.coordinator import PullCoordinator
@@ -38,7 +39,13 @@ from protocol.metrics import stat_key
 
 logger = logging.getLogger("baton.decode")
 
+_MAX_QUARANTINED_SHARE = 0.5  # of the pool
+
 _PeerKey = tuple[str, str]  # engine id, incarnation
+
+
+class QuarantineOverflow(Exception):
+    """Too much of the pool is out of reach; only a new process gets it back."""
 
 
 def _key(remote: RemotePrefill) -> _PeerKey:
@@ -175,7 +182,18 @@ class DecodeRole(KVRole):
             scheduler.allocator.cancel_receive(fresh)
         else:
             self._undrained[event.pull_id] = (fresh, True)
+            self._check_quarantine()
         self._give_up_remote(sequence, event.error)
+
+    def _check_quarantine(self) -> None:
+        """I7: memory that READs may still write to comes back only with a new process."""
+        allocator = self.core.scheduler.allocator
+        num_blocks = allocator.counts()[BlockState.QUARANTINED]
+        if num_blocks > allocator.capacity * _MAX_QUARANTINED_SHARE:
+            raise QuarantineOverflow(
+                f"{num_blocks} of {allocator.capacity} KV blocks are quarantined: READs from a "
+                "prefill server that hangs have not ended; this engine must be started again"
+            )
 
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
         """No KV will come to a sequence that holds no block."""

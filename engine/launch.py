@@ -1,5 +1,6 @@
 """Starting an engine's rank processes from the HTTP process, and noticing when one ends."""
 
+import fcntl
 import logging
 import os
 import secrets
@@ -8,6 +9,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from protocol import lifecycle
 logger = logging.getLogger("baton.launch")
 
 
-_PREFIX = "baton-"
+_PREFIX = "baton-engine-"
+_LOCK = "lock"
+_SETTLED_S = 60.0
 
 # How long threads of torch's OpenMP pool spin for work before they give the core up. The default
 # (300,000 turns) is ruinous where processes share cores, as a prefill and a decode server on one
@@ -27,12 +31,36 @@ _PREFIX = "baton-"
 _THREADING = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "4000")}
 
 
-def _remove_orphans() -> None:
-    """Removes the socket folders of servers that were killed before they could."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
-        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+class SocketFolder:
+    """A private folder for an engine's sockets, locked while its owner lives.
+
+    A killed owner's lock goes with it, so the next server to start removes the folder; a process id
+    would not tell, as containers that share a /tmp have their own.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        for folder in parent.glob(f"{_PREFIX}*"):
+            _remove_if_orphaned(folder)
+        # A short path: a UNIX socket's may have 107 characters at most.
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._lock = (self.path / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_if_orphaned(folder: Path) -> None:
+    try:
+        if time.time() - folder.stat().st_mtime < _SETTLED_S:
+            return  # perhaps made and not yet locked
+        with (folder / _LOCK).open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # alive, another user's, or being made
+        return
 
 
 class EngineProcesses:
@@ -49,13 +77,11 @@ class EngineProcesses:
         self._children: list[lifecycle.Child] = []
         self._lock = threading.Lock()
         self._stopping = False
-        _remove_orphans()
-        # A short path: a UNIX socket's may have 107 characters at most.
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        self._folder = SocketFolder()
 
     def address(self, name: str) -> str:
         """A ZMQ endpoint in this engine's private folder."""
-        return f"ipc://{self.folder}/{name}"
+        return f"ipc://{self._folder.path}/{name}"
 
     def start(self, config: EngineConfig) -> None:
         data = msgspec.json.encode(config)
@@ -85,7 +111,7 @@ class EngineProcesses:
         with self._lock:
             self._stopping = True
         lifecycle.terminate(self._children, grace_s)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._folder.remove()
 
 
 def new_incarnation() -> str:

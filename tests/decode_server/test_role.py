@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from decode_server.failure import FailurePolicy
-from decode_server.role import DecodeRole
+from decode_server.role import DecodeRole, QuarantineOverflow
 from engine.batch import StepInput
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -362,6 +362,16 @@ def test_a_read_that_does_not_end_quarantines_its_blocks_until_it_does(
     assert counts[5] == 4, "four blocks may still be written to by the READ"
     pair.d.agent.resume()
     pair.settle()
+
+
+def test_an_engine_gives_up_when_half_its_pool_is_quarantined(make_pair: MakePair) -> None:
+    pair = make_pair(settings=PullSettings(pull_timeout_s=0.1, drain_grace_s=0.01))
+    pair.d.agent.stall()
+    with pytest.raises(QuarantineOverflow, match=r"of 39 KV blocks are quarantined"):
+        for first in range(8):
+            prompt = [first, *PROMPT, 7]  # full blocks: read directly, not through staging
+            pair.answer(pair.ask(prompt, pair.prefill(prompt), max_tokens=2))
+    pair.d.agent.resume()
 
 
 def test_the_fail_policy_ends_with_the_error_and_no_block_lost(make_pair: MakePair) -> None:

@@ -1,17 +1,21 @@
-"""What a KV transfer costs for every pair of layouts and geometries, over real NIXL.
+"""What a KV transfer costs for every pair of layouts and geometries.
 
     python -m benchmarks.transfer --device cpu|cuda
 
 One process holds the KV of all ranks of P, another is rank 0 of D and pulls. Every case is planned
-and moved by Baton, then by the field's scheme: one descriptor per layer, component and block, of
-the smaller block size, and one per token where token-major blocks are cut by heads. That scheme
-is given equal scattered runs and no copy afterwards, so its figure is an upper bound. Blocks are
-scattered on both sides; what arrives is compared with what was sent, byte for byte. Seconds are the
-best of the repetitions and cover planning, posting, reading and placing. GB/s counts useful bytes.
+and moved by Baton (out of P's mapped memory, as servers of one host do, or over NIXL with
+`--transfer nixl`), then over NIXL by the field's scheme: one descriptor per layer, component and
+block, of the smaller block size, and one per token where token-major blocks are cut by heads. That
+scheme is given equal scattered runs and no copy afterwards: its figure is an upper bound.
+
+Blocks are scattered on both sides; what arrives is compared with what was sent, byte for byte.
+Seconds are the best of the repetitions and cover planning, posting, reading and placing. GB/s
+counts useful bytes.
 The last line is one JSON document.
 """
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import sys
@@ -20,7 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,16 +33,20 @@ from kvcache.layout import NAMED_ORDERS, KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
 from kvcache.transfer.agent import MemoryKind, ReadState
+from kvcache.transfer.gather import launches, make_gathers
+from kvcache.transfer.host_mapper import CHUNK_BYTES, HostMapper, make_chunk
+from kvcache.transfer.mapper import offer
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
     Endpoint,
     RankRead,
-    TransferPlan,
+    check_transfer,
     heads_of,
     plan_transfer,
 )
 from kvcache.transfer.topology import IntArray
+from protocol.handshake import RankMetadata
 
 GEOMETRIES = ("same", "1->2", "2->1", "16->64", "64->16")
 MIXED = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
@@ -145,12 +153,10 @@ def buffer_bytes(size: Size) -> int:
     return size.kv_bytes + 2 * size.kv_bytes // size.tokens * 64 + 2 * PAGE_BYTES
 
 
-def allocate(nbytes: int, device: str) -> torch.Tensor:
-    """u8[nbytes or a little more], as a server's KV pool allocates it."""
+def allocate(nbytes: int, device: str) -> KVPool:
+    """`nbytes` or a little more, as a server's KV pool allocates it."""
     rows = -(-nbytes // PAGE_BYTES)
-    return KVPool(
-        KVLayout("BHLCND", rows, 1, 1, 1, 1, PAGE_BYTES, "float8_e4m3fn"), device
-    ).flat_bytes
+    return KVPool(KVLayout("BHLCND", rows, 1, 1, 1, 1, PAGE_BYTES, "float8_e4m3fn"), device)
 
 
 class Memory:
@@ -161,7 +167,8 @@ class Memory:
         self.agent = NixlAgent(
             "bench", device_id=0 if device == "cuda" else None, set_device=torch.cuda.set_device
         )
-        self.buffers = [allocate(count, device) for count in nbytes]
+        self.pools = [allocate(count, device) for count in nbytes]
+        self.buffers = [pool.flat_bytes for pool in self.pools]
         for buffer in self.buffers:
             self.agent.register(buffer.data_ptr(), buffer.nbytes, kind=self.kind)
 
@@ -169,11 +176,25 @@ class Memory:
         self.agent.close()
 
 
+def announce(memory: Memory) -> RankMetadata:
+    pool = memory.pools[0]
+    return RankMetadata(
+        rank=0,
+        agent_metadata=memory.agent.metadata(),
+        base_address=pool.base_address,
+        nbytes=pool.nbytes,
+        device_id=0,
+        device_kind=pool.device.type,
+        layout=pool.layout.to_record(),
+        extra=offer(pool),
+    )
+
+
 def serve(connection: Connection, device: str, size: Size) -> None:
     """Process P: fills its pools for each case it is told, and lets itself be read."""
     memory = Memory(device, buffer_bytes(size))
     buffer, kv = memory.buffers[0], reference_kv(size).to(device)
-    connection.send((memory.agent.metadata(), buffer.data_ptr()))
+    connection.send(announce(memory))
     while (side := connection.recv()) is not None:
         blocks = torch.from_numpy(side.blocks(size)).to(device)
         for end, offset in zip(side.endpoints(size), rank_offsets(side, size), strict=True):
@@ -186,19 +207,33 @@ def serve(connection: Connection, device: str, size: Size) -> None:
     memory.close()
 
 
+class Pulled(NamedTuple):
+    path: str
+    descriptors: int
+    nbytes: int  # wanted
+
+
 class Puller:
     """Process D's side: plans, reads, places, checks."""
 
-    def __init__(self, device: str, size: Size, staging_bytes: int, peer: tuple[bytes, int]):
+    def __init__(
+        self, device: str, size: Size, staging_bytes: int, peer: RankMetadata, transfer: str
+    ) -> None:
         self.device, self.size, self.staging_bytes = device, size, staging_bytes
         self.costs = DEFAULT_COSTS[device]
         self.memory = Memory(device, buffer_bytes(size), staging_bytes)
         self.pool, self.staging = self.memory.buffers
         self.kv = reference_kv(size)
-        self.peer_base = peer[1]
+        self.peer_base = peer.base_address
+        self.mapper = HostMapper(self.memory.pools[0])
+        self.mapped: torch.Tensor | None = None  # P's memory
+        if transfer == "auto" and device == "cpu":
+            memory = (ctypes.c_ubyte * peer.nbytes).from_address(self.mapper.map(peer).address)
+            self.mapped = torch.frombuffer(memory, dtype=torch.uint8)
         # The agent belongs to one thread; the other half of the work happens in this one.
         self.thread = ThreadPoolExecutor(1, initializer=self.memory.agent.bind_thread)
-        self.peer = self.thread.submit(self.memory.agent.add_peer, peer[0]).result()
+        add_peer = self.memory.agent.add_peer
+        self.peer = self.thread.submit(add_peer, peer.agent_metadata).result()
 
     def read(self, offsets: list[int], base: int, reads: tuple[RankRead, ...]) -> None:
         """Posts reads and waits for their end; runs in the reading thread."""
@@ -215,7 +250,25 @@ class Puller:
             raise RuntimeError("a READ failed")
         agent.release(handle)
 
-    def pull(self, case: Case) -> TransferPlan:
+    def pull(self, case: Case) -> Pulled:
+        return self.pull_reads(case) if self.mapped is None else self.pull_mapped(case, self.mapped)
+
+    def pool_of(self, layout: KVLayout) -> torch.Tensor:
+        return self.pool[: layout.nbytes].view(getattr(torch, self.size.dtype))
+
+    def pull_mapped(self, case: Case, source: torch.Tensor) -> Pulled:
+        size, offsets = self.size, rank_offsets(case.p, self.size)
+        remote, (local, *_) = case.p.endpoints(size), case.d.endpoints(size)
+        blocks = case.d.blocks(size), case.p.blocks(size)
+        transfer = check_transfer(local, remote, size.heads, (0, size.tokens), *blocks)
+        pool = self.pool_of(local.layout)
+        for gather in make_gathers(transfer):
+            theirs = source[offsets[gather.remote_rank] :]
+            for first, count in launches(gather, CHUNK_BYTES):
+                reformat.apply(make_chunk(gather, transfer, first, count), theirs, pool)
+        return Pulled("mapped", 0, transfer.useful_bytes)
+
+    def pull_reads(self, case: Case) -> Pulled:
         local = case.d.endpoints(self.size)[0]
         plan = plan_transfer(
             local,
@@ -231,7 +284,7 @@ class Puller:
         )
         offsets = rank_offsets(case.p, self.size)
         self.thread.submit(self.read, offsets, self.pool.data_ptr(), plan.reads).result()
-        pool = self.pool[: local.layout.nbytes].view(getattr(torch, self.size.dtype))
+        pool = self.pool_of(local.layout)
         half = self.staging_bytes // 2
         slots = [self.staging[:half], self.staging[half:]]
         reading: list[Future[None]] = []
@@ -246,7 +299,7 @@ class Puller:
                 reading.append(self.thread.submit(self.read, offsets, base, following.reads))
             reformat.apply(chunk, slots[number % 2], pool)
             self.synchronize()
-        return plan
+        return Pulled(plan.path, plan.descriptors, plan.useful_bytes)
 
     def synchronize(self) -> None:
         if self.device == "cuda":
@@ -303,12 +356,11 @@ def best_s(action: Any, repeat: int) -> float:
 
 def measure(puller: Puller, case: Case, repeat: int) -> list[Row]:
     puller.pool.zero_()
-    plan = puller.pull(case)
+    path, descriptors, nbytes = puller.pull(case)
     puller.check(case)
-    nbytes = plan.useful_bytes
     copy = puller.copy_gb_per_s(nbytes, repeat)
     seconds = best_s(lambda: puller.pull(case), repeat)
-    row = Row(case.name, plan.path, plan.descriptors, nbytes, seconds, nbytes / seconds / 1e9, copy)
+    row = Row(case.name, path, descriptors, nbytes, seconds, nbytes / seconds / 1e9, copy)
     count = puller.pull_per_layer(case, nbytes)
     seconds = best_s(lambda: puller.pull_per_layer(case, nbytes), repeat)
     field = replace(
@@ -331,12 +383,14 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
-def run(device: str, size: Size, staging_bytes: int, repeat: int, only: str) -> list[Row]:
+def run(
+    device: str, size: Size, staging_bytes: int, repeat: int, only: str, transfer: str = "auto"
+) -> list[Row]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, device, size), daemon=True)
     process.start()
-    puller = Puller(device, size, staging_bytes, here.recv())
+    puller = Puller(device, size, staging_bytes, here.recv(), transfer)
     rows: list[Row] = []
     try:
         for case in cases():
@@ -360,6 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, help="a multiple of 64")
     parser.add_argument("--staging-bytes", type=int, default=256 << 20)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--transfer", choices=("auto", "nixl"), default="auto")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     cuda_only = parser.add_argument_group("with --device cuda")
     cuda_only.add_argument("--devices", default="0,1", help="GPU of P and GPU of D")
@@ -381,7 +436,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(json.dumps(transfer_cuda.run(args, size)))
         return 0
-    rows = run(args.device, size, args.staging_bytes, args.repeat, args.only)
+    rows = run(args.device, size, args.staging_bytes, args.repeat, args.only, args.transfer)
     print_table(rows)
     print(json.dumps({"rows": [asdict(row) for row in rows]}))
     return 0

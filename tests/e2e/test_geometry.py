@@ -65,7 +65,7 @@ def test_a_pair_of_geometries_equals_one_server(
 
 _BFLOAT16 = Geometry(options=("--dtype", "bfloat16"))
 _OTHER_WEIGHTS = Geometry(options=("--load-format", "dummy"))
-_CONVERTING = Geometry(block_size=16, options=("--kv-convert",))
+_CONVERTING = Geometry(block_size=16, options=("--kv-convert", "--transfer", "nixl"))
 _NOT_BRIDGED = {
     "KV dtype": (_BFLOAT16, ["kv_dtype", "'float32'", "'bfloat16'"]),
     "model": (_OTHER_WEIGHTS, ["model_fingerprint"]),

@@ -33,9 +33,9 @@ def test_every_row_gets_its_full_length(
     assert result["dtype"] == "float32"
     assert result["concurrency"] == concurrency
     assert len(result["decode_tokens_per_s_of_runs"]) == 2
-    step_ms, rate = result["step_ms"]["p50"], result["decode_tokens_per_s"]
-    assert 0 < step_ms
-    assert rate > result["output_tokens_per_s"] > 0  # which the prompts are part of
+    assert result["decode_tokens_per_s"] == max(result["decode_tokens_per_s_of_runs"]) > 0
+    assert 0 < result["step_ms"]["p50"] <= result["step_ms"]["p99"]
+    assert result["output_tokens_per_s"] > 0
 
 
 def test_an_output_of_one_token_has_no_decoding(model_dir: Path) -> None:

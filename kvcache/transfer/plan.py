@@ -93,8 +93,8 @@ def plan_transfer(
         allow_mixed: the caller carries out reads and chunks of one and the same plan.
 
     Raises:
-        PlanError: geometries that cannot be bridged, block tables that do not fit them, or
-            staging memory that does not hold two of the peer's blocks.
+        PlanError: geometries that cannot be bridged, block tables that do not fit them, or a
+            dtype to convert in staging memory that does not hold two of the peer's blocks.
     """
     transfer = check_transfer(
         local, remote, total_kv_heads, (token_start, token_stop), local_block_ids, remote_block_ids,
@@ -112,11 +112,15 @@ def plan_transfer(
 def _choose(
     transfer: Transfer, costs: CostModel, staging_bytes: int, allow_mixed: bool
 ) -> TransferPlan:
-    staged = _staged(transfer, costs, staging_bytes)
     if transfer.converts:
         ours, theirs = transfer.local.layout.dtype, transfer.remote[0].layout.dtype
+        staged = _staged(transfer, costs, staging_bytes)
         return _build([staged], f"{theirs} becomes {ours}")
     direct = _direct(transfer, costs)
+    try:
+        staged = _staged(transfer, costs, staging_bytes)
+    except PlanError as error:  # the peer's blocks are larger than ours: slow is better than not
+        return _build([direct], str(error))
     options = [[direct], [staged]]
     if allow_mixed:
         options += _mixed(transfer, costs, staging_bytes)

@@ -172,12 +172,19 @@ def test_the_cheaper_path_wins_and_why_names_the_other() -> None:
     assert "staged would read" in bytes_cost.why
 
 
-def test_staging_memory_below_two_blocks_is_refused_with_both_sizes() -> None:
+def test_staging_memory_below_two_of_the_peers_blocks_leaves_the_direct_path() -> None:
     case = simple(side(1, 16), side(1, 64))
     block = 16 * 8 * 2 * 2 * 4 * 4
-    with pytest.raises(PlanError, match=rf"staging_bytes is {2 * block - 1}; .* {block} bytes"):
-        case.plan(0, staging_bytes=2 * block - 1)
+    plan = case.plan(0, staging_bytes=2 * block - 1)
+    assert plan.path == "direct"
+    assert f"staging_bytes is {2 * block - 1}; a block of the peer takes {block} bytes" in plan.why
     assert case.plan(0, staging_bytes=2 * block).path == "staged"
+
+
+def test_conversion_without_room_for_two_blocks_is_refused_with_both_sizes() -> None:
+    case = with_dtypes(simple(side(1, 16), side(1, 64)), "float32", "float16")
+    with pytest.raises(PlanError, match=r"staging_bytes is 1000; .* use at least \d+"):
+        case.plan(0, convert=True, staging_bytes=1000)
 
 
 def test_unequal_dtypes_need_leave_and_staging_memory() -> None:

@@ -190,6 +190,7 @@ def explain(
             costs=costs,
             staging_bytes=staging_bytes,
             convert=convert,
+            allow_mixed=True,
         )
         ranks.append(_explain_rank(end, model, plan))
         used.update(ranks[-1].remote_ranks)

@@ -17,7 +17,7 @@ class Step:
     posts: Iterator[Post]
     base_address: int  # of the memory that local offsets count from
     chunk: Chunk | None = None
-    slot: int = 0
+    slot: int = -1  # of staging memory, where there is a chunk
     active: int = 0
     posted: bool = False  # all of them
 
@@ -47,7 +47,7 @@ class PullJob:
         self._exhausted = False
         if self._staging is not None:
             self._staging.enter(pull_id)
-        elif plan.reads:
+        if plan.reads:  # first: they wait for no slot
             self._begin(Step(cut(plan.reads, limits), pool_address))
 
     @property

@@ -137,6 +137,8 @@ class PullWorker:
             self._thread.join()
         self._waker.close()
         self._context.destroy(linger=0)
+        if self._staging is not None:
+            self._staging.close()
         self._agent.close()
 
     def _register(self) -> None:
@@ -286,6 +288,7 @@ class PullWorker:
             lease_hash=pull.lease_hash,
             staging_bytes=self._staging.nbytes if self._staging else None,
             convert=self._convert,
+            allow_mixed=True,
         )
         return PullJob(pull.pull_id, plan, self._pool.base_address, self._staging, self._limits)
 

@@ -1,12 +1,16 @@
 """A rank's staging memory: two slots that fill and empty in turn, for one pull at a time.
 
 READs bring a peer's KV into a slot as it lies there; `place` then copies it to its places in the
-pool, on a GPU by a low-priority stream beside the decode batch. Pulls that need staging queue up:
-the memory is bounded, whatever the number of pulls (I8: a slot is reused only after the copies
-out of it have finished).
+pool while the other slot fills: on a GPU by a low-priority stream beside the decode batch, on a CPU
+in a thread of its own, since a READ there copies in the thread that posts it. Pulls that need
+staging queue up: the memory is bounded, whatever the number of pulls (I8: a slot is reused only
+after the copies out of it have finished).
 """
 
+import mmap
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +18,8 @@ import torch
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
 from kvcache.transfer.staged import Chunk
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class Staging:
@@ -23,11 +29,15 @@ class Staging:
         self.nbytes = nbytes
         self._pool = pool
         self._slot_bytes = nbytes // 2
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
+        self._memory = _allocate(nbytes, pool.device)
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
-        self._copies: list[Any] = [None, None]  # CUDA events of the last copies out of each slot
+        # Of the last copies out of each slot: CUDA events, or futures
+        self._copies: list[Any] = [None, None]
         self._stream: Any = None
-        if pool.device.type == "cuda":
+        self._thread: ThreadPoolExecutor | None = None
+        if pool.device.type == "cpu":
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="place")
+        else:
             self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
 
     @property
@@ -50,19 +60,45 @@ class Staging:
             self._queue.remove(pull_id)
 
     def is_free(self, slot: int) -> bool:
-        """True when every copy out of the slot has finished."""
+        """True when every copy out of the slot has finished. Raises what one has failed with."""
         copies = self._copies[slot]
-        return copies is None or bool(copies.query())
+        if not isinstance(copies, Future):
+            return copies is None or bool(copies.query())
+        if copies.done():
+            self._copies[slot] = None
+            copies.result()
+        return copies.done()
 
     def place(self, chunk: Chunk, slot: int) -> None:
         """Begins to copy what was read into the slot to the pool; see `is_free`."""
         start = slot * self._slot_bytes
         memory = self._memory[start : start + self._slot_bytes]
-        if self._stream is None:
-            reformat.apply(chunk, memory, self._pool.tensor)
+        if self._thread is not None:
+            self._copies[slot] = self._thread.submit(
+                reformat.apply, chunk, memory, self._pool.tensor
+            )
             return
         with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
             reformat.apply(chunk, memory, self._pool.tensor)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._copies[slot] = event
+
+    def close(self) -> None:
+        """Waits for the copy that runs; nothing is placed any more."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """u8[nbytes], on huge pages where the system has them; not resident before it is used."""
+    if device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -memory.data_ptr() % _HUGE_PAGE_BYTES
+    return memory[start : start + nbytes]

@@ -91,23 +91,6 @@ def test_every_rank_gets_its_heads(rig: Any, p_tp: int, d_tp: int) -> None:
     assert_pulled(decode, remote, [3, 1, 7], 0, 24)
 
 
-@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_staged_pulls_share_one_small_buffer(rig: Any, make_agent: Any) -> None:
-    prefill = rig(Prefill, make_agent, order="LBCNHD", block_size=16)
-    decode = rig(Decode, make_agent, tp=2, staging_bytes=2 * 16 * layout().token_bytes)
-    pulls = {}
-    for index in range(5):
-        remote = prefill.lease([3 * index + 1, 3 * index + 3, 3 * index + 2], 41)
-        blocks = [6 * index + 1 + i for i in (5, 1, 4, 0, 2, 3)]
-        pulls[f"pull-{index}"] = (remote, blocks)
-        decode.coordinator.pull(f"pull-{index}", remote, 3, 41, blocks)
-    for pull_id, (remote, blocks) in pulls.items():
-        done = decode.wait(*ENDINGS, pull_id=pull_id)
-        assert isinstance(done, PullDone) and done.path == "staged", done
-        assert_pulled(decode, remote, blocks, 3, 41)
-    assert prefill.outcomes(5) == ["completed"] * 5
-
-
 def test_pieces_of_any_size_give_the_same_bytes(rig: Any) -> None:
     prefill = rig(Prefill)
     for limits in (PostLimits(100, 1000, 3), PostLimits(1 << 30, 1, 1), PostLimits(1000, 2, 8)):

@@ -1,0 +1,119 @@
+"""Pulls through staging memory, alone or beside direct reads."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.transfer import reformat
+from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import DEADLINE_S, Decode, Prefill, expected, layout
+
+ENDINGS = (PullDone, PullFailed, PullDrained)
+
+
+def nixl_agent() -> TransferAgent:
+    from kvcache.transfer.nixl_agent import NixlAgent
+
+    return NixlAgent("test")
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Any]]:
+    """Makes prefill and decode sides that are closed after the test."""
+    made: list[Any] = []
+
+    def make(kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        made.append(kind(*(args or (MemoryAgent,)), **options))
+        return made[-1]
+
+    yield make
+    for side in reversed(made):
+        side.close()
+
+
+def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, stop: int) -> None:
+    assert np.array_equal(decode.tokens(blocks, start, stop), expected(remote, start, stop))
+
+
+@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
+def test_staged_pulls_share_one_small_buffer(rig: Any, make_agent: Any) -> None:
+    prefill = rig(Prefill, make_agent, order="LBCNHD", block_size=16)
+    decode = rig(Decode, make_agent, tp=2, staging_bytes=2 * 16 * layout().token_bytes)
+    pulls = {}
+    for index in range(5):
+        remote = prefill.lease([3 * index + 1, 3 * index + 3, 3 * index + 2], 41)
+        blocks = [6 * index + 1 + i for i in (5, 1, 4, 0, 2, 3)]
+        pulls[f"pull-{index}"] = (remote, blocks)
+        decode.coordinator.pull(f"pull-{index}", remote, 3, 41, blocks)
+    for pull_id, (remote, blocks) in pulls.items():
+        done = decode.wait(*ENDINGS, pull_id=pull_id)
+        assert isinstance(done, PullDone) and done.path == "staged", done
+        assert_pulled(decode, remote, blocks, 3, 41)
+    assert prefill.outcomes(5) == ["completed"] * 5
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
+def test_a_partly_filled_last_block_is_one_descriptor_too(
+    rig: Any, make_agent: Any, p_tp: int, d_tp: int
+) -> None:
+    prefill = rig(Prefill, make_agent, tp=p_tp)
+    decode = rig(Decode, make_agent, tp=d_tp, staging_bytes=1 << 20)
+    decode.pools[0].tensor.fill_(-1.0)
+    remote = prefill.lease([5, 2, 9], 21)
+    decode.coordinator.pull("a", remote, 0, 21, [3, 1, 7])
+    done = decode.wait(*ENDINGS)
+    assert isinstance(done, PullDone) and done.path == "mixed", done
+    assert done.descriptors == 3 * max(p_tp, d_tp)
+    assert_pulled(decode, remote, [3, 1, 7], 0, 21)
+    assert (decode.pools[0].canonical[7, :, :, :, 5:] == -1).all()  # nothing past the last token
+
+
+def test_one_slot_fills_while_the_other_is_placed(rig: Any, monkeypatch: Any) -> None:
+    prefill = rig(Prefill, order="LBCNHD", num_blocks=64, block_size=16)
+    decode = rig(Decode, num_blocks=64, staging_bytes=2 * 16 * layout().token_bytes)
+    placing, may_place, apply = threading.Event(), threading.Event(), reformat.apply
+
+    def slow(*args: Any) -> None:
+        placing.set()
+        assert may_place.wait(DEADLINE_S)
+        apply(*args)
+
+    monkeypatch.setattr(reformat, "apply", slow)
+    remote = prefill.lease([7, 4, 9, 2], 64)
+    blocks = [3, 1, 7, 2, 9, 8, 12, 11]
+    decode.coordinator.pull("a", remote, 0, 64, blocks)
+    assert placing.wait(DEADLINE_S)
+    while decode.workers[0].counters["posts"] < 2:  # the second chunk's, beside the first's copy
+        decode.woken.wait(0.01)
+    may_place.set()
+    done = decode.wait(*ENDINGS)
+    assert isinstance(done, PullDone) and done.path == "staged", done
+    assert_pulled(decode, remote, blocks, 0, 64)
+
+
+def test_a_copy_that_fails_fails_the_pull(rig: Any, monkeypatch: Any) -> None:
+    prefill = rig(Prefill, order="LBCNHD")
+    decode = rig(Decode, staging_bytes=1 << 20)
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("the copy broke")
+
+    monkeypatch.setattr(reformat, "apply", broken)
+    decode.coordinator.pull("a", prefill.lease([5, 2, 9], 24), 0, 24, [3, 1, 7])
+    failed = decode.wait(PullFailed)
+    assert "the copy broke" in failed.error.message
+    monkeypatch.undo()
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.pull("b", remote, 0, 24, [3, 1, 7])
+    assert isinstance(decode.wait(PullDone, PullFailed), PullDone)
+    assert_pulled(decode, remote, [3, 1, 7], 0, 24)

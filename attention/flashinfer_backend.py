@@ -7,11 +7,14 @@ prefill kernel, which is FlashAttention-3 on Hopper.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import flashinfer
 import torch
+from flashinfer.decode import fast_decode_plan
 from flashinfer.page import append_paged_kv_cache
 
 from attention.base import AttentionBatch, UnsupportedPool
@@ -70,6 +73,7 @@ class FlashInferBackend(FlashInferBase):
             self.workspace, _VIEW_ORDER, backend=prefill
         )
         self._parts: list[_Part] = []
+        self._planned: set[Any] = set()
 
     def _decode_kernel(self, **captured: Any) -> Any:
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -77,12 +81,12 @@ class FlashInferBackend(FlashInferBase):
         )
 
     def plan(self, batch: AttentionBatch) -> None:
-        self.set_slots(self.to_device(batch.slot_mapping.astype("int32")))
+        self.set_slots(batch.slot_mapping)
         pages = pages_of(batch.block_tables, batch.context_lens, self.block_size)
         num_decodes = num_leading_decodes(batch.query_lens)
         self._parts = []
         if num_decodes:
-            self._plan_decode(self._decode, pages.head(num_decodes))
+            self._plan_decode(self._decode.plan, pages.head(num_decodes))
             self._parts.append(_Part(0, num_decodes, self._decode))
         if num_decodes < batch.num_seqs:
             lens = batch.query_lens[num_decodes:]
@@ -90,8 +94,8 @@ class FlashInferBackend(FlashInferBase):
             stop = num_decodes + int(lens.sum())
             self._parts.append(_Part(num_decodes, stop, self._prefill))
 
-    def _plan_decode(self, kernel: Any, pages: Pages) -> None:
-        kernel.plan(
+    def _plan_decode(self, plan: Callable[..., None], pages: Pages) -> None:
+        plan(
             torch.from_numpy(pages.indptr),
             torch.from_numpy(pages.indices),
             torch.from_numpy(pages.last_page_lens),
@@ -131,8 +135,11 @@ class FlashInferBackend(FlashInferBase):
         kernel.reset_workspace_buffer(self.workspace, self._int_workspace)
         return kernel
 
-    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch) -> None:
-        self._plan_decode(kernel, pages_of(batch.block_tables, batch.context_lens, self.block_size))
+    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
+        # A kernel's first plan also loads it; later ones need not copy what the buffers hold.
+        plan = fast_decode_plan if kernel in self._planned else type(kernel).plan
+        self._planned.add(kernel)
+        self._plan_decode(partial(plan, kernel), pages)
         self._parts = [_Part(0, batch.num_seqs, kernel)]
 
     def forward(

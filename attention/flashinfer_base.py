@@ -6,14 +6,13 @@ that do not move, and a plan only writes to them.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from attention.base import AttentionBackend, AttentionBatch, UnsupportedPool
-from attention.pages import Int32s
+from attention.pages import Int32s, Int64s, Pages, pages_of
 from kvcache.pool import KVPool
 
 # Partial results of split contexts. 256 decode rows of 32 heads take 68 MiB of it.
@@ -21,21 +20,29 @@ _WORKSPACE_BYTES: Final = 384 * 2**20
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, eq=False)
 class CapturedBuffers:
-    """What captured graphs read, for up to S sequences of up to M blocks."""
+    """What captured graphs read, for up to S sequences of up to M blocks.
 
-    query_indptr: torch.Tensor  # int32 [S + 1]
-    indptr: torch.Tensor  # int32 [S + 1]
-    indices: torch.Tensor  # int32 [S * M]
-    last_page_lens: torch.Tensor  # int32 [S]
-    context_lens: torch.Tensor  # int32 [S]
-    slots: torch.Tensor  # int32 [S]
+    All lie in one allocation, in the order in which `upload` fills them with one copy.
+    """
 
-    @classmethod
-    def make(cls, max_seqs: int, max_blocks: int, device: torch.device) -> "CapturedBuffers":
-        sizes = (max_seqs + 1, max_seqs + 1, max_seqs * max_blocks, max_seqs, max_seqs, max_seqs)
-        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+    def __init__(self, max_seqs: int, max_blocks: int, device: torch.device) -> None:
+        sizes = [max_seqs, max_seqs, max_seqs + 1, max_seqs * max_blocks]
+        self._starts = np.cumsum([0, *sizes]).tolist()
+        self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.slots, self.last_page_lens, self.indptr, self.indices = torch.split_with_sizes(
+            self._all, sizes
+        )
+        self.zeros = torch.zeros(max_seqs, dtype=torch.int32, device=device)  # never written
+
+    def upload(self, slots: Int64s, pages: Pages) -> None:
+        """Copies a step's indices to the device without waiting for it."""
+        parts: list[Int32s | Int64s] = [slots, pages.last_page_lens, pages.indptr, pages.indices]
+        host = torch.empty(self._starts[3] + len(pages.indices), dtype=torch.int32, pin_memory=True)
+        target = host.numpy()
+        for start, part in zip(self._starts, parts, strict=False):
+            target[start : start + len(part)] = part
+        self._all[: len(host)].copy_(host, non_blocking=True)
 
 
 def check_dtype(pool: KVPool, dtype: torch.dtype | None) -> None:
@@ -73,27 +80,23 @@ class FlashInferBase(AttentionBackend):
         self._all_last = torch.tensor([self.block_size], dtype=torch.int32, device=self.device)
         self._zeros = torch.zeros(1, dtype=torch.int32, device=self.device)
 
-    def set_slots(self, slots: torch.Tensor) -> None:
-        """int32 [T]: where the step's tokens are stored."""
-        self._slots = slots
+    def set_slots(self, slots: Int64s) -> None:
+        """Where the step's T tokens are stored."""
         if len(self._zeros) < len(slots):
             self._zeros = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
+        self._slots = torch.from_numpy(slots.astype(np.int32)).to(self.device, non_blocking=True)
+        self._sequences = self._zeros[: len(slots)]
 
     def append_indices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequence and position of each token, as the append kernels want them."""
-        return self._zeros[: len(self._slots)], self._slots
+        return self._sequences, self._slots
 
     def append_pages(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """indices, indptr and last page length of the one sequence that positions refer to."""
         return self._all_blocks, self._all_indptr, self._all_last
 
-    def to_device(self, array: Int32s) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
-        self.buffers = CapturedBuffers.make(max_seqs, max_blocks, self.device)
-        if len(self._zeros) < max_seqs:
-            self._zeros = torch.zeros(max_seqs, dtype=torch.int32, device=self.device)
+        self.buffers = CapturedBuffers(max_seqs, max_blocks, self.device)
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
         assert self.buffers is not None, "reserve_captured comes first"
@@ -102,17 +105,20 @@ class FlashInferBase(AttentionBackend):
         kernel = self._captured.get(num_rows)
         if kernel is None:
             kernel = self._captured[num_rows] = self.captured_kernel(num_rows, self.buffers)
+        self._sequences = self.buffers.zeros[:num_rows]
         self._slots = self.buffers.slots[:num_rows]
-        self._slots.copy_(torch.from_numpy(padded.slot_mapping.astype(np.int32)))
-        self.plan_captured_kernel(kernel, padded)
+        pages = pages_of(padded.block_tables, padded.context_lens, self.block_size)
+        self.buffers.upload(padded.slot_mapping, pages)
+        self.plan_captured_kernel(kernel, padded, pages)
 
     @abstractmethod
     def captured_kernel(self, num_rows: int, buffers: CapturedBuffers) -> Any:
         """A kernel for steps of `num_rows` single tokens that reads `buffers` only."""
 
     @abstractmethod
-    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch) -> None:
-        """Plans it for a batch of exactly its rows, and makes `forward` use it."""
+    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
+        """Plans it for a batch of exactly its rows, whose pages the buffers hold already, and
+        makes `forward` use it."""
 
 
 def indptr_of(lens: Int32s) -> torch.Tensor:

@@ -12,7 +12,7 @@ from flashinfer.page import append_paged_mla_kv_cache
 
 from attention.base import AttentionBatch, UnsupportedPool
 from attention.flashinfer_base import CapturedBuffers, FlashInferBase, check_dtype, indptr_of
-from attention.pages import pages_of
+from attention.pages import Pages, pages_of
 from kvcache.pool import KVPool
 
 LATENT_DIM: Final = 512
@@ -55,11 +55,11 @@ class FlashInferMLABackend(FlashInferBase):
         self._num_rows = 0
 
     def plan(self, batch: AttentionBatch) -> None:
-        self.set_slots(self.to_device(batch.slot_mapping.astype("int32")))
-        self._plan(self._eager, batch)
-
-    def _plan(self, kernel: Any, batch: AttentionBatch) -> None:
+        self.set_slots(batch.slot_mapping)
         pages = pages_of(batch.block_tables, batch.context_lens, self.block_size)
+        self._plan(self._eager, batch, pages)
+
+    def _plan(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
         kernel.plan(
             metadata=MLAPlanMetadata.csr(
                 indptr_of(batch.query_lens),
@@ -85,15 +85,15 @@ class FlashInferMLABackend(FlashInferBase):
         return flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self.workspace,
             use_cuda_graph=True,
-            qo_indptr=buffers.query_indptr[: num_rows + 1],
+            qo_indptr=torch.zeros(num_rows + 1, dtype=torch.int32, device=self.device),
             kv_indptr=buffers.indptr[: num_rows + 1],
             kv_indices=buffers.indices,
-            kv_len_arr=buffers.context_lens[:num_rows],
+            kv_len_arr=torch.zeros(num_rows, dtype=torch.int32, device=self.device),
             backend=self._backend,
         )
 
-    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch) -> None:
-        self._plan(kernel, batch)
+    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
+        self._plan(kernel, batch, pages)
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

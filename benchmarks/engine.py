@@ -148,12 +148,16 @@ def median_s(call: Any, device: torch.device, *, repeats: int) -> float:
 
 
 def _event_seconds(call: Any) -> float:
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first, last = _event(), _event()
     first.record()
     call()
     last.record()
     last.synchronize()
     return float(first.elapsed_time(last)) / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def synchronize(device: torch.device) -> None:
@@ -277,7 +281,7 @@ def _replay_seconds(runner: ModelRunner, batch: int) -> float | None:
     """Of the graph that the last step ran; None where steps are not captured."""
     if runner.graphs is None:
         return None
-    return median_s(lambda: runner.graphs and runner.graphs.replay(batch), runner.device, repeats=9)
+    return median_s(partial(runner.graphs.replay, batch), runner.device, repeats=9)
 
 
 def _prefill(

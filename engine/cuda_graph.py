@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attention.base import AttentionBackend, AttentionBatch
-from engine.batch import Int64s, StepInput
+from engine.batch import StepInput
 from engine.sampler import greedy
 from model.base import CausalLM
 
@@ -73,8 +73,8 @@ class DecodeGraphs:
         self._model = model
         self._backend = backend
         self._block_size = block_size
-        self._token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(2, max_seqs, dtype=torch.int64, device=device)
+        self._token_ids, self._positions = self._inputs.unbind()
         self._sizes = captured_sizes(max_seqs)
         self._graphs: dict[int, _Captured] = {}
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
@@ -119,8 +119,7 @@ class DecodeGraphs:
         """Launches a step that `can_run`. The result is valid until the next call."""
         num_seqs = len(step.query_lens)
         size = self._size_for(num_seqs)
-        upload(self._token_ids[:num_seqs], step.token_ids)
-        upload(self._positions[:num_seqs], step.positions)
+        self._upload(step)
         self._backend.plan_captured(step.attention_batch(self._block_size), size)
         captured = self._graphs[size]
         captured.graph.replay()
@@ -128,17 +127,18 @@ class DecodeGraphs:
         assert drawn.greedy_ids is not None
         return DecodeOutput(drawn.logits[:num_seqs], drawn.greedy_ids[:num_seqs])
 
+    def _upload(self, step: StepInput) -> None:
+        """Copies token ids and positions to the device without waiting for it."""
+        host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=True)
+        host.numpy()[:, : len(step.token_ids)] = step.token_ids, step.positions
+        self._inputs.copy_(host, non_blocking=True)
+
     def replay(self, num_seqs: int) -> None:
         """Launches once more the graph that a step of `num_seqs` runs, as it was planned last."""
         self._graphs[self._size_for(num_seqs)].graph.replay()
 
     def _size_for(self, num_seqs: int) -> int:
         return next(size for size in self._sizes if size >= num_seqs)
-
-
-def upload(target: torch.Tensor, values: Int64s) -> None:
-    """Copies host values to the device without waiting for it."""
-    target.copy_(torch.from_numpy(values.copy()).pin_memory(), non_blocking=True)
 
 
 def _null_batch() -> AttentionBatch:

@@ -1,4 +1,5 @@
-"""Fused kernels of the decoder's small operations, from flashinfer: on NVIDIA GPUs, in 16 bits.
+"""Fused kernels of the decoder's small operations, on NVIDIA GPUs, in 16 bits: flashinfer's and,
+for few rows, our own.
 
 A decode step of a small batch is bound by reading weights, so every further kernel and every
 further pass over activations shows. Layers ask `works` once, when they are made, and keep to plain
@@ -34,6 +35,14 @@ def _flashinfer() -> Any:
         )
         return None
     return flashinfer
+
+
+@functools.cache
+def kernels() -> Any:
+    """Our own Triton kernels. Imported on first use: Triton is where CUDA builds of torch are."""
+    from model import fused_kernels
+
+    return fused_kernels
 
 
 def works(device: torch.device, dtype: torch.dtype) -> bool:
@@ -73,4 +82,16 @@ def rotate_in_place(
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """[T, 2 n] -> silu of the first half times the second, [T, n]."""
+    if gate_up.shape[0] <= kernels().MAX_SILU_ROWS:
+        return kernels().silu_and_mul(gate_up)  # type: ignore[no-any-return]
     return _flashinfer().activation.silu_and_mul(gate_up)  # type: ignore[no-any-return]
+
+
+def adds_one_row_products(weight: torch.Tensor) -> bool:
+    """Whether `add_product` is there for a weight of this device, dtype and shape."""
+    return works(weight.device, weight.dtype) and bool(kernels().can_add_product(weight))
+
+
+def add_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """residual [1, n] += x [1, m] times weight [n, m] transposed."""
+    kernels().add_product(residual, x, weight)

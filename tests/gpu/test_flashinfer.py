@@ -154,6 +154,8 @@ def test_a_captured_step_serves_later_batches_of_its_size() -> None:
             torch.testing.assert_close(
                 out[row].double().cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE
             )
+        # A longer eager step in between must leave all that the graph reads alone.
+        check_step(backend, shape, seqs, [(2, 0, 299)], tolerance=TOLERANCE)
 
 
 def _decode_batch(shape: Shape, seqs: object, rows: list[tuple[int, int]]) -> AttentionBatch:

@@ -26,22 +26,22 @@ pytestmark = pytest.mark.gpu
 MODELS = {path.name: path for path in model_dirs()}
 SERVED = [name for name in MODELS if "stories" not in name]  # whose head_dim the kernels have
 LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
+_ADDRESSES = ("input_address", "output_address", "control_address", "transfer_address")
 PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 33, 130, 1)]
 
 
 def config_for(folder: Path, **options: Any) -> EngineConfig:
+    fields: dict[str, Any] = {
+        "device": "cuda",
+        "devices": [0],
+        "dtype": "bfloat16",
+        "max_num_seqs": 8,
+        "block_size": 16,
+        **dict.fromkeys(_ADDRESSES, ""),
+        **options,
+    }
     return EngineConfig(
-        role="decode",
-        engine_id="test",
-        incarnation="0",
-        model_dir=str(folder),
-        device="cuda",
-        devices=[0],
-        **{"dtype": "bfloat16", "max_num_seqs": 8, "block_size": 16, **options},
-        input_address="",
-        output_address="",
-        control_address="",
-        transfer_address="",
+        role="decode", engine_id="test", incarnation="0", model_dir=str(folder), **fields
     )
 
 

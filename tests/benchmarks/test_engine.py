@@ -1,0 +1,25 @@
+"""The engine benchmark counts what it divides by, and runs where there is no GPU."""
+
+import json
+
+import pytest
+
+from benchmarks.engine import SHAPES, main, num_read_weights, prefill_flops
+from model.config import parse_config
+
+
+def test_the_work_of_an_8b_model_is_counted() -> None:
+    config = parse_config({"architectures": ["LlamaForCausalLM"], **SHAPES["llama-3.1-8b"]})
+    assert num_read_weights(config) == 7_504_658_432  # 8.03e9 without norms and input embedding
+    assert prefill_flops(config, 8192) == pytest.approx(1.32e14, rel=0.01)
+
+
+def test_it_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch", "1", "3", "--prompt", "64", "--context", "32", "--steps", "2"]
+    load = ["--requests", "5", "--request-tokens", "20", "4", "--kv-cache-tokens", "4096"]
+    main(["--shape", "tiny", "--device", "cpu", "--dtype", "float32", *sizes, *load])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["batch"] for row in result["decode"]] == [1, 3]
+    assert result["prefill"][0]["tokens"] == 64
+    assert result["requests"]["decode_batch"] == 3
+    assert result["requests"]["output_tokens_per_s"] > 0

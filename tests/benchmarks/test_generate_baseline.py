@@ -33,7 +33,7 @@ def test_every_row_gets_its_full_length(
     assert result["dtype"] == "float32"
     assert result["concurrency"] == concurrency
     assert len(result["decode_tokens_per_s_of_runs"]) == 2
-    assert result["decode_tokens_per_s"] == max(result["decode_tokens_per_s_of_runs"]) > 0
+    assert result["decode_tokens_per_s"] in result["decode_tokens_per_s_of_runs"]
     assert 0 < result["step_ms"]["p50"] <= result["step_ms"]["p99"]
     assert result["output_tokens_per_s"] > 0
 

@@ -11,13 +11,14 @@ division by a constant d is a multiplication: n // d == (n * magic) >> shift for
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from kvcache.layout import KVLayout
 from kvcache.transfer.boxes import Transfer
-from kvcache.transfer.topology import HeadGroup, IntArray, PlanError, heads_of
+from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, PlanError
 
 UNIT_BYTES = 16  # what a thread moves at once, at most
 NUM_PARAMETERS = 40
@@ -120,20 +121,35 @@ def _divisor(size: int) -> tuple[int, int, int]:
 def _gather(
     transfer: Transfer, group: HeadGroup, owner: int, block_first: int, num_blocks: int
 ) -> Gather:
-    source, target = transfer.remote[owner].layout, transfer.local.layout
+    kept = _of_geometry(
+        transfer.local,
+        transfer.remote[owner],
+        group.heads,
+        len(group.owners),
+        transfer.total_kv_heads,
+    )
+    parameters = kept.parameters.copy()
+    parameters[5:8] = transfer.token_start, transfer.token_stop, block_first
+    return replace(kept, parameters=parameters, num_blocks=num_blocks)
+
+
+@lru_cache(maxsize=1024)
+def _of_geometry(local: Endpoint, end: Endpoint, heads: range, copies: int, total: int) -> Gather:
+    """A gather but for its tokens and blocks; kept, as every pull from a peer has the same."""
+    source, target = end.layout, local.layout
     elements = _unit_elements(source, target)
-    units = (source.head_dim // elements) * len(group.heads) * source.num_layers
+    units = (source.head_dim // elements) * len(heads) * source.num_layers
     units *= source.num_components * source.block_size
     if units >= _MAX_UNITS:
         raise PlanError(f"a block of the peer has {units} units to gather; use smaller blocks")
     return Gather(
-        remote_rank=owner,
+        remote_rank=end.rank,
         source_dtype=source.dtype,
         target_dtype=target.dtype,
         unit_elements=elements,
-        num_heads=len(group.heads),
-        parameters=_parameters(transfer, group, owner, block_first, elements),
-        num_blocks=num_blocks,
+        num_heads=len(heads),
+        parameters=_parameters(local, end, heads, copies, total, elements),
+        num_blocks=0,
         block_units=units,
         block_bytes=units * elements * source.itemsize,
     )
@@ -146,7 +162,7 @@ def _unit_elements(source: KVLayout, target: KVLayout) -> int:
 
 
 def _parameters(
-    transfer: Transfer, group: HeadGroup, owner: int, block_first: int, elements: int
+    local: Endpoint, end: Endpoint, heads: range, copies: int, total: int, elements: int
 ) -> IntArray:
     """What the arithmetic needs to know:
 
@@ -155,7 +171,7 @@ def _parameters(
     2  source_block      strides
     3  target_block
     4  target_token
-    5  token_start       [start, stop) is wanted
+    5  token_start       [start, stop) is wanted; with the next two set for each pull
     6  token_stop
     7  block_first       ordinal in the sequence of this gather's first block of P
     8  block_step        to its next one: other owners have those between
@@ -165,28 +181,26 @@ def _parameters(
     16 four axes, innermost of P first: size as a divisor (3), source and target stride, and
        how many tokens a step is (1 for the token axis, whose target stride is 0, else 0)
     """
-    end, local = transfer.remote[owner], transfer.local
     source, target = end.layout, local.layout
     reads = {axis: stride // elements for axis, stride in source.strides.items()}
     writes = {axis: stride // elements for axis, stride in target.strides.items()}
-    total = transfer.total_kv_heads
-    remote_head = group.heads.start - heads_of(owner, end.tp, total).start
-    local_head = group.heads.start - local.heads(total).start
+    remote_head = heads.start - end.heads(total).start
+    local_head = heads.start - local.heads(total).start
     values = [
         remote_head * reads["H"],
         local_head * writes["H"],
         reads["B"],
         writes["B"],
         writes["N"],
-        transfer.token_start,
-        transfer.token_stop,
-        block_first,
-        len(group.owners),
+        0,
+        0,
+        0,
+        copies,
         source.block_size,
         *_divisor(target.block_size),
         *_divisor(source.head_dim // elements),
     ]
-    sizes = {**source.sizes, "H": len(group.heads)}
+    sizes = {**source.sizes, "H": len(heads)}
     for axis in reversed(source.order.replace("B", "").replace("D", "")):
         write = 0 if axis == "N" else writes[axis]
         values += [*_divisor(sizes[axis]), reads[axis], write, int(axis == "N")]

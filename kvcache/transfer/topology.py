@@ -77,17 +77,26 @@ def head_groups(
         local_heads: the heads wanted.
         turn: shifts whose turn it is among copies; D rank + lease hash spreads readers and leases.
     """
+    shares = _shares(local_heads, remote_tp, total_heads)
+    return tuple(HeadGroup(heads, owners, turn) for heads, owners in shares)
+
+
+@lru_cache(maxsize=256)
+def _shares(
+    local_heads: range, remote_tp: int, total_heads: int
+) -> tuple[tuple[range, tuple[int, ...]], ...]:
+    """Neighbouring heads with the same owners, and those owners; kept, as every pull asks."""
     held = [heads_of(rank, remote_tp, total_heads) for rank in range(remote_tp)]
     owners_of = [
         tuple(rank for rank, heads in enumerate(held) if head in heads) for head in local_heads
     ]
-    groups: list[HeadGroup] = []
+    shares: list[tuple[range, tuple[int, ...]]] = []
     for head, owners in zip(local_heads, owners_of, strict=True):
-        if groups and groups[-1].owners == owners:
-            groups[-1] = HeadGroup(range(groups[-1].heads.start, head + 1), owners, turn)
+        if shares and shares[-1][1] == owners:
+            shares[-1] = (range(shares[-1][0].start, head + 1), owners)
         else:
-            groups.append(HeadGroup(range(head, head + 1), owners, turn))
-    return tuple(groups)
+            shares.append((range(head, head + 1), owners))
+    return tuple(shares)
 
 
 def check_endpoints(
@@ -98,6 +107,14 @@ def check_endpoints(
     Raises:
         PlanError: names the field and both values.
     """
+    _check_once(local, tuple(remote), total_kv_heads, convert)
+
+
+@lru_cache(maxsize=256)
+def _check_once(
+    local: Endpoint, remote: tuple[Endpoint, ...], total_kv_heads: int, convert: bool
+) -> None:
+    """`check_endpoints`, remembered where nothing is wrong: two engines' geometries stay."""
     _check_ranks(remote)
     for name in ("num_layers", "num_components", "head_dim"):
         ours, theirs = getattr(local.layout, name), getattr(remote[0].layout, name)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
 from pull_rig import Child, Decode, Prefill, expected, on_device
 
 from tests.kvcache.transfer.geometry import Case, Side, cases
-from tests.kvcache.transfer.test_gather import gathers_of
+from tests.kvcache.transfer.test_gather import gathers_of, transfer_of
 
 NUM_GPUS = torch.cuda.device_count()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -87,23 +87,20 @@ def test_the_kernel_does_what_its_arithmetic_says(
     target = random_pool(case, case.d, d_rank, 99)
     gathers = gathers_of(case, d_rank)
     wanted = emulated(case, gathers, sources, target)
-    gather_on_gpu(case, gathers, sources, target, chunk_bytes)
+    gather_on_gpu(case, d_rank, sources, target, chunk_bytes)
     assert torch.equal(target.flat_bytes.cpu(), wanted)
 
 
 def gather_on_gpu(
-    case: Case,
-    gathers: tuple[Gather, ...],
-    sources: list[KVPool],
-    target: KVPool,
-    chunk_bytes: int,
+    case: Case, d_rank: int, sources: list[KVPool], target: KVPool, chunk_bytes: int
 ) -> None:
+    gathers = gathers_of(case, d_rank)
     if not gathers:
         return
     mapper = CudaMapper(target, num_programs=5)
     mapper.bind_thread()
     memories = [MappedMemory(sources[gather.remote_rank].base_address) for gather in gathers]
-    work = mapper.begin(Work(gathers, memories, np.array(case.p.blocks), np.array(case.d.blocks)))
+    work = mapper.begin(Work(gathers, memories, transfer_of(case, d_rank)))
     for index, gather in enumerate(gathers):
         for first, count in launches(gather, chunk_bytes):
             mapper.launch(work, index, first, count)
@@ -118,7 +115,7 @@ def test_a_latent_cache_of_every_dtype(source: str, target: str) -> None:
     sources = [random_pool(case, p, 0, 5), random_pool(case, p, 1, 5)]  # copies of one head
     into = random_pool(case, d, 0, 6)
     wanted = emulated(case, gathers_of(case, 0), sources, into)
-    gather_on_gpu(case, gathers_of(case, 0), sources, into, 1 << 20)
+    gather_on_gpu(case, 0, sources, into, 1 << 20)
     assert torch.equal(into.flat_bytes.cpu(), wanted)
     assert TORCH_DTYPES[target] == into.tensor.dtype
 

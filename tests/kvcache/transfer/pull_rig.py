@@ -284,7 +284,10 @@ class Child:
     def __init__(self, role: str, **options: Any) -> None:
         root = str(Path(__file__).parents[3])
         argv = [sys.executable, __file__, role, json.dumps(options)]
-        pipe, env = subprocess.PIPE, {**os.environ, "PYTHONPATH": root}
+        pipe, env = (
+            subprocess.PIPE,
+            {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])},
+        )
         self.process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=env)
         self.greeting = self.answer()
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.gather import Gather, _divisor, launches, locate, make_gathers
 from kvcache.transfer.plan import check_transfer
 from tests.kvcache.transfer.geometry import (
@@ -22,8 +23,8 @@ from tests.kvcache.transfer.geometry import (
 PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=200)
 
 
-def gathers_of(case: Case, d_rank: int) -> tuple[Gather, ...]:
-    transfer = check_transfer(
+def transfer_of(case: Case, d_rank: int) -> Transfer:
+    return check_transfer(
         case.endpoints(case.d)[d_rank],
         case.endpoints(case.p),
         case.heads,
@@ -33,7 +34,10 @@ def gathers_of(case: Case, d_rank: int) -> tuple[Gather, ...]:
         lease_hash=case.lease_hash,
         convert=True,
     )
-    return make_gathers(transfer)
+
+
+def gathers_of(case: Case, d_rank: int) -> tuple[Gather, ...]:
+    return make_gathers(transfer_of(case, d_rank))
 
 
 def gather_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray:

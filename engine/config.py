@@ -39,7 +39,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     control_address: str
     transfer_address: str
     store_host: str = "127.0.0.1"  # torch.distributed rendezvous, used when tp > 1
-    store_port: int = 0
     side_channel_host: str = "127.0.0.1"  # bound here
     side_channel_advertise: str = "127.0.0.1"  # told to peers
     side_channel_port: int = 0

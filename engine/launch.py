@@ -5,7 +5,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -117,11 +116,3 @@ class EngineProcesses:
 def new_incarnation() -> str:
     """An id that no other start of any engine has."""
     return secrets.token_hex(8)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago (for torch's rendezvous, which cannot report one)."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

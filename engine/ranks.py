@@ -1,6 +1,8 @@
 """How rank 0 drives the other ranks of its engine: one ROUTER, one DEALER per follower.
 
-    follower -> 0   Hello: who I am, how many blocks I could hold
+    follower -> 0   Join: who I am
+    0 -> follower   Store: the port where the collectives' ranks meet
+    follower -> 0   Hello: how many blocks I could hold
     0 -> follower   Allocate: the number of blocks all ranks take
     follower -> 0   Allocated: where my KV lies
     0 -> follower   Step ... Step, Stop
@@ -20,6 +22,14 @@ from engine.runner import ModelRunner
 from protocol.handshake import RankMetadata
 
 logger = logging.getLogger("baton.engine")
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    rank: int
+
+
+class Store(msgspec.Struct, frozen=True, tag="store"):
+    port: int
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -43,10 +53,10 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
-_M = TypeVar("_M", Hello, Allocated)
+_M = TypeVar("_M", Join, Hello, Allocated)
 _encode = msgspec.msgpack.Encoder().encode
-_from_follower = msgspec.msgpack.Decoder(Hello | Allocated).decode
-_from_leader = msgspec.msgpack.Decoder(Allocate | Step | Stop).decode
+_from_follower = msgspec.msgpack.Decoder(Join | Hello | Allocated).decode
+_from_leader = msgspec.msgpack.Decoder(Store | Allocate | Step | Stop).decode
 
 
 class RankTimeout(Exception):
@@ -72,11 +82,17 @@ class Leader:
             self._socket.bind(address)
         self.runner: ModelRunner | None = None
 
+    def share_port(self, port: int) -> None:
+        """Waits for every rank to join and tells it where the collectives' ranks meet."""
+        for _ in range(self._num_followers):
+            identity, message = self._receive(Join)
+            self._identities[message.rank] = identity
+        self._send_all(Store(port))
+
     def agree_on_blocks(self, num_blocks: int) -> int:
         """The largest number of blocks that every rank can hold."""
         for _ in range(self._num_followers):
-            identity, message = self._receive(Hello)
-            self._identities[message.rank] = identity
+            message = self._receive(Hello)[1]
             num_blocks = min(num_blocks, message.num_blocks)
         self._send_all(Allocate(num_blocks))
         return num_blocks
@@ -97,7 +113,7 @@ class Leader:
         self._socket.close(linger=1000)
         self._context.term()
 
-    def _send_all(self, message: Allocate | Step | Stop) -> None:
+    def _send_all(self, message: Store | Allocate | Step | Stop) -> None:
         data = _encode(message)
         for identity in self._identities.values():
             self._socket.send_multipart([identity, data])
@@ -120,6 +136,13 @@ class Follower:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(address)
+
+    def join(self) -> int:
+        """The port where the collectives' ranks meet."""
+        self._socket.send(_encode(Join(self._rank)))
+        message = _from_leader(self._socket.recv())
+        assert isinstance(message, Store), message
+        return message.port
 
     def agree_on_blocks(self, num_blocks: int) -> int:
         self._socket.send(_encode(Hello(self._rank, num_blocks)))

@@ -27,7 +27,7 @@ from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.geometry import check_geometry, check_staging
 from engine.http import ServerHooks, create_app
-from engine.launch import EngineProcesses, free_port, new_incarnation
+from engine.launch import EngineProcesses, new_incarnation
 from engine.tokenizer import Tokenizer
 from model.config import ModelConfig, load_config
 from model.hub import resolve_model
@@ -224,7 +224,6 @@ class _Server:
             output_address=self.processes.address("out"),
             control_address=self.processes.address("ranks"),
             transfer_address=self.processes.address("pulls"),
-            store_port=free_port() if settings.tp > 1 else 0,
             side_channel_host=settings.host,
             side_channel_advertise=settings.advertised_host,
             side_channel_port=settings.side_channel_port,

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -146,7 +147,7 @@ def _build_leader(
     config: EngineConfig, factory: RoleFactory, leader: Leader, transport: ZmqTransport
 ) -> tuple[EngineCore, KVRole, RankService, EngineReady]:
     model_config = load_config(config.model_dir)
-    parallel = _parallel(config, 0)
+    parallel = _parallel(config, 0, 0, leader.share_port)
     runner = ModelRunner(config, model_config, parallel)
     size = _pool_size(config, model_config, runner)
     num_blocks = leader.agree_on_blocks(size.num_blocks)
@@ -179,7 +180,7 @@ def _build_leader(
 def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
     follower = Follower(config.control_address, rank)
     model_config = load_config(config.model_dir)
-    runner = ModelRunner(config, model_config, _parallel(config, rank))
+    runner = ModelRunner(config, model_config, _parallel(config, rank, follower.join()))
     num_blocks = follower.agree_on_blocks(_pool_size(config, model_config, runner).num_blocks)
     compat = _compat(config, model_config)
     _, service, own = _allocate(config, rank, runner, num_blocks, compat, factory)
@@ -192,12 +193,19 @@ def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
         follower.close()
 
 
-def _parallel(config: EngineConfig, rank: int) -> Parallel:
+def _parallel(
+    config: EngineConfig, rank: int, port: int, on_listening: Callable[[int], None] | None = None
+) -> Parallel:
     if config.tp == 1:
         return Parallel(0, 1)
     device = f"cuda:{config.devices[rank]}" if config.device == "cuda" else config.device
     return Parallel.connect(
-        rank, config.tp, host=config.store_host, port=config.store_port, device=device
+        rank,
+        config.tp,
+        host=config.store_host,
+        port=port,
+        device=device,
+        on_listening=on_listening,
     )
 
 

@@ -6,6 +6,7 @@ live in one process.
 
 import ipaddress
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -53,17 +54,24 @@ class Parallel:
         port: int,
         device: torch.device | str = "cpu",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        on_listening: Callable[[int], None] | None = None,
     ) -> "Parallel":
         """Joins the group whose rank 0 listens on host:port; blocks until all ranks are there.
 
         Args:
+            port: 0 lets rank 0 take a free one, which nobody else can take meanwhile.
+            on_listening: rank 0 tells its port before it waits for the others.
             device: "cpu" uses gloo, "cuda:N" NCCL on that GPU.
             timeout_s: for joining, and afterwards for each collective.
         """
         if size == 1:
             return cls(rank, size)
         timeout = timedelta(seconds=timeout_s)
-        store = distributed.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout)
+        store = distributed.TCPStore(
+            host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+        )
+        if on_listening is not None:
+            on_listening(store.port)
         return cls(rank, size, _make_group(store, rank, size, host, torch.device(device), timeout))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,149 @@
+"""Requests that end badly after the answer has begun, and clients that leave."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.proxy.fakes import Call, Drop, Fake, Rig, decodes, prefills, run, until
+
+
+@pytest.mark.parametrize("tail", [b"", b'data: {"half'])
+def test_a_stream_that_breaks_ends_in_an_error_event(tail: bytes) -> None:
+    async def breaks(call: Call) -> None:
+        await call.start()
+        await call.write(b"data: 1\n\n" + tail)
+        raise Drop
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(breaks)]) as rig:
+            response = await rig.complete(stream=True)
+            assert response.status_code == 200
+            first, event, data, *rest = response.text.split("\n")[0:1] + [
+                line for line in response.text.split("\n")[1:] if line
+            ]
+            assert (first, event, rest) == ("data: 1", "event: error", [])
+            error = json.loads(data.removeprefix("data: "))["error"]
+            assert (error["code"], error["phase"]) == ("decode_server_lost", "decode")
+
+    run(test())
+
+
+def test_a_stream_that_ends_without_its_last_event_ends_in_an_error_event() -> None:
+    async def ends(call: Call) -> None:
+        await call.start()
+        await call.write(b"data: 1\n\n", more=False)
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(ends)]) as rig:
+            response = await rig.complete(stream=True)
+            assert "event: error" in response.text
+            assert "[DONE]" not in response.text
+
+    run(test())
+
+
+def test_an_error_event_of_the_decode_server_is_relayed_alone() -> None:
+    text = b'data: 1\n\nevent: error\ndata: {"error": {"code": "engine_died"}}\n\n'
+
+    async def fails(call: Call) -> None:
+        await call.start()
+        await call.write(text, more=False)
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(fails)]) as rig:
+            assert (await rig.complete(stream=True)).content == text
+
+    run(test())
+
+
+def test_an_answer_that_breaks_off_is_a_502() -> None:
+    async def breaks(call: Call) -> None:
+        await call.start(200, {"content-type": "application/json", "content-length": "100"})
+        await call.write(b'{"text": "on')
+        raise Drop
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(breaks)]) as rig:
+            response = await rig.complete()
+            assert response.status_code == 502
+            assert response.json()["error"]["code"] == "decode_server_lost"
+
+    run(test())
+
+
+async def hangs(call: Call) -> None:
+    await call.gone()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(hangs, decodes), (prefills, hangs)])
+def test_a_silent_server_times_out(prefill: Any, decode: Any) -> None:
+    async def test() -> None:
+        async with Rig([Fake(prefill)], [Fake(decode)], read_timeout_s=0.2) as rig:
+            response = await rig.complete()
+            if prefill is hangs:
+                assert response.status_code == 200
+                assert rig.decode_only("timeout") == 1
+            else:
+                assert response.status_code == 504
+                assert response.json()["error"]["code"] == "decode_server_timeout"
+
+    run(test())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode", "stream"])
+def test_a_client_that_goes_away_ends_the_leg_in_flight(leg: str) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def waits(call: Call) -> None:
+        if leg == "stream":
+            await call.start()
+            await call.write(b"data: 1\n\n")
+        begun.set()
+        await call.gone()
+        ended.set()
+
+    async def test() -> None:
+        fakes = ([Fake(waits)], None) if leg == "prefill" else (None, [Fake(waits)])
+        async with Rig(*fakes) as rig:
+            request = asyncio.create_task(rig.complete(stream=leg == "stream"))
+            await begun.wait()
+            request.cancel()
+            await ended.wait()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            if leg == "prefill":
+                assert rig.decode[0].calls == []
+            while rig.metric("baton_proxy_client_disconnects") == 0:
+                await asyncio.sleep(0.002)
+            assert rig.metric("baton_proxy_requests_in_progress") == 0
+            for kind, fake in (("prefill", rig.prefill[0]), ("decode", rig.decode[0])):
+                name = "baton_proxy_upstream_in_flight"
+                assert rig.metric(name, role=kind, url=fake.url) == 0
+            assert all(rig.app.fleet.health(server).ready for server in rig.app.fleet.servers())
+
+    run(test())
+
+
+def test_a_client_that_hangs_up_at_done_is_no_disconnect() -> None:
+    hung_up = asyncio.Event()
+
+    async def lingers(call: Call) -> None:
+        await call.start()
+        await call.write(b"data: 1\n\ndata: [DONE]\n\n")
+        await call.gone()
+        hung_up.set()
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(lingers)]) as rig:
+            body = {"prompt": "x", "stream": True}
+            async with rig.client.stream("POST", "/v1/completions", json=body) as response:
+                async for chunk in response.aiter_raw():
+                    if b"[DONE]" in chunk:
+                        break
+            await hung_up.wait()
+            await until(lambda: rig.metric("baton_proxy_responses", status="200") == 1)
+            assert rig.metric("baton_proxy_client_disconnects") == 0
+
+    run(test())

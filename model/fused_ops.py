@@ -85,13 +85,3 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if gate_up.shape[0] <= kernels().MAX_SILU_ROWS:
         return kernels().silu_and_mul(gate_up)  # type: ignore[no-any-return]
     return _flashinfer().activation.silu_and_mul(gate_up)  # type: ignore[no-any-return]
-
-
-def adds_one_row_products(weight: torch.Tensor) -> bool:
-    """Whether `add_product` is there for a weight of this device, dtype and shape."""
-    return works(weight.device, weight.dtype) and bool(kernels().can_add_product(weight))
-
-
-def add_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """residual [1, n] += x [1, m] times weight [n, m] transposed."""
-    kernels().add_product(residual, x, weight)

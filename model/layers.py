@@ -48,12 +48,9 @@ class RowParallelLinear:
         self._weight_t = None if self._product.is_packed else weight.t()
         self._bias = bias
         self._parallel = parallel
-        self._adds_one_row = parallel.size == 1 and fused_ops.adds_one_row_products(weight)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if self._adds_one_row and x.shape[0] == 1:
-            fused_ops.add_product(residual, x, self.weight)
-        elif self._parallel.size == 1 and self._weight_t is not None:
+        if self._parallel.size == 1 and self._weight_t is not None:
             residual.addmm_(x, self._weight_t)
         else:
             residual += self._parallel.all_reduce(self._product(x))

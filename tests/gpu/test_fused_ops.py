@@ -33,16 +33,6 @@ def test_rms_norm_of_rows_and_of_heads(rows: int) -> None:
         close(fused_ops.rms_norm(x, weight, 1e-5), expected)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 1024), (4096, 14336), (4096, 4096)])
-def test_a_product_of_one_row_is_added(outputs: int, inputs: int) -> None:
-    weight = torch.randn(outputs, inputs, **BF16) * inputs**-0.5
-    assert fused_ops.adds_one_row_products(weight)
-    x, residual = torch.randn(1, inputs, **BF16), torch.randn(1, outputs, **BF16)
-    expected = residual.float() + x.float() @ weight.float().t()
-    fused_ops.add_product(residual, x, weight)
-    close(residual, expected)
-
-
 @pytest.mark.parametrize(
     "scaling",
     [

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import zmq
 
 from benchmarks.transfer import Side, Size, by_block
 from kvcache.pool import KVPool
@@ -178,9 +179,15 @@ class DecodeEnd:
         self.side, self.size, self.device = side, size, device
         self._woken = threading.Event()
         self._count = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.pools = [KVPool(end.layout, device) for end in side.endpoints(size)]
         self.coordinator = PullCoordinator(
-            "tcp://127.0.0.1:0", side.tp, compat(size), SECRET, on_event=self._woken.set
+            "tcp://127.0.0.1:0",
+            side.tp,
+            compat(size),
+            SECRET,
+            on_event=self._woken.set,
+            context=self._context,
         )
         self.workers = [
             PullWorker(
@@ -193,6 +200,7 @@ class DecodeEnd:
                 staging_bytes=None if mapped else staging_bytes,
                 limits=limits,
                 mapped=MappedPath(CudaMapper(pool), required=True) if mapped else None,
+                context=self._context,
             )
             for rank, pool in enumerate(self.pools)
         ]
@@ -241,6 +249,7 @@ class DecodeEnd:
         self.coordinator.close()
         for worker in self.workers:
             worker.close()
+        self._context.term()
 
 
 class Answers:

@@ -11,6 +11,8 @@ according to the events they left. A sequence's id is the id of its pull.
 import logging
 from collections import defaultdict
 
+import zmq
+
 from decode_server.failure import FailurePolicy
 from engine.role import KVRole
 from engine.sequence import Phase, Sequence
@@ -262,6 +264,10 @@ def _mapped_path(transfer: str, pool: KVPool) -> MappedPath | None:
 
 
 class DecodeRoleFactory(RoleFactory):
+    def __init__(self) -> None:
+        # Of the coordinator and of rank 0's worker, threads of one process. It ends with that.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
     def make_service(self, context: RankContext) -> RankService:
         config = context.config
         return _PullService(
@@ -275,6 +281,7 @@ class DecodeRoleFactory(RoleFactory):
                 staging_bytes=config.staging_bytes,
                 convert=config.kv_convert,
                 mapped=_mapped_path(config.transfer, context.pool),
+                context=self._context if context.rank == 0 else None,
             )
         )
 
@@ -295,6 +302,7 @@ class DecodeRoleFactory(RoleFactory):
             settings=settings,
             on_event=transport.wake,
             convert=config.kv_convert,
+            context=self._context,
         )
         coordinator.start()
         return DecodeRole(coordinator, FailurePolicy(config.kv_load_failure_policy))

@@ -87,6 +87,7 @@ class PullCoordinator:
         compat: of this engine.
         on_event: called from the thread when `drain` has something; must not block.
         convert: accept peers with another KV dtype.
+        context: shared with the worker of this process; its owner ends it, after `close` of both.
 
     Raises:
         zmq.ZMQError: the worker address cannot be bound.
@@ -103,12 +104,14 @@ class PullCoordinator:
         clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[], None] | None = None,
         convert: bool = False,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._num_ranks = num_ranks
         self._settings = settings or PullSettings()
         self._clock = clock
         self._on_event = on_event
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._owns_context = context is None
+        self._context = context or zmq.Context()
         self._ranks = RankLinks(self._context, worker_address, num_ranks)
         self._waker = Waker(self._context)
         self._side_channel = SideChannelClient(self._context, secret, clock)
@@ -184,7 +187,8 @@ class PullCoordinator:
         self._side_channel.close(_CLOSE_LINGER_S)
         self._ranks.close()
         self._waker.close()
-        self._context.term()
+        if self._owns_context:
+            self._context.term()
 
     def _call(self, call: Callable[[], None]) -> None:
         self._calls.append(call)

@@ -45,6 +45,21 @@ def open_handle(handle: bytes) -> int:
     return address.value
 
 
+def enable_peer_access(device: int) -> None:
+    """Lets the current device's kernels read memory that this process has on `device`.
+
+    Raises:
+        CudaError: there is no peer access between the two.
+    """
+    context = ctypes.c_void_p()
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
+    try:
+        _call("cuCtxEnablePeerAccess", context, ctypes.c_uint(0))
+    except CudaError as error:
+        if "ALREADY_ENABLED" not in str(error):
+            raise
+
+
 def close_handle(address: int) -> None:
     """Unmaps what `open_handle` mapped; no kernel may be reading it."""
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))

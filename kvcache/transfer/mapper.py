@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 EXTRA_KEY = "mapped"  # in RankMetadata.extra
 NUM_PROGRAMS = 64  # thread blocks of one launch
+_SLOT_NUMBERS = 2048
 
 
 class NotMappable(Exception):
@@ -101,6 +102,9 @@ class Mapper(ABC):
     def launch(self, work: Work, index: int, first: int, count: int) -> Any:
         """Begins to gather `count` blocks of gather `index`; returns a token for `finished`."""
 
+    def end(self, work: Work) -> None:  # noqa: B027 - most keep nothing
+        """The pull is over: all its launches have ended."""
+
     @abstractmethod
     def finished(self, token: Any) -> bool:
         """Whether a launch has ended; never blocks. Raises what it failed with, having ended."""
@@ -153,6 +157,14 @@ def offered(rank: RankMetadata) -> MappableRecord:
     return record
 
 
+@dataclass(eq=False)
+class _Slot:
+    """One pull's parameters and block tables, i64[n] in pinned memory and on the device."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+
+
 class CudaMapper(Mapper):
     """Gathers with the kernel of mapped_kernel.py, on a stream beside the decode batch.
 
@@ -166,22 +178,23 @@ class CudaMapper(Mapper):
         self._device = pool.device
         self._num_programs = num_programs
         self._stream: Any = None
+        self._free_slots: list[_Slot] = []
 
     def bind_thread(self) -> None:
         torch.cuda.set_device(self._device)
         # 0 is the lowest priority: what the engine gives a higher one goes first.
         self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
-        torch.empty(1, pin_memory=True)
+        self._free_slots.append(self._slot(_SLOT_NUMBERS))
 
     def map(self, rank: RankMetadata) -> MappedMemory:
         record = offered(rank)
         if rank.device_kind != "cuda" or not record.handle:
             raise NotMappable(f"its KV is in {rank.device_kind} memory")
+        torch.cuda.set_device(self._device)  # the device that shall read
         if record.pid == os.getpid():
-            return MappedMemory(rank.base_address)
+            return self._map_own(rank)
         if len(record.handle) != cuda_ipc.HANDLE_BYTES or record.offset < 0:
             raise NotMappable("its offer is malformed")
-        torch.cuda.set_device(self._device)  # the device that shall read
         try:
             opened = cuda_ipc.open_handle(record.handle)
             _, size = cuda_ipc.allocation(opened)
@@ -191,6 +204,15 @@ class CudaMapper(Mapper):
             cuda_ipc.close_handle(opened)
             raise NotMappable(f"its allocation has {size} bytes, fewer than it says")
         return MappedMemory(opened + record.offset, opened)
+
+    def _map_own(self, rank: RankMetadata) -> MappedMemory:
+        """A pool of this very process, perhaps on another device."""
+        try:
+            if rank.device_id != self._pool.device_id:
+                cuda_ipc.enable_peer_access(rank.device_id)
+        except cuda_ipc.CudaError as error:
+            raise NotMappable(f"its memory cannot be read: {error}") from error
+        return MappedMemory(rank.base_address)
 
     def unmap(self, memory: MappedMemory) -> None:
         if memory.opened is None:
@@ -203,15 +225,31 @@ class CudaMapper(Mapper):
     def begin(self, work: Work) -> Work:
         parameters = [gather.parameters for gather in work.gathers]
         values = np.concatenate((*parameters, work.remote_blocks, work.local_blocks))
-        pinned = torch.from_numpy(values).pin_memory()
+        slot = self._slot(len(values))
+        slot.host.numpy()[: len(values)] = values
         with torch.cuda.stream(self._stream):
-            copied = pinned.to(self._device, non_blocking=True)
-        return replace(work, device_copy=(copied, pinned))
+            slot.device.copy_(slot.host, non_blocking=True)
+        return replace(work, device_copy=slot)
+
+    def end(self, work: Work) -> None:
+        if work.device_copy is not None:
+            self._free_slots.append(work.device_copy)
+
+    def _slot(self, count: int) -> "_Slot":
+        """Memory for a pull's numbers, used before if possible: to allocate takes longer."""
+        for slot in self._free_slots:
+            if len(slot.host) >= count:
+                self._free_slots.remove(slot)
+                return slot
+        size = max(_SLOT_NUMBERS, 1 << (count - 1).bit_length())
+        with torch.cuda.stream(self._stream):
+            device = torch.empty(size, dtype=torch.int64, device=self._device)
+        return _Slot(torch.empty(size, dtype=torch.int64, pin_memory=True), device)
 
     def launch(self, work: Work, index: int, first: int, count: int) -> Any:
         from kvcache.transfer import mapped_kernel  # needs Triton, which only GPU machines have
 
-        address = work.device_copy[0].data_ptr()
+        address = work.device_copy.device.data_ptr()
         gather = work.gathers[index]
         tables = address + 8 * sum(len(each.parameters) for each in work.gathers)
         with torch.cuda.stream(self._stream):

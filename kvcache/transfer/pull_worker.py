@@ -42,6 +42,7 @@ from kvcache.transfer.pull import (
     error_info,
 )
 from kvcache.transfer.pull_job import PullJob, Step
+from kvcache.transfer.rank_links import inside
 from kvcache.transfer.staging import Staging
 from kvcache.transfer.topology import head_groups
 from kvcache.transfer.waker import Waker
@@ -86,6 +87,7 @@ class PullWorker:
         staging_bytes: bound of the memory for staged transfers; None plans direct ones only.
         convert: accept a peer with another KV dtype.
         mapped: takes the pulls from peers that it can map; the agent moves the others.
+        context: the coordinator's, where it is in this process; its owner ends it.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class PullWorker:
         costs: CostModel | None = None,
         limits: PostLimits | None = None,
         mapped: MappedPath | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._endpoint = Endpoint(pool.layout, rank, tp_size)
         self._total_kv_heads = total_kv_heads
@@ -113,7 +116,8 @@ class PullWorker:
         self._costs = costs
         self._limits = limits or PostLimits()
         self._mapped = mapped
-        self._address = connect_address
+        self._address = connect_address if context is None else inside(connect_address)
+        self._owns_context = context is None
         self._peers: dict[PeerKey, _Peer] = {}
         self._jobs: OrderedDict[str, tuple[Job, _Peer]] = OrderedDict()
         self._reads: list[_Read] = []
@@ -121,7 +125,7 @@ class PullWorker:
         self._idle_s = self._poll_min_s
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._stopping = threading.Event()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = context or zmq.Context()
         self._waker = Waker(self._context)
         self._thread = threading.Thread(target=self._run, name=f"pull-{rank}", daemon=True)
         self._register()
@@ -136,7 +140,8 @@ class PullWorker:
         if self._thread.is_alive():
             self._thread.join()
         self._waker.close()
-        self._context.destroy(linger=0)
+        if self._owns_context:
+            self._context.destroy(linger=0)
         if self._staging is not None:
             self._staging.close()
         self._agent.close()

@@ -5,6 +5,12 @@ import zmq
 from kvcache.transfer.pull import Command, Hello, Report, encode, report_decoder
 
 
+def inside(address: str) -> str:
+    """The same socket for a thread of the same process and ZMQ context: a hop of two threads less,
+    each of which takes 0.1 ms to wake."""
+    return f"inproc://{address}"
+
+
 class RankLinks:
     """A ROUTER the workers connect to; what is told to a rank before its Hello waits for it."""
 
@@ -15,13 +21,11 @@ class RankLinks:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.set_hwm(0)  # a ROUTER drops what exceeds it, and a lost command is a lost pull
         self.socket.bind(address)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.socket.bind(inside(self.address))
         self._num_ranks = num_ranks
         self._identities: dict[int, bytes] = {}
         self._unsent: dict[int, list[bytes]] = {rank: [] for rank in range(num_ranks)}
-
-    @property
-    def address(self) -> str:
-        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def broadcast(self, command: Command) -> None:
         frame = encode(command)

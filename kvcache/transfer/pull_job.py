@@ -20,6 +20,7 @@ class Step:
     slot: int = -1  # of staging memory, where there is a chunk
     active: int = 0
     posted: bool = False  # all of them
+    seconds: float = 0.0  # from each post to its end, together
 
 
 class PullJob:

@@ -15,6 +15,7 @@ import zmq
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
+from kvcache.transfer import reformat
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.mapped import MappedJob, MappedPath
 from kvcache.transfer.plan import (
@@ -26,6 +27,7 @@ from kvcache.transfer.plan import (
     plan_transfer,
 )
 from kvcache.transfer.posts import Post, PostLimits
+from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import (
     AddPeer,
     Command,
@@ -52,6 +54,7 @@ from protocol.handshake import EngineMetadata
 logger = logging.getLogger(__name__)
 
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
+_MIN_PROBE_BYTES = 1 << 20  # of staging memory: less tells nothing
 _PR_SET_TIMERSLACK = 29  # in ns
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
@@ -63,6 +66,7 @@ Job = PullJob | MappedJob
 class _Peer:
     metadata: EngineMetadata
     endpoints: tuple[Endpoint, ...]
+    costs: CostModel | None = None  # as measured
     names: dict[int, str] = field(default_factory=dict)  # of its agents, by rank, once read from
     users: int = 0  # jobs
     stale: bool = False  # connect anew when nobody uses it
@@ -74,6 +78,7 @@ class _Read:
     handle: ReadHandle
     job: PullJob
     step: Step
+    started: float
 
 
 class PullWorker:
@@ -86,6 +91,7 @@ class PullWorker:
         connect_address: the coordinator's `worker_address`.
         staging_bytes: bound of the memory for staged transfers; None plans direct ones only.
         convert: accept a peer with another KV dtype.
+        costs: of every link; None measures each peer at first contact.
         mapped: takes the pulls from peers that it can map; the agent moves the others.
         context: the coordinator's, where it is in this process; its owner ends it.
     """
@@ -116,6 +122,7 @@ class PullWorker:
         self._costs = costs
         self._limits = limits or PostLimits()
         self._mapped = mapped
+        self._reformat_bytes_per_s: float | None = None  # measured with the first peer
         self._address = connect_address if context is None else inside(connect_address)
         self._owns_context = context is None
         self._peers: dict[PeerKey, _Peer] = {}
@@ -231,9 +238,40 @@ class PullWorker:
             logger.error("prefill server %s: %s", metadata.engine_id, error)
             return
         endpoints = tuple(Endpoint(layout, rank, tp) for rank, layout in enumerate(layouts))
-        self._peers[key] = _Peer(metadata, endpoints)
-        if self._mapped is not None:
-            self._mapped.meet(metadata, self._owners(tp))
+        peer = self._peers[key] = _Peer(metadata, endpoints)
+        owners = self._owners(tp)
+        if self._mapped is None or not self._mapped.meet(metadata, owners):
+            self._probe(peer, min(owners))
+
+    def _probe(self, peer: _Peer, rank: int) -> None:
+        """Begins to measure the link to a peer, unless its costs are configured."""
+        staging = self._staging
+        if self._costs is not None or staging is None or staging.nbytes < _MIN_PROBE_BYTES:
+            return
+        name = f"probe {peer.metadata.engine_id} {peer.metadata.incarnation}"
+        try:
+            job = ProbeJob(name, self._endpoint, peer.endpoints[rank], staging, self._limits)
+        except Exception:
+            logger.exception("%s; the usual costs are assumed", name)
+            return
+        peer.users += 1
+        self._jobs[name] = (job, peer)
+
+    def _probed(self, job: ProbeJob, peer: _Peer) -> None:
+        if self._kind == "DRAM" and self._reformat_bytes_per_s is None:
+            self._reformat_bytes_per_s = reformat.measure()
+        placing = self._reformat_bytes_per_s or DEFAULT_COSTS["cuda"].reformat_bytes_per_s
+        costs = peer.costs = job.costs(placing)
+        if costs is None:
+            logger.info("%s came to nothing; the usual costs are assumed", job.pull_id)
+            return
+        logger.info(
+            "prefill server %s: %.2f us per descriptor, %.2f GB/s, reformat %.2f GB/s",
+            peer.metadata.engine_id,
+            costs.per_descriptor_s * 1e6,
+            costs.bytes_per_s / 1e9,
+            costs.reformat_bytes_per_s / 1e9,
+        )
 
     def _owners(self, remote_tp: int) -> set[int]:
         """Ranks of a peer that hold heads of ours."""
@@ -289,7 +327,7 @@ class PullWorker:
             pull.token_stop,
             pull.local_block_ids,
             pull.remote_block_ids,
-            costs=self._costs or DEFAULT_COSTS["cuda" if both_cuda else "cpu"],
+            costs=self._costs or peer.costs or DEFAULT_COSTS["cuda" if both_cuda else "cpu"],
             lease_hash=pull.lease_hash,
             staging_bytes=self._staging.nbytes if self._staging else None,
             convert=self._convert,
@@ -330,6 +368,7 @@ class PullWorker:
         if read.handle.state is ReadState.ERROR:
             self._fail(read.job, TransferFailed(f"a READ from {read.handle.peer} failed"))
         self._agent.release(read.handle)
+        read.step.seconds += time.perf_counter() - read.started
         read.job.read_ended(read.step)
 
     def _post_one(self) -> bool:
@@ -348,13 +387,14 @@ class PullWorker:
 
     def _post(self, job: PullJob, peer: _Peer, step: Step, post: Post) -> None:
         try:
+            started = time.perf_counter()
             handle = self._read(peer, step, post)
         except BatonError as error:
             self._fail(job, error)
             return
         step.active += 1
         self.counters["posts"] += 1
-        read = _Read(handle, job, step)
+        read = _Read(handle, job, step, started)
         if handle.ended:
             self._read_ended(read)
         else:
@@ -379,7 +419,7 @@ class PullWorker:
         job.stop(error)
         _, peer = self._jobs[job.pull_id]
         peer.stale = True
-        if job.active and not job.failure_told:
+        if job.active and not job.failure_told and not isinstance(job, ProbeJob):
             job.failure_told = True
             report = RankFailing(job.pull_id, self._endpoint.rank, error_info(error))
             self._report(report)
@@ -389,7 +429,10 @@ class PullWorker:
         job.leave()
         peer.users -= 1
         self._clean(peer)
-        self._tell_end(job.pull_id, job, job.error)
+        if isinstance(job, ProbeJob):
+            self._probed(job, peer)
+        else:
+            self._tell_end(job.pull_id, job, job.error)
 
     def _clean(self, peer: _Peer) -> None:
         if peer.users or not (peer.stale or peer.dropped):

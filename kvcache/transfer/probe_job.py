@@ -1,0 +1,58 @@
+"""Measuring a peer at first contact, as a job beside the pulls.
+
+It reads the peer's null block into staging memory: a warm-up that also makes the connection, few
+long runs, many short ones. Pulls do not wait for it; those that begin before it has ended are
+planned with the transport's usual constants. Whatever goes wrong only means that these stay.
+"""
+
+import logging
+
+from kvcache.transfer.calibrate import Sample, fit_costs, probe_reads
+from kvcache.transfer.plan import CostModel, Endpoint, TransferPlan
+from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.pull_job import PullJob, Step
+from kvcache.transfer.runs import RankRead
+from kvcache.transfer.staged import Chunk
+from kvcache.transfer.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+
+class ProbeJob(PullJob):
+    """Driven by the worker as any pull; nobody is told of its end."""
+
+    def __init__(
+        self, name: str, local: Endpoint, remote: Endpoint, staging: Staging, limits: PostLimits
+    ) -> None:
+        long, short = probe_reads(remote, staging.nbytes // 2)
+        self._reads = (short, long, short)
+        self._steps: list[Step] = []
+        chunks = tuple(_chunk(read, local) for read in self._reads)
+        count = sum(len(read.lengths) for read in self._reads)
+        nbytes = sum(int(read.lengths.sum()) for read in self._reads)
+        plan = TransferPlan("staged", (), chunks, count, nbytes, 0, 0.0, "measures the peer")
+        super().__init__(name, plan, 0, staging, limits)
+
+    def costs(self, reformat_bytes_per_s: float) -> CostModel | None:
+        """What was measured, once the job has ended; None when that came to nothing."""
+        if not self.complete:
+            return None
+        _, long, short = (
+            Sample(len(read.lengths), int(read.lengths.sum()), step.seconds)
+            for read, step in zip(self._reads, self._steps, strict=True)
+        )
+        try:
+            return fit_costs(long, short, reformat_bytes_per_s=reformat_bytes_per_s)
+        except ValueError as error:  # a null block too small to tell runs apart
+            logger.debug("%s: %s", self.pull_id, error)
+            return None
+
+    def _begin(self, step: Step) -> Step:
+        self._steps.append(step)
+        return super()._begin(step)
+
+
+def _chunk(read: RankRead, local: Endpoint) -> Chunk:
+    """Read, and placed nowhere."""
+    end = int((read.local_offsets + read.lengths).max())
+    return Chunk((read,), end, (), (), local.layout)

@@ -1,0 +1,105 @@
+"""A peer is measured at first contact, beside its pulls, and no pull fails for it."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.pool import KVPool
+from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.host_mapper import HostMapper
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import Decode, Prefill, expected
+
+ENDINGS = (PullDone, PullFailed, PullDrained)
+
+
+def nixl_agent() -> TransferAgent:
+    from kvcache.transfer.nixl_agent import NixlAgent
+
+    return NixlAgent("test")
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def make(kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        made.append(kind(*(args or (MemoryAgent,)), **options))
+        return made[-1]
+
+    yield make
+    for side in reversed(made):
+        side.close()
+
+
+def pull(decode: Decode, prefill: Prefill, pull_id: str) -> None:
+    remote = prefill.lease([5, 2, 9], 20)
+    decode.coordinator.pull(pull_id, remote, 0, 20, [3, 1, 7])
+    done = decode.wait(*ENDINGS, pull_id=pull_id)
+    assert isinstance(done, PullDone), done
+    assert np.array_equal(decode.tokens([3, 1, 7], 0, 20), expected(remote, 0, 20))
+
+
+def measured(decode: Decode) -> Any:
+    """The costs of the one peer, once its probe has ended; None when that came to nothing."""
+    (peer,) = decode.workers[0]._peers.values()
+    while peer.users:
+        decode.woken.wait(0.01)
+    return peer.costs
+
+
+@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
+def test_costs_are_measured_and_logged_once(rig: Any, make_agent: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO, "kvcache.transfer.pull_worker")
+    prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent, staging_bytes=4 << 20)
+    pull(decode, prefill, "a")
+    costs = measured(decode)
+    assert costs is not None
+    assert 1e-9 < costs.per_descriptor_s < 0.1 and 1e5 < costs.bytes_per_s < 1e14
+    pull(decode, prefill, "b")
+    measured(decode)
+    lines = [r.message for r in caplog.records if "us per descriptor" in r.message]
+    assert len(lines) == 1 and "prefill server P" in lines[0] and "reformat" in lines[0]
+    assert decode.settle() == []
+
+
+def test_measuring_writes_nothing_into_the_pool(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20)
+    decode.pools[0].tensor.fill_(-1.0)
+    pull(decode, prefill, "a")
+    measured(decode)
+    others = [block for block in range(32) if block not in (3, 1, 7)]
+    assert bool((decode.pools[0].canonical[others] == -1).all())
+
+
+def test_a_failing_probe_fails_no_pull(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20)
+    decode.agents[0].fail()
+    pull(decode, prefill, "a")
+    assert measured(decode) is None
+    pull(decode, prefill, "b")
+
+
+@pytest.mark.parametrize("options", [{"staging_bytes": None}, {"staging_bytes": 1 << 16}])
+def test_without_room_nothing_is_measured(rig: Any, options: dict) -> None:
+    prefill, decode = rig(Prefill), rig(Decode, **options)
+    pull(decode, prefill, "a")
+    assert measured(decode) is None
+
+
+def test_a_peer_that_is_mapped_is_not_measured(rig: Any) -> None:
+    def make(pool: KVPool) -> MappedPath:
+        return MappedPath(HostMapper(pool))
+
+    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, make_mapped=make)
+    pull(decode, prefill, "a")
+    assert measured(decode) is None and decode.workers[0].counters["posts"] == 0

@@ -1,8 +1,9 @@
 """Measuring a peer at first contact, as a job beside the pulls.
 
-It reads the peer's null block into staging memory: a warm-up that also makes the connection, few
-long runs, many short ones. Pulls do not wait for it; those that begin before it has ended are
-planned with the transport's usual constants. Whatever goes wrong only means that these stay.
+It reads the peer's null block into staging memory: many short runs and few long ones, twice, since
+the first round connects and makes memory resident. Pulls do not wait for it; those that begin
+before it has ended are planned with the transport's usual constants. Whatever goes wrong only
+means that these stay.
 """
 
 import logging
@@ -17,6 +18,8 @@ from kvcache.transfer.staging import Staging
 
 logger = logging.getLogger(__name__)
 
+_CPU_BYTES = 4 << 20  # of long runs: 1 ms, where a GPU needs more to be seen at its speed
+
 
 class ProbeJob(PullJob):
     """Driven by the worker as any pull; nobody is told of its end."""
@@ -24,8 +27,9 @@ class ProbeJob(PullJob):
     def __init__(
         self, name: str, local: Endpoint, remote: Endpoint, staging: Staging, limits: PostLimits
     ) -> None:
-        long, short = probe_reads(remote, staging.nbytes // 2)
-        self._reads = (short, long, short)
+        room = staging.nbytes // 2
+        long, short = probe_reads(remote, min(room, _CPU_BYTES) if staging.on_cpu else room)
+        self._reads = (short, long, short, long)  # each into the slot that it warmed
         self._steps: list[Step] = []
         chunks = tuple(_chunk(read, local) for read in self._reads)
         count = sum(len(read.lengths) for read in self._reads)
@@ -37,9 +41,9 @@ class ProbeJob(PullJob):
         """What was measured, once the job has ended; None when that came to nothing."""
         if not self.complete:
             return None
-        _, long, short = (
+        short, long = (
             Sample(len(read.lengths), int(read.lengths.sum()), step.seconds)
-            for read, step in zip(self._reads, self._steps, strict=True)
+            for read, step in list(zip(self._reads, self._steps, strict=True))[2:]
         )
         try:
             return fit_costs(long, short, reformat_bytes_per_s=reformat_bytes_per_s)

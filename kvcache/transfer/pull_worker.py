@@ -54,7 +54,7 @@ from protocol.handshake import EngineMetadata
 logger = logging.getLogger(__name__)
 
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
-_MIN_PROBE_BYTES = 1 << 20  # of staging memory: less tells nothing
+_MIN_PROBE_BYTES = 4 << 20  # of staging memory: less tells nothing
 _PR_SET_TIMERSLACK = 29  # in ns
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
@@ -122,7 +122,7 @@ class PullWorker:
         self._costs = costs
         self._limits = limits or PostLimits()
         self._mapped = mapped
-        self._reformat_bytes_per_s: float | None = None  # measured with the first peer
+        self._reformat_bytes_per_s = DEFAULT_COSTS["cuda"].reformat_bytes_per_s
         self._address = connect_address if context is None else inside(connect_address)
         self._owns_context = context is None
         self._peers: dict[PeerKey, _Peer] = {}
@@ -165,6 +165,8 @@ class PullWorker:
     def _run(self) -> None:
         _allow_short_naps()
         self._agent.bind_thread()
+        if self._measures and self._kind == "DRAM":
+            self._reformat_bytes_per_s = reformat.measure()
         if self._mapped is not None:
             self._mapped.bind_thread()
         with self._context.socket(zmq.DEALER) as self._socket:
@@ -243,10 +245,15 @@ class PullWorker:
         if self._mapped is None or not self._mapped.meet(metadata, owners):
             self._probe(peer, min(owners))
 
+    @property
+    def _measures(self) -> bool:
+        room = self._staging.nbytes if self._staging else 0
+        return self._costs is None and room >= _MIN_PROBE_BYTES
+
     def _probe(self, peer: _Peer, rank: int) -> None:
         """Begins to measure the link to a peer, unless its costs are configured."""
         staging = self._staging
-        if self._costs is not None or staging is None or staging.nbytes < _MIN_PROBE_BYTES:
+        if staging is None or not self._measures:
             return
         name = f"probe {peer.metadata.engine_id} {peer.metadata.incarnation}"
         try:
@@ -258,10 +265,7 @@ class PullWorker:
         self._jobs[name] = (job, peer)
 
     def _probed(self, job: ProbeJob, peer: _Peer) -> None:
-        if self._kind == "DRAM" and self._reformat_bytes_per_s is None:
-            self._reformat_bytes_per_s = reformat.measure()
-        placing = self._reformat_bytes_per_s or DEFAULT_COSTS["cuda"].reformat_bytes_per_s
-        costs = peer.costs = job.costs(placing)
+        costs = peer.costs = job.costs(self._reformat_bytes_per_s)
         if costs is None:
             logger.info("%s came to nothing; the usual costs are assumed", job.pull_id)
             return

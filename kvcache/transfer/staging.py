@@ -44,6 +44,10 @@ class Staging:
     def base_address(self) -> int:
         return int(self._memory.data_ptr())
 
+    @property
+    def on_cpu(self) -> bool:
+        return self._stream is None
+
     def slot_address(self, slot: int) -> int:
         return self.base_address + slot * self._slot_bytes
 

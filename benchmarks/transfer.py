@@ -33,6 +33,7 @@ from kvcache.layout import NAMED_ORDERS, KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
 from kvcache.transfer.agent import MemoryKind, ReadState
+from kvcache.transfer.copy_thread import copy_thread
 from kvcache.transfer.gather import launches, make_gathers
 from kvcache.transfer.host_mapper import CHUNK_BYTES, HostMapper, make_chunk
 from kvcache.transfer.mapper import offer
@@ -45,6 +46,7 @@ from kvcache.transfer.plan import (
     heads_of,
     plan_transfer,
 )
+from kvcache.transfer.staged import Chunk
 from kvcache.transfer.topology import IntArray
 from protocol.handshake import RankMetadata
 
@@ -230,7 +232,8 @@ class Puller:
         if transfer == "auto" and device == "cpu":
             memory = (ctypes.c_ubyte * peer.nbytes).from_address(self.mapper.map(peer).address)
             self.mapped = torch.frombuffer(memory, dtype=torch.uint8)
-        # The agent belongs to one thread; the other half of the work happens in this one.
+        self.copier = copy_thread("copy")
+        # The agent belongs to one thread; planning happens in this one.
         self.thread = ThreadPoolExecutor(1, initializer=self.memory.agent.bind_thread)
         add_peer = self.memory.agent.add_peer
         self.peer = self.thread.submit(add_peer, peer.agent_metadata).result()
@@ -265,7 +268,7 @@ class Puller:
         for gather in make_gathers(transfer):
             theirs = source[offsets[gather.remote_rank] :]
             for first, count in launches(gather, CHUNK_BYTES):
-                reformat.apply(make_chunk(gather, transfer, first, count), theirs, pool)
+                self.place(make_chunk(gather, transfer, first, count), theirs, pool)
         return Pulled("mapped", 0, transfer.useful_bytes)
 
     def pull_reads(self, case: Case) -> Pulled:
@@ -297,9 +300,15 @@ class Puller:
             for following in plan.chunks[number + 1 : number + 2]:
                 base = slots[(number + 1) % 2].data_ptr()
                 reading.append(self.thread.submit(self.read, offsets, base, following.reads))
-            reformat.apply(chunk, slots[number % 2], pool)
-            self.synchronize()
+            self.place(chunk, slots[number % 2], pool)
         return Pulled(plan.path, plan.descriptors, plan.useful_bytes)
+
+    def place(self, chunk: Chunk, source: torch.Tensor, pool: torch.Tensor) -> None:
+        if self.device == "cpu":
+            self.copier.submit(reformat.apply, chunk, source, pool).result()
+        else:
+            reformat.apply(chunk, source, pool)
+        self.synchronize()
 
     def synchronize(self) -> None:
         if self.device == "cuda":
@@ -328,7 +337,7 @@ class Puller:
         target = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
         def copy() -> None:
-            target.copy_(self.pool[:nbytes])
+            self.copier.submit(target.copy_, self.pool[:nbytes]).result()
             self.synchronize()
 
         return nbytes / best_s(copy, repeat) / 1e9

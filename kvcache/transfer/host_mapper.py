@@ -7,7 +7,7 @@ run one after another in a thread of their own, without the interpreter's lock.
 """
 
 import ctypes
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvcache.pool import KVPool
 from kvcache.shared_memory import NotShared, OpenedMemory
 from kvcache.transfer import reformat
 from kvcache.transfer.boxes import Transfer, cut_tokens
+from kvcache.transfer.copy_thread import copy_thread
 from kvcache.transfer.gather import Gather
 from kvcache.transfer.mapper import MappedMemory, Mapper, NotMappable, Work, offered
 from kvcache.transfer.staged import Chunk, Move, Region
@@ -31,7 +32,7 @@ class HostMapper(Mapper):
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._opened: dict[int, OpenedMemory] = {}  # by address
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gather")
+        self._thread = copy_thread("gather")
 
     def map(self, rank: RankMetadata) -> MappedMemory:
         record = offered(rank)

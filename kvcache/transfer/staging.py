@@ -17,6 +17,7 @@ import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
+from kvcache.transfer.copy_thread import copy_thread
 from kvcache.transfer.staged import Chunk
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -36,7 +37,7 @@ class Staging:
         self._stream: Any = None
         self._thread: ThreadPoolExecutor | None = None
         if pool.device.type == "cpu":
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="place")
+            self._thread = copy_thread("place")
         else:
             self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
 

@@ -93,7 +93,10 @@ class DecodeGraphs:
                 self._step(size)  # makes handles and loads kernels, which capturing cannot
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+            # thread_local: other threads of this process (NCCL's watchdog) may use CUDA meanwhile.
+            with torch.cuda.graph(
+                graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 drawn = self._step(size)
             self._graphs[size] = _Captured(graph, drawn)
         torch.cuda.synchronize()

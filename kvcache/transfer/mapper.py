@@ -31,7 +31,7 @@ from protocol.handshake import RankMetadata
 logger = logging.getLogger(__name__)
 
 EXTRA_KEY = "mapped"  # in RankMetadata.extra
-NUM_PROGRAMS = 64  # thread blocks of one launch
+NUM_PROGRAMS = 48  # thread blocks of one launch: 91 % of the plain copy, 64 would be 93 %
 _SLOT_NUMBERS = 2048
 
 

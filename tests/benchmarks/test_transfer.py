@@ -16,7 +16,7 @@ def rows_of(capfd: pytest.CaptureFixture[str], *argv: str) -> dict[tuple[str, st
 
 
 def test_every_case_is_measured_against_the_per_layer_scheme(capfd) -> None:
-    rows = rows_of(capfd, "--only", "LBCNHD ")
+    rows = rows_of(capfd, "--only", "LBCNHD ", "--transfer", "nixl")
     assert [case for case, _ in rows] == [
         f"LBCNHD {geometry}" for geometry in transfer.GEOMETRIES for _ in range(2)
     ]
@@ -30,8 +30,14 @@ def test_every_case_is_measured_against_the_per_layer_scheme(capfd) -> None:
 
 
 def test_the_default_layout_cut_by_heads_is_one_descriptor_per_block(capfd) -> None:
-    rows = rows_of(capfd, "--only", "BHLCND 1->2")
+    rows = rows_of(capfd, "--only", "BHLCND 1->2", "--transfer", "nixl")
     assert rows[("BHLCND 1->2", "direct")]["descriptors"] == 128 // 64
+
+
+def test_unless_told_otherwise_it_copies_out_of_the_peers_mapped_memory(capfd) -> None:
+    rows = rows_of(capfd, "--only", "LBCNHD 2->1")
+    assert set(rows) == {("LBCNHD 2->1", "mapped"), ("LBCNHD 2->1", "per-layer")}
+    assert rows[("LBCNHD 2->1", "mapped")]["descriptors"] == 0
 
 
 def test_wrong_bytes_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

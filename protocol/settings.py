@@ -178,8 +178,8 @@ class DecodeOptions(EngineOptions):
     )
     transfer: Literal["auto", "nixl", "mapped"] = Field(
         "auto",
-        description="how KV is moved; auto maps the KV of prefill servers of this host (GPU to GPU, "
-        "or CPU to CPU) and takes NIXL for the rest, the others pin one way",
+        description="how KV is moved; auto maps the KV of prefill servers of this host (GPU to "
+        "GPU, or CPU to CPU) and takes NIXL for the rest, the others pin one way",
     )
     handshake_timeout_s: Seconds = Field(
         5.0, description="longest first contact with a prefill server (s)"

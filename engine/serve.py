@@ -229,7 +229,7 @@ class _Server:
             side_channel_port=settings.side_channel_port,
             cluster_secret=self.secret,
             log_level=settings.log_level,
-            **_role_options(settings),
+            **_role_options(settings, device),
         )
 
 
@@ -245,20 +245,20 @@ def _devices(settings: EngineSettings) -> list[int]:
     return list(settings.devices)
 
 
-def _role_options(settings: EngineSettings) -> dict[str, Any]:
+def _role_options(settings: EngineSettings, device: str) -> dict[str, Any]:
     if isinstance(settings, PrefillSettings):
         return {"lease_s": settings.lease_s}
     assert isinstance(settings, DecodeSettings)
     names: Sequence[str] = (
         "kv_load_failure_policy",
-        "transfer",
         "kv_convert",
         "handshake_timeout_s",
         "pull_timeout_s",
         "fence_timeout_s",
         "staging_bytes",
     )
-    return {name: getattr(settings, name) for name in names}
+    options = {name: getattr(settings, name) for name in names}
+    return {**options, "transfer": settings.transfer_for(device)}
 
 
 def _in_daemon_thread(name: str, work: Callable[[], Any]) -> asyncio.Future[Any]:

@@ -176,10 +176,11 @@ class DecodeOptions(EngineOptions):
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute", description="what to do when KV cannot be pulled: recompute here, or fail"
     )
-    transfer: Literal["auto", "nixl", "mapped"] = Field(
-        "auto",
+    transfer: Literal["auto", "nixl", "mapped"] | None = Field(
+        None,
         description="how KV is moved; auto maps the KV of prefill servers of this host (GPU to "
-        "GPU, or CPU to CPU) and takes NIXL for the rest, the others pin one way",
+        "GPU, or CPU to CPU) and takes NIXL for the rest, the others pin one way (None: auto on "
+        "GPU, nixl on CPU)",
     )
     handshake_timeout_s: Seconds = Field(
         5.0, description="longest first contact with a prefill server (s)"
@@ -190,6 +191,10 @@ class DecodeOptions(EngineOptions):
         256 * 2**20, ge=1, description="staging memory for KV in another geometry (bytes)"
     )
     kv_convert: bool = Field(False, description="convert KV of another dtype instead of refusing")
+
+    def transfer_for(self, device: str) -> str:
+        """How an engine on `device` ("cpu" or "cuda") moves KV."""
+        return self.transfer or ("nixl" if device == "cpu" else "auto")
 
 
 class ListenOptions(BaseModel):

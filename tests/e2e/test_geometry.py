@@ -61,6 +61,18 @@ def test_a_pair_of_geometries_equals_one_server(
     check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, name)
 
 
+def test_servers_of_one_host_may_share_memory_instead(
+    engines: Farm, tiny_model: Path, tiny_cluster: Cluster
+) -> None:
+    p, d = Geometry(block_size=16), Geometry(options=("--transfer", "auto"))
+    prefiller, decoder = engines.pair(tiny_model, p, d)
+    check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, "shared memory")
+    paths = {
+        name for name in decoder.metrics() if 'baton_kv_transfers_total{outcome="done"' in name
+    }
+    assert paths == {'baton_kv_transfers_total{outcome="done",path="mapped"}'}
+
+
 # -- what is not bridged ---------------------------------------------------------------------------
 
 _BFLOAT16 = Geometry(options=("--dtype", "bfloat16"))

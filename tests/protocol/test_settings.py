@@ -30,6 +30,12 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+def test_kv_moves_over_nixl_on_the_cpu_unless_told_otherwise() -> None:
+    assert load(DecodeSettings, []).transfer_for("cpu") == "nixl"
+    assert load(DecodeSettings, []).transfer_for("cuda") == "auto"
+    assert load(DecodeSettings, ["--transfer=auto"]).transfer_for("cpu") == "auto"
+
+
 def test_cli_beats_environment_beats_file_beats_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

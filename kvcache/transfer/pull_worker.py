@@ -17,6 +17,7 @@ from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.copy_thread import use_one_core
 from kvcache.transfer.mapped import MappedJob, MappedPath
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
@@ -164,6 +165,7 @@ class PullWorker:
 
     def _run(self) -> None:
         _allow_short_naps()
+        use_one_core()
         self._agent.bind_thread()
         if self._measures and self._kind == "DRAM":
             self._reformat_bytes_per_s = reformat.measure()

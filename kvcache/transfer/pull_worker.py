@@ -15,6 +15,7 @@ import zmq
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
+from kvcache.prefault import Prefault
 from kvcache.transfer import reformat
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.copy_thread import use_one_core
@@ -136,6 +137,8 @@ class PullWorker:
         self._context = context or zmq.Context()
         self._waker = Waker(self._context)
         self._thread = threading.Thread(target=self._run, name=f"pull-{rank}", daemon=True)
+        on_cpu = self._kind == "DRAM"
+        self._prefault = Prefault(pool.base_address, pool.nbytes) if on_cpu else None
         self._register()
 
     def start(self) -> None:
@@ -189,8 +192,9 @@ class PullWorker:
             self._mapped.close()
 
     def _wait_for_commands(self, progressed: bool) -> None:
+        timeout_ms: int | None
         if not self._jobs:
-            timeout_ms: int | None = None
+            timeout_ms = None if self._prefault is None or self._prefault.done else 1
         else:
             timeout_ms = 0
             if not progressed:
@@ -206,6 +210,8 @@ class PullWorker:
         if dict(poller.poll(timeout_ms)):
             self._waker.clear()
             self._take_commands()
+        elif not self._jobs and self._prefault is not None:
+            self._prefault.step()
 
     def _take_commands(self) -> None:
         while True:

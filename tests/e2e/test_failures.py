@@ -34,7 +34,9 @@ def prompt() -> list[int]:
     return make_prompt(next(_seeds), 150)
 
 
-def _recomputed(decode: Server, prompt: list[int], params: object, expected: list[int]) -> None:
+def _assert_recomputed(
+    decode: Server, prompt: list[int], params: object, expected: list[int]
+) -> None:
     answer = complete(decode.url, prompt, len(expected), kv_transfer_params=params)
     assert answer.token_ids == expected
     assert answer.kv["transferred"] == 0
@@ -65,7 +67,7 @@ def test_an_expired_lease_is_never_used(
         # The bytes are still there, unclaimed; only the fence knows that they may not be used.
         for seed in range(3):
             complete(prefiller.url, make_prompt(900 + seed, 400), 2)
-        _recomputed(decode, prompt, params, tiny_reference.generate(prompt, 10))
+        _assert_recomputed(decode, prompt, params, tiny_reference.generate(prompt, 10))
         assert decode.metrics()['baton_kv_transfer_failures_total{code="lease_gone"}'] >= 1
 
 
@@ -95,14 +97,14 @@ def test_a_forged_reference_gives_the_right_text(
 ) -> None:
     params = copy.deepcopy(prefill(tiny_cluster.prefill[0].url, prompt))
     _FORGERIES[name](params)
-    _recomputed(tiny_cluster.decode[0], prompt, params, tiny_reference.generate(prompt, 6))
+    _assert_recomputed(tiny_cluster.decode[0], prompt, params, tiny_reference.generate(prompt, 6))
 
 
 def test_another_prompts_reference_gives_the_right_text(
     tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
 ) -> None:
     params = prefill(tiny_cluster.prefill[0].url, make_prompt(next(_seeds), len(prompt)))
-    _recomputed(tiny_cluster.decode[0], prompt, params, tiny_reference.generate(prompt, 6))
+    _assert_recomputed(tiny_cluster.decode[0], prompt, params, tiny_reference.generate(prompt, 6))
 
 
 @pytest.mark.parametrize(

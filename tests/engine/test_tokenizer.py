@@ -290,4 +290,4 @@ def test_tokenizing_loads_neither_torch_nor_transformers() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

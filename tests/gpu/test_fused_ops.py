@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.float(), expected.float(), atol=2e-2, rtol=1e-2)
 
 
@@ -21,7 +21,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_silu_and_mul(rows: int, width: int) -> None:
     gate_up = torch.randn(rows, 2 * width, **BF16)
     gate, up = gate_up.float().split(width, dim=1)
-    close(fused_ops.silu_and_mul(gate_up), F.silu(gate) * up)
+    assert_close(fused_ops.silu_and_mul(gate_up), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
@@ -30,7 +30,7 @@ def test_rms_norm_of_rows_and_of_heads(rows: int) -> None:
     wide = torch.randn(rows, 3 * 128, **BF16)
     for x in (wide[:, 128:256], wide.view(rows, 3, 128)[:, :2]):
         expected = F.rms_norm(x.float(), (128,), weight.float(), 1e-5)
-        close(fused_ops.rms_norm(x, weight, 1e-5), expected)
+        assert_close(fused_ops.rms_norm(x, weight, 1e-5), expected)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,27 @@ sees token ids only. Every AddRequest is answered by TokenDeltas, the last of wh
 `finish_reason` or `error`: the request's one terminal event.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the output must match. `text` is the schema as JSON text, the regex, the choices as a
+    JSON array of strings, the grammar in Lark or EBNF form, or empty for `json_object`."""
+
+    kind: GrammarKind
+    text: str = ""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn. A temperature of 0 is greedy; top_k 0 and top_p 1 are off."""
+    """How the next token is drawn. A temperature of 0 is greedy; top_k 0 and top_p 1 are off.
+
+    Penalties are those of the OpenAI API (presence, frequency: over the outputs) and of CTRL
+    (repetition: over prompt and outputs); 0, 0 and 1 are off.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -20,6 +34,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0  # 0 <= seed < 2**63; always set by the time it gets here
     choice_index: int = 0
     num_logprobs: int | None = None  # None: no logprobs; k: the chosen token's and the top k
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}  # by token id, added to the logits
+    min_tokens: int = 0  # outputs before which no stop_token_id may be drawn
+    grammar: Grammar | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -61,8 +81,10 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     request_id: str  # unique within the engine
     token_ids: list[int]
     sampling: SamplingParams
-    max_tokens: int  # >= 1
-    stop_token_ids: list[int] = []  # end-of-sequence ids unless ignore_eos
+    max_tokens: int  # 0: nothing is drawn, the prompt is only scored
+    stop_token_ids: list[int] = []  # the client's, and end-of-sequence ids unless ignore_eos
+    num_choices: int = 1  # drawn from one prompt; each has deltas and a terminal one of its own
+    num_prompt_logprobs: int | None = None  # k: logprobs of the prompt's tokens and the top k
     retain_kv: bool = False  # prefill role: lease the KV and answer with kv_transfer_params
     remote: RemotePrefill | None = None  # decode role: pull the prompt's KV from there
     kv_rejected: str | None = None  # decode role: why the offered params were not used
@@ -106,8 +128,11 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request. `usage` is set on the last delta."""
 
     request_id: str
+    choice: int = 0  # index among the request's num_choices
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None  # one per token when asked for
+    # One per prompt token in order, over one or more deltas of choice 0; None for the first.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort"
     error: ErrorInfo | None = None
     usage: KVUsage | None = None

@@ -92,6 +92,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
+    choice: int | None = None  # None: all of them
 
 
 class ReleaseRemote(msgspec.Struct, frozen=True, tag="release"):

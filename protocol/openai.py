@@ -1,22 +1,20 @@
 """OpenAI's HTTP API as these servers speak it: one import for requests and responses.
 
-openai_fields.py holds what is accepted without being used, openai_requests.py what is read and
-openai_responses.py what is written. The proxy needs only `REMOTE_DECODE`: see proxy/body.py.
+openai_fields.py holds what is accepted without being used; openai_sampling.py, _completions.py and
+_chat.py what is read, by the means of openai_requests.py; openai_responses.py what is written.
+The proxy needs only `REMOTE_DECODE`: see proxy/body.py.
 """
 
 from typing import Any
 
 from protocol.errors import InvalidRequest
-from protocol.openai_requests import (
+from protocol.openai_chat import ChatRequest, Message, parse_chat
+from protocol.openai_completions import (
     DEFAULT_COMPLETION_TOKENS,
-    ChatRequest,
     CompletionRequest,
-    GenerationRequest,
-    Message,
-    parse_chat,
     parse_completion,
-    parse_json_object,
 )
+from protocol.openai_requests import parse_json_object
 from protocol.openai_responses import (
     ChatWriter,
     ChoicePiece,
@@ -27,6 +25,7 @@ from protocol.openai_responses import (
     kv_header,
     model_list,
 )
+from protocol.openai_sampling import GenerationRequest
 
 __all__ = [
     "DEFAULT_COMPLETION_TOKENS",

@@ -2,7 +2,7 @@
 
 Clients and routers send many fields they do not use. A field of this table is accepted with one
 of the listed values and refused, by name, with any other; `null` means "not given" for every
-field. Implementing a field means taking its line out and adding it to openai_requests.py.
+field. Implementing a field means taking its line out and adding it to a request class.
 """
 
 from typing import Any

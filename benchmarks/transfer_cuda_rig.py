@@ -130,7 +130,7 @@ class PrefillEnd:
             num_tokens=tokens,
             cached_tokens=0,
             tp_size=self.side.tp,
-            first_token=FirstToken(1),
+            first_tokens=[FirstToken(1)],
         )
 
     def close(self) -> None:

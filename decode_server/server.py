@@ -33,14 +33,18 @@ class DecodeHooks:
     role: str = "decode"
 
     def prepare(
-        self, request: GenerationRequest, prompts: Sequence[list[int]], sampling: SamplingParams
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        stop_token_ids: Sequence[int] = (),
     ) -> Sequence[Mapping[str, Any]]:
         offered = request.kv_transfer_params
         if kv_params.is_absent(offered):
             return [{} for _ in prompts]
         params = kv_params.parse_list(offered, len(prompts))  # malformed is an error in any case
         return [
-            self._prepare_one(one, prompt, request, sampling)
+            self._prepare_one(one, prompt, request, sampling, stop_token_ids)
             for one, prompt in zip(params, prompts, strict=True)
         ]
 
@@ -50,16 +54,17 @@ class DecodeHooks:
         prompt: list[int],
         request: GenerationRequest,
         sampling: SamplingParams,
+        stop_token_ids: Sequence[int],
     ) -> Mapping[str, Any]:
         try:
             params.verify(self.secret)
-            _check_belongs(params, prompt, request, sampling)
+            _check_belongs(params, prompt, request, sampling, stop_token_ids)
         except KVParamsRejected as error:
             if self.policy.recomputes(error):
                 return {"kv_rejected": error.message}
             raise
         return {
-            "remote": kv_params.to_remote_prefill(params, sampling.choice_index),
+            "remote": kv_params.to_remote_prefill(params),
             "sampling": msgspec.structs.replace(sampling, seed=params.seed),
         }
 
@@ -83,13 +88,14 @@ def _check_belongs(
     prompt: list[int],
     request: GenerationRequest,
     sampling: SamplingParams,
+    stop_token_ids: Sequence[int],
 ) -> None:
     """Raises KVParamsRejected when the KV or the first token is of another request."""
     if params.remote_num_tokens != len(prompt):
         _reject("remote_num_tokens", f"is {params.remote_num_tokens}, the prompt has {len(prompt)}")
     if params.prompt_digest != kv_params.prompt_digest(prompt):
         _reject("prompt_digest", "is of another prompt")
-    if params.sampling_digest != kv_params.sampling_digest(sampling):
+    if params.sampling_digest != kv_params.sampling_digest(sampling, stop_token_ids):
         _reject("sampling_digest", "is of other sampling parameters")
     if request.seed is not None and request.seed != params.seed:
         _reject("seed", f"is {params.seed}, the request's is {request.seed}")

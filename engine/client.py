@@ -41,7 +41,7 @@ log = get_logger(__name__)
 
 
 def is_terminal(delta: TokenDelta) -> bool:
-    """Whether this is its request's one terminal event."""
+    """Whether this is the one terminal event of its choice; an error is that of all choices."""
     return delta.finish_reason is not None or delta.error is not None
 
 
@@ -51,9 +51,10 @@ class Subscription:
     Use it as an async context manager: leaving it aborts whatever has not ended.
     """
 
-    def __init__(self, engine: "Engine", request_ids: Iterable[str]) -> None:
+    def __init__(self, engine: "Engine", requests: Iterable[AddRequest]) -> None:
         self._engine = engine
-        self._open = set(request_ids)  # no terminal event has arrived
+        # Choices without a terminal event, by request.
+        self._open = {request.request_id: request.num_choices for request in requests}
         self._pending: list[TokenDelta] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -72,9 +73,15 @@ class Subscription:
         """Called by the engine for each delta of an open request."""
         self._pending.append(delta)
         if is_terminal(delta):
-            self._open.discard(delta.request_id)
+            self._open[delta.request_id] -= 1
+            if delta.error is not None or not self._open[delta.request_id]:
+                del self._open[delta.request_id]
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether more may come for a request."""
+        return request_id in self._open
 
     def abort(self, request_id: str) -> None:
         """Asks the engine to end a request; its terminal delta ("abort") still comes."""
@@ -118,7 +125,7 @@ class Engine(ABC):
 
     @property
     def num_open(self) -> int:
-        """Requests whose terminal event has not arrived."""
+        """Requests of which some choice has not ended."""
         return len(self._subscriptions)
 
     @abstractmethod
@@ -158,7 +165,7 @@ class Engine(ABC):
         ids = [request.request_id for request in requests]
         if len(set(ids)) != len(ids) or any(i in self._subscriptions for i in ids):
             raise ValueError(f"request ids are in use: {ids}")
-        subscription = Subscription(self, ids)
+        subscription = Subscription(self, requests)
         self._subscriptions.update(dict.fromkeys(ids, subscription))
         try:
             for request in requests:
@@ -226,9 +233,9 @@ class Engine(ABC):
         subscription = self._subscriptions.get(delta.request_id)
         if subscription is None:
             return  # aborted and forgotten; the engine had not heard of it yet
-        if is_terminal(delta):
-            del self._subscriptions[delta.request_id]
         subscription.deliver(delta)
+        if not subscription.is_open(delta.request_id):
+            del self._subscriptions[delta.request_id]
 
 
 class EngineClient(Engine):

@@ -179,12 +179,13 @@ class Api:
         limits = [token_limit(parsed, len(ids), ready.max_model_len) for ids in prompts]
         seed = parsed.seed if parsed.seed is not None else secrets.randbits(63)
         sampling = parsed.sampling(seed)
-        extras = self.hooks.prepare(parsed, prompts, sampling)
+        stop_token_ids = [] if parsed.ignore_eos else list(self.tokenizer.eos_ids)
+        extras = self.hooks.prepare(parsed, prompts, sampling, stop_token_ids)
         # Unique even where a client uses one X-Request-Id twice, and short whatever it sent.
         unique = f"{(current_request_id() or '')[:64]}-{secrets.token_hex(6)}"
         common = {
             "sampling": sampling,
-            "stop_token_ids": [] if parsed.ignore_eos else list(self.tokenizer.eos_ids),
+            "stop_token_ids": stop_token_ids,
         }
         return [
             AddRequest(

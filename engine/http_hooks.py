@@ -25,7 +25,11 @@ class ServerHooks(Protocol):
     def role(self) -> str: ...
 
     def prepare(
-        self, request: GenerationRequest, prompts: Sequence[list[int]], sampling: SamplingParams
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        stop_token_ids: Sequence[int] = (),
     ) -> Sequence[Mapping[str, Any]]:
         """Per prompt, members of its AddRequest (retain_kv, remote, kv_rejected, sampling, ...).
 
@@ -49,7 +53,11 @@ class PlainHooks:
     role = "both"
 
     def prepare(
-        self, request: GenerationRequest, prompts: Sequence[list[int]], sampling: SamplingParams
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        stop_token_ids: Sequence[int] = (),
     ) -> Sequence[Mapping[str, Any]]:
         return [{} for _ in prompts]
 

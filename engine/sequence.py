@@ -49,13 +49,13 @@ class Sequence:
     def from_request(cls, request: AddRequest) -> "Sequence":
         """A token drawn elsewhere is the sequence's first output from the start."""
         remote = request.remote
-        first = [remote.first_token.id] if remote else []
+        first = [remote.first_tokens[0].id] if remote else []
         return cls(
             request=request,
             token_ids=[*request.token_ids, *first],
             num_prompt_tokens=len(request.token_ids),
             remote=remote,
-            first_token=remote.first_token if remote else None,
+            first_token=remote.first_tokens[0] if remote else None,
             num_cached_remotely=remote.cached_tokens if remote else None,
         )
 

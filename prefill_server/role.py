@@ -57,7 +57,7 @@ class PrefillRole(KVRole):
             remote_block_size=self._config.block_size,
             remote_cached_tokens=sequence.num_skipped,
             prompt_digest=kv_params.prompt_digest(prompt),
-            sampling_digest=kv_params.sampling_digest(sampling),
+            sampling_digest=kv_params.sampling_digest(sampling, sequence.request.stop_token_ids),
             seed=sampling.seed,
             first_tokens=[
                 FirstToken(sequence.token_ids[sequence.num_prompt_tokens], sequence.first_logprobs)

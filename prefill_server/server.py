@@ -21,7 +21,11 @@ class PrefillHooks:
         del secret  # the engine signs: it knows the blocks
 
     def prepare(
-        self, request: GenerationRequest, prompts: Sequence[list[int]], sampling: SamplingParams
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        stop_token_ids: Sequence[int] = (),
     ) -> Sequence[Mapping[str, Any]]:
         if not kv_params.is_prefill_request(request.kv_transfer_params):
             return [{} for _ in prompts]

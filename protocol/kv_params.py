@@ -46,6 +46,8 @@ class KVTransferParams:
     sampling_digest: str
     seed: int  # what the first token was drawn with; the decode server goes on with it
     first_tokens: tuple[FirstToken, ...]  # one per choice
+    # One per prompt token, None for the first; None altogether when nobody asked.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     signature: str = ""
 
     def sign(self, secret: bytes) -> "KVTransferParams":
@@ -62,6 +64,8 @@ class KVTransferParams:
         values["remote_block_ids"] = list(self.remote_block_ids)
         values["seed"] = str(self.seed)
         values["first_tokens"] = [_token_to_json(token) for token in self.first_tokens]
+        if self.prompt_logprobs is not None:
+            values["prompt_logprobs"] = [_row_to_json(row) for row in self.prompt_logprobs]
         return {"do_remote_decode": False, "do_remote_prefill": True, **values}
 
 
@@ -73,6 +77,8 @@ def build(secret: bytes, **values: Any) -> KVTransferParams:
     """
     values["remote_block_ids"] = tuple(values["remote_block_ids"])
     values["first_tokens"] = tuple(values["first_tokens"])
+    if values.get("prompt_logprobs") is not None:
+        values["prompt_logprobs"] = tuple(values["prompt_logprobs"])
     unsigned = KVTransferParams(**values, signature="0" * 64)
     return parse(unsigned.to_json()).sign(secret)
 
@@ -138,20 +144,35 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(b"baton prompt\0" + ids.tobytes()).hexdigest()
 
 
-def sampling_digest(sampling: SamplingParams) -> str:
+def sampling_digest(sampling: SamplingParams, stop_token_ids: Sequence[int] = ()) -> str:
     """SHA-256 over what shapes the distribution the first token was drawn from.
 
     The seed is not in it (it travels), nor what only changes the report (logprobs).
+
+    Args:
+        stop_token_ids: of the request; no first token may be one of them where min_tokens is set.
     """
-    shape = (sampling.temperature, sampling.top_p, sampling.min_p)
-    text = [float(value + 0.0).hex() for value in shape] + [str(sampling.top_k)]
-    return hashlib.sha256(("baton sampling\0" + ",".join(text)).encode()).hexdigest()
+    numbers = (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+    )
+    shape = [
+        [_float_text(value) for value in numbers],
+        sampling.top_k,
+        [[token, _float_text(bias)] for token, bias in sorted(sampling.logit_bias.items())],
+        sorted(set(stop_token_ids)) if sampling.min_tokens > 0 else [],
+        sampling.grammar and [sampling.grammar.kind, sampling.grammar.text],
+    ]
+    text = json.dumps(shape, separators=(",", ":"))
+    return hashlib.sha256(b"baton sampling\0" + text.encode()).hexdigest()
 
 
-def to_remote_prefill(params: KVTransferParams, index: int = 0) -> RemotePrefill:
-    """What the decode engine needs of verified params, for choice `index`."""
-    if not 0 <= index < len(params.first_tokens):
-        _reject("first_tokens", f"holds {len(params.first_tokens)} tokens, not choice {index}")
+def to_remote_prefill(params: KVTransferParams) -> RemotePrefill:
+    """What the decode engine needs of verified params."""
     return RemotePrefill(
         host=params.remote_host,
         port=params.remote_port,
@@ -165,7 +186,8 @@ def to_remote_prefill(params: KVTransferParams, index: int = 0) -> RemotePrefill
         num_tokens=params.remote_num_tokens,
         cached_tokens=params.remote_cached_tokens,
         tp_size=params.tp_size,
-        first_token=params.first_tokens[index],
+        first_tokens=list(params.first_tokens),
+        prompt_logprobs=None if params.prompt_logprobs is None else list(params.prompt_logprobs),
     )
 
 
@@ -182,6 +204,8 @@ def _normal_form(params: KVTransferParams) -> bytes:
         [token.id, token.logprobs and _logprobs_text(token.logprobs)]
         for token in params.first_tokens
     ]
+    if params.prompt_logprobs is not None:
+        values["prompt_logprobs"] = [row and _logprobs_text(row) for row in params.prompt_logprobs]
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -203,6 +227,12 @@ def _token_to_json(token: FirstToken) -> dict[str, Any]:
         "top_logprobs": [_finite(value) for value in token.logprobs.top_logprobs],
     }
     return {"id": token.id, "logprobs": report}
+
+
+def _row_to_json(row: TokenLogprobs | None) -> list[Any] | None:
+    if row is None:
+        return None
+    return [_finite(row.logprob), list(row.top_ids), [_finite(value) for value in row.top_logprobs]]
 
 
 def _finite(value: float) -> float:
@@ -317,6 +347,30 @@ def _first_token(value: Any, name: str) -> FirstToken:
     return FirstToken(token_id, logprobs)
 
 
+def _prompt_logprobs(value: Any, name: str) -> tuple[TokenLogprobs | None, ...] | None:
+    if value is None:
+        return None
+    rows = _list(_prompt_row, 1, MAX_TOKENS)(value, name)
+    if rows[0] is not None or None in rows[1:]:
+        _reject(name, "must be null for the first token and for no other")
+    return tuple(rows)
+
+
+def _prompt_row(value: Any, name: str) -> TokenLogprobs | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 3:
+        _reject(name, f"must be null or a list of 3 items, got {_shown(value)}")
+    row = TokenLogprobs(
+        _logprob(value[0], f"{name}[0]"),
+        _top_ids(value[1], f"{name}[1]"),
+        _top_logprobs(value[2], f"{name}[2]"),
+    )
+    if len(row.top_ids) != len(row.top_logprobs):
+        _reject(name, "must hold as many logprobs as top ids")
+    return row
+
+
 def _tuple(check: Check) -> Check:
     return lambda value, name: tuple(check(value, name))
 
@@ -338,6 +392,7 @@ _CHECKS: dict[str, Check] = {
     "sampling_digest": _hex(64),
     "seed": _big_integer(0, 2**63 - 1),
     "first_tokens": _tuple(_list(_first_token, 1, MAX_CHOICES)),
+    "prompt_logprobs": _prompt_logprobs,
     "signature": _hex(64),
 }
 
@@ -353,5 +408,7 @@ def _check_together(params: KVTransferParams) -> None:
         )
     if len(set(ids)) != len(ids):
         _reject("remote_block_ids", "names a block twice")
+    if params.prompt_logprobs is not None and len(params.prompt_logprobs) != tokens:
+        _reject("prompt_logprobs", f"must hold an item for each of {tokens} tokens")
     if params.remote_cached_tokens > tokens:
         _reject("remote_cached_tokens", f"exceeds remote_num_tokens, {tokens}")

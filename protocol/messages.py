@@ -72,7 +72,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int  # tokens whose KV the blocks hold: the whole prompt
     cached_tokens: int  # of those, what the prefill server did not compute
     tp_size: int
-    first_token: FirstToken
+    first_tokens: list[FirstToken]  # one per choice
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of every prompt token, if asked for
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):

@@ -55,7 +55,7 @@ def _prepare(offered: object, policy: str = "recompute", **members: Any) -> dict
 def test_a_signed_reference_of_this_request_is_used_with_its_seed() -> None:
     extra = _prepare(_params())
     assert extra["remote"].block_ids == [3, 4]
-    assert extra["remote"].first_token == FirstToken(42)
+    assert extra["remote"].first_tokens == [FirstToken(42)]
     assert extra["sampling"].seed == 7, "without a seed of its own the request takes the prefill's"
     assert "kv_rejected" not in extra
 

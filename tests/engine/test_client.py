@@ -30,9 +30,13 @@ from protocol.messages import (
 WAIT_S = 20.0
 
 
-def add(request_id: str, max_tokens: int = 3) -> AddRequest:
+def add(request_id: str, max_tokens: int = 3, num_choices: int = 1) -> AddRequest:
     return AddRequest(
-        request_id=request_id, token_ids=[10], sampling=SamplingParams(), max_tokens=max_tokens
+        request_id=request_id,
+        token_ids=[10],
+        sampling=SamplingParams(),
+        max_tokens=max_tokens,
+        num_choices=num_choices,
     )
 
 
@@ -112,6 +116,36 @@ def test_several_requests_share_one_subscription(tmp_path: Any) -> None:
             while batch := await asyncio.wait_for(with_both.next_batch(), WAIT_S):
                 found.update({delta.request_id: delta.token_ids for delta in batch})
             assert found == {"a": [8], "b": [7]}
+
+    asyncio.run(main())
+
+
+def test_a_request_is_open_until_every_choice_has_ended(tmp_path: Any) -> None:
+    async def main() -> None:
+        async with connected(tmp_path) as (client, remote):
+            async with client.submit([add("r", num_choices=2)]) as subscription:
+                await remote.receive()
+                for delta in (_delta("r", 1, finish="stop"), _delta("r", 2)):
+                    await remote.send(Outputs([delta]))
+                    assert await subscription.next_batch() == [delta]
+                    assert client.num_open == 1
+                await remote.send(Outputs([_delta("r", 3, finish="length")]))
+                assert tokens(await subscription.next_batch()) == [3]
+                assert await subscription.next_batch() == []
+                assert client.num_open == 0
+
+    asyncio.run(main())
+
+
+def test_an_error_ends_all_choices(tmp_path: Any) -> None:
+    async def main() -> None:
+        async with connected(tmp_path) as (client, remote):
+            answer = asyncio.create_task(collect(client, add("r", num_choices=3)))
+            await remote.receive()
+            failed = TokenDelta(request_id="r", error=ErrorInfo("transfer_failed", "gone"))
+            await remote.send(Outputs([failed]))
+            assert await answer == [failed]
+            assert client.num_open == 0
 
     asyncio.run(main())
 

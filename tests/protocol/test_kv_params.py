@@ -18,7 +18,7 @@ from protocol.kv_params import (
     sampling_digest,
     to_remote_prefill,
 )
-from protocol.messages import FirstToken, SamplingParams, TokenLogprobs
+from protocol.messages import FirstToken, Grammar, SamplingParams, TokenLogprobs
 
 SECRET = b"cluster secret"
 
@@ -231,13 +231,49 @@ def test_building_refuses_what_would_not_parse() -> None:
         build(SECRET, **values(remote_block_ids=[1]))
 
 
-def test_remote_prefill_has_the_values_and_the_choice() -> None:
-    params: KVTransferParams = parse(offer(first_tokens=[FirstToken(1), FirstToken(2)]))
-    remote = to_remote_prefill(params, 1)
+def test_remote_prefill_has_the_values_and_every_choice() -> None:
+    rows = [None, *[TokenLogprobs(-0.5)] * 39]
+    offered = offer(first_tokens=[FirstToken(1), FirstToken(2)], prompt_logprobs=rows)
+    params: KVTransferParams = parse(offered)
+    remote = to_remote_prefill(params)
     assert (remote.host, remote.port, remote.block_ids) == ("10.0.0.1", 5600, [7, 3, 9])
-    assert remote.first_token == FirstToken(2)
-    with pytest.raises(KVParamsRejected, match="first_tokens"):
-        to_remote_prefill(params, 2)
+    assert remote.first_tokens == [FirstToken(1), FirstToken(2)]
+    assert remote.prompt_logprobs == rows
+
+
+_THREE_TOKENS = {"remote_num_tokens": 3, "remote_block_ids": [7], "remote_cached_tokens": 0}
+
+
+def test_prompt_logprobs_are_signed_and_survive_json() -> None:
+    rows = [None, TokenLogprobs(-0.25, [3], [-0.125]), TokenLogprobs(-math.inf)]
+    obj = json.loads(json.dumps(offer(**_THREE_TOKENS, prompt_logprobs=rows)))
+    params = parse(through_floats(obj))
+    params.verify(SECRET)
+    assert params.prompt_logprobs is not None
+    assert params.prompt_logprobs[:2] == tuple(rows[:2])
+    assert params.prompt_logprobs[2] == TokenLogprobs(-9999.0), "JSON has no infinity"
+    for changed in (None, [None, [-0.5, [3], [-0.125]], [-9999.0, [], []]]):
+        with pytest.raises(KVParamsRejected, match="signature"):
+            parse({**obj, "prompt_logprobs": changed}).verify(SECRET)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [None, [-1.0, [], []]],
+        [None, None, [-1.0, [], []]],
+        [[-1.0, [], []]] * 3,
+        [None, [-1.0, [1], []], [-1.0, [], []]],
+        [None, [1.0, [], []], [-1.0, [], []]],
+        [None, [-1.0, []], [-1.0, [], []]],
+        "no",
+    ],
+)
+def test_prompt_logprobs_of_a_wrong_shape_are_refused(rows: object) -> None:
+    obj = offer(**_THREE_TOKENS)
+    with pytest.raises(KVParamsRejected, match="prompt_logprobs"):
+        parse({**obj, "prompt_logprobs": rows})
 
 
 def test_prompt_digest_tells_prompts_apart() -> None:
@@ -247,6 +283,22 @@ def test_prompt_digest_tells_prompts_apart() -> None:
 
 def test_sampling_digest_covers_the_distribution_and_nothing_else() -> None:
     base = sampling_digest(SamplingParams())
-    for changed in ({"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
-        assert sampling_digest(SamplingParams(**changed)) != base
+    changes: list[dict[str, Any]] = [
+        {"temperature": 0.5},
+        {"top_p": 0.9},
+        {"top_k": 3},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {5: 1.0}},
+        {"logit_bias": {5: 2.0}},
+        {"grammar": Grammar("json_object")},
+        {"grammar": Grammar("regex", "a*")},
+    ]
+    digests = {sampling_digest(SamplingParams(**changed)) for changed in changes}
+    assert len(digests - {base}) == len(changes)
+    assert sampling_digest(SamplingParams(), [2]) == base, "ends are banned by min_tokens only"
+    banned = {sampling_digest(SamplingParams(min_tokens=1), ends) for ends in ([2], [3], [2, 3])}
+    assert len(banned) == 3 and base not in banned
     assert sampling_digest(SamplingParams(seed=5, num_logprobs=3, choice_index=1)) == base

@@ -157,7 +157,7 @@ class Prefill:
             num_tokens=num_tokens,
             cached_tokens=0,
             tp_size=self.tp,
-            first_token=FirstToken(1),
+            first_tokens=[FirstToken(1)],
         )
 
     def outcomes(self, count: int = 1) -> list[str]:

@@ -38,7 +38,7 @@ REMOTE = RemotePrefill(
     num_tokens=16,
     cached_tokens=0,
     tp_size=1,
-    first_token=FirstToken(1),
+    first_tokens=[FirstToken(1)],
 )
 
 

@@ -11,6 +11,7 @@ Everything here runs on one event loop; only `fail` may be called from another t
 
 import asyncio
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
@@ -118,6 +119,12 @@ class Engine(ABC):
         self._subscriptions: dict[str, Subscription] = {}
         self._settled = asyncio.Event()  # ready or failed
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._heard_s = 0.0  # when the engine last spoke, or was given work after having none
+
+    @property
+    def silent_s(self) -> float:
+        """How long an engine with open requests has said nothing (s); 0 when it has none."""
+        return time.monotonic() - self._heard_s if self._subscriptions else 0.0
 
     @property
     def healthy(self) -> bool:
@@ -166,6 +173,8 @@ class Engine(ABC):
         if len(set(ids)) != len(ids) or any(i in self._subscriptions for i in ids):
             raise ValueError(f"request ids are in use: {ids}")
         subscription = Subscription(self, requests)
+        if not self._subscriptions:
+            self._heard_s = time.monotonic()
         self._subscriptions.update(dict.fromkeys(ids, subscription))
         try:
             for request in requests:
@@ -217,6 +226,7 @@ class Engine(ABC):
             raise EngineDied(f"the engine ended: {self.failure}")
 
     def _take(self, message: EngineOutput) -> None:
+        self._heard_s = time.monotonic()
         match message:
             case Outputs(deltas):
                 for delta in deltas:

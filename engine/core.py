@@ -37,6 +37,7 @@ logger = logging.getLogger("baton.engine")
 
 _IDLE_WAIT_S = 1.0  # the loop also looks around this often when nothing wakes it
 _STATS_INTERVAL_S = 0.25
+_SILENT_S = 1.0  # after which an engine with requests speaks, if only to show that it is alive
 _QUIET_S = 5.0  # after which the books are checked, once: for many blocks that takes a while
 _TOTALS = (
     "baton_engine_steps",
@@ -271,7 +272,8 @@ class EngineCore(CoreServices):
         if now_s < self._stats_due_s and not self.is_idle:
             return
         values = self.stats()
-        if values != self._last_stats:
+        overdue = not self.is_idle and now_s >= self._stats_due_s + _SILENT_S
+        if values != self._last_stats or overdue:
             self.transport.send_stats(values)
             self._last_stats = values
             self._stats_due_s = now_s + _STATS_INTERVAL_S

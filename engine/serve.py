@@ -172,9 +172,11 @@ class _Server:
         logger.info("%s serves at http://%s:%d", self.role, self.settings.host, port)
         lifecycle.report_ready({"port": port, "side_channel_port": ready.side_channel_port})
         stopping = asyncio.ensure_future(self.stop.wait())
+        hung = asyncio.ensure_future(self._watch_for_hang(client))
         assert self.failure is not None
         ends: set[asyncio.Future[Any]] = {serving, stopping, self.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        hung.cancel()
         server.should_exit = True  # accepts nothing more; open requests may finish for a while
         if not self.failure.done():
             await asyncio.wait({serving}, timeout=self.settings.shutdown_grace_s / 2)
@@ -187,6 +189,16 @@ class _Server:
         if failed is not None:
             raise StartFailure(failed)
         return 0
+
+    async def _watch_for_hang(self, client: EngineClient) -> None:
+        """Gives up an engine whose processes live but do not get on: a stopped rank, a GPU or a
+        collective that hangs. Its requests get their error, and whoever runs us starts it anew."""
+        limit_s = self.settings.hang_timeout_s
+        while client.silent_s < limit_s:
+            await asyncio.sleep(min(1.0, limit_s / 4))
+        self._engine_ended(
+            f"the engine has requests and said nothing for {limit_s:g} s (--hang-timeout-s)"
+        )
 
     def _engine_config(self, model_dir: Path, model_config: ModelConfig) -> EngineConfig:
         settings = self.settings

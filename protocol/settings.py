@@ -221,6 +221,9 @@ class ServerOptions(ListenOptions):
     threads: int | None = Field(
         None, ge=1, description="CPU threads of one rank (threads; None: the cores / tp)"
     )
+    hang_timeout_s: Seconds = Field(
+        300.0, description="longest silence of an engine at work before it is given up (s)"
+    )
 
     @property
     def advertised_host(self) -> str:

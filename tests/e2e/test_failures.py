@@ -245,3 +245,15 @@ def test_the_fail_policy_answers_with_a_typed_error(
         events = stream(tiny_cluster.url, other, 3)
         assert events[-1] == "[DONE]"
         wait_until(decode.all_blocks_home)
+
+
+def test_an_engine_that_hangs_is_given_up(tiny_model: Path, prompt: list[int]) -> None:
+    decode = start_decode(tiny_model, "--hang-timeout-s", "2")
+    with running(decode):
+        complete(decode.url, prompt, 2)
+        decode.signal_engine(signal.SIGSTOP)
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4}
+        answer = httpx.post(f"{decode.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 503
+        assert "--hang-timeout-s" in answer.json()["error"]["message"]
+        assert decode.child.exited.wait(30) and decode.child.returncode == 1

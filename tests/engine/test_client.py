@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,11 @@ def add(request_id: str, max_tokens: int = 3, num_choices: int = 1) -> AddReques
         max_tokens=max_tokens,
         num_choices=num_choices,
     )
+
+
+async def _silent(request: AddRequest) -> AsyncIterator[TokenDelta]:
+    await asyncio.Event().wait()
+    yield TokenDelta(request_id=request.request_id)
 
 
 class RemoteEngine:
@@ -273,6 +279,26 @@ def test_closing_ends_open_requests(tmp_path: Any) -> None:
             await client.close()
             (last,) = await asyncio.wait_for(answer, WAIT_S)
             assert last.error is not None
+
+    asyncio.run(main())
+
+
+def test_silence_counts_only_while_requests_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr("engine.client.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    async def main() -> None:
+        engine = ScriptedEngine(_silent)
+        now_s[0] += 900
+        assert engine.silent_s == 0  # idle
+        async with engine.submit([add("r")]):
+            assert engine.silent_s == 0  # its idle time is not held against it
+            now_s[0] += 7
+            engine.submit([add("s")])
+            assert engine.silent_s == 7
+            engine.say(EngineStats({}))
+            assert engine.silent_s == 0
+        await engine.close()
 
     asyncio.run(main())
 

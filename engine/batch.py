@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from attention.base import AttentionBatch
 from engine.scheduler import Scheduled
+from engine.shaping import ShapeBook, StepShapes
 from protocol.messages import SamplingParams, TokenLogprobs
 
 Int32s = npt.NDArray[np.int32]
@@ -28,7 +29,9 @@ class StepInput:
     context_lens: Int32s  # [S] tokens of KV once they are computed
     block_tables: Int32s  # [S, max_blocks], padded with the null block
     sample_rows: Int32s  # [R] indices into S
-    sampling: list[SamplingParams]  # [R]
+    sampling: list[SamplingParams]  # [R], without what travels in `shapes` and `masks`
+    shapes: StepShapes | None = None  # None: no row has a bias, penalty or ban
+    masks: Int32s | None = None  # [R, ceil(V / 32)] bits of allowed tokens; None: no grammar
 
     @property
     def positions(self) -> Int64s:
@@ -65,8 +68,8 @@ class StepOutput:
     logprobs: list[TokenLogprobs | None]  # [R]
 
 
-def build_step(scheduled: Sequenceable[Scheduled]) -> StepInput:
-    """Arrays of a non-empty plan."""
+def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput:
+    """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences."""
     sequences = [item.sequence for item in scheduled]
     starts = [sequence.num_computed for sequence in sequences]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
@@ -77,13 +80,16 @@ def build_step(scheduled: Sequenceable[Scheduled]) -> StepInput:
     for row, sequence in enumerate(sequences):
         tables[row, : len(sequence.block_ids)] = sequence.block_ids
     drawing = [index for index, item in enumerate(scheduled) if item.samples]
+    context_lens = np.array(starts, dtype=np.int32) + query_lens
+    draws = [sequences[index] for index in drawing]
     return StepInput(
         token_ids=np.array(tokens, dtype=np.int64),
         query_lens=query_lens,
-        context_lens=np.array(starts, dtype=np.int32) + query_lens,
+        context_lens=context_lens,
         block_tables=tables,
         sample_rows=np.array(drawing, dtype=np.int32),
-        sampling=[sequences[index].request.sampling for index in drawing],
+        sampling=[sequence.sampling for sequence in draws],
+        shapes=book.plan(draws, context_lens[drawing].tolist()),
     )
 
 
@@ -95,6 +101,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
     table_width: int
     sample_rows: bytes
     sampling: list[SamplingParams]
+    shapes: StepShapes | None
+    masks: bytes | None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -111,12 +119,17 @@ def step_to_bytes(step: StepInput) -> bytes:
             table_width=step.block_tables.shape[1],
             sample_rows=step.sample_rows.tobytes(),
             sampling=step.sampling,
+            shapes=step.shapes,
+            masks=None if step.masks is None else step.masks.tobytes(),
         )
     )
 
 
 def step_from_bytes(data: bytes) -> StepInput:
     wire = _decode(data)
+    masks: Int32s | None = None
+    if wire.masks is not None:
+        masks = np.frombuffer(wire.masks, np.int32).reshape(len(wire.sampling), -1)
     return StepInput(
         token_ids=np.frombuffer(wire.token_ids, dtype=np.int64),
         query_lens=np.frombuffer(wire.query_lens, dtype=np.int32),
@@ -124,4 +137,6 @@ def step_from_bytes(data: bytes) -> StepInput:
         block_tables=np.frombuffer(wire.block_tables, dtype=np.int32).reshape(-1, wire.table_width),
         sample_rows=np.frombuffer(wire.sample_rows, dtype=np.int32),
         sampling=wire.sampling,
+        shapes=wire.shapes,
+        masks=masks,
     )

@@ -20,6 +20,7 @@ from engine.batch import StepInput, StepOutput, build_step
 from engine.role import CoreServices, KVRole
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Phase, Sequence
+from engine.shaping import ShapeBook
 from kvcache.blocks import BlockState
 from protocol.errors import BatonError, ContextLengthExceeded
 from protocol.messages import (
@@ -78,6 +79,7 @@ class EngineCore(CoreServices):
         self.role = role
         self.transport = transport
         self.sequences: dict[str, Sequence] = {}
+        self._shape_book = ShapeBook()
         self._outbox: list[TokenDelta] = []
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._last_stats: dict[str, float] = {}
@@ -115,7 +117,7 @@ class EngineCore(CoreServices):
         plan = self.scheduler.schedule()
         self._begin(plan)
         if plan.scheduled:
-            step = build_step(plan.scheduled)
+            step = build_step(plan.scheduled, self._shape_book)
             self._flush()  # first tokens do not wait for the step
             output = self._execute(step)
             self._commit(plan, output)

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
 from engine.memory import MemoryTooSmall, free_gpu_bytes
 from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
+from engine.shaping import LogitShaper
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from model.base import CausalLM
@@ -52,6 +53,7 @@ class ModelRunner:
         self.model_config = model_config
         self.device = _device(config, parallel.rank)
         self.model = self._load(parallel)
+        self.shaper = LogitShaper(model_config.vocab_size, self.device)
         self.memory: RankMemory | None = None
         self.graphs: DecodeGraphs | None = None
 
@@ -175,10 +177,12 @@ class ModelRunner:
             self._forward(self.memory.backend, step)
             self._synchronize()
             return StepOutput([], [])
-        if is_greedy(step.sampling):
+        # Uploads come before the step, whose launch they might wait for.
+        shaping = self.shaper.prepare(step.shapes, step.masks)
+        if shaping is None and is_greedy(step.sampling):
             return self._execute_greedily(step)
-        batch = self._sampling_batch(step)  # before the step, whose launch uploads may wait for
-        return _to_output(sample(self._launch(step).logits, batch), step.sampling)
+        batch = self._sampling_batch(step)
+        return _to_output(sample(self._launch(step).logits, batch, shaping), step.sampling)
 
     def _execute_greedily(self, step: StepInput) -> StepOutput:
         launched = self._launch(step)

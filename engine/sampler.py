@@ -16,6 +16,8 @@ A token equal to the smallest allowed one is allowed too (as in vLLM's top_k), s
 function of the values, not of the order in which a sort leaves equal ones. The first two are vLLM's
 semantics; min_p acts last here, as in vLLM's first engine and in transformers.
 
+What changes the logits before that (bias, penalties, masks) is in engine/shaping.py.
+
 Logits that are not numbers: NaN counts as -inf, +inf takes all the probability. A row with nothing
 but NaN and -inf counts as sure of token 0: it is the model that failed, not the batch.
 """
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.noise import gumbel, gumbel_of_vocabulary, row_keys
+from engine.shaping import Shaping
 from protocol.messages import SamplingParams
 
 
@@ -127,16 +130,23 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return token_ids.masked_fill_(~largest.isfinite(), -1)
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-    """Draws a token per row.
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, shaping: Shaping | None = None
+) -> SampledTokens:
+    """Draws a token per row, and has `shaping` count it.
 
     Args:
         logits: float32 [S, V], unmodified; not written to.
         batch: S rows on the same device.
+        shaping: what to do to the logits first; logprobs are those of the logits as given.
     """
     assert logits.dtype == torch.float32 and logits.shape[0] == len(batch.temperature)
     largest, token_ids = logits.max(-1)
     logits, largest, token_ids = _without_non_numbers(logits, largest, token_ids)
+    unshaped = logits
+    if shaping is not None:
+        logits = shaping.apply(logits)
+        largest, token_ids = logits.max(-1)
     for rows, draw in (
         (batch.free_rows, _draw_freely),
         (batch.restricted_rows, _draw_restricted),
@@ -146,9 +156,11 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
             scaled = logits[rows] - largest[rows, None]
             scaled.div_(batch.temperature[rows, None].clamp(min=_MIN_TEMPERATURE))
             token_ids[rows] = draw(scaled, rows, batch)
+    if shaping is not None:
+        shaping.drew(token_ids)
     if batch.max_logprobs is None:
         return SampledTokens(token_ids)
-    return _with_logprobs(logits, token_ids, batch.max_logprobs)
+    return _with_logprobs(unshaped, token_ids, batch.max_logprobs)
 
 
 def _without_non_numbers(

@@ -10,8 +10,17 @@ preempted sequence is simply one whose num_computed fell back.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec.structs import replace
+
 from kvcache.prefix import PrefixCursor
-from protocol.messages import AddRequest, FirstToken, KVUsage, RemotePrefill, TokenLogprobs
+from protocol.messages import (
+    AddRequest,
+    FirstToken,
+    KVUsage,
+    RemotePrefill,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 class Phase(Enum):
@@ -29,6 +38,7 @@ class Sequence:
     """Mutable state of one request. `block_ids` cover tokens [0, len(block_ids) * block_size)."""
 
     request: AddRequest
+    sampling: SamplingParams  # the request's, without what travels once (engine/shaping.py)
     token_ids: list[int]
     num_prompt_tokens: int
     remote: RemotePrefill | None  # set until its KV was pulled or given up
@@ -52,6 +62,7 @@ class Sequence:
         first = [remote.first_tokens[0].id] if remote else []
         return cls(
             request=request,
+            sampling=replace(request.sampling, logit_bias={}, grammar=None),
             token_ids=[*request.token_ids, *first],
             num_prompt_tokens=len(request.token_ids),
             remote=remote,

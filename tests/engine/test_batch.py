@@ -1,10 +1,15 @@
 """A plan becomes arrays, and the arrays survive the trip to other ranks."""
 
+import dataclasses
+
 import numpy as np
+from msgspec.structs import replace
 
 from engine.batch import build_step, step_from_bytes, step_to_bytes
 from engine.scheduler import Scheduled
 from engine.sequence import Sequence
+from engine.shaping import RowSetup, ShapeBook
+from protocol.messages import Grammar, SamplingParams
 from tests.engine.shadow import add
 
 
@@ -18,7 +23,7 @@ def _sequence(name: str, tokens: list[int], blocks: list[int], num_computed: int
 def test_positions_slots_and_sampling_rows_of_a_mixed_step() -> None:
     decoding = _sequence("a", [1, 2, 3, 4, 5, 6], [3, 7], 5)
     chunk = _sequence("b", list(range(10, 20)), [4, 5, 6], 4)  # 10 tokens, computes 4..7
-    step = build_step([Scheduled(decoding, 1), Scheduled(chunk, 4)])
+    step = build_step([Scheduled(decoding, 1), Scheduled(chunk, 4)], ShapeBook())
     assert step.token_ids.tolist() == [6, 14, 15, 16, 17]
     assert step.positions.tolist() == [5, 4, 5, 6, 7]
     assert step.context_lens.tolist() == [6, 8]
@@ -30,9 +35,18 @@ def test_positions_slots_and_sampling_rows_of_a_mixed_step() -> None:
 
 
 def test_a_step_is_the_same_after_its_trip() -> None:
-    step = build_step([Scheduled(_sequence("a", [1, 2, 3], [2], 0), 3)])
+    sequence = _sequence("a", [1, 2, 3], [2], 0)
+    params = SamplingParams(
+        logit_bias={3: 1.5}, presence_penalty=0.5, grammar=Grammar("regex", "a")
+    )
+    sequence.request = replace(sequence.request, sampling=params)
+    step = build_step([Scheduled(sequence, 3)], ShapeBook())
+    step = dataclasses.replace(step, masks=np.array([[7, -1]], np.int32))
     copy = step_from_bytes(step_to_bytes(step))
     for name in ("token_ids", "query_lens", "context_lens", "block_tables", "sample_rows"):
         ours, theirs = getattr(step, name), getattr(copy, name)
         assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype, name
-    assert copy.sampling == step.sampling
+    assert copy.sampling == step.sampling == [SamplingParams(temperature=0.0)]
+    assert copy.shapes == step.shapes and copy.shapes is not None
+    assert copy.shapes.setups == [RowSetup(0, [1, 2, 3], [], (0.5, 0.0, 1.0), {3: 1.5}, [])]
+    assert copy.masks is not None and copy.masks.tolist() == [[7, -1]]

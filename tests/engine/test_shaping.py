@@ -1,0 +1,206 @@
+"""Bias, penalties, bans and masks do to each row what their definitions say and nothing to others.
+
+The book and the shaper are driven as the engine drives them: draws are counted on the device, and
+whatever the book did not see (a preemption, another engine's first token) starts the row anew.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.sampler import SamplingBatch, sample
+from engine.sequence import Phase, Sequence
+from engine.shaping import NO_ROW, LogitShaper, ShapeBook, Shaping
+from protocol.messages import AddRequest, SamplingParams
+
+VOCAB = 70  # no multiple of 32
+
+
+def _sequence(prompt: list[int], stop: list[int] | None = None, **sampling: Any) -> Sequence:
+    request = AddRequest(
+        request_id=str(prompt),
+        token_ids=prompt,
+        sampling=SamplingParams(temperature=0.0, **sampling),
+        max_tokens=99,
+        stop_token_ids=stop or [],
+    )
+    sequence = Sequence.from_request(request)
+    sequence.phase = Phase.RUNNING
+    return sequence
+
+
+def _expected(sequence: Sequence, logits: list[float]) -> list[float]:
+    """The definitions, token by token."""
+    sampling, shaped = sequence.request.sampling, []
+    outputs = sequence.token_ids[sequence.num_prompt_tokens :]
+    for token, given_logit in enumerate(logits):
+        logit = given_logit + sampling.logit_bias.get(token, 0.0)
+        if token in sequence.token_ids:
+            penalty = sampling.repetition_penalty
+            logit = logit / penalty if logit > 0 else logit * penalty
+        logit -= sampling.frequency_penalty * outputs.count(token)
+        logit -= sampling.presence_penalty * (token in outputs)
+        if len(outputs) < sampling.min_tokens and token in sequence.request.stop_token_ids:
+            logit = -math.inf
+        shaped.append(logit)
+    return shaped
+
+
+def _probabilities(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double().softmax(-1)
+
+
+class Bench:
+    """Draws tokens for sequences as an engine does, greedily."""
+
+    def __init__(self) -> None:
+        self.book = ShapeBook()
+        self.shaper = LogitShaper(VOCAB)
+        self.random = torch.Generator().manual_seed(1)
+
+    def shaping(self, sequences: list[Sequence]) -> Shaping | None:
+        positions = [len(s.token_ids) for s in sequences]
+        return self.shaper.prepare(self.book.plan(sequences, positions))
+
+    def step(self, sequences: list[Sequence]) -> None:
+        """One draw each, checked against the definitions."""
+        logits = 4 * torch.randn(len(sequences), VOCAB, generator=self.random)
+        shaping = self.shaping(sequences)
+        shaped = logits if shaping is None else shaping.apply(logits)
+        expected = torch.tensor(
+            [_expected(s, row) for s, row in zip(sequences, logits.tolist(), strict=True)]
+        )
+        torch.testing.assert_close(
+            _probabilities(shaped), _probabilities(expected), rtol=1e-4, atol=1e-6
+        )
+        batch = SamplingBatch.from_params(
+            [s.sampling for s in sequences], [len(s.token_ids) for s in sequences]
+        )
+        drawn = sample(logits, batch, shaping).token_ids.tolist()
+        assert drawn == expected.argmax(-1).tolist()
+        for sequence, token in zip(sequences, drawn, strict=True):
+            sequence.append_output(token)
+
+
+_bias = st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16), max_size=4)
+_params = st.fixed_dictionaries(
+    {},
+    optional={
+        "presence_penalty": st.sampled_from([-2.0, 0.5, 2.0]),
+        "frequency_penalty": st.sampled_from([-1.0, 0.25, 2.0]),
+        "repetition_penalty": st.sampled_from([0.5, 1.2, 2.0]),
+        "logit_bias": _bias,
+        "min_tokens": st.integers(1, 6),
+    },
+)
+_prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    specs=st.lists(st.tuples(_prompts, _params), min_size=1, max_size=12),
+    rounds=st.lists(
+        st.tuples(st.sets(st.integers(0, 11), min_size=1), st.integers(0, 23)), max_size=14
+    ),
+)
+def test_any_mixture_over_any_steps_is_shaped_as_defined(
+    specs: list[tuple[list[int], dict[str, Any]]], rounds: list[tuple[set[int], int]]
+) -> None:
+    bench = Bench()
+    sequences = [_sequence(prompt, [3, 4], **params) for prompt, params in specs]
+    for members, event in rounds:
+        chosen = [sequences[at] for at in sorted(members) if at < len(sequences)]
+        if event < len(sequences):  # one is preempted; what it drew, its new row must know
+            sequences[event].phase = Phase.WAITING
+            bench.shaping([s for s in sequences if s.phase is Phase.RUNNING])
+            sequences[event].phase = Phase.RUNNING
+        if chosen:
+            bench.step(chosen)
+
+
+def test_rows_that_need_nothing_are_left_alone_and_cost_nothing() -> None:
+    bench = Bench()
+    plain, ends = _sequence([1, 2]), _sequence([3], stop=[5], min_tokens=2)
+    assert bench.shaping([plain]) is None
+    for _ in range(2):
+        bench.step([plain, ends])
+    assert bench.shaping([plain, ends]) is None, "min_tokens has been reached"
+    assert len(bench.shaper.seen) == 0, "no penalties, no table"
+
+
+def test_a_prompt_travels_once() -> None:
+    book = ShapeBook()
+    sequence = _sequence([7] * 10, presence_penalty=1.0, logit_bias={1: 2.0})
+    first = book.plan([sequence], [10])
+    assert first is not None and first.setups[0].prompt_ids == [7] * 10
+    sequence.append_output(3)
+    again = book.plan([sequence], [11])
+    assert again is not None and again.setups == [] and again.rows == first.rows
+
+
+def test_a_token_drawn_elsewhere_counts_as_an_output() -> None:
+    book = ShapeBook()
+    sequence = _sequence([7, 8], frequency_penalty=1.0)
+    sequence.append_output(9)
+    plan = book.plan([sequence], [3])
+    assert plan is not None
+    assert (plan.setups[0].prompt_ids, plan.setups[0].output_ids) == ([7, 8], [9])
+
+
+def test_state_rows_are_taken_back_from_what_no_longer_runs() -> None:
+    book = ShapeBook()
+    sequences = [_sequence([at], presence_penalty=1.0) for at in range(3)]
+    plan = book.plan(sequences, [1, 1, 1])
+    assert plan is not None and plan.rows == [0, 1, 2]
+    sequences[1].phase = Phase.FINISHED
+    another = _sequence([9], presence_penalty=1.0)
+    plan = book.plan([_sequence([8]), another], [1, 1])
+    assert plan is not None and plan.rows == [NO_ROW, 1]
+
+
+def _mask(*rows: list[int]) -> Any:
+    bits = np.zeros((len(rows), 96), np.uint8)
+    for row, allowed in enumerate(rows):
+        bits[row, allowed] = 1
+    return np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 1.0])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_p": 0.1}])
+def test_only_allowed_tokens_are_drawn(temperature: float, limits: dict[str, float]) -> None:
+    allowed = [[0, 31, 32, 69], [5], list(range(VOCAB))]
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    logits[1] = -math.inf  # where the model is sure of something else
+    logits[1, 6] = 0.0
+    shaper = LogitShaper(VOCAB)
+    for seed in range(50):
+        params = [SamplingParams(temperature=temperature, seed=seed, **limits)] * 3  # type: ignore[arg-type]
+        batch = SamplingBatch.from_params(params, [seed] * 3)
+        drawn = sample(logits, batch, shaper.prepare(None, _mask(*allowed))).token_ids.tolist()
+        assert all(token in row for token, row in zip(drawn, allowed, strict=True))
+
+
+def test_a_ban_gives_way_to_a_grammar_that_allows_nothing_else() -> None:
+    sequence = _sequence([1], stop=[2], min_tokens=5)
+    plan = ShapeBook().plan([sequence], [1])
+    batch = SamplingBatch.from_params([SamplingParams(seed=3)], [1])
+    drawn = sample(torch.zeros(1, VOCAB), batch, LogitShaper(VOCAB).prepare(plan, _mask([2])))
+    assert drawn.token_ids.tolist() == [2]
+
+
+def test_logprobs_are_those_before_shaping() -> None:
+    bench = Bench()
+    sequence = _sequence([1], logit_bias={9: 100.0}, repetition_penalty=1.5, num_logprobs=1)
+    logits = torch.randn(1, VOCAB, generator=bench.random)
+    batch = SamplingBatch.from_params([sequence.sampling], [1])
+    drawn = sample(logits, batch, bench.shaping([sequence]))
+    assert drawn.token_ids.tolist() == [9]
+    expected = logits.log_softmax(-1)
+    assert drawn.logprobs is not None and drawn.top_ids is not None
+    torch.testing.assert_close(drawn.logprobs, expected[:, 9])
+    assert drawn.top_ids.tolist() == [[int(expected.argmax())]]

@@ -8,6 +8,10 @@ VENV ?= .venv
 PORT ?= 8000
 MODEL ?=
 ARGS ?=
+# Of `make eval`: lm_eval tasks by name, documents of each (none: all), the endpoint.
+TASKS ?=
+LIMIT ?=
+URL ?= http://127.0.0.1:$(PORT)
 # A further package index for torch, such as https://download.pytorch.org/whl/cpu, whose builds are
 # a tenth of the size where there is no GPU.
 TORCH_INDEX ?=
@@ -23,7 +27,7 @@ DIGEST := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 SERVE_STAMP := $(VENV)/.serve-$(DIGEST)
 TEST_STAMP := $(VENV)/.test-$(DIGEST)
 
-.PHONY: help serve setup test test-all test-gpu lint format bench clean
+.PHONY: help serve setup test test-all test-gpu lint format bench eval clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +59,11 @@ format: $(TEST_STAMP)  ## ruff, changing files
 
 bench: $(SERVE_STAMP)  ## load on a running endpoint (ARGS= for benchmarks.serve)
 	@$(PY) -m benchmarks.serve $(ARGS)
+
+eval: $(TEST_STAMP)  ## lm_eval on a running endpoint (TASKS= LIMIT= URL= MODEL= ARGS=)
+	@$(PY) -m benchmarks.evaluate --url '$(URL)' --tasks '$(TASKS)' \
+	  $(if $(LIMIT),--limit '$(LIMIT)') $(if $(MODEL),--model '$(MODEL)') \
+	  --output build/evaluation.md $(ARGS)
 
 clean:  ## removes what make made, the virtual environment included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

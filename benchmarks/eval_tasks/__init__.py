@@ -1,0 +1,1 @@
+"""Task files for lm_eval, and what they call."""

@@ -1,0 +1,48 @@
+"""The articles of WikiText-2's test split, out of a file: what local_wikitext.yaml calls."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+_FILE = "wikitext2_test.txt"
+_TITLE = re.compile(r"(?m)^(?= = [^=\n]+ = $)")  # sections have more equals signs
+
+
+def detokenized(document: dict[str, Any]) -> str:
+    """The article as it is scored, as lm_eval's own task writes it."""
+    from lm_eval.tasks.wikitext import preprocess_wikitext
+
+    return str(preprocess_wikitext.wikitext_detokenizer(document))
+
+
+def measured(document: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
+    """The article's loglikelihood (nats) with what each metric divides it by."""
+    from lm_eval.tasks.wikitext import preprocess_wikitext
+
+    metrics: dict[str, tuple[float, int]] = preprocess_wikitext.process_results(document, results)
+    return metrics
+
+
+def load(**_: Any) -> dict[str, Any]:
+    """The split `test`, one document per article, in the file's order.
+
+    Raises:
+        FileNotFoundError: there is no such file; the message says where it was looked for.
+    """
+    from datasets import Dataset
+
+    folder = Path(os.environ.get("BATON_EVAL_DATA") or "../shared/eval/data")
+    path = folder / _FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is not there; put WikiText-2's test split there, or name its folder in "
+            "BATON_EVAL_DATA, or evaluate lm_eval's own task `wikitext`, which downloads it"
+        )
+    pages = [{"page": page} for page in articles(path.read_text("utf-8"))]
+    return {"test": Dataset.from_list(pages)}
+
+
+def articles(text: str) -> list[str]:
+    """Splits the text at the titles of articles; what precedes the first one is dropped."""
+    return [part for part in _TITLE.split(text) if _TITLE.match(part)]

@@ -8,7 +8,9 @@ outer product of offsets. Both sides being mixed-radix numbers, no shorter list 
 inside a box; across boxes, neighbours on both sides are merged. Everything is in bytes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -73,8 +75,32 @@ class _Product(NamedTuple):
 
 
 def count_runs(boxes: Boxes) -> int:
-    """How many runs `find_runs` will return, or a few more, without making them."""
+    """How many runs `runs_by_slot` will return, and `find_runs` or a few more, without them."""
     return sum(product.num_runs for product in _products(boxes))
+
+
+def runs_by_slot(boxes: Boxes, pitch: int) -> Iterator[tuple[int, Runs]]:
+    """The runs of boxes of which none crosses a multiple of `pitch` in local memory.
+
+    Cheaper than `find_runs` by what sorting all runs costs: neighbours are merged before the axes
+    are multiplied out, not after, and runs are in the order of the boxes.
+
+    Yields:
+        the ordinal of a stretch of `pitch` bytes, and runs whose local offsets count from there;
+        a stretch comes up once for each token count of its boxes.
+    """
+    for product in _products(boxes):
+        slots = product.local // pitch
+        remote, local = _offsets(product.axes, 1), _offsets(product.axes, 2)
+        runs = Runs(
+            np.add.outer(product.remote, remote).reshape(-1),
+            np.add.outer(product.local - slots * pitch, local).reshape(-1),
+            np.repeat(product.lengths, len(local)),
+        )
+        borders = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
+        for low, high in pairwise(borders):
+            part = slice(low * len(local), high * len(local))
+            yield int(slots[low]), Runs(*(array[part] for array in runs))
 
 
 def find_runs(boxes: Boxes) -> Runs:
@@ -159,8 +185,10 @@ def _merge(runs: Runs) -> Runs:
     if np.any(local[1:] < local[:-1]):
         order = np.argsort(local, kind="stable")
         remote, local, lengths = remote[order], local[order], lengths[order]
-    gap = (local[1:] != local[:-1] + lengths[:-1]) | (remote[1:] != remote[:-1] + lengths[:-1])
-    if gap.all():
+    joined = remote[1:] == (remote + lengths)[:-1]
+    if joined.any():  # seldom: the other side need not be looked at
+        joined &= local[1:] == (local + lengths)[:-1]
+    if not joined.any():
         return Runs(remote, local, lengths)
-    starts = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(gap) + 1))
+    starts = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(~joined) + 1))
     return Runs(remote[starts], local[starts], np.add.reduceat(lengths, starts))

@@ -23,7 +23,7 @@ import numpy as np
 from kvcache.layout import KVLayout
 from kvcache.transfer.boxes import Transfer, cut_tokens, pair_boxes, remote_offsets
 from kvcache.transfer.cost import CostModel
-from kvcache.transfer.runs import Boxes, RankRead, Runs, count_runs, find_runs
+from kvcache.transfer.runs import Boxes, RankRead, count_runs, runs_by_slot
 from kvcache.transfer.topology import HeadGroup, IntArray, PlanError, byte_strides
 
 # Regions, and so chunks, start at multiples of this: placing may move whole words.
@@ -244,23 +244,14 @@ def make_chunks(staging: Staging) -> tuple[Chunk, ...]:
     """Everything of the staged path, chunk by chunk."""
     reads: list[list[RankRead]] = [[] for _ in range(staging.num_chunks)]
     for owner, boxes in _staged_boxes(staging):
-        for chunk, runs in _by_chunk(find_runs(boxes), staging.pitch):
+        for chunk, runs in runs_by_slot(boxes, staging.pitch):
             reads[chunk].append(RankRead(owner, *runs))
-    moves = _moves(staging)
+    moves, nbytes = _moves(staging), staging.slot_bytes
     target = staging.transfer.local.layout
     return tuple(
-        Chunk(tuple(read), staging.slot_bytes, tuple(move), staging.regions, target)
+        Chunk(tuple(read), nbytes, tuple(move), staging.regions, target)
         for read, move in zip(reads, moves, strict=True)
     )
-
-
-def _by_chunk(runs: Runs, pitch: int) -> Iterator[tuple[int, Runs]]:
-    chunk = runs.local // pitch
-    borders = [*np.flatnonzero(np.diff(chunk, prepend=-1)), len(chunk)]
-    for low, high in pairwise(borders):
-        number = int(chunk[low])
-        local = runs.local[low:high] - number * pitch
-        yield number, Runs(runs.remote[low:high], local, runs.lengths[low:high])
 
 
 def _moves(staging: Staging) -> list[list[Move]]:

@@ -73,6 +73,11 @@ class Tokenizer:
         ids: list[int] = encoded[0].ids
         return ids
 
+    def to_json(self) -> str:
+        """The tokenizer in the form of a tokenizer.json, with all its special tokens."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def min_tokens(self, num_chars: int) -> int:
         """No text of so many characters has fewer tokens. Costs nothing, unlike `encode`, which
         takes hundreds of times a text's memory."""

@@ -5,6 +5,7 @@ BatonError
 |  |- InvalidRequest       400, names the field
 |  |- ContextLengthExceeded 400, names both lengths
 |  |- KVParamsRejected     400, a kv_transfer_params that cannot be honoured
+|  |- GrammarFailed        400, an output that cannot match what the request demands
 |  |- ModelNotFound        404
 |  `- PayloadTooLarge      413
 |- RemoteKVError           502/504: the KV of a prefill server could not be used
@@ -74,6 +75,11 @@ class ContextLengthExceeded(RequestError):
 class KVParamsRejected(RequestError):
     phase = "kv_params"
     code = "kv_transfer_params_rejected"
+
+
+class GrammarFailed(RequestError):
+    phase = "engine"
+    code = "grammar_failed"
 
 
 class ModelNotFound(RequestError):

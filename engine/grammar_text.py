@@ -1,0 +1,93 @@
+"""What an output must match, as llguidance reads it. Used where requests are validated and where
+masks are made; no torch here.
+
+JSON may have whitespace between its tokens, but only so much of it at a place: a model that has
+begun to write blanks would otherwise go on until `max_tokens`.
+"""
+
+import json
+from functools import lru_cache
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from protocol.messages import Grammar
+
+MAX_GRAMMAR_CHARS = 256 * 1024
+
+_MAX_WHITESPACE = 24
+_JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{_MAX_WHITESPACE}}}"}
+
+# A state of the lexer takes 1 to 2 kB and is made as outputs reach it. Errors go to clients.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+class GrammarError(ValueError):
+    """A schema, regex, list of choices or grammar that cannot be used; says why in one line."""
+
+
+def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """A matcher at the beginning of `grammar`. Other threads may run meanwhile.
+
+    Raises:
+        GrammarError: it has a mistake or is too large.
+    """
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(f"it has {len(grammar.text)} characters, at most {MAX_GRAMMAR_CHARS}")
+    matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise GrammarError(_one_line(matcher.get_error()))
+    return matcher
+
+
+@lru_cache(maxsize=256)
+def find_mistake(grammar: Grammar) -> str | None:
+    """Why `grammar` cannot be used, whatever the vocabulary, or None. Takes milliseconds, for one
+    of the largest allowed size a second."""
+    try:
+        matcher = make_matcher(_byte_tokenizer(), grammar)
+    except GrammarError as error:
+        return str(error)
+    can_begin = int.from_bytes(matcher.compute_bitmask(), "little")
+    if matcher.is_error():
+        return "no text matches it"
+    if can_begin == 1 << _byte_tokenizer().eos_token:
+        return "no text but the empty one matches it"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def _source(grammar: Grammar) -> str:
+    try:
+        return _to_llguidance(grammar)
+    except RecursionError:
+        raise GrammarError("it is nested too deeply") from None
+    except GrammarError:
+        raise
+    except Exception as error:  # the converters raise several kinds, all about the text
+        raise GrammarError(_one_line(str(error))) from None
+
+
+def _to_llguidance(grammar: Grammar) -> str:
+    match grammar.kind:
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', _JSON_OPTIONS)
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(grammar.text, _JSON_OPTIONS)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "choice":
+            choices = json.loads(grammar.text)
+            quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+
+
+def _one_line(text: str, limit: int = 300) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."

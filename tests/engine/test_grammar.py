@@ -1,0 +1,249 @@
+"""Token masks against a search over the whole vocabulary, and how sequences end under a grammar."""
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.grammar import COMPLETE, GrammarCompiler, GrammarState
+from engine.tokenizer import Tokenizer
+from protocol.errors import GrammarFailed
+from protocol.messages import AddRequest, Grammar, GrammarKind, SamplingParams
+from tests.make_models import ensure_model
+
+VOCAB = 512  # of the model, a little more than the tokenizer's
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "ok": {"type": "boolean"},
+        "list": {"type": "array", "items": {"enum": [1, "two"]}, "maxItems": 2},
+    },
+    "required": ["name", "ok", "list"],
+    "additionalProperties": False,
+}
+CHOICES = ["red", "reddish", "blue", "a longer one"]
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> Path:
+    return ensure_model("gqa")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_directory(model_dir)
+
+
+@pytest.fixture(scope="module")
+def compiler(model_dir: Path) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(model_dir, VOCAB, lambda: None)
+    yield compiler
+    compiler.close()
+
+
+def request(
+    kind: GrammarKind, text: str, *, stop: tuple[int, ...] = (2,), min_tokens: int = 0
+) -> AddRequest:
+    return AddRequest(
+        request_id="a",
+        token_ids=[5, 6],
+        sampling=SamplingParams(grammar=Grammar(kind, text), min_tokens=min_tokens),
+        max_tokens=100,
+        stop_token_ids=list(stop),
+    )
+
+
+def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
+    masks = compiler.masks([None, state])
+    assert masks is not None
+    bits = masks.result()
+    assert bits.shape == (2, VOCAB // 32) and bits.dtype == np.int32
+    assert (bits[0] == -1).all()
+    return set(np.unpackbits(bits[1].view(np.uint8), bitorder="little").nonzero()[0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "begins"),
+    [
+        ("choice", json.dumps(CHOICES), lambda t: any(c.startswith(t) for c in CHOICES)),
+        (
+            "regex",
+            "[0-9]{1,3}x?",
+            lambda t: t.removesuffix("x").isdigit() and len(t.removesuffix("x")) <= 3,
+        ),
+    ],
+)
+def test_masks_equal_a_search_over_the_vocabulary(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    kind: GrammarKind,
+    text: str,
+    begins: Callable[[str], bool],
+) -> None:
+    """At every step of random walks: a token is allowed iff some match begins with the text. Where
+    only one continuation is left, its usual tokens are, rather than any that spell it."""
+    assert tokenizer.token_bytes is not None
+    rng = random.Random(0)
+    texts = {
+        i: raw.decode()
+        for i, raw in enumerate(tokenizer.token_bytes)
+        if raw.isascii() and raw and i not in tokenizer.special_ids
+    }
+    for _ in range(10):
+        state, outputs, said = compiler.state(request(kind, text)), [5, 6], ""
+        while state.follow(outputs, 2) is None:
+            found = allowed(compiler, state)
+            expected = {i for i, more in texts.items() if begins(said + more)}
+            if len({texts[i][0] for i in expected}) > 1:
+                assert found - {2} == expected
+            else:
+                assert found <= expected | {2} and (found or not expected)
+            token = rng.choice(sorted(found))
+            if token == 2:
+                break
+            outputs.append(token)
+            said += texts[token]
+        if kind == "choice":
+            assert said in CHOICES
+
+
+def test_any_walk_that_ends_validates(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        state = compiler.state(request("json_schema", json.dumps(SCHEMA)))
+        outputs: list[int] = []
+        while state.follow(outputs, 0) is None:
+            # Blanks are allowed nearly everywhere; a walk of blanks says little.
+            found = sorted(allowed(compiler, state))
+            solid = [t for t in found if tokenizer.token_text(t).strip()]
+            outputs.append(rng.choice(solid or found))
+            assert len(outputs) < 300
+        assert state.ending is COMPLETE
+        answer = json.loads(tokenizer.decode(outputs))
+        assert set(answer) == {"name", "ok", "list"} and isinstance(answer["ok"], bool)
+        assert len(answer["name"]) <= 4 and len(answer["list"]) <= 2
+        assert all(item in (1, "two") for item in answer["list"])
+
+
+def test_blanks_do_not_go_on_for_ever(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    state = compiler.state(request("json_object", ""))
+    (blank,) = tokenizer.encode(" ")
+    outputs = tokenizer.encode("{")
+    while blank in allowed(compiler, state) if state.follow(outputs, 0) is None else False:
+        outputs.append(blank)
+        assert len(outputs) < 100
+    assert len(outputs) > 2 and allowed(compiler, state)
+
+
+def test_an_end_token_only_where_the_text_is_complete(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    state = compiler.state(request("choice", json.dumps(["a", "ab"])))
+    assert 2 not in allowed(compiler, state)
+    assert state.follow(tokenizer.encode("a"), 0) is None
+    assert 2 in allowed(compiler, state)
+
+
+def test_a_text_that_cannot_go_on_is_complete_without_an_end_token(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    state = compiler.state(request("choice", json.dumps(["a", "ab"])))
+    assert state.follow(tokenizer.encode("ab"), 0) is COMPLETE
+
+
+def test_ignoring_the_end_tokens_goes_on_while_the_grammar_can(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    state = compiler.state(request("regex", "a+", stop=()))
+    assert state.follow(tokenizer.encode("a"), 0) is None
+    assert 2 not in allowed(compiler, state)
+
+
+def test_min_tokens_bars_the_stop_tokens_unless_nothing_else_is_left(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    stop = (2, *tokenizer.encode("b"))
+    state = compiler.state(request("regex", "ab?", stop=stop, min_tokens=2))
+    assert state.follow(tokenizer.encode("a"), 0) is None
+    assert len(allowed(compiler, state)) == VOCAB, "what is drawn here is void"
+    assert state.ending is COMPLETE
+    longer = compiler.state(request("regex", "a[bc]?", stop=stop, min_tokens=2))
+    longer.follow(tokenizer.encode("a"), 0)
+    assert allowed(compiler, longer) == set(tokenizer.encode("c"))
+
+
+def test_a_state_is_a_function_of_the_outputs(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """Taking a first token back, or following late, changes nothing."""
+    given = request("json_schema", json.dumps(SCHEMA))
+    outputs = [5, 6, *tokenizer.encode('{"name": "x')]
+    steps, at_once, taken_back = (compiler.state(given) for _ in range(3))
+    for end in range(2, len(outputs) + 1):
+        steps.follow(outputs[:end], 2)
+    at_once.follow(outputs, 2)
+    taken_back.follow([5, 6, *tokenizer.encode("{")], 2)
+    taken_back.follow([5, 6], 2)
+    taken_back.follow(outputs, 2)
+    masks = [allowed(compiler, state) for state in (steps, at_once, taken_back)]
+    assert masks[0] == masks[1] == masks[2] != set()
+
+
+def test_a_token_that_breaks_the_grammar_is_an_error(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    state = compiler.state(request("choice", '["a"]'))
+    ending = state.follow(tokenizer.encode("b"), 0)
+    assert ending is not None and isinstance(ending.error, GrammarFailed)
+    assert len(allowed(compiler, state)) == VOCAB
+
+
+def test_a_text_that_no_token_spells_is_an_error_not_a_hang(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """Only end tokens are left by min_tokens, and the text has not begun."""
+    state = compiler.state(request("regex", "a?", stop=(2, *tokenizer.encode("a")), min_tokens=1))
+    allowed(compiler, state)
+    assert state.ending is not None and isinstance(state.ending.error, GrammarFailed)
+
+
+def test_compiling_happens_elsewhere_and_once(model_dir: Path) -> None:
+    called = threading.Event()
+    compiler = GrammarCompiler(model_dir, VOCAB, called.set)
+    grammar = Grammar("regex", "[ab]+")
+    compiler.is_compiled(grammar)
+    assert called.wait(30)
+    assert compiler.is_compiled(grammar)
+    first, second = (compiler.state(request("regex", "[ab]+")) for _ in range(2))
+    first.follow([5], 0)
+    assert first.ending is not None and second.follow([], 0) is None
+    compiler.close()
+
+
+def test_a_grammar_that_cannot_be_compiled_fails_its_requests_only(
+    compiler: GrammarCompiler,
+) -> None:
+    with pytest.raises(GrammarFailed, match="unclosed"):
+        compiler.state(request("regex", "[a"))
+    assert compiler.state(request("regex", "a")).follow([], 0) is None
+
+
+def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(tmp_path, VOCAB, lambda: None)
+    with pytest.raises(GrammarFailed, match=r"tokenizer\.json"):
+        compiler.state(request("regex", "a"))
+    compiler.close()
+
+
+def test_a_vocabulary_larger_than_the_logits(model_dir: Path, tokenizer: Tokenizer) -> None:
+    """Masks have the logits' width; ids beyond it cannot be drawn."""
+    compiler = GrammarCompiler(model_dir, 300, lambda: None)
+    state = compiler.state(request("regex", "[a-z]+"))
+    masks = compiler.masks([state])
+    assert masks is not None and masks.result().shape == (1, 10)
+    compiler.close()

@@ -1,0 +1,49 @@
+"""What can be compiled, and what is said of the rest."""
+
+import json
+
+import pytest
+
+from engine.grammar_text import MAX_GRAMMAR_CHARS, find_mistake
+from protocol.messages import Grammar
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_object"),
+        Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+        Grammar("regex", r"\d{3}-[a-z]+"),
+        Grammar("choice", json.dumps(["yes", 'say "no"\\', "", "é\n"])),
+        Grammar("grammar", 'start: "a" rest\nrest: /[0-9]+/'),
+        Grammar("grammar", 'root ::= "a" rest\nrest ::= [0-9]+'),
+    ],
+    ids=lambda grammar: grammar.kind,
+)
+def test_what_can_be_used(grammar: Grammar) -> None:
+    assert find_mistake(grammar) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("json_schema", '{"type": "objekt"}', "objekt"),
+        ("json_schema", '{"$ref": "#/$defs/gone"}', "gone"),
+        ("json_schema", '{"$ref": "http://example.com/schema"}', "not present"),
+        ("json_schema", '{"enum": []}', "Unsatisfiable"),
+        ("json_schema", '{"type": "string", "not": {"type": "string"}}', "not"),
+        ("json_schema", "[" * 5000 + "]" * 5000, "recursion"),
+        ("regex", "[a-z", "unclosed"),
+        ("regex", "(?=a)b", "look-ahead"),
+        ("regex", "", "empty"),
+        ("regex", r"a?[^\s\S]", "no text"),
+        ("choice", '[""]', "empty"),
+        ("grammar", "start: nowhere", "nowhere"),
+        ("grammar", "root ::= (", "line 1"),
+        ("regex", "a" * (MAX_GRAMMAR_CHARS + 1), str(MAX_GRAMMAR_CHARS)),
+    ],
+)
+def test_a_mistake_is_named_in_one_line(kind: str, text: str, said: str) -> None:
+    mistake = find_mistake(Grammar(kind, text))  # type: ignore[arg-type]
+    assert mistake is not None
+    assert said in mistake and "\n" not in mistake and len(mistake) <= 300

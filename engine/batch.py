@@ -6,6 +6,7 @@ same arrays go through memory on rank 0 and as msgpack bytes to the other ranks.
 
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -20,6 +21,23 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
+class Masks(Protocol):
+    """Which tokens a step's rows may draw, perhaps still being found out."""
+
+    def result(self) -> Int32s:
+        """[R, ceil(V / 32)], waited for: bit t % 32 of word t // 32 is set where token t may be."""
+
+
+@dataclass(frozen=True, eq=False)
+class KnownMasks:
+    """Masks as they came from rank 0."""
+
+    bits: Int32s
+
+    def result(self) -> Int32s:
+        return self.bits
+
+
 @dataclass(frozen=True, eq=False)
 class StepInput:
     """T tokens of S sequences; R of the sequences draw their next token at the end."""
@@ -31,7 +49,7 @@ class StepInput:
     sample_rows: Int32s  # [R] indices into S
     sampling: list[SamplingParams]  # [R], without what travels in `shapes` and `masks`
     shapes: StepShapes | None = None  # None: no row has a bias, penalty or ban
-    masks: Int32s | None = None  # [R, ceil(V / 32)] bits of allowed tokens; None: no grammar
+    masks: Masks | None = None  # None: no row has a grammar
 
     @property
     def positions(self) -> Int64s:
@@ -68,8 +86,11 @@ class StepOutput:
     logprobs: list[TokenLogprobs | None]  # [R]
 
 
-def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput:
-    """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences."""
+def build_step(
+    scheduled: Sequenceable[Scheduled], book: ShapeBook, masks: Masks | None = None
+) -> StepInput:
+    """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences, `masks`
+    are those of the rows that draw."""
     sequences = [item.sequence for item in scheduled]
     starts = [sequence.num_computed for sequence in sequences]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
@@ -90,6 +111,7 @@ def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput
         sample_rows=np.array(drawing, dtype=np.int32),
         sampling=[sequence.sampling for sequence in draws],
         shapes=book.plan(draws, context_lens[drawing].tolist()),
+        masks=masks,
     )
 
 
@@ -120,16 +142,16 @@ def step_to_bytes(step: StepInput) -> bytes:
             sample_rows=step.sample_rows.tobytes(),
             sampling=step.sampling,
             shapes=step.shapes,
-            masks=None if step.masks is None else step.masks.tobytes(),
+            masks=None if step.masks is None else step.masks.result().tobytes(),
         )
     )
 
 
 def step_from_bytes(data: bytes) -> StepInput:
     wire = _decode(data)
-    masks: Int32s | None = None
+    masks: KnownMasks | None = None
     if wire.masks is not None:
-        masks = np.frombuffer(wire.masks, np.int32).reshape(len(wire.sampling), -1)
+        masks = KnownMasks(np.frombuffer(wire.masks, np.int32).reshape(len(wire.sampling), -1))
     return StepInput(
         token_ids=np.frombuffer(wire.token_ids, dtype=np.int64),
         query_lens=np.frombuffer(wire.query_lens, dtype=np.int32),

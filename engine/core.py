@@ -17,12 +17,13 @@ from collections.abc import Sequence as Sequenceable
 from typing import Protocol
 
 from engine.batch import StepInput, StepOutput, build_step
+from engine.grammar import Ending, GrammarCompiler, StepMasks
 from engine.role import CoreServices, KVRole
-from engine.scheduler import Plan, Scheduler
+from engine.scheduler import Plan, Scheduled, Scheduler
 from engine.sequence import Phase, Sequence
 from engine.shaping import ShapeBook
 from kvcache.blocks import BlockState
-from protocol.errors import BatonError, ContextLengthExceeded
+from protocol.errors import BatonError, ContextLengthExceeded, GrammarFailed
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -72,14 +73,21 @@ class EngineCore(CoreServices):
     """Owns the sequences of one engine. Everything here runs on the thread that calls `run`."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, role: KVRole, transport: Transport
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        role: KVRole,
+        transport: Transport,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.role = role
         self.transport = transport
+        self.grammars = grammars
         self.sequences: dict[str, Sequence] = {}
         self._shape_book = ShapeBook()
+        self._compiling: dict[Sequence, None] = {}  # to be enqueued once their grammars are there
         self._outbox: list[TokenDelta] = []
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._last_stats: dict[str, float] = {}
@@ -114,10 +122,13 @@ class EngineCore(CoreServices):
         for message in messages:
             self._take(message)
         self.role.poll()
+        for sequence in list(self._compiling):
+            self.enqueue(sequence)
         plan = self.scheduler.schedule()
         self._begin(plan)
         if plan.scheduled:
-            step = build_step(plan.scheduled, self._shape_book)
+            masks = self._masks(plan.scheduled)
+            step = build_step(plan.scheduled, self._shape_book, masks)
             self._flush()  # first tokens do not wait for the step
             output = self._execute(step)
             self._commit(plan, output)
@@ -163,6 +174,7 @@ class EngineCore(CoreServices):
         if sequence is None:
             self.role.on_abort_unknown(request_id)
             return
+        self._compiling.pop(sequence, None)
         if not self.role.on_abort(sequence):
             self.scheduler.finish(sequence)
         sequence.phase = Phase.FINISHED
@@ -173,6 +185,13 @@ class EngineCore(CoreServices):
     # -- services to the role ----------------------------------------------------------------
 
     def enqueue(self, sequence: Sequence) -> None:
+        try:
+            if not self._prepare_grammar(sequence):
+                return
+        except GrammarFailed as error:
+            self.role.on_abort(sequence)
+            self.fail(sequence, error)
+            return
         reason = sequence.finish_reason(self.scheduler.limits.max_model_len)
         if reason is not None:  # it ends with the token it came with, and needs no block
             self._emit_first(sequence)
@@ -182,10 +201,45 @@ class EngineCore(CoreServices):
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
         del self.sequences[sequence.request_id]
+        self._compiling.pop(sequence, None)
         self._emit_error(sequence, error)
 
     def wake(self) -> None:
         self.transport.wake()
+
+    # -- grammars ----------------------------------------------------------------------------
+
+    def _prepare_grammar(self, sequence: Sequence) -> bool:
+        """Gives a sequence its place in its grammar, if it has one; False while that is compiled.
+
+        Raises:
+            GrammarFailed: it cannot be.
+        """
+        grammar = sequence.request.sampling.grammar
+        if grammar is None or sequence.grammar is not None:
+            return True
+        if self.grammars is None:
+            raise GrammarFailed("this engine follows no grammars")
+        if not self.grammars.is_compiled(grammar):
+            self._compiling[sequence] = None
+            return False
+        self._compiling.pop(sequence, None)
+        sequence.grammar = self.grammars.state(sequence.request)
+        return True
+
+    def _masks(self, scheduled: Sequenceable[Scheduled]) -> StepMasks | None:
+        drawing = [item.sequence for item in scheduled if item.samples]
+        if self.grammars is None or all(s.request.sampling.grammar is None for s in drawing):
+            return None
+        return self.grammars.masks([s.grammar for s in drawing])
+
+    def _end_by_grammar(self, sequence: Sequence, ending: Ending) -> None:
+        """Nothing could be drawn: the token that was drawn all the same is void."""
+        if ending.error is None:
+            self._finish(sequence, "stop")
+        else:
+            self.scheduler.finish(sequence)
+            self.fail(sequence, ending.error)
 
     # -- a round's work ----------------------------------------------------------------------
 
@@ -207,6 +261,9 @@ class EngineCore(CoreServices):
                 self._append(item.sequence, *next(drawn))
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if sequence.grammar is not None and sequence.grammar.ending is not None:
+            self._end_by_grammar(sequence, sequence.grammar.ending)
+            return
         sequence.append_output(token_id)
         if sequence.num_outputs == 1:
             sequence.first_logprobs = logprobs

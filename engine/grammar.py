@@ -1,10 +1,10 @@
 """Outputs that must match a grammar: compiled once, followed by each sequence, as token masks.
 
-    request -> GrammarCompiler (a thread, a cache) -> GrammarState per sequence -> StepMasks per step
+    request -> GrammarCompiler (a thread, a cache) -> GrammarState of a sequence -> StepMasks
 
-A state is a function of the sequence's outputs, so preemption, recompute and a first token drawn on
-the prefill server change nothing: it catches up with whatever outputs the sequence has. Rank 0 makes
-the masks, in a thread, while the step's forward pass runs.
+A state is a function of the sequence's outputs, so preemption, recompute and a first token drawn
+on the prefill server change nothing: it catches up with whatever outputs the sequence has. Rank 0
+makes the masks, in a thread, while the step's forward pass runs.
 
 How a sequence ends under a grammar:
 - "stop" as soon as no more text can follow, without drawing an end token; an end token may be drawn
@@ -16,7 +16,8 @@ How a sequence ends under a grammar:
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence as Sequenceable
+from collections.abc import Callable
+from collections.abc import Sequence as Sequenceable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,9 +193,7 @@ class GrammarCompiler:
     def _future(self, grammar: Grammar) -> Future[LLMatcher]:
         future = self._compiled.get(grammar)
         if future is None:
-            future = self._compiling.submit(
-                lambda: make_matcher(self._tokenizer.result(), grammar)
-            )
+            future = self._compiling.submit(lambda: make_matcher(self._tokenizer.result(), grammar))
             future.add_done_callback(lambda _: self._on_compiled())
             self._compiled[grammar] = future
             if len(self._compiled) > _MAX_CACHED:

@@ -7,16 +7,22 @@ begun to write blanks would otherwise go on until `max_tokens`.
 
 import json
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from protocol.messages import Grammar
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_GRAMMAR_CHARS = 256 * 1024
 
 _MAX_WHITESPACE = 24
-_JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{_MAX_WHITESPACE}}}"}
+_JSON_OPTIONS: "JsonCompileOptions" = {
+    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{_MAX_WHITESPACE}}}"
+}
 
 # A state of the lexer takes 1 to 2 kB and is made as outputs reach it. Errors go to clients.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)

@@ -177,12 +177,16 @@ class ModelRunner:
             self._forward(self.memory.backend, step)
             self._synchronize()
             return StepOutput([], [])
-        # Uploads come before the step, whose launch they might wait for.
-        shaping = self.shaper.prepare(step.shapes, step.masks)
-        if shaping is None and is_greedy(step.sampling):
-            return self._execute_greedily(step)
+        if step.masks is None:
+            # Uploads come before the step, whose launch they might wait for.
+            shaping = self.shaper.prepare(step.shapes)
+            if shaping is None and is_greedy(step.sampling):
+                return self._execute_greedily(step)
         batch = self._sampling_batch(step)
-        return _to_output(sample(self._launch(step).logits, batch, shaping), step.sampling)
+        logits = self._launch(step).logits
+        if step.masks is not None:  # they are filled while the step runs
+            shaping = self.shaper.prepare(step.shapes, step.masks.result())
+        return _to_output(sample(logits, batch, shaping), step.sampling)
 
     def _execute_greedily(self, step: StepInput) -> StepOutput:
         launched = self._launch(step)

@@ -12,6 +12,7 @@ from enum import Enum
 
 from msgspec.structs import replace
 
+from engine.grammar import COMPLETE, GrammarState
 from kvcache.prefix import PrefixCursor
 from protocol.messages import (
     AddRequest,
@@ -54,6 +55,7 @@ class Sequence:
     num_recomputed: int = 0
     num_cached_remotely: int | None = None  # what the prefill server did not compute
     was_admitted: bool = False
+    grammar: GrammarState | None = None  # made when first needed, from the request and the outputs
 
     @classmethod
     def from_request(cls, request: AddRequest) -> "Sequence":
@@ -110,6 +112,9 @@ class Sequence:
         """Why the sequence ends with its last token, or None."""
         if self.num_outputs and self.token_ids[-1] in self.request.stop_token_ids:
             return "stop"
+        if self.grammar is not None:
+            if self.grammar.follow(self.token_ids, self.num_prompt_tokens) is COMPLETE:
+                return "stop"
         if self.num_outputs >= self.request.max_tokens or len(self.token_ids) >= max_model_len:
             return "length"
         return None

@@ -20,6 +20,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.grammar import GrammarCompiler
 from engine.memory import MemoryTooSmall, PoolSize, free_host_bytes, size_pool
 from engine.ranks import Follower, Leader
 from engine.role import KVRole
@@ -147,6 +148,7 @@ def _build_leader(
     config: EngineConfig, factory: RoleFactory, leader: Leader, transport: ZmqTransport
 ) -> tuple[EngineCore, KVRole, RankService, EngineReady]:
     model_config = load_config(config.model_dir)
+    grammars = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
     parallel = _parallel(config, 0, 0, leader.share_port)
     runner = ModelRunner(config, model_config, parallel)
     size = _pool_size(config, model_config, runner)
@@ -166,7 +168,7 @@ def _build_leader(
     service.start()
     role = factory.make_role(context, metadata, transport)
     max_len = min(size.max_model_len, (num_blocks - 1) * config.block_size)
-    core = EngineCore(_scheduler(config, num_blocks, max_len), leader, role, transport)
+    core = EngineCore(_scheduler(config, num_blocks, max_len), leader, role, transport, grammars)
     ready = EngineReady(
         num_blocks=num_blocks - 1,
         block_size=config.block_size,

@@ -1,0 +1,211 @@
+"""The core with sequences under a grammar: they wait, draw what may be drawn, and end."""
+
+import json
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from engine.batch import StepInput, StepOutput, step_from_bytes, step_to_bytes
+from engine.core import EngineCore
+from engine.grammar import GrammarCompiler
+from engine.tokenizer import Tokenizer
+from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
+from tests.engine.shadow import (
+    VOCAB,
+    MemoryTransport,
+    ShadowExecutor,
+    add,
+    assert_all_blocks_home,
+    expected_output,
+    make_core,
+    run_until_idle,
+)
+from tests.make_models import ensure_model
+
+CHOICES = ["Anna found a red ball", "Ben lost a blue kite", "Anna found a key"]
+
+
+class MaskedExecutor(ShadowExecutor):
+    """Takes of the allowed tokens the one that the shadow model's hash names."""
+
+    def execute(self, step: StepInput) -> StepOutput:
+        masks = step_from_bytes(step_to_bytes(step)).masks
+        output = super().execute(step)
+        if masks is None:
+            return output
+        tokens = []
+        for free, row in zip(output.token_ids, masks.result(), strict=True):
+            allowed = np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0]
+            is_free = bool((row == -1).all())
+            tokens.append(free if is_free else int(allowed[free % len(allowed)]))
+        return StepOutput(tokens, output.logprobs)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_directory(ensure_model("gqa"))
+
+
+@pytest.fixture
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
+    yield compiler
+    compiler.close()
+
+
+def core_with(compiler: GrammarCompiler, **limits: int) -> tuple[EngineCore, MemoryTransport]:
+    core, executor, out = make_core(**limits)  # type: ignore[arg-type]
+    core.grammars = compiler
+    core.executor = MaskedExecutor(len(executor.pool), executor.block_size)
+    return core, out
+
+
+def constrained(
+    request_id: str, grammar: Grammar, max_tokens: int = 40, prompt: tuple[int, ...] = (1, 2, 3)
+) -> AddRequest:
+    sampling = SamplingParams(temperature=0.0, grammar=grammar)
+    free = add(request_id, prompt, max_tokens, stop_token_ids=[2])
+    return AddRequest(
+        request_id=request_id,
+        token_ids=free.token_ids,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        stop_token_ids=[2],
+    )
+
+
+def choice(*texts: str) -> Grammar:
+    return Grammar("choice", json.dumps(texts))
+
+
+def compiled(compiler: GrammarCompiler, *grammars: Grammar) -> None:
+    for grammar in grammars:
+        compiler._future(grammar).exception()
+
+
+def test_a_constrained_and_a_free_sequence_share_steps(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    core, out = core_with(compiler)
+    compiled(compiler, choice(*CHOICES))
+    core.round([constrained("a", choice(*CHOICES)), add("b", [4, 5, 6], 9)])
+    run_until_idle(core)
+    assert tokenizer.decode(out.tokens("a")) in CHOICES
+    assert [end.finish_reason for end in out.terminals("a")] == ["stop"]
+    assert out.tokens("b") == expected_output([4, 5, 6], 9)
+    assert_all_blocks_home(core)
+
+
+def test_a_sequence_waits_for_its_grammar_and_holds_up_nobody(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    go_on = threading.Event()
+    core, out = core_with(compiler)
+    compiler._compiling.submit(go_on.wait)  # the compiler is busy
+    core.round([constrained("a", choice(*CHOICES)), add("b", [4, 5, 6], 9)])
+    run_until_idle(core)
+    assert out.tokens("b") == expected_output([4, 5, 6], 9) and out.tokens("a") == []
+    go_on.set()
+    compiled(compiler, choice(*CHOICES))
+    run_until_idle(core)
+    assert tokenizer.decode(out.tokens("a")) in CHOICES
+
+
+def test_an_abort_while_the_grammar_is_compiled(compiler: GrammarCompiler) -> None:
+    go_on = threading.Event()
+    core, out = core_with(compiler)
+    compiler._compiling.submit(go_on.wait)
+    core.round([constrained("a", choice(*CHOICES))])
+    core.round([AbortRequest("a")])
+    go_on.set()
+    compiled(compiler, choice(*CHOICES))
+    run_until_idle(core)
+    assert [end.finish_reason for end in out.terminals("a")] == ["abort"]
+    assert core.is_idle and out.tokens("a") == []
+
+
+def test_preemption_does_not_lose_the_place(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    pattern = Grammar("regex", "([a-z]{3} ){12}")
+    compiled(compiler, pattern)
+    tight, out = core_with(compiler, num_blocks=11, prefix_caching=False)
+    prompts = [(7, 8, 9), (10, 11), (12,)]
+    for i, prompt in enumerate(prompts):
+        tight.round([constrained(f"s{i}", pattern, 60, prompt)])
+    run_until_idle(tight)
+    assert tight.scheduler.num_preemptions > 0
+    for i, prompt in enumerate(prompts):
+        alone, expected = core_with(compiler)
+        alone.round([constrained("x", pattern, 60, prompt)])
+        run_until_idle(alone)
+        assert out.tokens(f"s{i}") == expected.tokens("x")
+        assert out.terminals(f"s{i}")[0].finish_reason == "stop"
+    assert_all_blocks_home(tight)
+
+
+def test_max_tokens_before_the_grammar_is_satisfied_is_length(compiler: GrammarCompiler) -> None:
+    core, out = core_with(compiler)
+    compiled(compiler, Grammar("regex", "[a-z]{1000}"))
+    core.round([constrained("a", Grammar("regex", "[a-z]{1000}"), 5)])
+    run_until_idle(core)
+    assert len(out.tokens("a")) == 5
+    assert out.terminals("a")[0].finish_reason == "length"
+
+
+def test_the_last_allowed_token_that_completes_the_grammar_is_stop(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    (token,) = tokenizer.encode("a")
+    core, out = core_with(compiler)
+    compiled(compiler, choice("a"))
+    core.round([constrained("a", choice("a"), 1)])
+    run_until_idle(core)
+    assert out.tokens("a") == [token]
+    assert out.terminals("a")[0].finish_reason == "stop"
+
+
+def test_a_dead_end_is_one_error_and_frees_everything(compiler: GrammarCompiler) -> None:
+    core, out = core_with(compiler)
+    grammar = Grammar("regex", "a?")
+    compiled(compiler, grammar)
+    stuck = constrained("a", grammar)
+    sampling = SamplingParams(temperature=0.0, grammar=grammar, min_tokens=3)
+    stops = list(range(2, VOCAB)) + list(range(VOCAB, 512))
+    core.round(
+        [
+            AddRequest(
+                request_id="a",
+                token_ids=stuck.token_ids,
+                sampling=sampling,
+                max_tokens=5,
+                stop_token_ids=stops,
+            )
+        ]
+    )
+    run_until_idle(core)
+    (end,) = out.terminals("a")
+    assert end.error is not None and end.error.code == "grammar_failed"
+    assert out.tokens("a") == []
+    assert_all_blocks_home(core)
+
+
+def test_a_grammar_with_a_mistake_is_one_error(compiler: GrammarCompiler) -> None:
+    core, out = core_with(compiler)
+    compiled(compiler, Grammar("regex", "[a"))
+    core.round([constrained("a", Grammar("regex", "[a")), add("b", [4, 5], 3)])
+    run_until_idle(core)
+    (end,) = out.terminals("a")
+    assert end.error is not None and end.error.code == "grammar_failed"
+    assert out.tokens("b") == expected_output([4, 5], 3)
+    assert core.is_idle
+
+
+def test_an_engine_without_a_compiler_refuses_grammars() -> None:
+    core, _, out = make_core()
+    core.round([constrained("a", choice("a"))])
+    (end,) = out.terminals("a")
+    assert end.error is not None and end.error.code == "grammar_failed"
+    assert core.is_idle

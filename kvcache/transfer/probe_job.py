@@ -1,16 +1,19 @@
 """Measuring a peer at first contact, as a job beside the pulls.
 
 It reads the peer's null block into staging memory: many short runs and few long ones, twice, since
-the first round connects and makes memory resident. Pulls do not wait for it; those that begin
-before it has ended are planned with the transport's usual constants. Whatever goes wrong only
-means that these stay.
+the first round connects and makes memory resident. Pulls that come meanwhile wait for its end, so
+that the first one is planned as well as the second. Whatever goes wrong only means that the
+transport's usual constants stay; a pull that waited fails when its own time is over, and those that
+come later than `_WAIT_S` do not wait.
 """
 
 import logging
+import time
 
 from kvcache.transfer.calibrate import Sample, fit_costs, probe_reads
 from kvcache.transfer.plan import CostModel, Endpoint, TransferPlan
 from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.pull import Pull
 from kvcache.transfer.pull_job import PullJob, Step
 from kvcache.transfer.runs import RankRead
 from kvcache.transfer.staged import Chunk
@@ -18,6 +21,7 @@ from kvcache.transfer.staging import Staging
 
 logger = logging.getLogger(__name__)
 
+_WAIT_S = 0.25  # a probe takes 5 to 10 ms
 _CPU_BYTES = 4 << 20  # of long runs: 1 ms, where a GPU needs more to be seen at its speed
 
 
@@ -31,11 +35,19 @@ class ProbeJob(PullJob):
         long, short = probe_reads(remote, min(room, _CPU_BYTES) if staging.on_cpu else room)
         self._reads = (short, long, short, long)  # each into the slot that it warmed
         self._steps: list[Step] = []
+        self.waiting: dict[str, Pull] = {}  # begun when the probe has ended
+        self._late_at = time.monotonic() + _WAIT_S
         chunks = tuple(_chunk(read, local) for read in self._reads)
         count = sum(len(read.lengths) for read in self._reads)
         nbytes = sum(int(read.lengths.sum()) for read in self._reads)
         plan = TransferPlan("staged", (), chunks, count, nbytes, 0, 0.0, "measures the peer")
         super().__init__(name, plan, 0, staging, limits)
+
+    def delays(self, pull: Pull) -> bool:
+        """Keeps a pull until the probe has ended; False where it has run for too long."""
+        if time.monotonic() < self._late_at:
+            self.waiting[pull.pull_id] = pull
+        return pull.pull_id in self.waiting
 
     def costs(self, reformat_bytes_per_s: float) -> CostModel | None:
         """What was measured, once the job has ended; None when that came to nothing."""

@@ -69,6 +69,7 @@ class _Peer:
     metadata: EngineMetadata
     endpoints: tuple[Endpoint, ...]
     costs: CostModel | None = None  # as measured
+    probe: ProbeJob | None = None  # measuring them
     names: dict[int, str] = field(default_factory=dict)  # of its agents, by rank, once read from
     users: int = 0  # jobs
     stale: bool = False  # connect anew when nobody uses it
@@ -228,6 +229,8 @@ class PullWorker:
             case StopPull(pull_id):
                 if pull_id in self._jobs:
                     self._jobs[pull_id][0].stop()
+                else:
+                    self._stop_waiting(pull_id)
             case AddPeer(metadata):
                 self._add_peer(metadata)
             case DropPeer(engine_id, incarnation):
@@ -270,9 +273,21 @@ class PullWorker:
             logger.exception("%s; the usual costs are assumed", name)
             return
         peer.users += 1
+        peer.probe = job
         self._jobs[name] = (job, peer)
 
+    def _stop_waiting(self, pull_id: str) -> None:
+        for peer in self._peers.values():
+            if peer.probe is not None and peer.probe.waiting.pop(pull_id, None):
+                self._tell_end(pull_id, None, None)
+
     def _probed(self, job: ProbeJob, peer: _Peer) -> None:
+        peer.probe = None
+        self._learn(job, peer)
+        for pull in job.waiting.values():
+            self._begin(pull)
+
+    def _learn(self, job: ProbeJob, peer: _Peer) -> None:
         costs = peer.costs = job.costs(self._reformat_bytes_per_s)
         if costs is None:
             logger.info("%s came to nothing; the usual costs are assumed", job.pull_id)
@@ -296,6 +311,8 @@ class PullWorker:
             peer = self._peers.get((pull.engine_id, pull.incarnation))
             if peer is None:
                 raise TransferFailed(f"prefill server {pull.engine_id} is not connected any more")
+            if peer.probe is not None and peer.probe.delays(pull):
+                return
             job = self._plan(pull, peer)
         except BatonError as error:
             self._tell_end(pull.pull_id, None, error)

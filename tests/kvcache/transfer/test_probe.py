@@ -1,4 +1,4 @@
-"""A peer is measured at first contact, beside its pulls, and no pull fails for it."""
+"""A peer is measured at first contact, before its first pull is planned; no pull fails for it."""
 
 import logging
 import sys
@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
+from kvcache.transfer import probe_job, pull_worker
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.plan import DEFAULT_COSTS, CostModel
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,6 +57,65 @@ def measured(decode: Decode) -> Any:
     while peer.users:
         decode.woken.wait(0.01)
     return peer.costs
+
+
+@pytest.fixture
+def planned_with(monkeypatch: Any) -> list[CostModel]:
+    """The costs of each plan, in order."""
+    found: list[CostModel] = []
+    plan_transfer = pull_worker.plan_transfer
+
+    def plan(*args: Any, costs: CostModel, **options: Any) -> Any:
+        found.append(costs)
+        return plan_transfer(*args, costs=costs, **options)
+
+    monkeypatch.setattr(pull_worker, "plan_transfer", plan)
+    return found
+
+
+@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
+def test_the_first_pull_is_planned_with_what_was_measured(
+    rig: Any, make_agent: Any, planned_with: list[CostModel]
+) -> None:
+    prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent, staging_bytes=4 << 20)
+    pull(decode, prefill, "a")
+    pull(decode, prefill, "b")
+    assert planned_with == [measured(decode)] * 2 and planned_with[0] is not None
+
+
+def stalled_probe(rig: Any, pull_ids: list[str]) -> tuple[Prefill, Decode]:
+    """Pulls that wait for a probe that does not end before the agent's `resume`."""
+    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20)
+    decode.agents[0].stall()
+    for number, pull_id in enumerate(pull_ids):
+        block = 3 * number + 1
+        remote = prefill.lease([block, block + 1, block + 2], 20)
+        decode.coordinator.pull(pull_id, remote, 0, 20, [block, block + 1, block + 2])
+    while not decode.agents[0].active:  # the probe has begun
+        decode.woken.wait(0.001)
+    return prefill, decode
+
+
+def test_a_pull_that_waits_for_the_probe_can_be_given_up(rig: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(probe_job, "_WAIT_S", 60.0)
+    _, decode = stalled_probe(rig, ["a", "b"])
+    decode.coordinator.cancel("a")
+    decode.wait(PullDrained, pull_id="a")
+    decode.agents[0].resume()
+    assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
+    assert decode.settle() == []
+
+
+def test_no_pull_waits_for_a_probe_that_takes_too_long(
+    rig: Any, planned_with: list[CostModel], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(probe_job, "_WAIT_S", 0.0)
+    _, decode = stalled_probe(rig, ["a"])
+    while not planned_with:
+        decode.woken.wait(0.001)
+    decode.agents[0].resume()
+    assert isinstance(decode.wait(*ENDINGS, pull_id="a"), PullDone)
+    assert planned_with == [DEFAULT_COSTS["cpu"]]
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])

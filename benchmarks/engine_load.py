@@ -2,11 +2,12 @@
 
 import itertools
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from engine.batch import StepInput, StepOutput
+from engine.batch import PendingStep, StepInput, StepOutput
 from engine.core import EngineCore
 from engine.role import KVRole
 from engine.runner import ModelRunner
@@ -22,11 +23,25 @@ class _Timed:
         self._runner = runner
         self.decode_steps: list[tuple[int, float, float]] = []  # sequences, start, end
 
-    def execute(self, step: StepInput) -> StepOutput:
-        started_s = time.perf_counter()
-        output = self._runner.execute(step)
-        if len(step.token_ids) == len(step.query_lens):
-            self.decode_steps.append((len(step.query_lens), started_s, time.perf_counter()))
+    @property
+    def depth(self) -> int:
+        return self._runner.depth
+
+    def launch(self, step: StepInput) -> "_TimedStep":
+        return _TimedStep(self.decode_steps, step, time.perf_counter(), self._runner.launch(step))
+
+
+@dataclass(frozen=True, eq=False)
+class _TimedStep:
+    decode_steps: list[tuple[int, float, float]]
+    step: StepInput
+    started_s: float
+    pending: PendingStep
+
+    def result(self) -> StepOutput:
+        output, num_seqs = self.pending.result(), len(self.step.query_lens)
+        if len(self.step.token_ids) == num_seqs:
+            self.decode_steps.append((num_seqs, self.started_s, time.perf_counter()))
         return output
 
 

@@ -42,7 +42,7 @@ class KnownMasks:
 class StepInput:
     """T tokens of S sequences; R of the sequences draw their next token at the end."""
 
-    token_ids: Int64s  # [T]
+    token_ids: Int64s  # [T]; -1 - r is the token that row r of the step launched before this drew
     query_lens: Int32s  # [S] tokens to compute
     context_lens: Int32s  # [S] tokens of KV once they are computed
     block_tables: Int32s  # [S, max_blocks], padded with the null block
@@ -86,17 +86,27 @@ class StepOutput:
     logprobs: list[TokenLogprobs | None]  # [R]
 
 
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepOutput:
+        """Waits until the step has finished on every rank; what it drew. Called once."""
+
+
 def build_step(
     scheduled: Sequenceable[Scheduled], book: ShapeBook, masks: Masks | None = None
 ) -> StepInput:
     """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences, `masks`
     are those of the rows that draw."""
     sequences = [item.sequence for item in scheduled]
-    starts = [sequence.num_computed for sequence in sequences]
+    starts = [item.start for item in scheduled]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
     tokens: list[int] = []
-    for item, start in zip(scheduled, starts, strict=True):
-        tokens += item.sequence.token_ids[start : start + item.num_tokens]
+    for item in scheduled:
+        stop = item.start + item.num_tokens
+        tokens += item.sequence.token_ids[item.start : stop]
+        if stop > len(item.sequence.token_ids):
+            tokens.append(-1 - item.sequence.awaited_row)
     tables = np.zeros((len(sequences), max(len(s.block_ids) for s in sequences)), dtype=np.int32)
     for row, sequence in enumerate(sequences):
         tables[row, : len(sequence.block_ids)] = sequence.block_ids

@@ -2,21 +2,28 @@
 
 One thread, one loop:
 
-    inputs (add, abort) -> role.poll (what pulls and leases have done) -> schedule -> execute
-    -> tokens out -> ...
+    inputs (add, abort) -> role.poll (what pulls and leases have done) -> schedule -> launch
+    -> result of the step launched before -> tokens out -> ...
 
-When nothing can be computed the loop sleeps on its sockets; the role's threads wake it. Steps are
-synchronous: every block that a step refers to has been read and written when the next round begins,
-so a block released in one round may be received into in the next (I8).
+When nothing can be computed the loop sleeps on its sockets; the role's threads wake it.
+
+An executor says how many steps may be under way while the next one is planned and launched (its
+`depth`): none on a CPU, one on a GPU, where the work of a round hides behind it. A step is then
+planned as if no sequence ended in the one before; one that did has its extra token dropped. Where
+that cannot be (a preemption may be due, a grammar wants the last token) the round first takes in
+the result. The scheduler keeps a released block from everyone until no launched step refers to it
+(I8).
 """
 
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Sequence as Sequenceable
+from dataclasses import dataclass
 from typing import Protocol
 
-from engine.batch import StepInput, StepOutput, build_step
+from engine.batch import PendingStep, StepInput, StepOutput, build_step
 from engine.grammar import Ending, GrammarCompiler, StepMasks
 from engine.role import CoreServices, KVRole
 from engine.scheduler import Plan, Scheduled, Scheduler
@@ -51,9 +58,21 @@ _TOTALS = (
 
 
 class Executor(Protocol):
-    """Runs a step on every rank and returns rank 0's tokens."""
+    """Runs steps on every rank, in the order of their launches."""
 
-    def execute(self, step: StepInput) -> StepOutput: ...
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way when another is launched."""
+
+    def launch(self, step: StepInput) -> PendingStep: ...
+
+
+@dataclass(frozen=True)
+class _Launched:
+    scheduled: list[Scheduled]
+    pending: PendingStep
+    num_tokens: int
+    started_s: float
 
 
 class Transport(Protocol):
@@ -89,6 +108,8 @@ class EngineCore(CoreServices):
         self._shape_book = ShapeBook()
         self._compiling: dict[Sequence, None] = {}  # to be enqueued once their grammars are there
         self._outbox: list[TokenDelta] = []
+        self._launched: deque[_Launched] = deque()
+        self._last_finish_s = 0.0
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._last_stats: dict[str, float] = {}
         self._stats_due_s = 0.0
@@ -124,28 +145,50 @@ class EngineCore(CoreServices):
         self.role.poll()
         for sequence in list(self._compiling):
             self.enqueue(sequence)
+        was_under_way = bool(self._launched)
+        if was_under_way and self._must_know():
+            self._finish_steps(0)
         plan = self.scheduler.schedule()
         self._begin(plan)
         if plan.scheduled:
             masks = self._masks(plan.scheduled)
             step = build_step(plan.scheduled, self._shape_book, masks)
             self._flush()  # first tokens do not wait for the step
-            output = self._execute(step)
-            self._commit(plan, output)
+            self._launch(plan.scheduled, step)
+        self._finish_steps(self.executor.depth if plan.scheduled else 0)
         self._flush()
-        return bool(plan.scheduled or plan.receiving or plan.preempted)
+        return bool(was_under_way or plan.scheduled or plan.receiving or plan.preempted)
 
-    def _execute(self, step: StepInput) -> StepOutput:
+    def _must_know(self) -> bool:
+        """Whether the next step cannot be planned before the launched one has finished."""
+        if not all(sequence.runs_ahead for sequence in self.scheduler.running):
+            return True
+        return self.scheduler.may_preempt()
+
+    def _launch(self, scheduled: list[Scheduled], step: StepInput) -> None:
         started_s = time.perf_counter()
-        output = self.executor.execute(step)
-        self._totals["baton_engine_steps"] += 1
-        self._totals["baton_engine_step_tokens"] += len(step.token_ids)
-        self._totals["baton_engine_step_seconds"] += time.perf_counter() - started_s
-        return output
+        pending = self.executor.launch(step)
+        self.scheduler.launched(scheduled)
+        self._launched.append(_Launched(scheduled, pending, len(step.token_ids), started_s))
+
+    def _finish_steps(self, num_left: int) -> None:
+        """Takes in the results of all launched steps but the last `num_left`."""
+        while len(self._launched) > num_left:
+            step = self._launched.popleft()
+            output = step.pending.result()
+            now_s = time.perf_counter()
+            self._totals["baton_engine_steps"] += 1
+            self._totals["baton_engine_step_tokens"] += step.num_tokens
+            self._totals["baton_engine_step_seconds"] += now_s - max(
+                step.started_s, self._last_finish_s
+            )
+            self._last_finish_s = now_s
+            self.scheduler.step_finished()
+            self._commit(step.scheduled, output)
 
     @property
     def is_idle(self) -> bool:
-        return not self.sequences
+        return not (self.sequences or self._launched)
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
@@ -252,13 +295,15 @@ class EngineCore(CoreServices):
         for sequence in plan.receiving:
             self.role.on_receive(sequence)
 
-    def _commit(self, plan: Plan, output: StepOutput) -> None:
+    def _commit(self, scheduled: list[Scheduled], output: StepOutput) -> None:
         drawn = iter(zip(output.token_ids, output.logprobs, strict=True))
-        for item in plan.scheduled:
-            samples = item.samples
-            self.scheduler.computed(item.sequence, item.num_tokens)
-            if samples:
-                self._append(item.sequence, *next(drawn))
+        for item in scheduled:
+            token = next(drawn) if item.samples else None
+            if item.sequence.phase is not Phase.RUNNING:
+                continue  # it ended after the step was launched
+            self.scheduler.computed(item)
+            if token is not None:
+                self._append(item.sequence, *token)
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if sequence.grammar is not None and sequence.grammar.ending is not None:

@@ -8,16 +8,18 @@
     0 -> follower   Step ... Step, Stop
 
 Steps are not answered: rank 0 takes part in each of them, and the collectives of the forward pass
-keep all ranks together. A follower that dies ends the engine (its parent watches every rank).
+keep all ranks together: a step whose tokens rank 0 has drawn was computed on all. A follower that
+dies ends the engine (its parent watches every rank).
 """
 
 import logging
+from collections import deque
 from typing import TypeVar
 
 import msgspec
 import zmq
 
-from engine.batch import StepInput, StepOutput, step_from_bytes, step_to_bytes
+from engine.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
 from engine.runner import ModelRunner
 from protocol.handshake import RankMetadata
 
@@ -102,11 +104,16 @@ class Leader:
         others = [self._receive(Allocated)[1].metadata for _ in range(self._num_followers)]
         return sorted([own, *others], key=lambda metadata: metadata.rank)
 
-    def execute(self, step: StepInput) -> StepOutput:
+    @property
+    def depth(self) -> int:
+        assert self.runner is not None, "the runner is set once its pool is allocated"
+        return self.runner.depth
+
+    def launch(self, step: StepInput) -> PendingStep:
         assert self.runner is not None, "the runner is set once its pool is allocated"
         if self._identities:
             self._send_all(Step(step_to_bytes(step)))
-        return self.runner.execute(step)
+        return self.runner.launch(step)
 
     def close(self) -> None:
         self._send_all(Stop())
@@ -154,13 +161,16 @@ class Follower:
         self._socket.send(_encode(Allocated(own)))
 
     def run(self, runner: ModelRunner) -> None:
-        """Executes steps until rank 0 says to stop."""
+        """Executes steps until rank 0 says to stop, launching ahead as rank 0 does."""
+        launched: deque[PendingStep] = deque()
         while True:
             message = _from_leader(self._socket.recv())
             if isinstance(message, Stop):
                 return
             assert isinstance(message, Step), message
-            runner.execute(step_from_bytes(message.data))
+            launched.append(runner.launch(step_from_bytes(message.data)))
+            while len(launched) > runner.depth:
+                launched.popleft().result()
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -1,8 +1,8 @@
 """One rank's model, KV pool and attention: turns a StepInput into drawn tokens.
 
-The runner knows nothing of requests, queues or peers. It is synchronous: when `execute` returns,
-every read and write of KV that the step made on this rank has finished (I8 rests on it): reading
-the drawn tokens waits for the step, and a step that draws nothing is waited for.
+The runner knows nothing of requests, queues or peers. When the result of a launched step is there,
+every read and write of KV that the step made has finished (I8 rests on it): reading the drawn
+tokens waits for the step, and a step that draws nothing is waited for.
 """
 
 import logging
@@ -14,7 +14,7 @@ import torch
 
 from attention.base import AttentionBackend
 from attention.registry import create_backend
-from engine.batch import Int64s, StepInput, StepOutput
+from engine.batch import Int64s, PendingStep, StepInput, StepOutput
 from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
 from engine.memory import MemoryTooSmall, free_gpu_bytes
@@ -43,6 +43,16 @@ class RankMemory:
 
     pool: KVPool
     backend: AttentionBackend
+
+
+@dataclass(frozen=True, eq=False)
+class _Finished:
+    """A step that had finished when `launch` returned."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output
 
 
 class ModelRunner:
@@ -168,6 +178,12 @@ class ModelRunner:
             return
         graphs.capture()
         self.graphs = graphs
+
+    depth = 0  # steps that may be under way when another is launched
+
+    def launch(self, step: StepInput) -> PendingStep:
+        """Begins a step; its result must be asked for, in the order of the launches."""
+        return _Finished(self.execute(step))
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:

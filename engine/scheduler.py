@@ -12,9 +12,14 @@ as long as its blocks are still cached). A sequence that fits the pool alone the
 A sequence with a `remote` reference is not computed: its new blocks become RECEIVING and the role
 pulls into them; `received`, `recompute_in_place` or `abandon` brings it back. Receiving sequences
 never wait for running ones (a pull ends or times out by itself), so neither blocks the other.
+
+A step may be planned while the one before it has not finished. Blocks that a sequence gives up go
+back to the allocator only when every launched step that refers to them has finished (I8), and a
+sequence is preempted only when no step is under way (`may_preempt`).
 """
 
 from collections import deque
+from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field
 
 from engine.sequence import Phase, Sequence
@@ -34,15 +39,17 @@ class SchedulerLimits:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """`sequence` computes its next `num_tokens` tokens."""
+    """`sequence` computes `num_tokens` tokens from index `start` on."""
 
     sequence: Sequence
+    start: int
     num_tokens: int
+    samples: bool  # the step ends at the sequence's last token, so that the next one is drawn
 
-    @property
-    def samples(self) -> bool:
-        """Whether the step ends at the sequence's last token, so that the next one is drawn."""
-        return self.num_tokens == self.sequence.num_uncomputed
+    @classmethod
+    def next_of(cls, sequence: Sequence, num_tokens: int) -> "Scheduled":
+        start = sequence.num_computed + sequence.num_launched
+        return cls(sequence, start, num_tokens, num_tokens == sequence.num_uncomputed)
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.receiving: dict[str, Sequence] = {}
         self.num_preemptions = 0
+        self._num_launched_steps = 0
+        self._num_finished_steps = 0
+        self._deferred: deque[tuple[int, list[int]]] = deque()  # step to finish, blocks to release
 
     @property
     def is_idle(self) -> bool:
@@ -84,8 +94,9 @@ class Scheduler:
         """Decides the next step. An empty `scheduled` means nothing can be computed now."""
         plan = Plan()
         budget = self.limits.max_num_batched_tokens
-        decoding = [s for s in self.running if s.is_decoding]
-        prefilling = [s for s in self.running if not s.is_decoding]
+        going_on = [s for s in self.running if not s.awaits_last(self.limits.max_model_len)]
+        decoding = [s for s in going_on if s.is_decoding]
+        prefilling = [s for s in going_on if not s.is_decoding]
         for sequence in (*decoding, *prefilling):
             if budget == 0:
                 break
@@ -95,7 +106,7 @@ class Scheduler:
             refund = self._make_room(sequence, num_tokens, plan)
             budget += refund
             if sequence.phase is Phase.RUNNING:
-                plan.scheduled.append(Scheduled(sequence, num_tokens))
+                plan.scheduled.append(Scheduled.next_of(sequence, num_tokens))
                 budget -= num_tokens
         if not plan.preempted:
             self._admit_waiting(budget, plan)
@@ -103,7 +114,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> int:
         """Allocates blocks for the step, preempting if it must. Returns refunded tokens."""
-        needed = sequence.num_blocks_for(sequence.num_computed + num_tokens, self.limits.block_size)
+        needed = self._blocks_for_next(sequence, num_tokens)
         refund = 0
         while not self.allocator.can_allocate(needed):
             victim = self.running[-1]
@@ -114,6 +125,17 @@ class Scheduler:
         sequence.block_ids += self.allocator.allocate(needed)
         return refund
 
+    def _blocks_for_next(self, sequence: Sequence, num_tokens: int) -> int:
+        stop = sequence.num_computed + sequence.num_launched + num_tokens
+        return sequence.num_blocks_for(stop, self.limits.block_size)
+
+    def may_preempt(self) -> bool:
+        """Whether the running sequences may need more blocks for the next step than there are.
+        Then `schedule` wants every launched step finished: it takes blocks away."""
+        budget = self.limits.max_num_batched_tokens
+        needed = sum(self._blocks_for_next(s, min(s.num_uncomputed, budget)) for s in self.running)
+        return not self.allocator.can_allocate(needed)
+
     @staticmethod
     def _unschedule(victim: Sequence, plan: Plan) -> int:
         for index, scheduled in enumerate(plan.scheduled):
@@ -123,6 +145,7 @@ class Scheduler:
         return 0
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
+        assert victim.last_step <= self._num_finished_steps, "preempted under a launched step"
         self.running.remove(victim)
         self._release_blocks(victim)
         self.requeue(victim)
@@ -146,7 +169,7 @@ class Scheduler:
             self.running.append(sequence)
             sequence.phase = Phase.RUNNING
             num_tokens = min(sequence.num_uncomputed, budget)
-            plan.scheduled.append(Scheduled(sequence, num_tokens))
+            plan.scheduled.append(Scheduled.next_of(sequence, num_tokens))
             budget -= num_tokens
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -232,12 +255,34 @@ class Scheduler:
         sequence.forget_blocks()
         return fresh
 
-    # -- after a step ------------------------------------------------------------------------
+    # -- around a step -----------------------------------------------------------------------
 
-    def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """A step wrote the KV of the sequence's next `num_tokens` tokens."""
+    def launched(self, scheduled: Sequenceable[Scheduled]) -> None:
+        """The step was launched; steps finish in the order of their launches."""
+        self._num_launched_steps += 1
+        row = 0
+        for item in scheduled:
+            sequence = item.sequence
+            sequence.last_step = self._num_launched_steps
+            sequence.num_launched += item.num_tokens
+            if item.samples:
+                sequence.num_awaited += 1
+                sequence.awaited_row = row
+                row += 1
+
+    def step_finished(self) -> None:
+        """The oldest launched step reads and writes no block any more, on any rank."""
+        self._num_finished_steps += 1
+        while self._deferred and self._deferred[0][0] <= self._num_finished_steps:
+            self.allocator.release(self._deferred.popleft()[1])
+
+    def computed(self, item: Scheduled) -> None:
+        """A finished step wrote the KV of what was scheduled."""
+        sequence = item.sequence
         was_prompt = sequence.num_computed < sequence.num_prompt_tokens
-        sequence.num_computed += num_tokens
+        sequence.num_launched -= item.num_tokens
+        sequence.num_computed += item.num_tokens
+        sequence.num_awaited -= item.samples
         if (
             was_prompt
             and sequence.num_computed >= sequence.num_prompt_tokens
@@ -274,7 +319,15 @@ class Scheduler:
         sequence.phase = Phase.NEW
 
     def _release_blocks(self, sequence: Sequence) -> None:
-        self.allocator.release(sequence.block_ids)
+        """The blocks' uses end now, or with the last launched step that refers to them."""
+        if sequence.last_step > self._num_finished_steps:
+            # Launches are in order, ends of sequences are not: keep what is due first in front.
+            due = sequence.last_step
+            at = next((i for i, (d, _) in enumerate(self._deferred) if d > due), None)
+            entry = (due, sequence.block_ids)
+            self._deferred.append(entry) if at is None else self._deferred.insert(at, entry)
+        else:
+            self.allocator.release(sequence.block_ids)
         sequence.forget_blocks()
 
     def check_integrity(self) -> None:

@@ -1,10 +1,12 @@
 """One request inside the engine: its tokens, its blocks, and how far it has come.
 
-    token_ids      |<- prompt: num_prompt_tokens ->|<- outputs ->|
-    KV in blocks   |<- num_computed ->|<- num_uncomputed ------->|
+    token_ids      |<- prompt: num_prompt_tokens ->|<- outputs ->|<- num_awaited ->|
+    KV in blocks   |<- num_computed ->|<- num_launched ->|<- num_uncomputed ------>|
 
 A sequence decodes when exactly one token is left to compute, and prefills when more are. A
-preempted sequence is simply one whose num_computed fell back.
+preempted sequence is simply one whose num_computed fell back. While a launched step has not
+finished, the tokens it computes are launched, and the token it draws is awaited: it has a place
+and can be computed by the next step, but only the device knows it.
 """
 
 from dataclasses import dataclass, field
@@ -47,7 +49,11 @@ class Sequence:
     phase: Phase = Phase.NEW
     first_logprobs: TokenLogprobs | None = None  # of the first output, when drawn here
     block_ids: list[int] = field(default_factory=list)
-    num_computed: int = 0
+    num_computed: int = 0  # tokens whose KV is there: of finished steps, hits or pulls
+    num_launched: int = 0  # tokens after those, in steps that have not finished
+    num_awaited: int = 0  # outputs that these steps draw
+    awaited_row: int = 0  # which of its step's draws the awaited one is
+    last_step: int = 0  # number of the latest launched step that refers to the blocks
     num_published_blocks: int = 0  # full blocks already offered to the prefix index
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     num_skipped: int = 0  # prompt tokens found in the prefix cache at admission
@@ -82,11 +88,23 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_awaited - self.num_computed - self.num_launched
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_uncomputed == 1 and self.num_outputs > 0
+        return self.num_uncomputed == 1 and self.num_outputs + self.num_awaited > 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step can be built while the token before it is known to the device only."""
+        return self.request.sampling.grammar is None and self.request.num_choices == 1
+
+    def awaits_last(self, max_model_len: int) -> bool:
+        """Whether the awaited token ends the sequence by its length, whatever it is."""
+        return self.num_awaited > 0 and (
+            self.num_outputs + self.num_awaited >= self.request.max_tokens
+            or len(self.token_ids) + self.num_awaited >= max_model_len
+        )
 
     def num_blocks_for(self, num_tokens: int, block_size: int) -> int:
         """Blocks still missing to hold `num_tokens` tokens."""
@@ -104,7 +122,7 @@ class Sequence:
     def forget_blocks(self) -> None:
         """The sequence's blocks have gone back to the allocator; its KV is to be had anew."""
         self.block_ids = []
-        self.num_computed = 0
+        self.num_computed = self.num_launched = self.num_awaited = 0
         self.num_published_blocks = 0
         self.prefix_cursor = PrefixCursor()
 

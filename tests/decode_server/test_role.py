@@ -60,18 +60,18 @@ _names = itertools.count()
 class PoolExecutor(ShadowExecutor):
     """The shadow's token ids live in every element of the slot in a real KV pool."""
 
-    def __init__(self, kv: KVPool) -> None:
-        super().__init__(kv.layout.num_blocks, kv.layout.block_size)
+    def __init__(self, kv: KVPool, depth: int) -> None:
+        super().__init__(kv.layout.num_blocks, kv.layout.block_size, depth)
         self.kv = kv
         self.before_step: Callable[[], None] = lambda: None
 
-    def execute(self, step: StepInput) -> Any:
+    def run(self, step: StepInput) -> Any:
         self.before_step()
         batch = step.attention_batch(self.block_size)
         for slot, token in zip(batch.slot_mapping.tolist(), step.token_ids.tolist(), strict=True):
             block, offset = divmod(slot, self.block_size)
             self.kv.canonical[block, :, :, :, offset, :] = token + 1.0
-        return super().execute(step)
+        return super().run(step)
 
     def context(self, step: StepInput, row: int) -> list[int]:
         length = int(step.context_lens[row])
@@ -118,12 +118,14 @@ def _pool(block_size: int, order: str, num_blocks: int) -> KVPool:
     return KVPool(KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, "float32"))
 
 
-def _side(pool: KVPool, role: Any, agent: MemoryAgent) -> Side:
+def _side(pool: KVPool, role: Any, agent: MemoryAgent, depth: int) -> Side:
+    executor = PoolExecutor(pool, depth)
     core, _, out = make_core(
-        num_blocks=pool.layout.num_blocks, block_size=pool.layout.block_size, role=role
+        num_blocks=pool.layout.num_blocks,
+        block_size=pool.layout.block_size,
+        role=role,
+        executor=executor,
     )
-    executor = PoolExecutor(pool)
-    core.executor = executor
     return Side(core, executor, out, agent)
 
 
@@ -141,7 +143,9 @@ class Pair:
         lease_s: float = 30.0,
         settings: PullSettings | None = None,
         p_compat: CompatRecord = _COMPAT,
+        depth: int = 0,
     ) -> None:
+        self.depth = depth
         self.now_s = 1000.0  # P's clock, moved by hand
         self._start_prefill(p_block_size, p_order, lease_s, p_compat)
         self._start_decode(d_block_size, d_order, policy, settings or PullSettings())
@@ -171,7 +175,7 @@ class Pair:
         )
         self.leases = LeaseServer("127.0.0.1", 0, metadata, _SECRET, clock=lambda: self.now_s)
         self.leases.start()
-        self.p = _side(pool, PrefillRole(config, self.leases), agent)
+        self.p = _side(pool, PrefillRole(config, self.leases), agent, self.depth)
 
     def _start_decode(
         self, block_size: int, order: str, policy: str, settings: PullSettings
@@ -182,7 +186,8 @@ class Pair:
         address = self.coordinator.worker_address
         self.worker = PullWorker(0, 1, 2, agent, pool, address, staging_bytes=2**20)
         self.worker.start()
-        self.d = _side(pool, DecodeRole(self.coordinator, FailurePolicy(policy)), agent)
+        role = DecodeRole(self.coordinator, FailurePolicy(policy))
+        self.d = _side(pool, role, agent, self.depth)
 
     def close(self) -> None:
         self.coordinator.close()
@@ -243,12 +248,12 @@ class Pair:
         assert_all_blocks_home(self.d.core)
 
 
-@pytest.fixture
-def make_pair() -> Iterator[Callable[..., Pair]]:
+@pytest.fixture(params=[0, 1], ids=["synchronous", "ahead"])
+def make_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pair]]:
     pairs: list[Pair] = []
 
     def make(**options: Any) -> Pair:
-        pairs.append(Pair(**options))
+        pairs.append(Pair(depth=request.param, **options))
         return pairs[-1]
 
     yield make

@@ -5,7 +5,9 @@ whole context as read back through the block table, so any mistake with blocks, 
 hits or preemption changes the output, which `expected_output` computes without any cache.
 """
 
+import dataclasses
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,17 +37,55 @@ def expected_output(prompt: Sequence[int], max_tokens: int, stop: Sequence[int] 
     return tokens[len(prompt) :]
 
 
+class _ShadowStep:
+    """Runs when its result is asked for, the latest moment at which a device may run it."""
+
+    def __init__(self, executor: "ShadowExecutor", step: StepInput) -> None:
+        self.step = step
+        self._executor = executor
+
+    @property
+    def blocks(self) -> set[int]:
+        """What the step reads and writes."""
+        lens = -(-self.step.context_lens // self._executor.block_size)
+        rows = zip(self.step.block_tables, lens.tolist(), strict=True)
+        return {int(block) for row, length in rows for block in row[:length]}
+
+    def result(self) -> StepOutput:
+        assert self._executor.under_way.popleft() is self, "results are asked for in order"
+        return self._executor.execute(self.step)
+
+
 class ShadowExecutor:
     """Executes steps over a pool of token ids; -1 is a slot never written."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, depth: int = 0) -> None:
+        self.depth = depth
+        self.under_way: deque[_ShadowStep] = deque()
+        self.num_steps_ahead = 0
+        self._drawn: list[int] = []  # by the last step that ran
         self.pool = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.block_size = block_size
         self.num_steps = 0
         self.max_tokens_in_step = 0
 
+    def launch(self, step: StepInput) -> _ShadowStep:
+        assert len(self.under_way) <= self.depth
+        self.num_steps_ahead += bool(self.under_way)
+        launched = _ShadowStep(self, step_from_bytes(step_to_bytes(step)))  # as other ranks see it
+        self.under_way.append(launched)
+        return launched
+
+    def blocks_under_way(self) -> set[int]:
+        return {block for step in self.under_way for block in step.blocks}
+
     def execute(self, step: StepInput) -> StepOutput:
-        step = step_from_bytes(step_to_bytes(step))  # as every other rank sees it
+        ids = [self._drawn[-1 - token] if token < 0 else token for token in step.token_ids.tolist()]
+        output = self.run(dataclasses.replace(step, token_ids=np.array(ids, dtype=np.int64)))
+        self._drawn = output.token_ids
+        return output
+
+    def run(self, step: StepInput) -> StepOutput:
         self.num_steps += 1
         self.max_tokens_in_step = max(self.max_tokens_in_step, len(step.token_ids))
         batch = step.attention_batch(self.block_size)
@@ -107,6 +147,8 @@ def make_core(
     max_model_len: int = 64,
     prefix_caching: bool = True,
     role: KVRole | None = None,
+    depth: int = 0,
+    executor: ShadowExecutor | None = None,
 ) -> tuple[EngineCore, ShadowExecutor, MemoryTransport]:
     allocator = BlockAllocator(num_blocks)
     prefix = PrefixIndex(allocator, block_size) if prefix_caching else None
@@ -116,12 +158,25 @@ def make_core(
         max_model_len=max_model_len,
         block_size=block_size,
     )
-    executor = ShadowExecutor(num_blocks, block_size)
+    executor = executor or ShadowExecutor(num_blocks, block_size, depth)
+    _watch(allocator, executor)
     transport = MemoryTransport()
     core = EngineCore(
         Scheduler(limits, allocator, prefix), executor, role or LocalRole(), transport
     )
     return core, executor, transport
+
+
+def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
+    """I8: no block is handed out while a launched step refers to it."""
+    allocate = allocator.allocate
+
+    def checked(num_blocks: int) -> list[int]:
+        taken = allocate(num_blocks)
+        assert not executor.blocks_under_way().intersection(taken), "a step may still write there"
+        return taken
+
+    allocator.allocate = checked  # type: ignore[method-assign]
 
 
 def add(request_id: str, prompt: Sequence[int], max_tokens: int, **members: object) -> AddRequest:

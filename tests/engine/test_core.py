@@ -18,9 +18,12 @@ from tests.engine.shadow import (
     run_until_idle,
 )
 
+# Whether a step may be under way while the next one is planned and launched.
+pytestmark = pytest.mark.parametrize("depth", [0, 1])
 
-def test_one_request_is_answered_with_its_own_continuation() -> None:
-    core, _, out = make_core()
+
+def test_one_request_is_answered_with_its_own_continuation(depth: int) -> None:
+    core, _, out = make_core(depth=depth)
     core.round([add("a", [1, 2, 3, 4, 5], 7)])
     run_until_idle(core)
     assert out.tokens("a") == expected_output([1, 2, 3, 4, 5], 7)
@@ -29,8 +32,8 @@ def test_one_request_is_answered_with_its_own_continuation() -> None:
     assert_all_blocks_home(core)
 
 
-def test_an_engine_that_nobody_asked_yet_reports_its_capacity() -> None:
-    core, _, out = make_core(num_blocks=32)
+def test_an_engine_that_nobody_asked_yet_reports_its_capacity(depth: int) -> None:
+    core, _, out = make_core(depth=depth, num_blocks=32)
     core.run()  # the transport ends it at once
     assert out.stats["baton_kv_blocks_capacity"] == 31
 
@@ -51,9 +54,10 @@ class _Quiet(MemoryTransport):
 
 
 def test_the_books_are_checked_once_when_it_has_been_quiet(
+    depth: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    core, _, _ = make_core()
+    core, _, _ = make_core(depth=depth)
     quiet = _Quiet(add("a", [1, 2, 3], 4), num_looks=30)
     core.transport = quiet
     clock = SimpleNamespace(monotonic=lambda: quiet.now_s, perf_counter=lambda: quiet.now_s)
@@ -66,44 +70,44 @@ def test_the_books_are_checked_once_when_it_has_been_quiet(
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31, 32, 33])
-def test_prompts_around_block_and_chunk_borders(length: int) -> None:
-    core, _, out = make_core()
+def test_prompts_around_block_and_chunk_borders(depth: int, length: int) -> None:
+    core, _, out = make_core(depth=depth)
     prompt = [(7 * i) % 50 for i in range(length)]
     core.round([add("a", prompt, 6)])
     run_until_idle(core)
     assert out.tokens("a") == expected_output(prompt, 6)
 
 
-def test_a_stop_token_ends_the_request_with_stop() -> None:
+def test_a_stop_token_ends_the_request_with_stop(depth: int) -> None:
     prompt = [1, 2, 3]
     full = expected_output(prompt, 20)
     stop = full[4]
-    core, _, out = make_core()
+    core, _, out = make_core(depth=depth)
     core.round([add("a", prompt, 20, stop_token_ids=[stop])])
     run_until_idle(core)
     assert out.tokens("a") == full[: full.index(stop) + 1]
     assert out.terminals("a")[0].finish_reason == "stop"
 
 
-def test_the_context_ends_a_request_with_length() -> None:
-    core, _, out = make_core(max_model_len=10)
+def test_the_context_ends_a_request_with_length(depth: int) -> None:
+    core, _, out = make_core(depth=depth, max_model_len=10)
     core.round([add("a", [1, 2, 3, 4], 100)])
     run_until_idle(core)
     assert len(out.tokens("a")) == 6
     assert out.terminals("a")[0].finish_reason == "length"
 
 
-def test_a_prompt_that_cannot_fit_is_answered_with_an_error() -> None:
-    core, _, out = make_core(max_model_len=10)
+def test_a_prompt_that_cannot_fit_is_answered_with_an_error(depth: int) -> None:
+    core, _, out = make_core(depth=depth, max_model_len=10)
     core.round([add("a", list(range(10)), 1)])
     (end,) = out.terminals("a")
     assert end.error is not None and end.error.code == "context_length_exceeded"
     assert core.is_idle
 
 
-def test_a_repeated_prompt_is_served_from_cached_blocks() -> None:
+def test_a_repeated_prompt_is_served_from_cached_blocks(depth: int) -> None:
     prompt = list(range(17))
-    core, executor, out = make_core()
+    core, executor, out = make_core(depth=depth)
     core.round([add("a", prompt, 3)])
     run_until_idle(core)
     steps = executor.num_steps
@@ -116,9 +120,9 @@ def test_a_repeated_prompt_is_served_from_cached_blocks() -> None:
     assert executor.num_steps == steps + 3
 
 
-def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
+def test_a_fully_cached_prompt_still_computes_its_last_token(depth: int) -> None:
     prompt = list(range(16))
-    core, _, out = make_core()
+    core, _, out = make_core(depth=depth)
     for name in ("a", "b"):
         core.round([add(name, prompt, 2)])
         run_until_idle(core)
@@ -127,8 +131,8 @@ def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     assert usage is not None and (usage.skipped, usage.recomputed) == (12, 4)
 
 
-def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks() -> None:
-    core, executor, out = make_core(max_num_batched_tokens=8)
+def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth: int) -> None:
+    core, executor, out = make_core(depth=depth, max_num_batched_tokens=8)
     core.round([add("a", [1, 2, 3], 20)])
     core.round([add("b", list(range(30)), 2)])
     before = len(out.tokens("a"))
@@ -141,8 +145,8 @@ def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks() -> None:
     assert executor.max_tokens_in_step <= 8
 
 
-def test_preemption_recomputes_and_loses_nothing() -> None:
-    core, _, out = make_core(num_blocks=9, max_model_len=32)
+def test_preemption_recomputes_and_loses_nothing(depth: int) -> None:
+    core, _, out = make_core(depth=depth, num_blocks=9, max_model_len=32)
     prompts = {name: [ord(name), 1, 2, 3] for name in "abcd"}
     core.round([add(name, prompt, 20) for name, prompt in prompts.items()])
     run_until_idle(core)
@@ -152,12 +156,13 @@ def test_preemption_recomputes_and_loses_nothing() -> None:
     assert_all_blocks_home(core)
 
 
-def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached() -> None:
-    core, _, out = make_core(max_num_batched_tokens=4)
+def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth: int) -> None:
+    core, _, out = make_core(depth=depth, max_num_batched_tokens=4)
     prompt = list(range(16))
     core.round([add("a", prompt[:8], 1)])
     run_until_idle(core)
     core.round([add("b", prompt, 2)])  # hits 8 tokens, computes 4
+    core._finish_steps(0)
     core.scheduler._preempt(core.sequences["b"], Plan())
     assert core.scheduler.prefix is not None
     core.scheduler.prefix.clear()
@@ -167,8 +172,8 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached() -> Non
     assert usage == KVUsage(recomputed=16, skipped=0, cached_tokens=0)
 
 
-def test_abort_frees_waiting_and_running_requests_and_answers_each_once() -> None:
-    core, _, out = make_core(max_num_seqs=1)
+def test_abort_frees_waiting_and_running_requests_and_answers_each_once(depth: int) -> None:
+    core, _, out = make_core(depth=depth, max_num_seqs=1)
     core.round([add("a", [1, 2], 30), add("b", [3, 4], 30)])
     core.round([AbortRequest("a"), AbortRequest("b"), AbortRequest("unknown")])
     assert core.is_idle
@@ -208,6 +213,7 @@ def _workloads(draw: st.DrawFn) -> list[list[object]]:
     prefix_caching=st.booleans(),
 )
 def test_any_workload_ends_with_every_answer_right_and_every_block_home(
+    depth: int,
     workload: list[list[object]],
     num_blocks: int,
     block_size: int,
@@ -217,6 +223,7 @@ def test_any_workload_ends_with_every_answer_right_and_every_block_home(
 ) -> None:
     max_len = min(36, (num_blocks - 1) * block_size)
     core, executor, out = make_core(
+        depth=depth,
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_batched_tokens=budget,

@@ -1,0 +1,153 @@
+"""A core that launches a step before it knows what the one before drew, over a device that runs
+each step as late as it may. tests/engine/test_core.py runs every workload this way, too."""
+
+import pytest
+
+from engine.role import KVRole
+from engine.sequence import Sequence
+from kvcache.blocks import BlockState
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    FirstToken,
+    Grammar,
+    RemotePrefill,
+    SamplingParams,
+)
+from tests.engine.shadow import (
+    ShadowExecutor,
+    add,
+    assert_all_blocks_home,
+    expected_output,
+    make_core,
+    run_until_idle,
+)
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def remote(prompt: list[int]) -> RemotePrefill:
+    return RemotePrefill(
+        host="127.0.0.1",
+        port=1,
+        engine_id="p",
+        incarnation="0",
+        request_id="x",
+        lease_id="x",
+        lease_s=30.0,
+        cached_tokens=0,
+        block_ids=[],
+        num_tokens=len(prompt),
+        block_size=4,
+        tp_size=1,
+        first_tokens=[FirstToken(expected_output(prompt, 1)[0])],
+    )
+
+
+class PullingRole(KVRole):
+    """Bytes may arrive the moment a pull begins: a launched step must not refer to its blocks."""
+
+    executor: ShadowExecutor
+
+    def __init__(self) -> None:
+        self.pulled: list[Sequence] = []
+
+    def on_receive(self, sequence: Sequence) -> None:
+        blocks = sequence.block_ids
+        assert not self.executor.blocks_under_way().intersection(blocks), "a step refers to them"
+        self.executor.pool[blocks] = -7  # on the way: nobody may read this
+        self.pulled.append(sequence)
+
+    def arrive(self) -> None:
+        sequence = self.pulled.pop()
+        for index, token in enumerate(sequence.token_ids[: sequence.num_prompt_tokens]):
+            block, offset = divmod(index, self.executor.block_size)
+            self.executor.pool[sequence.block_ids[block], offset] = token
+        self.core.scheduler.received(sequence)
+
+
+def test_decode_steps_are_launched_before_the_last_ones_tokens_are_known() -> None:
+    core, executor, out = make_core(depth=1)
+    core.round([add("a", PROMPT, 12)])
+    run_until_idle(core)
+    assert out.tokens("a") == expected_output(PROMPT, 12)
+    assert executor.num_steps == 12, "the length is known beforehand: no step too many"
+    assert executor.num_steps_ahead == 11
+
+
+def test_the_token_after_a_stop_token_is_dropped() -> None:
+    tokens = expected_output(PROMPT, 20)
+    core, executor, out = make_core(depth=1)
+    core.round([add("a", PROMPT, 20, stop_token_ids=[tokens[4]])])
+    run_until_idle(core)
+    num_outputs = tokens.index(tokens[4]) + 1
+    assert out.tokens("a") == tokens[:num_outputs]
+    assert [end.finish_reason for end in out.terminals("a")] == ["stop"]
+    assert executor.num_steps == num_outputs + 1, "one step too many was on its way"
+    assert_all_blocks_home(core)
+
+
+@pytest.mark.parametrize("ending", ["stop", "abort"])
+def test_a_pull_gets_no_block_that_a_launched_step_refers_to(ending: str) -> None:
+    role = PullingRole()
+    core, executor, out = make_core(depth=1, role=role, num_blocks=6, prefix_caching=False)
+    role.executor = executor
+    tokens = expected_output(PROMPT, 12)
+    first = tokens.index(tokens[2])  # of the outputs that are the stop token
+    core.round([add("a", PROMPT, 12, stop_token_ids=[tokens[2]] if ending == "stop" else [])])
+    while len(out.tokens("a")) < first:
+        core.round([])
+    assert len(executor.under_way) == 1
+    prompt = list(range(20, 36))  # takes four blocks of the five: those of the first one, too
+    wanted = AddRequest(
+        request_id="b",
+        token_ids=prompt,
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=4,
+        remote=remote(prompt),
+    )
+    core.round([wanted, *([AbortRequest("a")] if ending == "abort" else [])])
+    # Its last token is out, but a launched step still referred to its blocks in this round.
+    assert out.terminals("a") and not role.pulled
+    if ending == "stop":
+        assert executor.under_way and core.scheduler.allocator.counts()[BlockState.USED] > 0
+    while not role.pulled:
+        core.round([])
+    role.arrive()
+    run_until_idle(core)
+    assert out.tokens("b") == expected_output(prompt, 4)
+    assert_all_blocks_home(core)
+
+
+@pytest.mark.parametrize("abort_in", range(4))
+def test_an_abort_under_a_launched_step_answers_once_and_frees_the_blocks_later(
+    abort_in: int,
+) -> None:
+    core, executor, out = make_core(depth=1)
+    core.round([add("a", PROMPT, 12), add("b", PROMPT[::-1], 12)])
+    for _ in range(abort_in):
+        core.round([])
+    assert executor.under_way
+    core.round([AbortRequest("a")])
+    assert [end.finish_reason for end in out.terminals("a")] == ["abort"]
+    run_until_idle(core)
+    assert len(out.terminals("a")) == 1
+    assert out.tokens("b") == expected_output(PROMPT[::-1], 12)
+    assert_all_blocks_home(core)
+
+
+def test_what_must_know_its_last_token_is_not_run_ahead() -> None:
+    core, executor, out = make_core(depth=1)
+    constrained = SamplingParams(temperature=0.0, grammar=Grammar("regex", ".*"))
+    core.round(
+        [
+            AddRequest(request_id="a", token_ids=PROMPT, sampling=constrained, max_tokens=3),
+            add("b", PROMPT[::-1], 9),
+        ]
+    )
+    while not out.terminals("a"):
+        core.round([])
+    assert executor.num_steps_ahead == 0
+    run_until_idle(core)
+    assert executor.num_steps_ahead > 0, "the other one alone runs ahead"
+    assert out.tokens("b") == expected_output(PROMPT[::-1], 9)

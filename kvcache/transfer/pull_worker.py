@@ -278,7 +278,8 @@ class PullWorker:
 
     def _stop_waiting(self, pull_id: str) -> None:
         for peer in self._peers.values():
-            if peer.probe is not None and peer.probe.waiting.pop(pull_id, None):
+            if peer.probe is not None and pull_id in peer.probe.waiting:
+                del peer.probe.waiting[pull_id]
                 self._tell_end(pull_id, None, None)
 
     def _probed(self, job: ProbeJob, peer: _Peer) -> None:

@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import zmq
 
 from benchmarks.transfer import Side, Size, by_block
 from kvcache.pool import KVPool
@@ -24,6 +23,7 @@ from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import Event, PeerReady, PullDone
 from kvcache.transfer.pull_worker import PullWorker
+from kvcache.transfer.rank_links import InsideLink
 from kvcache.transfer.side_channel import LeaseServer
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import FirstToken, RemotePrefill
@@ -179,7 +179,7 @@ class DecodeEnd:
         self.side, self.size, self.device = side, size, device
         self._woken = threading.Event()
         self._count = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        links = {rank: InsideLink() for rank in range(side.tp)}
         self.pools = [KVPool(end.layout, device) for end in side.endpoints(size)]
         self.coordinator = PullCoordinator(
             "tcp://127.0.0.1:0",
@@ -187,7 +187,7 @@ class DecodeEnd:
             compat(size),
             SECRET,
             on_event=self._woken.set,
-            context=self._context,
+            inside=links,
         )
         self.workers = [
             PullWorker(
@@ -200,7 +200,7 @@ class DecodeEnd:
                 staging_bytes=None if mapped else staging_bytes,
                 limits=limits,
                 mapped=MappedPath(CudaMapper(pool), required=True) if mapped else None,
-                context=self._context,
+                inside=links[rank],
             )
             for rank, pool in enumerate(self.pools)
         ]
@@ -249,7 +249,6 @@ class DecodeEnd:
         self.coordinator.close()
         for worker in self.workers:
             worker.close()
-        self._context.term()
 
 
 class Answers:

@@ -11,8 +11,6 @@ according to the events they left. A sequence's id is the id of its pull.
 import logging
 from collections import defaultdict
 
-import zmq
-
 from decode_server.failure import FailurePolicy
 from engine.role import KVRole
 from engine.sequence import Phase, Sequence
@@ -34,6 +32,7 @@ from kvcache.transfer.pull import (
     PullSettings,
 )
 from kvcache.transfer.pull_worker import PullWorker
+from kvcache.transfer.rank_links import InsideLink
 from protocol.errors import BatonError
 from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
@@ -265,8 +264,7 @@ def _mapped_path(transfer: str, pool: KVPool) -> MappedPath | None:
 
 class DecodeRoleFactory(RoleFactory):
     def __init__(self) -> None:
-        # Of the coordinator and of rank 0's worker, threads of one process. It ends with that.
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inside = InsideLink()  # between the coordinator and the worker of rank 0
 
     def make_service(self, context: RankContext) -> RankService:
         config = context.config
@@ -281,7 +279,7 @@ class DecodeRoleFactory(RoleFactory):
                 staging_bytes=config.staging_bytes,
                 convert=config.kv_convert,
                 mapped=_mapped_path(config.transfer, context.pool),
-                context=self._context if context.rank == 0 else None,
+                inside=self._inside if context.rank == 0 else None,
             )
         )
 
@@ -302,7 +300,7 @@ class DecodeRoleFactory(RoleFactory):
             settings=settings,
             on_event=transport.wake,
             convert=config.kv_convert,
-            context=self._context,
+            inside={0: self._inside},
         )
         coordinator.start()
         return DecodeRole(coordinator, FailurePolicy(config.kv_load_failure_policy))

@@ -2,15 +2,15 @@
 
 All it decides is in pull_state.py (one pull) and peers.py (handshakes); here are the sockets, the
 clock and the bookkeeping of who is waiting for which answer.
+
+What an engine or a worker in this process has to say is obeyed in their own threads, in turns
+(turns.py): a pull of 128 tokens takes less time than waking a thread twice.
 """
 
 import logging
-import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-
-import zmq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvcache.transfer.peers import (
     Peer,
@@ -32,7 +32,8 @@ from kvcache.transfer.pull import (
     PullFailed,
     PullSettings,
     RankEnded,
-    RankFailing,
+    RankEnding,
+    Report,
     StopPull,
     pull_command,
 )
@@ -49,9 +50,10 @@ from kvcache.transfer.pull_state import (
     SuspectPeer,
 )
 from kvcache.transfer.questions import OpenQuestions
-from kvcache.transfer.rank_links import RankLinks
-from kvcache.transfer.side_channel import Address, SideChannelClient, new_id
-from kvcache.transfer.waker import Waker
+from kvcache.transfer.rank_links import InsideLink, RankLinks
+from kvcache.transfer.side_channel import new_id
+from kvcache.transfer.side_client import Address, SideChannelClient
+from kvcache.transfer.turns import Turns
 from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable
 from protocol.handshake import CompatRecord, Gone, Metadata, Ok, Refused, Reply, Request
 from protocol.messages import RemotePrefill
@@ -82,15 +84,15 @@ class PullCoordinator:
     """Handshakes, renewals, fan-out, the fence. All public methods may be called by any thread.
 
     Args:
-        worker_address: ZMQ address to listen on for the ranks' workers: `ipc://...` in a
-            directory of this user's own, or `tcp://127.0.0.1:0` for a free port.
+        worker_address: to listen on for the ranks' workers: `ipc://PATH` in a directory of this
+            user's own, or `tcp://127.0.0.1:0` for a free port.
         compat: of this engine.
-        on_event: called from the thread when `drain` has something; must not block.
+        on_event: called from any thread when `drain` has something; must not block.
         convert: accept peers with another KV dtype.
-        context: shared with the worker of this process; its owner ends it, after `close` of both.
+        inside: links to the workers of this process, by rank.
 
     Raises:
-        zmq.ZMQError: the worker address cannot be bound.
+        OSError: the worker address cannot be bound.
     """
 
     def __init__(
@@ -104,17 +106,24 @@ class PullCoordinator:
         clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[], None] | None = None,
         convert: bool = False,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        inside: Mapping[int, InsideLink] | None = None,
     ) -> None:
         self._num_ranks = num_ranks
         self._settings = settings or PullSettings()
         self._clock = clock
         self._on_event = on_event
-        self._owns_context = context is None
-        self._context = context or zmq.Context()
-        self._ranks = RankLinks(self._context, worker_address, num_ranks)
-        self._waker = Waker(self._context)
-        self._side_channel = SideChannelClient(self._context, secret, clock)
+        self._ranks = RankLinks(worker_address, num_ranks, inside or {})
+        self._side_channel = SideChannelClient(secret, clock)
+        self._turns = Turns(
+            "pull-coordinator",
+            (self._ranks, self._side_channel),
+            turn=self._turn,
+            after=self._tell,
+            deadline=self._deadline,
+            clock=clock,
+        )
+        for link in (inside or {}).values():
+            link.on_report, link.on_wait = self._turns.take, self._awaits_fence
         self._peers = PeerTable(compat, self._settings, convert)
         self._pulls: dict[str, PullState] = {}
         self._spans: dict[str, tuple[int, int, list[int]]] = {}  # of pulls begun
@@ -122,11 +131,8 @@ class PullCoordinator:
         self._questions = OpenQuestions()
         self._awaiting_connect: set[PeerKey] = set()
         self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
-        self._calls: deque[Callable[[], None]] = deque()
         self._events: deque[Event] = deque()
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pull-coordinator", daemon=True)
 
     @property
     def worker_address(self) -> str:
@@ -134,15 +140,15 @@ class PullCoordinator:
         return self._ranks.address
 
     def start(self) -> None:
-        self._thread.start()
+        self._turns.start()
 
     def connect(self, remote: RemotePrefill) -> None:
         """Shakes hands unless that was done; PeerReady or PeerFailed tells the outcome."""
-        self._call(lambda: self._do_connect(remote))
+        self._turns.call(lambda: self._do_connect(remote))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
         """Keeps the lease alive from now on, before there are blocks to read into."""
-        self._call(lambda: self._do_hold(pull_id, remote))
+        self._turns.call(lambda: self._do_hold(pull_id, remote))
 
     def pull(
         self,
@@ -158,11 +164,11 @@ class PullCoordinator:
             local_block_ids: from token 0 of the sequence on, in this engine's block size.
         """
         span = (token_start, token_stop, list(local_block_ids))
-        self._call(lambda: self._do_pull(pull_id, remote, span))
+        self._turns.call(lambda: self._do_pull(pull_id, remote, span))
 
     def cancel(self, pull_id: str) -> None:
         """Gives up a pull in any state; one PullDrained follows."""
-        self._call(lambda: self._do_cancel(pull_id))
+        self._turns.call(lambda: self._do_cancel(pull_id))
 
     def drain(self) -> list[Event]:
         """Events since the last call, in order."""
@@ -180,51 +186,41 @@ class PullCoordinator:
 
     def close(self) -> None:
         """Ends the thread; leases of open pulls are aborted, without waiting for an answer."""
-        self._stopping.set()
-        self._waker.wake()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._side_channel.close(_CLOSE_LINGER_S)
-        self._ranks.close()
-        self._waker.close()
-        if self._owns_context:
-            self._context.term()
+        self._turns.close(self._close)
 
-    def _call(self, call: Callable[[], None]) -> None:
-        self._calls.append(call)
-        self._waker.wake()
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                self._wait()
-                self._turn()
-            except Exception:
-                self._survive()
+    def _close(self) -> None:
         for state in self._states():
             self._send(state, SendAbort())
+        self._side_channel.close(_CLOSE_LINGER_S)
+        self._ranks.close()
 
-    def _wait(self) -> None:
-        poller = zmq.Poller()
-        for sock in (self._waker.socket, self._ranks.socket, *self._side_channel.sockets):
-            poller.register(sock, zmq.POLLIN)
+    def _awaits_fence(self) -> bool:
+        """See WorkerLink: takes what has come; whether an answer to a fence is still to come."""
+        self._turns.take(self._side_channel.has_something)
+        return any(state.phase is Phase.FENCING for state in self._states())
+
+    def _deadline(self) -> float:
+        """When there will be something to do, whatever comes; infinity for never."""
         lost_s = self._settings.connection_timeout_s
         unconnected = (self._unconnected_in_use(), self._gone_peers())
         deadlines = [since + lost_s for found in unconnected for since in found.values()]
         deadlines += [state.deadline() for state in self._states()]
-        deadline = min(self._peers.deadline(), *deadlines, 1e18)
-        wait_s = max(0.0, deadline - self._clock())
-        poller.poll(None if deadline >= 1e18 else int(wait_s * 1000) + 1)
+        retry = self._clock() + self._side_channel.retry_in_s()
+        return min(self._peers.deadline(), retry, *deadlines, float("inf"))
 
     def _turn(self) -> None:
-        self._waker.clear()
-        while self._calls:
-            self._calls.popleft()()
-        for report in self._ranks.receive():
-            self._take_report(report)
-        for address, reply in self._side_channel.receive_all():
-            self._take_reply(address, reply)
-        self._tick()
+        try:
+            while call := self._turns.next_call():
+                call()
+            for report in self._ranks.receive():
+                self._take_report(report)
+            for address, reply in self._side_channel.receive_all():
+                self._take_reply(address, reply)
+            self._tick()
+        except Exception:
+            self._survive()
+
+    def _tell(self) -> None:
         if self._events and self._on_event is not None:
             self._on_event()
 
@@ -463,15 +459,17 @@ class PullCoordinator:
 
     # -- what comes in
 
-    def _take_report(self, report: RankFailing | RankEnded) -> None:
+    def _take_report(self, report: Report) -> None:
         state = self._pulls.get(report.pull_id)
         if state is None:
             return
         now = self._clock()
-        if isinstance(report, RankFailing):
-            self._perform(state, state.rank_failing(report, now))
-        else:
+        if isinstance(report, RankEnding):
+            self._perform(state, state.rank_ending())
+        elif isinstance(report, RankEnded):
             self._perform(state, state.rank_ended(report, now))
+        else:
+            self._perform(state, state.rank_failing(report, now))
 
     def _take_reply(self, address: Address, reply: Reply) -> None:
         if isinstance(reply, Metadata):

@@ -8,6 +8,7 @@ read of it counts for nothing without the fence, and the fence is what a dead pe
 """
 
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.gather import launches, make_gathers
 from kvcache.transfer.mapper import MappedMemory, Mapper, NotMappable, Work
+from kvcache.transfer.pace import Pace
 from kvcache.transfer.plan import TransferPlan
 from kvcache.transfer.pull import PeerKey
 from protocol.errors import BatonError, PeerIncompatible
@@ -119,6 +121,8 @@ class MappedJob:
         self.plan = _plan(work, transfer)
         self.error: BatonError | None = None
         self.failure_told = False
+        self.end_announced = False
+        self.pace = Pace(time.perf_counter(), 0.0)
         self.stopping = False
         self._mapper = mapper
         self._work = work
@@ -141,6 +145,11 @@ class MappedJob:
     @property
     def ended(self) -> bool:
         return not self._tokens and (self.stopping or self._exhausted)
+
+    @property
+    def all_begun(self) -> bool:
+        """Nothing is left to launch, and the pull has not been given up."""
+        return self._exhausted and not self.stopping
 
     @property
     def complete(self) -> bool:

@@ -141,6 +141,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     rank: int
 
 
+class RankEnding(msgspec.Struct, frozen=True, tag="ending"):
+    """Rank to coordinator: this pull is likely to end here within half a millisecond."""
+
+    pull_id: str
+    rank: int
+
+
 class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
     """Rank to coordinator: this pull fails here, and READs of it are still active."""
 
@@ -161,7 +168,7 @@ class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
     path: str = "none"
 
 
-Report = RankFailing | RankEnded
+Report = RankEnding | RankFailing | RankEnded
 
 encode = msgspec.msgpack.Encoder().encode
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

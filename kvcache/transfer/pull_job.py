@@ -1,8 +1,10 @@
 """One pull on one rank: which posts go out next, which READs are active, when it has ended."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvcache.transfer.pace import Pace
 from kvcache.transfer.plan import TransferPlan
 from kvcache.transfer.posts import Post, PostLimits, cut
 from kvcache.transfer.staged import Chunk
@@ -38,6 +40,8 @@ class PullJob:
         self.plan = plan
         self.error: BatonError | None = None
         self.failure_told = False
+        self.end_announced = False
+        self.pace = Pace(time.perf_counter(), 0.0)
         self._limits = limits
         self._staging = staging if plan.chunks else None
         self.stopping = False
@@ -62,6 +66,11 @@ class PullJob:
         if self.active or not self._copies_finished():
             return False
         return self.stopping or (self._exhausted and not self._open)
+
+    @property
+    def all_begun(self) -> bool:
+        """Nothing is left to post, and the pull has not been given up."""
+        return self._exhausted and not self.stopping
 
     @property
     def complete(self) -> bool:

@@ -100,6 +100,7 @@ class PullState:
         self._error: BatonError | None = None
         self._failure_told = False
         self._cancelled = False
+        self._announced_end = False
         self._began = now
         self._next_renewal = now  # the first one finds out whether the lease still is
         self._timeout = float("inf")  # of the phase
@@ -131,7 +132,15 @@ class PullState:
         self.phase = Phase.READING
         self._reading = set(range(self._num_ranks))
         self._timeout = now + self._settings.pull_timeout_s
-        return [FanOut()]
+        return [FanOut(), SendRenew()]  # if it is short, the fence is near
+
+    def rank_ending(self) -> list[Action]:
+        """A rank has nearly read all. A renewal now finds P awake for the fence (see LeaseServer),
+        and tells a lease that is gone before the last bytes have come."""
+        if self.phase is not Phase.READING or self._announced_end:
+            return []
+        self._announced_end = True
+        return [SendRenew()]
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
         """Something outside found that this pull cannot succeed."""

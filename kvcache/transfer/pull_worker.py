@@ -1,7 +1,7 @@
 """A rank's transfer thread: owns the agent, posts READs in bounded pieces, polls, reports.
 
-It blocks in ZMQ while there is nothing to do, and looks at commands between any two posts, so that
-a pull stops within one post. A READ that does not end keeps its pull here until it does (I7).
+It blocks while there is nothing to do, and looks at commands between any two posts, so that a pull
+stops within one post. A READ that does not end keeps its pull here until it does (I7).
 """
 
 import ctypes
@@ -11,8 +11,6 @@ import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
-import zmq
-
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.prefault import Prefault
@@ -20,6 +18,7 @@ from kvcache.transfer import reformat
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.copy_thread import use_one_core
 from kvcache.transfer.mapped import MappedJob, MappedPath
+from kvcache.transfer.pace import ENDING_S, Pace, Speed
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
     CostModel,
@@ -34,22 +33,18 @@ from kvcache.transfer.pull import (
     AddPeer,
     Command,
     DropPeer,
-    Hello,
     PeerKey,
     Pull,
     RankEnded,
+    RankEnding,
     RankFailing,
-    Report,
     StopPull,
-    command_decoder,
-    encode,
     error_info,
 )
 from kvcache.transfer.pull_job import PullJob, Step
-from kvcache.transfer.rank_links import inside
+from kvcache.transfer.rank_links import InsideLink, OutsideLink, WorkerLink
 from kvcache.transfer.staging import Staging
 from kvcache.transfer.topology import head_groups
-from kvcache.transfer.waker import Waker
 from protocol.errors import BatonError, InternalError, PeerIncompatible, TransferFailed
 from protocol.handshake import EngineMetadata
 
@@ -58,6 +53,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
 _MIN_PROBE_BYTES = 4 << 20  # of staging memory: less tells nothing
 _PR_SET_TIMERSLACK = 29  # in ns
+_FENCE_S = 0.0005  # after a pull the thread looks for the fence's answer so long without sleeping
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
 
@@ -72,6 +68,7 @@ class _Peer:
     probe: ProbeJob | None = None  # measuring them
     names: dict[int, str] = field(default_factory=dict)  # of its agents, by rank, once read from
     users: int = 0  # jobs
+    speed: Speed = field(default_factory=Speed)
     stale: bool = False  # connect anew when nobody uses it
     dropped: bool = False  # forget when nobody uses it
 
@@ -96,7 +93,7 @@ class PullWorker:
         convert: accept a peer with another KV dtype.
         costs: of every link; None measures each peer at first contact.
         mapped: takes the pulls from peers that it can map; the agent moves the others.
-        context: the coordinator's, where it is in this process; its owner ends it.
+        inside: the link to the coordinator, where that is in this process.
     """
 
     def __init__(
@@ -113,7 +110,7 @@ class PullWorker:
         costs: CostModel | None = None,
         limits: PostLimits | None = None,
         mapped: MappedPath | None = None,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        inside: InsideLink | None = None,
     ) -> None:
         self._endpoint = Endpoint(pool.layout, rank, tp_size)
         self._total_kv_heads = total_kv_heads
@@ -126,17 +123,15 @@ class PullWorker:
         self._limits = limits or PostLimits()
         self._mapped = mapped
         self._reformat_bytes_per_s = DEFAULT_COSTS["cuda"].reformat_bytes_per_s
-        self._address = connect_address if context is None else inside(connect_address)
-        self._owns_context = context is None
+        self._link: WorkerLink = inside or OutsideLink(connect_address)
         self._peers: dict[PeerKey, _Peer] = {}
         self._jobs: OrderedDict[str, tuple[Job, _Peer]] = OrderedDict()
         self._reads: list[_Read] = []
         self._poll_min_s, self._poll_max_s = _POLL_S[self._kind]
         self._idle_s = self._poll_min_s
+        self._ended_at = float("-inf")  # when the last pull did
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._stopping = threading.Event()
-        self._context = context or zmq.Context()
-        self._waker = Waker(self._context)
         self._thread = threading.Thread(target=self._run, name=f"pull-{rank}", daemon=True)
         on_cpu = self._kind == "DRAM"
         self._prefault = Prefault(pool.base_address, pool.nbytes) if on_cpu else None
@@ -148,12 +143,10 @@ class PullWorker:
     def close(self) -> None:
         """Ends the thread and closes the agent; READs still active stay the transport's."""
         self._stopping.set()
-        self._waker.wake()
+        self._link.waker.wake()
         if self._thread.is_alive():
             self._thread.join()
-        self._waker.close()
-        if self._owns_context:
-            self._context.destroy(linger=0)
+        self._link.close()
         if self._staging is not None:
             self._staging.close()
         self._agent.close()
@@ -175,52 +168,44 @@ class PullWorker:
             self._reformat_bytes_per_s = reformat.measure()
         if self._mapped is not None:
             self._mapped.bind_thread()
-        with self._context.socket(zmq.DEALER) as self._socket:
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.set_hwm(0)
-            self._socket.connect(self._address)
-            self._report(Hello(self._endpoint.rank))
-            while not self._stopping.is_set():
-                try:
-                    self._wait_for_commands(self._progress())
-                except Exception as error:  # our bug; no pull may hang for it
-                    logger.exception("pull worker")
-                    self.counters["internal_errors"] += 1
-                    for job, _ in self._jobs.values():
-                        job.stop(InternalError(f"the transfer thread failed: {error!r}"))
-                    time.sleep(_POLL_STUCK_S)
+        self._link.open(self._endpoint.rank, self._stopping)
+        while not self._stopping.is_set():
+            try:
+                self._wait(self._progress())
+                for command in self._link.receive():
+                    self._obey(command)
+            except Exception as error:  # our bug; no pull may hang for it
+                logger.exception("pull worker")
+                self.counters["internal_errors"] += 1
+                for job, _ in self._jobs.values():
+                    job.stop(InternalError(f"the transfer thread failed: {error!r}"))
+                time.sleep(_POLL_STUCK_S)
         if self._mapped is not None and not self._jobs:
             self._mapped.close()
 
-    def _wait_for_commands(self, progressed: bool) -> None:
-        timeout_ms: int | None
-        if not self._jobs:
-            timeout_ms = None if self._prefault is None or self._prefault.done else 1
-        else:
-            timeout_ms = 0
-            if not progressed:
-                stuck = all(job.stopping for job, _ in self._jobs.values())
-                time.sleep(self._idle_s)
-                limit_s = _POLL_STUCK_S if stuck else self._poll_max_s
-                self._idle_s = min(self._idle_s * 1.5, limit_s)
+    def _wait(self, progressed: bool) -> None:
+        """Until there is, or may be, something to do."""
         if progressed:
             self._idle_s = self._poll_min_s
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._waker.socket, zmq.POLLIN)
-        if dict(poller.poll(timeout_ms)):
-            self._waker.clear()
-            self._take_commands()
-        elif not self._jobs and self._prefault is not None:
+        elif self._jobs:
+            time.sleep(self._nap_s())
+        elif self._ended_at + _FENCE_S > time.perf_counter() and self._link.awaits_fence():
+            time.sleep(0)  # lets others have the interpreter
+        elif self._prefault is not None and not self._prefault.done:
+            self._link.wait(0.001)
             self._prefault.step()
+        else:
+            self._link.wait(None)
 
-    def _take_commands(self) -> None:
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._obey(command_decoder.decode(frame))
+    def _nap_s(self) -> float:
+        now = time.perf_counter()
+        naps = [job.pace.nap_s(now) for job, _ in self._jobs.values() if not job.stopping]
+        known = [nap for nap in naps if nap is not None]
+        if known and self._kind == "VRAM":
+            return min(known)
+        nap_s = self._idle_s
+        self._idle_s = min(nap_s * 1.5, self._poll_max_s if naps else _POLL_STUCK_S)
+        return nap_s
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -321,6 +306,7 @@ class PullWorker:
             logger.exception("planning pull %s", pull.pull_id)
             self._tell_end(pull.pull_id, None, InternalError(f"planning failed: {error!r}"))
         else:
+            job.pace = Pace.begin(peer.speed, job.plan.bytes_read)
             peer.users += 1
             self._jobs[pull.pull_id] = (job, peer)
 
@@ -372,7 +358,16 @@ class PullWorker:
         ended = [job for job, _ in self._jobs.values() if job.ended]
         for job in ended:
             self._end(job)
+        self._announce_ends()
         return polled or posted or bool(ended)
+
+    def _announce_ends(self) -> None:
+        now = time.perf_counter()
+        for job, _ in self._jobs.values():
+            if job.all_begun and not job.end_announced and job.pace.is_ending(now):
+                job.end_announced = True
+                if now - job.pace.began > ENDING_S:  # else the coordinator's own renewal serves
+                    self._link.report(RankEnding(job.pull_id, self._endpoint.rank))
 
     def _advance(self) -> bool:
         """Lets every mapped pull go on."""
@@ -452,7 +447,7 @@ class PullWorker:
         if job.active and not job.failure_told and not isinstance(job, ProbeJob):
             job.failure_told = True
             report = RankFailing(job.pull_id, self._endpoint.rank, error_info(error))
-            self._report(report)
+            self._link.report(report)
 
     def _end(self, job: Job) -> None:
         _, peer = self._jobs.pop(job.pull_id)
@@ -462,6 +457,8 @@ class PullWorker:
         if isinstance(job, ProbeJob):
             self._probed(job, peer)
         else:
+            if job.complete:
+                peer.speed.learn(job.plan.bytes_read, time.perf_counter() - job.pace.began)
             self._tell_end(job.pull_id, job, job.error)
 
     def _clean(self, peer: _Peer) -> None:
@@ -487,10 +484,8 @@ class PullWorker:
             descriptors=job.plan.descriptors if job and complete else 0,
             path=job.plan.path if job and job.plan.useful_bytes else "none",
         )
-        self._report(ended)
-
-    def _report(self, report: Hello | Report) -> None:
-        self._socket.send(encode(report))
+        self._link.report(ended)
+        self._ended_at = time.perf_counter()
 
 
 def _allow_short_naps() -> None:

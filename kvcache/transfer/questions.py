@@ -3,7 +3,8 @@
 from typing import Literal
 
 from kvcache.transfer.pull_state import Action, SendAbort, SendComplete, SendRenew
-from kvcache.transfer.side_channel import Address, new_id
+from kvcache.transfer.side_channel import new_id
+from kvcache.transfer.side_client import Address
 from protocol.handshake import AbortLease, Complete, GetMetadata, Renew, Request
 from protocol.messages import RemotePrefill
 

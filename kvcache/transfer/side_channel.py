@@ -1,22 +1,22 @@
 """The side channel: how decode engines ask a prefill engine for metadata and about leases.
 
-On P a thread owns the lease table and a ZMQ ROUTER, so an answer never waits for a forward step;
-the engine grants leases and collects ended ones through a lock held for microseconds. On D a
-client posts requests and takes replies without ever blocking: who asks keeps the nonce.
+On P a thread owns the lease table and the connections, so an answer never waits for a forward
+step; the engine grants leases and collects ended ones through a lock held for microseconds. On D a
+client (side_client.py) posts requests and takes replies without ever blocking: who asks keeps the
+nonce. A message on the wire is its MAC and its payload.
 """
 
 import logging
-import socket
+import select
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
+from kvcache.transfer.side_client import Address, SideChannelClient, split
+from kvcache.transfer.wire import Wire, WireClosed, listen, tune, wait_readable
 from protocol.errors import PeerUnreachable
 from protocol.handshake import (
     AbortLease,
@@ -31,22 +31,20 @@ from protocol.handshake import (
     Renew,
     Reply,
     Request,
-    open_reply,
     open_request,
     seal_reply,
-    seal_request,
 )
 
 logger = logging.getLogger(__name__)
 
-Address = tuple[str, int]
 ENDED_STATES = (LeaseState.COMPLETED, LeaseState.EXPIRED, LeaseState.ABORTED)
 
 _SWEEP_S = 0.1  # expired leases are collected at most this late
 _MAX_REQUEST_BYTES = 64 << 10
-_MAX_REPLY_BYTES = 64 << 20
-_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2000, 6000  # a host that vanished closes no connection
+_MAX_UNSENT_BYTES = 64 << 20  # of answers to one peer
+# After a renewal the thread looks for more without sleeping: a reader renews when it is about to
+# ask for the fence, and waking a thread takes longer than all the rest of the fence.
+_ALERT_S = 0.0005
 
 
 def new_id() -> str:
@@ -82,16 +80,15 @@ class LeaseServer:
         self._table = LeaseTable()
         names = ("granted", "renewed", "gone", "refused", "metadata_sent", "internal_errors")
         self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        _configure(self._router, _MAX_REQUEST_BYTES)
         try:
-            self._router.bind(_endpoint(_resolved(bind_host or host), port))
-        except (zmq.ZMQError, OSError) as error:
-            self._context.destroy(linger=0)
+            self._listener = listen(bind_host or host, port)
+        except OSError as error:
             raise OSError(f"side channel cannot listen on {host}:{port}: {error}") from error
-        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._port = int(endpoint.rsplit(":", 1)[1])
+        self._port = int(self._listener.getsockname()[1])
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._wires: dict[int, Wire] = {}  # by file descriptor
+        self._alert_until = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease-server", daemon=True)
 
@@ -134,30 +131,60 @@ class LeaseServer:
             self._thread.join()
         with self._lock:
             self._table.abort_all(self._clock())
-        self._context.destroy(linger=0)
+        for wire in self._wires.values():
+            wire.close()
+        self._listener.close()
+        self._epoll.close()
 
     def _run(self) -> None:
+        next_sweep = 0.0
         while not self._stopping.is_set():
             try:
-                if self._router.poll(int(_SWEEP_S * 1000)):
-                    self._serve_waiting()
-                self._sweep()
+                now = time.monotonic()
+                served = self._serve(0.0 if now < self._alert_until else _SWEEP_S)
+                if served or now >= next_sweep:
+                    next_sweep = now + _SWEEP_S
+                    self._sweep()
             except Exception:  # one bad message must not end every lease
                 logger.exception("side channel")
                 with self._lock:
                     self._counters["internal_errors"] += 1
 
-    def _serve_waiting(self) -> None:
-        for _ in range(256):  # then sweep, however many are waiting
+    def _serve(self, timeout_s: float) -> bool:
+        """Waits for requests and answers them; whether there were any."""
+        served = False
+        for fd, _ in self._epoll.poll(timeout_s):
+            wire = self._wires.get(fd)
+            if wire is None:
+                self._accept()
+                continue
             try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            reply = seal_reply(self._answer(frames), self._secret)
-            try:
-                self._router.send_multipart([identity, *reply], zmq.NOBLOCK)
-            except zmq.ZMQError as error:  # its queue is full or it is gone: it will ask again
-                logger.debug("side channel reply dropped: %s", error)
+                wire.flush()
+                for message in wire.receive():
+                    served = True
+                    self._reply(wire, message)
+                wanted = select.EPOLLIN | (select.EPOLLOUT if wire.has_unsent else 0)
+                self._epoll.modify(fd, wanted)
+            except WireClosed as error:
+                logger.debug("side channel: %s", error)
+                del self._wires[fd]
+                wire.close()
+        return served
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it has gone again, or there are no descriptors left for now
+            return
+        tune(sock)
+        wire = self._wires[sock.fileno()] = Wire(sock, _MAX_REQUEST_BYTES)
+        self._epoll.register(wire.fileno(), select.EPOLLIN)
+
+    def _reply(self, wire: Wire, message: bytes) -> None:
+        if wire.unsent_bytes > _MAX_UNSENT_BYTES:
+            raise WireClosed("the peer asks but does not read")
+        reply = self._answer(split(message))
+        wire.send(b"".join(seal_reply(reply, self._secret)))
 
     def _sweep(self) -> None:
         with self._lock:
@@ -186,6 +213,8 @@ class LeaseServer:
         with self._lock:
             ok = self._decide(request, self._clock())
             self._counters["renewed"] += ok and isinstance(request, Renew)
+        if isinstance(request, Renew):
+            self._alert_until = time.monotonic() + _ALERT_S
         return Ok(nonce=request.nonce) if ok else self._gone(request.nonce, "unknown or ended")
 
     def _decide(self, request: Renew | Complete | AbortLease, now: float) -> bool:
@@ -201,144 +230,21 @@ class LeaseServer:
         return Gone(nonce=nonce, reason=reason)
 
 
-class SideChannelClient:
-    """D's end, for one thread: one DEALER for each prefill engine, requests and replies apart."""
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        secret: bytes,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._context = context
-        self._secret = secret
-        self._clock = clock
-        self._dealers: dict[Address, zmq.Socket[bytes]] = {}
-        self._monitors: dict[Address, zmq.Socket[bytes]] = {}
-        self._unconnected_since: dict[Address, float] = {}
-        self.counters: Counter[str] = Counter(side_channel_full=0, bad_replies=0)
-
-    @property
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """To poll, for `receive_all` and `unconnected`."""
-        return [*self._dealers.values(), *self._monitors.values()]
-
-    def unconnected(self) -> dict[Address, float]:
-        """Addresses that have no connection now, and since when.
-
-        A process that was killed is noticed so at once, not by the timeout of a question.
-        """
-        for address, monitor in self._monitors.items():
-            while monitor.poll(0):
-                event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._unconnected_since.pop(address, None)
-                else:
-                    self._unconnected_since.setdefault(address, self._clock())
-        return dict(self._unconnected_since)
-
-    def post(self, address: Address, request: Request) -> bool:
-        """Sends without waiting; False when the peer's queue is full (it does not read)."""
-        dealer = self._dealers.get(address) or self._connect(address)
-        try:
-            dealer.send_multipart(seal_request(request, self._secret), zmq.NOBLOCK)
-        except zmq.Again:
-            self.counters["side_channel_full"] += 1
-            return False
-        return True
-
-    def receive_all(self) -> list[tuple[Address, Reply]]:
-        """All waiting replies, with whom they came from."""
-        found: list[tuple[Address, Reply]] = []
-        for address, dealer in list(self._dealers.items()):
-            found.extend((address, reply) for reply in self._receive(dealer))
-        return found
-
-    def _receive(self, dealer: zmq.Socket[bytes]) -> list[Reply]:
-        """All waiting replies that are authentic; others are counted and dropped."""
-        replies: list[Reply] = []
-        while not dealer.closed:
-            try:
-                frames = dealer.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            try:
-                replies.append(open_reply(frames, self._secret))
-            except FrameError as error:
-                self.counters["bad_replies"] += 1
-                logger.warning("side channel reply dropped: %s", error)
-        return replies
-
-    def forget(self, address: Address) -> None:
-        """Drops the connection and what is queued for it."""
-        self._unconnected_since.pop(address, None)
-        if address in self._dealers:
-            _close_monitored(self._dealers.pop(address), self._monitors.pop(address), 0.0)
-
-    def close(self, linger_s: float = 0.0) -> None:
-        for address, dealer in self._dealers.items():
-            _close_monitored(dealer, self._monitors[address], linger_s)
-        self._dealers.clear()
-        self._monitors.clear()
-        self._unconnected_since.clear()
-
-    def _connect(self, address: Address) -> zmq.Socket[bytes]:
-        dealer = self._context.socket(zmq.DEALER)
-        _configure(dealer, _MAX_REPLY_BYTES)
-        monitor = dealer.get_monitor_socket(_WATCHED)
-        try:
-            dealer.connect(_endpoint(*address))
-        except zmq.ZMQError as error:
-            _close_monitored(dealer, monitor, 0.0)
-            raise PeerUnreachable(f"{address[0]}:{address[1]} is no address: {error}") from error
-        self._dealers[address], self._monitors[address] = dealer, monitor
-        self._unconnected_since[address] = self._clock()
-        return dealer
-
-
 def ask(address: Address, request: Request, secret: bytes, timeout_s: float) -> Reply:
     """One request, one reply, blocking: for tools and tests.
 
     Raises:
         PeerUnreachable: no authentic reply came in time.
     """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    client = SideChannelClient(context, secret)
+    client = SideChannelClient(secret)
     try:
         client.post(address, request)
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            zmq.select(client.sockets, [], [], left_s)
-            client.unconnected()  # empties the monitors, which would be readable for ever
+            wait_readable(client, timeout_s=min(left_s, client.retry_in_s()))
             for _, reply in client.receive_all():
                 if isinstance(reply, Refused) or reply.nonce == request.nonce:
                     return reply
         raise PeerUnreachable(f"{address[0]}:{address[1]} did not answer within {timeout_s} s")
     finally:
         client.close()
-        context.destroy(linger=0)
-
-
-def _configure(sock: zmq.Socket[bytes], max_bytes: int) -> None:
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.IPV6, 1)
-    sock.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    sock.setsockopt(zmq.RECONNECT_IVL, 50)
-    sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-
-
-def _close_monitored(sock: zmq.Socket[bytes], monitor: zmq.Socket[bytes], linger_s: float) -> None:
-    sock.disable_monitor()
-    monitor.close(linger=0)  # pyzmq leaves it to the garbage collector, and the context waits
-    sock.close(linger=int(linger_s * 1000))
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _resolved(host: str) -> str:
-    """ZMQ binds to addresses and interfaces, not to names."""
-    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -1,39 +1,33 @@
-"""Waking a thread that blocks in a ZMQ poll, from any other thread."""
+"""Waking a thread that blocks in a poll, from any other thread."""
 
+import os
 import threading
-
-import zmq
 
 
 class Waker:
-    """`wake` from any thread makes `socket` readable; the polling thread then calls `clear`."""
+    """`wake` from any thread makes `fileno` readable; the polling thread then calls `clear`."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._lock = threading.Lock()
-        self.socket = context.socket(zmq.PAIR)
-        self._sender = context.socket(zmq.PAIR)
-        endpoint = f"inproc://waker-{id(self)}"
-        self.socket.bind(endpoint)
-        self._sender.connect(endpoint)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # a closed descriptor's number may already be another's
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
 
     def wake(self) -> None:
         with self._lock:
-            if self._sender.closed:
-                return
-            try:
-                self._sender.send(b"", zmq.NOBLOCK)
-            except zmq.Again:
-                pass  # so many are waiting already that this one is not needed
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        while True:
-            try:
-                self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            pass  # nobody woke it
 
     def close(self) -> None:
         """From the polling thread, or when it has ended."""
         with self._lock:
-            self._sender.close(linger=0)
-        self.socket.close(linger=0)
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

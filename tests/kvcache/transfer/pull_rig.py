@@ -243,7 +243,7 @@ class Decode:
     def settle(self) -> list[Event]:
         """All events left, once every command given so far has been obeyed."""
         barrier = threading.Event()
-        self.coordinator._call(barrier.set)
+        self.coordinator._turns.call(barrier.set)
         assert barrier.wait(DEADLINE_S)
         self.events += self.coordinator.drain()
         events, self.events = self.events, []

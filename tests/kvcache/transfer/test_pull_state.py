@@ -51,7 +51,7 @@ def reading(ranks: int = 2) -> PullState:
     pull = state(ranks)
     assert pull.tick(0.0) == [SendRenew()]
     assert pull.pull(16, now=1.0) == []
-    assert pull.peer_ready(now=1.0) == [FanOut()]
+    assert pull.peer_ready(now=1.0) == [FanOut(), SendRenew()]
     return pull
 
 
@@ -79,6 +79,15 @@ def test_the_fence_waits_for_every_rank() -> None:
     actions = pull.fence_answered(True, "", now=3.5)
     assert events(actions) == [PullDone("a", 20, 4, 2.5, "direct")]
     assert pull.phase is Phase.ENDED and pull.deadline() == float("inf")
+
+
+def test_an_end_that_nears_is_told_to_the_peer_once_and_only_while_reading() -> None:
+    assert state().rank_ending() == []
+    pull = reading()
+    assert pull.rank_ending() == [SendRenew()] and pull.rank_ending() == []
+    pull = reading(1)
+    pull.rank_ended(ended(0), now=2.0)
+    assert pull.rank_ending() == []
 
 
 def test_gone_at_the_fence_is_a_drained_failure_without_an_abort() -> None:
@@ -231,7 +240,8 @@ class PullMachine(RuleBasedStateMachine):
                     self.stopped = True
                 case SendComplete(attempt):
                     assert attempt == "attempt"
-                    assert not self.reading and not self.incomplete and not self.cancelled
+                    assert not self.reading and not self.incomplete
+                    assert self.pull.phase is Phase.CLOSING or not self.cancelled
                     self.fence_asked = True
                 case SendAbort():
                     assert not self.reading  # P's memory is left alone only after the last READ

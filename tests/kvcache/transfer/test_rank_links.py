@@ -1,76 +1,105 @@
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import zmq
 
-from kvcache.transfer.pull import Hello, RankEnded, StopPull, command_decoder, encode
-from kvcache.transfer.rank_links import RankLinks
+from kvcache.transfer.pull import Command, RankEnded, Report, StopPull
+from kvcache.transfer.rank_links import InsideLink, OutsideLink, RankLinks, WorkerLink
+from kvcache.transfer.wire import wait_readable
 
-DEADLINE_MS = 20_000
-Context = zmq.Context[zmq.Socket[bytes]]
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
+DEADLINE_S = 20.0
 
 
-def close(links: RankLinks, *dealers: zmq.Socket[bytes]) -> None:
-    links.close()
-    for dealer in dealers:
-        dealer.close(linger=0)
+@pytest.fixture(params=["tcp", "ipc"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    yield "tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{tmp_path}/pulls"
+    assert not list(tmp_path.iterdir())  # nothing stays
 
 
-def worker(context: Context, links: RankLinks) -> zmq.Socket[bytes]:
-    dealer = context.socket(zmq.DEALER)
-    dealer.set_hwm(0)
-    dealer.connect(links.address)
-    return dealer
+def opened(links: RankLinks, rank: int) -> OutsideLink:
+    link = OutsideLink(links.address)
+    link.open(rank, threading.Event())
+    return link
 
 
-def commands(dealer: zmq.Socket[bytes], count: int) -> list[str]:
-    found = []
-    for _ in range(count):
-        assert dealer.poll(DEADLINE_MS), f"{len(found)} of {count} commands came"
-        command = command_decoder.decode(dealer.recv())
-        assert isinstance(command, StopPull)
-        found.append(command.pull_id)
+def reports(links: RankLinks, count: int) -> list[Report]:
+    found: list[Report] = []
+    while len(found) < count:
+        wait_readable(links, timeout_s=DEADLINE_S)
+        found += links.receive()
     return found
 
 
-def test_commands_wait_for_a_rank_to_appear(context: Context) -> None:
-    links = RankLinks(context, "tcp://127.0.0.1:0", 2)
+def commands(link: WorkerLink, count: int) -> list[str]:
+    found: list[Command] = []
+    while len(found) < count:
+        link.wait(DEADLINE_S)
+        found += link.receive()
+    return [command.pull_id for command in found if isinstance(command, StopPull)]
+
+
+def ended(rank: int) -> RankEnded:
+    return RankEnded(pull_id="p", rank=rank, complete=True)
+
+
+def test_commands_wait_for_a_rank_to_appear(address: str) -> None:
+    links = RankLinks(address, 2, {})
     links.broadcast(StopPull("early"))
-    dealers = [worker(context, links) for _ in range(2)]
-    for rank, dealer in enumerate(dealers):
-        dealer.send(encode(Hello(rank)))
-    ended = RankEnded(pull_id="p", rank=1, complete=True)
-    dealers[1].send(encode(ended))
-    reports = []
-    while not reports:
-        assert links.socket.poll(DEADLINE_MS)
-        reports = links.receive()
-    assert reports == [ended]
-    assert commands(dealers[1], 1) == ["early"]
-    while not dealers[0].poll(0):  # its greeting may still be on the way
-        links.socket.poll(10)
-        links.receive()
+    ranks = [opened(links, rank) for rank in range(2)]
+    for rank, link in enumerate(ranks):
+        link.report(ended(rank))
+    assert sorted(report.rank for report in reports(links, 2)) == [0, 1]
     links.broadcast(StopPull("late"))
-    assert commands(dealers[0], 2) == ["early", "late"]
-    assert commands(dealers[1], 1) == ["late"]
-    close(links, *dealers)
+    assert [commands(link, 2) for link in ranks] == [["early", "late"]] * 2
+    for link in (links, *ranks):
+        link.close()
 
 
-def test_a_rank_that_is_busy_loses_no_command(context: Context) -> None:
-    """A ROUTER drops silently above its high-water mark, 1,000 unless told otherwise."""
-    links = RankLinks(context, "inproc://links", 1)
-    dealer = worker(context, links)
-    dealer.send(encode(Hello(0)))
-    assert links.socket.poll(DEADLINE_MS)
+def test_a_rank_that_is_busy_loses_no_command(address: str) -> None:
+    links = RankLinks(address, 1, {})
+    link = opened(links, 0)
+    link.report(ended(0))
+    reports(links, 1)
+    names = [str(index) * 1000 for index in range(5000)]  # more than the kernel keeps
+    for name in names:
+        links.broadcast(StopPull(name))
+    found = []
+    while len(found) < len(names):
+        links.receive()  # sends what did not fit
+        link.wait(DEADLINE_S)
+        found += [each.pull_id for each in link.receive()]
+    assert found == names
+    links.close()
+    link.close()
+
+
+def test_a_rank_inside_is_reached_without_a_socket() -> None:
+    link, told = InsideLink(), threading.Event()
+    link.on_report = told.set
+    links = RankLinks("nowhere", 1, {0: link})
+    links.broadcast(StopPull("a"))
+    links.broadcast(StopPull("b"))
+    assert commands(link, 2) == ["a", "b"]
+    link.report(ended(0))
+    assert told.is_set() and links.receive() == [ended(0)]
+    links.close()
+    link.close()
+
+
+def test_a_rank_that_ends_is_no_error(address: str) -> None:
+    links = RankLinks(address, 2, {})
+    gone, stays = opened(links, 0), opened(links, 1)
+    for rank, link in enumerate((gone, stays)):
+        link.report(ended(rank))
+    reports(links, 2)
+    gone.close()
+    wait_readable(links, timeout_s=DEADLINE_S)
     assert links.receive() == []
-    for index in range(5000):
-        links.broadcast(StopPull(str(index)))
-    assert commands(dealer, 5000) == [str(index) for index in range(5000)]
-    close(links, dealer)
+    links.broadcast(StopPull("a"))
+    assert commands(stays, 1) == ["a"]
+    links.close()
+    stays.wait(DEADLINE_S)
+    assert stays.receive() == []  # nor is the end of rank 0
+    stays.report(ended(1))
+    stays.close()

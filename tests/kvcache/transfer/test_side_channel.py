@@ -3,13 +3,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from kvcache.lease import LeaseState
 from kvcache.transfer.side_channel import LeaseServer, SideChannelClient, ask, new_id
+from kvcache.transfer.side_client import split
+from kvcache.transfer.wire import Wire, WireClosed, framed, listen, wait_readable
 from protocol.errors import PeerUnreachable
 from protocol.handshake import (
     PROTOCOL_VERSION,
@@ -176,16 +179,15 @@ def test_another_secret_is_refused_counted_and_changes_nothing(server: Server) -
     assert isinstance(server.ask(complete(lease)), Ok)
 
 
-def raw_exchange(server: Server, frames: list[bytes]) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect("tcp://{}:{}".format(*server.address))
-        dealer.send_multipart(frames)
-        assert dealer.poll(int(DEADLINE_S * 1000))
-        answer = msgspec.msgpack.decode(dealer.recv_multipart()[1])
-        assert answer["type"] == "refused"
-    context.destroy(linger=0)
+def raw_exchange(server: Server, *messages: bytes) -> Any:
+    """The answer to the last of these."""
+    with socket.create_connection(server.address, DEADLINE_S) as raw:
+        wire = Wire(raw, 1 << 20)
+        for message in messages:
+            wire.send(message)
+        while not (found := wire.receive()):
+            wait_readable(wire, timeout_s=DEADLINE_S)
+        return msgspec.msgpack.decode(split(found[-1])[1])
 
 
 def signed(payload: bytes) -> list[bytes]:
@@ -197,9 +199,8 @@ def signed(payload: bytes) -> list[bytes]:
 
 GARBAGE = [
     [b""],
+    [b"a"],
     [b"x" * 32],
-    [b"", b"", b""],
-    [b"a", b"b", b"c", b"d"],
     [b"x" * 32, os.urandom(64)],
     [b"x" * 32, b"\xc1"],
     signed(b""),
@@ -216,33 +217,38 @@ GARBAGE = [
 
 @pytest.mark.parametrize("frames", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_is_answered_and_counted(server: Server, frames: list[bytes]) -> None:
-    raw_exchange(server, frames)
+    assert raw_exchange(server, b"".join(frames))["type"] == "refused"
     assert server.counters()["refused"] == 1 and server.counters()["internal_errors"] == 0
     assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
 
 
-def test_bytes_that_are_not_zmq_and_messages_too_long_do_no_harm(server: Server) -> None:
-    with socket.create_connection(server.address) as raw:
-        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(5000))
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect("tcp://{}:{}".format(*server.address))
-        dealer.send_multipart([b"x" * 32, bytes(1 << 20)])
-        assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
-    context.destroy(linger=0)
+def test_bytes_that_are_no_message_and_messages_too_long_end_the_connection(
+    server: Server,
+) -> None:
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n" + os.urandom(5000), framed(bytes(1 << 20))):
+        with socket.create_connection(server.address, DEADLINE_S) as raw:
+            raw.sendall(garbage)
+            with suppress(ConnectionResetError):  # what it did not read any more
+                assert raw.recv(1) == b""
+    assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
+
+
+def test_a_message_may_come_in_pieces_and_several_at_once(server: Server) -> None:
+    message = framed(b"".join(seal_request(GetMetadata(nonce="n"), SECRET)))
+    with socket.create_connection(server.address, DEADLINE_S) as raw:
+        for byte in message:
+            raw.sendall(bytes([byte]))
+        raw.sendall(message + message)
+        wire, found = Wire(raw, 1 << 20), 0
+        while found < 3:
+            wait_readable(wire, timeout_s=DEADLINE_S)
+            found += len(wire.receive())
+    assert server.counters()["metadata_sent"] == 3
 
 
 def test_unknown_fields_are_ignored(server: Server) -> None:
     payload = msgspec.msgpack.encode({"type": "get_metadata", "nonce": "n", "new": [1, 2]})
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect("tcp://{}:{}".format(*server.address))
-        dealer.send_multipart(signed(payload))
-        assert dealer.poll(int(DEADLINE_S * 1000))
-        assert msgspec.msgpack.decode(dealer.recv_multipart()[1])["type"] == "metadata"
-    context.destroy(linger=0)
+    assert raw_exchange(server, b"".join(signed(payload)))["type"] == "metadata"
 
 
 def test_answers_do_not_wait_for_the_engine(server: Server) -> None:
@@ -254,8 +260,7 @@ def test_answers_do_not_wait_for_the_engine(server: Server) -> None:
 def test_a_client_survives_a_restart_at_the_same_address(clock: Clock) -> None:
     first = Server(clock)
     lease = first.grant("r", [3], 30.0)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    client = SideChannelClient(context, SECRET)
+    client = SideChannelClient(SECRET)
     assert client.post(first.address, renew(lease))
     assert isinstance(next_reply(client), Ok)
     first.close()
@@ -265,15 +270,13 @@ def test_a_client_survives_a_restart_at_the_same_address(clock: Clock) -> None:
     reply = next_reply(client)
     assert isinstance(reply, Gone) and "restarted" in reply.reason
     client.close()
-    context.destroy(linger=0)
     second.close()
 
 
 def next_reply(client: SideChannelClient) -> Reply:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        zmq.select(client.sockets, [], [], 0.1)
-        client.unconnected()
+        wait_readable(client, timeout_s=min(0.1, client.retry_in_s()))
         for _, reply in client.receive_all():
             return reply
     raise AssertionError("no reply")
@@ -281,8 +284,7 @@ def next_reply(client: SideChannelClient) -> Reply:
 
 def test_a_client_knows_to_whom_it_has_no_connection(clock: Clock) -> None:
     server = Server(clock)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    client = SideChannelClient(context, SECRET, clock)
+    client = SideChannelClient(SECRET, clock)
     client.post(server.address, GetMetadata(nonce="n"))
     assert client.unconnected() == {server.address: 1000.0}
     assert isinstance(next_reply(client), Metadata)
@@ -292,44 +294,48 @@ def test_a_client_knows_to_whom_it_has_no_connection(clock: Clock) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not client.unconnected():
         assert time.monotonic() < deadline
-        zmq.select(client.sockets, [], [], 0.1)
+        wait_readable(client, timeout_s=0.1)
+        client.receive_all()
     assert client.unconnected() == {server.address: 1234.0}
     client.forget(server.address)
-    assert client.unconnected() == {} and client.sockets == []
+    assert client.unconnected() == {} and client.retry_in_s() == float("inf")
     client.close()
-    context.destroy(linger=0)
 
 
-def fake_server(answer: Callable[[list[bytes]], list[bytes]]) -> tuple[threading.Thread, int]:
+def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int]:
     """Answers one request as it likes: an attacker at a known address."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
+    listener = listen("127.0.0.1", 0)
 
     def serve() -> None:
-        identity, *frames = router.recv_multipart()
-        router.send_multipart([identity, *answer(frames)])
-        router.close(linger=1000)
-        context.term()
+        wait_readable(listener, timeout_s=DEADLINE_S)
+        with listener, listener.accept()[0] as sock:
+            wire = Wire(sock, 1 << 20)
+            while not (found := wire.receive()):
+                wait_readable(wire, timeout_s=DEADLINE_S)
+            wire.send(answer(found[0]))
+            with suppress(WireClosed):
+                while True:  # until the client has gone
+                    wait_readable(wire, timeout_s=DEADLINE_S)
+                    wire.receive()
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    return thread, port
+    return thread, int(listener.getsockname()[1])
 
 
 def test_replies_without_the_secret_are_dropped() -> None:
     forged = seal_reply(Ok(nonce="n"), b"other")
     request = complete(new_id())
     reflected = seal_request(request, SECRET)
-    for frames in (forged, reflected, [b""], [], [b"x", b"y", b"z"]):
-        thread, port = fake_server(lambda _, frames=frames: frames or [b""])
+    for frames in (forged, reflected, [b""], [b"x" * 40]):
+        thread, port = fake_server(lambda _, frames=frames: b"".join(frames))
         with pytest.raises(PeerUnreachable):
             ask(("127.0.0.1", port), request, SECRET, timeout_s=0.3)
         thread.join()
 
 
 def test_a_late_reply_to_another_question_is_not_taken() -> None:
-    thread, port = fake_server(lambda _: seal_reply(Ok(nonce="another"), SECRET))
+    thread, port = fake_server(lambda _: b"".join(seal_reply(Ok(nonce="another"), SECRET)))
     with pytest.raises(PeerUnreachable):
         ask(("127.0.0.1", port), complete(new_id()), SECRET, timeout_s=0.3)
     thread.join()

@@ -1,0 +1,95 @@
+"""State that several threads work on in turns, and a thread that takes the turns nobody else does.
+
+Whoever has something to say takes a turn in its own thread, under a lock that is held for
+microseconds: waking another thread takes longer than most turns. The thread here waits for timers
+and sockets.
+"""
+
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from kvcache.transfer.waker import Waker
+from kvcache.transfer.wire import HasFileno
+
+
+class Turns:
+    """Calls `turn` under the lock, and `after` when it is released.
+
+    Args:
+        sources: what a turn shall follow on becoming readable; a turn makes them unreadable.
+        turn: must not raise.
+        deadline: when a turn is due, whatever comes; infinity for never. Called under the lock.
+        clock: of the deadline.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sources: Iterable[HasFileno],
+        *,
+        turn: Callable[[], None],
+        after: Callable[[], None],
+        deadline: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._turn, self._after, self._deadline, self._clock = turn, after, deadline, clock
+        self._waker = Waker()
+        self._epoll = select.epoll()
+        for source in (self._waker, *sources):
+            self._epoll.register(source.fileno(), select.EPOLLIN)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._wakes_at = 0.0  # the thread, by itself
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, call: Callable[[], None]) -> None:
+        """Takes a turn that begins with this and all earlier calls. Any thread."""
+        self._calls.append(call)
+        self.take()
+
+    def next_call(self) -> Callable[[], None] | None:
+        """For the turn: what to do first, call by call."""
+        return self._calls.popleft() if self._calls else None
+
+    def take(self, only_if: Callable[[], bool] = lambda: True) -> None:
+        """A turn in the calling thread, unless closed; `only_if` is asked under the lock."""
+        with self._lock:
+            if self._closed or not only_if():
+                return
+            self._turn()
+            sooner = bool(self._calls) or self._deadline() < self._wakes_at
+        if sooner:
+            self._waker.wake()
+        self._after()
+
+    def close(self, last: Callable[[], None]) -> None:
+        """Ends the thread and all turns; `last` is done under the lock."""
+        self._stopping.set()
+        self._waker.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            last()
+            self._epoll.close()
+            self._waker.close()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            with self._lock:
+                self._turn()
+                self._wakes_at = self._deadline()
+                wait_s = 0.0 if self._calls else max(0.0, self._wakes_at - self._clock())
+            self._after()
+            self._epoll.poll(None if wait_s == float("inf") else wait_s + 0.001)
+            self._waker.clear()

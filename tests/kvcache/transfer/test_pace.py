@@ -1,0 +1,30 @@
+from kvcache.transfer.pace import Pace, Speed
+
+
+def test_speed_follows_gains_at_once_and_losses_slowly() -> None:
+    speed = Speed()
+    assert speed.expected_s(1 << 30) == 0.0
+    speed.learn(100 << 20, 0.001)
+    speed.learn(100 << 20, 0.01)
+    slower = speed.bytes_per_s
+    assert (10 << 30) < slower < (100 << 20) / 0.001
+    speed.learn(100 << 20, 0.0005)
+    assert speed.bytes_per_s == (100 << 20) / 0.0005
+    speed.learn(100, 1.0)  # says nothing
+    assert speed.expected_s(100 << 20) == 0.0005
+
+
+def test_naps_end_before_the_likely_end_and_looks_without_pause_are_bounded() -> None:
+    pace = Pace(began=10.0, expected_s=0.003)
+    assert not pace.is_ending(10.0) and pace.is_ending(10.0027)
+    now, looks = 10.0, 0
+    while (nap_s := pace.nap_s(now)) is not None:
+        assert now + nap_s < 10.003 or nap_s == 0.0
+        looks += nap_s == 0.0
+        now += nap_s or 0.0001
+    assert 10.004 < now < 10.006 and looks < 20
+
+
+def test_nothing_known_is_no_pace() -> None:
+    pace = Pace(began=10.0, expected_s=0.0)
+    assert pace.nap_s(10.0) is None and pace.is_ending(10.0)

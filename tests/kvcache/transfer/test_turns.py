@@ -1,0 +1,88 @@
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvcache.transfer.turns import Turns
+
+DEADLINE_S = 20.0
+
+
+class State:
+    """Counts turns; obeys calls."""
+
+    def __init__(self) -> None:
+        self.now, self.due = 0.0, float("inf")
+        self.turns, self.told = 0, 0
+        self.turned = threading.Event()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.names: set[str] = set()
+        self.all = Turns(
+            "test-turns",
+            [self],
+            turn=self.turn,
+            after=self.after,
+            deadline=lambda: self.due,
+            clock=lambda: self.now,
+        )
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def turn(self) -> None:
+        while call := self.all.next_call():
+            call()
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass
+        self.names.add(threading.current_thread().name)
+        self.turns += 1
+
+    def after(self) -> None:
+        self.told += 1
+        self.turned.set()
+
+    def wait(self) -> None:
+        assert self.turned.wait(DEADLINE_S)
+        self.turned.clear()
+
+
+@pytest.fixture
+def state() -> Iterator[State]:
+    state = State()
+    yield state
+    state.all.close(lambda: None)
+    os.close(state.fd)
+
+
+def test_calls_are_obeyed_in_order_in_the_callers_thread(state: State) -> None:
+    found: list[int] = []
+    for number in range(3):
+        state.all.call(lambda number=number: found.append(number))
+    assert found == [0, 1, 2] and state.told == 3
+    assert state.names == {threading.current_thread().name}
+
+
+def test_the_thread_takes_turns_for_sources_and_deadlines(state: State) -> None:
+    state.all.start()
+    state.wait()
+    os.eventfd_write(state.fd, 1)
+    state.wait()
+    assert state.names == {"test-turns"}
+    before = state.turns
+    state.due = -1.0  # sooner than the thread thinks: it is told
+    state.all.take()
+    while "test-turns" not in state.names or state.turns < before + 2:
+        state.wait()
+    state.due = float("inf")
+
+
+def test_a_turn_may_be_declined_and_there_is_none_after_the_end(state: State) -> None:
+    state.all.take(lambda: False)
+    assert state.turns == 0
+    last: list[bool] = []
+    state.all.close(lambda: last.append(True))
+    state.all.call(lambda: last.append(False))
+    assert last == [True] and state.turns == 0

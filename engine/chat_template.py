@@ -1,7 +1,7 @@
 """A model's Jinja chat template, rendered in a sandbox exactly as transformers renders it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,10 +30,24 @@ class ChatTemplate:
         self._template = _environment().from_string(source)
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[dict[str, Any]], special_tokens: dict[str, str]) -> str:
-        """The text of `messages` and the head of the assistant's next turn.
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        special_tokens: dict[str, str],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of `messages`.
 
         A "developer" message is a "system" one for a template that does not know the role.
+
+        Args:
+            add_generation_prompt: the head of the assistant's next turn follows.
+            continue_final_message: the text ends within the last message, for it to be continued.
+            variables: more of what the template may read.
 
         Raises:
             InvalidRequest: the template refuses the messages or fails on them.
@@ -42,18 +56,40 @@ class ChatTemplate:
         for message in plain:
             if message.get("role") == "developer" and not self._knows_developer:
                 message["role"] = "system"
+        if continue_final_message:
+            plain[-1]["content"] += _HERE
+        given = {
+            **(variables or {}),
+            **special_tokens,
+            "messages": plain,
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                messages=plain,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **special_tokens,
-            )
+            text = self._template.render(given)
         except Exception as error:  # a template may fail in any way; none is the server's fault
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from None
+        return _cut_at_the_end_of_the_last_message(text) if continue_final_message else text
+
+
+# Written behind the message to be continued, to find its end in the text. Its last character shows
+# whether the template strips its messages.
+_HERE = "<|baton ends here|> "
+
+
+def _cut_at_the_end_of_the_last_message(text: str) -> str:
+    found = text.rfind(_HERE.strip())
+    if found < 0:
+        raise InvalidRequest(
+            "The model's chat template leaves out the end of the last message, so "
+            "`continue_final_message` cannot continue it; set it to false.",
+            param="continue_final_message",
+        )
+    keeps_spaces = text.startswith(_HERE, found)
+    return text[:found] if keeps_spaces else text[:found].rstrip()
 
 
 def find_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:

@@ -84,10 +84,10 @@ class Subscription:
         """Whether more may come for a request."""
         return request_id in self._open
 
-    def abort(self, request_id: str) -> None:
-        """Asks the engine to end a request; its terminal delta ("abort") still comes."""
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Asks the engine to end a request, or one choice of it; "abort" still comes of each."""
         if request_id in self._open:
-            self._engine.send_abort(request_id)
+            self._engine.send_abort(request_id, choice)
 
     def close(self) -> None:
         """Forgets every request and aborts those that have not ended. Idempotent."""
@@ -191,9 +191,9 @@ class Engine(ABC):
                 for delta in batch:
                     yield delta
 
-    def send_abort(self, request_id: str) -> None:
-        """Asks for a request's end."""
-        self.tell(AbortRequest(request_id))
+    def send_abort(self, request_id: str, choice: int | None = None) -> None:
+        """Asks for a request's end, or that of one of its choices."""
+        self.tell(AbortRequest(request_id, choice))
 
     def tell(self, message: EngineInput) -> None:
         """Sends what has no answer; to a dead engine there is nobody left to tell."""

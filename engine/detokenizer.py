@@ -24,7 +24,13 @@ class TextSource(Protocol):
         """The bytes of every id, when a text is the plain join of them."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text, special tokens left out."""
+        ...
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text, special tokens by name."""
+        ...
 
 
 class Detokenizer(Protocol):
@@ -37,15 +43,33 @@ class Detokenizer(Protocol):
         ...
 
 
-def create_detokenizer(tokenizer: TextSource, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+def create_detokenizer(
+    tokenizer: TextSource, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+) -> Detokenizer:
     """A fresh detokenizer for one sequence.
 
     The prompt's text and the generated text join to the text of all ids: where a vocabulary marks
     words by a leading space, the first generated word keeps it unless the text begins with it.
     """
-    if tokenizer.token_bytes is not None:
-        return ByteDetokenizer(tokenizer.token_bytes, tokenizer.special_ids)
-    return WindowDetokenizer(tokenizer, prompt_ids)
+    source: TextSource = tokenizer if skip_special_tokens else _Unskipped(tokenizer)
+    if source.token_bytes is not None:
+        return ByteDetokenizer(source.token_bytes, source.special_ids)
+    return WindowDetokenizer(source, prompt_ids)
+
+
+class _Unskipped:
+    """A tokenizer whose special tokens are text like any other."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def __init__(self, tokenizer: TextSource) -> None:
+        self.token_bytes = tokenizer.token_bytes
+        self._tokenizer = tokenizer
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode_all(token_ids)
+
+    decode_all = decode
 
 
 class ByteDetokenizer:
@@ -118,16 +142,21 @@ def _text_tail(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list[i
 
 
 class StopFinder:
-    """Cuts a text before the first stop string that is complete.
+    """Cuts a text before the first stop string that is complete, or behind it.
 
     "First" is the one whose last character comes first, and of those the longest, so the answer
     is the same however the text arrives.
+
+    Args:
+        keeps_stop: the stop string found is a part of the text.
     """
 
-    def __init__(self, stops: Iterable[str]) -> None:
+    def __init__(self, stops: Iterable[str], *, keeps_stop: bool = False) -> None:
         self._stops = tuple(stops)
+        self._keeps_stop = keeps_stop
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is safe to emit, and whether a stop string was found (then it is all)."""
@@ -139,7 +168,9 @@ class StopFinder:
         ]
         if found:
             self._held = ""
-            return text[: min(found)[1]], True
+            end, start = min(found)
+            self.found = text[start:end]
+            return text[: end if self._keeps_stop else start], True
         keep = self._num_held(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

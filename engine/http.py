@@ -1,7 +1,9 @@
 """A server's HTTP application. It runs in a process without torch and talks to the engine.
 
 POST /v1/completions, /v1/chat/completions     engine/http_generate.py
+POST /tokenize, /detokenize                    engine/http_tokenize.py
 GET  /v1/models, /v1/models/{name}
+GET  /openapi.json, /docs                      protocol/openapi.py
 GET  /health     this process and its engine are alive
 GET  /ready      the engine can serve; says what it is
 GET  /metrics    Prometheus
@@ -12,13 +14,17 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from engine.client import Engine
 from engine.http_generate import CHAT, COMPLETIONS, Api
 from engine.http_hooks import HttpSettings, PlainHooks, ServerHooks
 from engine.http_middleware import RequestIdMiddleware, error_response, plain_error
+from engine.http_tokenize import add_tokenizing
 from engine.tokenizer import Tokenizer
+from protocol import openapi
+from protocol.cors import cors_options
 from protocol.errors import BatonError, InternalError, ModelNotFound
 from protocol.logging import get_logger
 from protocol.metrics import CONTENT_TYPE, Metrics
@@ -30,21 +36,32 @@ log = get_logger(__name__)
 
 
 def create_app(
-    client: Engine, tokenizer: Tokenizer, settings: HttpSettings, hooks: ServerHooks
+    client: Engine,
+    tokenizer: Tokenizer,
+    settings: HttpSettings,
+    hooks: ServerHooks,
+    fingerprint: str | None = None,
 ) -> FastAPI:
     """The application of one server; its metrics are `app.state.metrics`.
 
     Starting and closing `client` is the caller's part, on the loop that serves the application.
+
+    Args:
+        fingerprint: the `system_fingerprint` of answers.
     """
     metrics = Metrics("server")
-    api = Api(client, tokenizer, settings, hooks, metrics)
+    api = Api(client, tokenizer, settings, hooks, metrics, fingerprint)
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.metrics = metrics
     app.add_middleware(RequestIdMiddleware)
     _add_error_handlers(app)
     _add_generation(app, api)
+    add_tokenizing(app, api)
     _add_models(app, api)
     _add_operations(app, api)
+    _add_documentation(app)
+    if settings.cors_origin:
+        app.add_middleware(CORSMiddleware, **cors_options(settings.cors_origin))
     return app
 
 
@@ -102,6 +119,19 @@ def _add_operations(app: FastAPI, api: Api) -> None:
     async def metrics() -> Response:
         api.metrics.update_engine(api.client.stats)
         return Response(api.metrics.expose(), headers={"content-type": CONTENT_TYPE})
+
+
+def _add_documentation(app: FastAPI) -> None:
+    document = openapi.document()
+    page = openapi.page(document)
+
+    @app.get("/openapi.json")
+    async def openapi_json() -> JSONResponse:
+        return JSONResponse(document)
+
+    @app.get("/docs")
+    async def docs() -> Response:
+        return Response(page, media_type="text/html; charset=utf-8")
 
 
 def _state(status_code: int, **members: Any) -> Response:

@@ -4,6 +4,7 @@ A stream starts only when the first tokens are there, so whatever fails before t
 error; a later failure ends the stream with an error event and no [DONE].
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -13,10 +14,12 @@ from engine.client import Subscription
 from engine.http_choice import Choice
 from engine.http_hooks import ServerHooks
 from engine.http_middleware import (
+    CLIENT_GONE,
     ClientDisconnected,
     cancelled_on_disconnect,
     error_response,
 )
+from engine.http_prompt import Prompt
 from engine.http_tally import Tally
 from protocol import sse
 from protocol.errors import BatonError, InternalError, from_code
@@ -27,19 +30,31 @@ from protocol.openai_responses import add_kv
 
 log = get_logger(__name__)
 
-CLIENT_GONE = 499  # what proxies log for it; nobody reads it
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt and the choices drawn for it."""
+
+    prompt: Prompt
+    choices: list[Choice]
 
 
 class Generation:
-    """The running sequences of one call, seen as pieces of its choices."""
+    """The running sequences of one call, seen as pieces of its choices.
+
+    Args:
+        groups: one per prompt, by its request id.
+        num_best: how many choices of each prompt are told the client.
+    """
 
     def __init__(
-        self, subscription: Subscription, choices: dict[str, Choice], tally: Tally
+        self, subscription: Subscription, groups: dict[str, Group], num_best: int, tally: Tally
     ) -> None:
         self._subscription = subscription
-        self._choices = choices
+        self._groups = groups
+        self._num_best = num_best
         self._tally = tally
-        self._num_open = len(choices)
+        self._num_open = sum(len(group.choices) for group in groups.values())
 
     @property
     def done(self) -> bool:
@@ -47,16 +62,18 @@ class Generation:
 
     @property
     def finals(self) -> list[TokenDelta]:
-        """Each prompt's last delta, in order; only once `done`."""
-        return [choice.final for choice in self._choices.values() if choice.final is not None]
+        """The last delta of each prompt's first choice, in order; only once `done`."""
+        firsts = [group.choices[0].final for group in self._groups.values()]
+        return [final for final in firsts if final is not None]
 
     @property
     def usage(self) -> Usage:
-        choices = self._choices.values()
+        """Of every candidate, returned or not; a prompt counts once."""
+        groups = self._groups.values()
         return Usage(
-            prompt_tokens=sum(choice.num_prompt_tokens for choice in choices),
-            completion_tokens=sum(choice.num_tokens for choice in choices),
-            kv=add_kv([choice.kv for choice in choices]),
+            prompt_tokens=sum(len(group.prompt.ids) for group in groups),
+            completion_tokens=sum(c.num_tokens for group in groups for c in group.choices),
+            kv=add_kv([final.usage for final in self.finals if final.usage is not None]),
         )
 
     async def next_pieces(self) -> list[ChoicePiece]:
@@ -65,24 +82,47 @@ class Generation:
         Raises:
             BatonError: a sequence failed; the call cannot go on.
         """
-        return [self._feed(delta) for delta in await self._subscription.next_batch()]
+        while True:
+            fed = [self._feed(delta) for delta in await self._subscription.next_batch()]
+            pieces = [piece for piece in fed if piece is not None]
+            if pieces or self.done:
+                return pieces
+
+    def best(self, merged: dict[int, ChoicePiece]) -> list[ChoicePiece]:
+        """Of the whole answers by index, those to be returned, in order and with new indices."""
+        chosen: list[Choice] = []
+        for group in self._groups.values():
+            ranked = group.choices
+            if len(ranked) > self._num_best:
+                ranked = sorted(ranked, key=lambda choice: -choice.mean_logprob)
+            chosen += ranked[: self._num_best]
+        pieces = [merged[choice.index] for choice in chosen]
+        for index, piece in enumerate(pieces):
+            piece.index = index
+        return pieces
 
     def close(self) -> None:
         """Aborts whatever still runs. Idempotent."""
         self._subscription.close()
 
-    def _feed(self, delta: TokenDelta) -> ChoicePiece:
+    def _feed(self, delta: TokenDelta) -> ChoicePiece | None:
         if delta.error is not None:
             raise from_code(delta.error.code, delta.error.message, delta.error.param)
-        choice = self._choices[delta.request_id]
+        group = self._groups[delta.request_id]
+        if delta.prompt_logprobs is not None:
+            group.prompt.add_logprobs(delta.prompt_logprobs)
+        choice = group.choices[delta.choice]
         was_found = choice.stop_found
         piece = choice.feed(delta)
+        if piece is None:
+            return None
         if piece.token_ids:
             self._tally.tokens(len(piece.token_ids))
         if piece.finish_reason is not None:
             self._num_open -= 1
         elif choice.needs_abort and not was_found:
-            self._subscription.abort(delta.request_id)
+            several = len(group.choices) > 1
+            self._subscription.abort(delta.request_id, delta.choice if several else None)
         return piece
 
 
@@ -102,7 +142,8 @@ class Call:
         self._writer = writer
         self.generation = generation
         self.tally = tally
-        self._sends_empty = parsed.return_token_ids or parsed.num_logprobs is not None
+        self._sends_empty = parsed.return_token_ids or parsed.wants_logprobs
+        self._tells_usage = parsed.continuous_usage
 
     async def respond(self, receive: Receive) -> Response:
         """The response; a stream is begun, and closes the generation itself."""
@@ -138,7 +179,7 @@ class Call:
             if self.generation.done:
                 break
             pieces = await self.generation.next_pieces()
-        choices = [merged[index] for index in sorted(merged)]
+        choices = self.generation.best(merged)
         usage, extra = self._finish(choices[0].finish_reason)
         body = self._writer.full(choices, usage, extra)
         headers = {"x-baton-kv": kv_header(usage)}
@@ -153,7 +194,8 @@ class Call:
                 usage, extra = self._finish(piece.finish_reason)
                 parts.append(self._writer.last_chunk(piece, usage, extra) + sse.DONE)
             elif piece.text or piece.first or piece.finish_reason or self._sends_empty:
-                parts.append(self._writer.chunk(piece))
+                usage_so_far = self.generation.usage if self._tells_usage else None
+                parts.append(self._writer.chunk(piece, usage_so_far))
         return b"".join(parts)
 
     def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:

@@ -1,20 +1,19 @@
-"""One prompt's answer: deltas of token ids in, pieces of text out. Pure, no I/O."""
+"""One choice's answer: deltas of token ids in, pieces of text out. Pure, no I/O."""
 
 from collections.abc import Sequence
 
 from engine.detokenizer import StopFinder, create_detokenizer
+from engine.http_prompt import Namer, Prompt
 from engine.tokenizer import Tokenizer
-from protocol.messages import KVUsage, TokenDelta, TokenLogprobs
-from protocol.openai import ChoicePiece, GenerationRequest, LogprobsPiece
-
-_LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+from protocol.messages import TokenDelta, TokenLogprobs
+from protocol.openai import ChoicePiece, GenerationRequest
 
 
 class Choice:
     """Detokenizes one sequence, finds its stop strings and counts its tokens.
 
     Args:
-        index: of the prompt in the request.
+        index: of the choice in the answer.
         max_tokens: after which the engine ends the sequence by itself.
         end_ids: token ids that end the sequence; they have no text.
     """
@@ -23,25 +22,30 @@ class Choice:
         self,
         index: int,
         request: GenerationRequest,
-        prompt_ids: Sequence[int],
+        prompt: Prompt,
         tokenizer: Tokenizer,
+        namer: Namer,
         *,
         max_tokens: int,
         end_ids: Sequence[int] = (),
     ) -> None:
         self.index = index
-        self.num_prompt_tokens = len(prompt_ids)
         self.num_tokens = 0  # generated, up to and including what completed a stop string
         self.final: TokenDelta | None = None
         self.stop_found = False
-        self._prompt_ids = list(prompt_ids) if request.return_token_ids else None
-        self._with_logprobs = request.num_logprobs is not None
-        self._tokenizer = tokenizer
+        self._last_id: int | None = None
+        self._sum_logprobs = 0.0
+        self._request = request
+        self._prompt = prompt
+        self._namer = namer
         self._max_tokens = max_tokens
-        self._end_ids = frozenset(end_ids)
-        self._detokenizer = create_detokenizer(tokenizer, prompt_ids)
-        self._stops = StopFinder(request.stop)
-        self._offset = 0  # characters of the generated text so far, held ones included
+        # The text of what ended the sequence, where it is wanted, is what the tokenizer says.
+        self._end_ids = frozenset(() if request.include_stop_str_in_output else end_ids)
+        self._detokenizer = create_detokenizer(
+            tokenizer, prompt.ids, skip_special_tokens=request.skip_special_tokens
+        )
+        self._stops = StopFinder(request.stop, keeps_stop=request.include_stop_str_in_output)
+        self._offset = 0  # characters of the answer so far, held ones included
         self._first = True
 
     @property
@@ -50,16 +54,20 @@ class Choice:
         return self.stop_found and self.final is None and self.num_tokens < self._max_tokens
 
     @property
-    def kv(self) -> KVUsage:
-        """Where the prompt's KV came from; zeros until the last delta."""
-        return (self.final and self.final.usage) or KVUsage()
+    def mean_logprob(self) -> float:
+        """Per token, what candidates are ranked by; 0 for an answer without tokens."""
+        return self._sum_logprobs / max(self.num_tokens, 1)
 
-    def feed(self, delta: TokenDelta) -> ChoicePiece:
+    def feed(self, delta: TokenDelta) -> ChoicePiece | None:
         """The piece that a delta without error adds; the last one has the finish reason.
+
+        None for a delta that says something about the prompt alone.
 
         After a stop string the text is complete, but the piece with the finish reason follows
         only when the engine has confirmed the end: it brings the usage.
         """
+        if not delta.token_ids and delta.finish_reason is None:
+            return None
         piece = self._new_piece()
         for position, token_id in enumerate(delta.token_ids):
             if self.stop_found:
@@ -72,36 +80,36 @@ class Choice:
 
     def _new_piece(self) -> ChoicePiece:
         piece = ChoicePiece(self.index, token_ids=[])
-        if self._with_logprobs:
-            piece.logprobs = LogprobsPiece([], [], [], [])
+        if self._request.wants_logprobs:
+            piece.logprobs = []
         if self._first:
             self._first = False
             piece.first = True
-            piece.prompt_token_ids = self._prompt_ids
+            piece.prompt_logprobs = self._prompt.logprobs()
+            if self._request.return_token_ids:
+                piece.prompt_token_ids = list(self._prompt.ids)
+            if self._request.wants_echo:
+                piece.text, reports = self._prompt.echo()
+                piece.logprobs = reports
+                self._offset = len(piece.text)
         return piece
 
     def _take(self, piece: ChoicePiece, token_id: int, logprobs: TokenLogprobs | None) -> None:
         self.num_tokens += 1
+        self._last_id = token_id
         piece.token_ids.append(token_id)
         text = "" if token_id in self._end_ids else self._detokenizer.push(token_id)
-        if piece.logprobs is not None and logprobs is not None:
-            self._add_logprobs(piece.logprobs, token_id, text, logprobs)
+        if logprobs is not None:
+            self._sum_logprobs += logprobs.logprob
+            if piece.logprobs is not None:
+                num_top = self._request.num_logprobs or 0
+                piece.logprobs.append(self._namer.report(token_id, logprobs, num_top, self._offset))
         self._offset += len(text)
+        if self.num_tokens <= self._request.min_tokens:
+            piece.text += text  # no stop string begins or ends in it
+            return
         emitted, self.stop_found = self._stops.push(text)
         piece.text += emitted
-
-    def _add_logprobs(
-        self, piece: LogprobsPiece, token_id: int, text: str, logprobs: TokenLogprobs
-    ) -> None:
-        chosen = max(logprobs.logprob, _LOWEST_LOGPROB)
-        token_text = self._tokenizer.token_text
-        top = {token_text(token_id): chosen}
-        for top_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
-            top.setdefault(token_text(top_id), max(logprob, _LOWEST_LOGPROB))
-        piece.tokens.append(text)
-        piece.token_logprobs.append(chosen)
-        piece.top_logprobs.append(top)
-        piece.text_offset.append(self._offset)
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.final = delta
@@ -111,3 +119,6 @@ class Choice:
         if not self.stop_found:
             piece.text += self._stops.flush()
         piece.finish_reason = "stop" if self.stop_found else delta.finish_reason
+        piece.stop_reason = self._stops.found
+        if piece.finish_reason == "stop" and self._last_id in self._request.stop_token_ids:
+            piece.stop_reason = piece.stop_reason or self._last_id

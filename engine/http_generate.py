@@ -16,28 +16,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.client import Engine
-from engine.http_call import CLIENT_GONE, Call, Generation
+from engine.http_call import Call, Generation, Group
 from engine.http_choice import Choice
 from engine.http_hooks import HttpSettings, ServerHooks
-from engine.http_middleware import (
-    ClientDisconnected,
-    error_response,
-    read_body,
+from engine.http_limits import (
+    check_against_server,
+    check_model,
+    check_token_ids,
+    prompt_param,
+    token_limit,
 )
+from engine.http_middleware import CLIENT_GONE, ClientDisconnected, error_response, read_body
+from engine.http_prompt import Namer, Prompt
 from engine.http_tally import Tally
 from engine.tokenizer import Tokenizer
 from protocol.errors import (
     BatonError,
     ContextLengthExceeded,
-    InvalidRequest,
-    ModelNotFound,
     NoServerAvailable,
 )
 from protocol.logging import current_request_id
 from protocol.messages import AddRequest, EngineReady
 from protocol.metrics import Metrics
 from protocol.openai import (
-    DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
     ChatWriter,
     CompletionRequest,
@@ -49,7 +50,7 @@ from protocol.openai import (
     parse_json_object,
 )
 
-_INLINE_CHARS = 16384  # longer texts are tokenized off the event loop
+INLINE_CHARS = 16384  # longer texts are tokenized off the event loop
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Api:
     settings: HttpSettings
     hooks: ServerHooks
     metrics: Metrics
+    fingerprint: str | None = None  # `system_fingerprint` of every answer
 
     @property
     def model_names(self) -> list[str]:
@@ -101,37 +103,46 @@ class Api:
         return await call.respond(request.receive)
 
     async def _start(self, parsed: GenerationRequest, endpoint: Endpoint, tally: Tally) -> Call:
-        if parsed.model not in self.model_names:
-            raise ModelNotFound(
-                f"`model` is {parsed.model[:200]!r}; this server has {self.model_names[0]!r}.",
-                param="model",
-            )
-        ready = self._require_ready()
+        check_model(parsed.model, self.model_names)
+        ready = self.require_ready()
+        check_against_server(parsed, ready.vocab_size, self.settings.max_num_seqs)
         prompts = await self._tokenize(parsed, ready)
         adds = self._plan(parsed, prompts, ready)
         writer = endpoint.writer(
             secrets.token_hex(16),
             int(time.time()),
             parsed.model,
+            fingerprint=self.fingerprint,
             include_usage=parsed.include_usage,
             return_token_ids=parsed.return_token_ids,
         )
         tally.accepted(sum(map(len, prompts)))
-        choices = {
-            add.request_id: Choice(
-                i,
-                parsed,
-                add.token_ids,
-                self.tokenizer,
-                max_tokens=add.max_tokens,
-                end_ids=add.stop_token_ids,
-            )
-            for i, add in enumerate(adds)
-        }
-        generation = Generation(self.client.submit(adds), choices, tally)
+        groups = self._groups(parsed, adds)
+        generation = Generation(self.client.submit(adds), groups, parsed.n, tally)
         return Call(self.hooks, parsed, writer, generation, tally)
 
-    def _require_ready(self) -> EngineReady:
+    def _groups(self, parsed: GenerationRequest, adds: list[AddRequest]) -> dict[str, Group]:
+        namer = Namer(self.tokenizer, as_ids=parsed.return_tokens_as_token_ids)
+        groups: dict[str, Group] = {}
+        for number, (add, given) in enumerate(zip(adds, given_texts(parsed), strict=True)):
+            prompt = Prompt(parsed, add.token_ids, given, self.tokenizer, namer)
+            choices = [
+                Choice(
+                    number * add.num_choices + choice,
+                    parsed,
+                    prompt,
+                    self.tokenizer,
+                    namer,
+                    max_tokens=add.max_tokens,
+                    end_ids=add.stop_token_ids,
+                )
+                for choice in range(add.num_choices)
+            ]
+            groups[add.request_id] = Group(prompt, choices)
+        return groups
+
+    def require_ready(self) -> EngineReady:
+        """What the engine said of itself. Raises ServiceError before it did, or when it died."""
         if self.client.ready is None and self.client.healthy:
             raise NoServerAvailable("The engine is still starting; try again soon.")
         self.client.check_alive()
@@ -139,34 +150,27 @@ class Api:
         return self.client.ready
 
     async def _tokenize(self, parsed: GenerationRequest, ready: EngineReady) -> list[list[int]]:
-        param = "messages" if isinstance(parsed, ChatRequest) else "prompt"
+        param = prompt_param(parsed)
         sizes = _num_chars(parsed)
         at_least = self.tokenizer.min_tokens(max(sizes, default=0))
-        if at_least >= ready.max_model_len:
+        if at_least > ready.max_model_len:
             raise ContextLengthExceeded(
                 f"The prompt has at least {at_least} tokens and the context holds "
                 f"{ready.max_model_len}; shorten the prompt.",
                 param=param,
             )
-        if sum(sizes) > _INLINE_CHARS:
+        if sum(sizes) > INLINE_CHARS:
             prompts = await asyncio.to_thread(self._encode, parsed)
         else:
             prompts = self._encode(parsed)
         for ids in prompts:
-            if not ids:
-                raise InvalidRequest(f"`{param}` has no tokens; send some text.", param=param)
-            if min(ids) < 0 or max(ids) >= ready.vocab_size:
-                bad = min(ids) if min(ids) < 0 else max(ids)
-                raise InvalidRequest(
-                    f"`{param}` has the token id {bad}; ids are from 0 to {ready.vocab_size - 1}.",
-                    param=param,
-                )
+            check_token_ids(ids, ready.vocab_size, param)
         return prompts
 
     def _encode(self, parsed: GenerationRequest) -> list[list[int]]:
         if isinstance(parsed, ChatRequest):
             messages = [message.model_dump(exclude_none=True) for message in parsed.messages]
-            return [self.tokenizer.encode_chat(messages)]
+            return [self.tokenizer.encode_chat(messages, **parsed.template_options)]
         assert isinstance(parsed, CompletionRequest)
         return [
             self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -179,13 +183,16 @@ class Api:
         limits = [token_limit(parsed, len(ids), ready.max_model_len) for ids in prompts]
         seed = parsed.seed if parsed.seed is not None else secrets.randbits(63)
         sampling = parsed.sampling(seed)
-        stop_token_ids = [] if parsed.ignore_eos else list(self.tokenizer.eos_ids)
+        end_ids = [] if parsed.ignore_eos else list(self.tokenizer.eos_ids)
+        stop_token_ids = [*end_ids, *(i for i in parsed.stop_token_ids if i not in end_ids)]
         extras = self.hooks.prepare(parsed, prompts, sampling, stop_token_ids)
         # Unique even where a client uses one X-Request-Id twice, and short whatever it sent.
         unique = f"{(current_request_id() or '')[:64]}-{secrets.token_hex(6)}"
         common = {
             "sampling": sampling,
             "stop_token_ids": stop_token_ids,
+            "num_choices": parsed.num_candidates,
+            "num_prompt_logprobs": parsed.num_prompt_logprobs,
         }
         return [
             AddRequest(
@@ -197,36 +204,16 @@ class Api:
         ]
 
 
+def given_texts(parsed: GenerationRequest) -> list[str | None]:
+    """Each prompt as the client wrote it; None where it is ids, or a chat's."""
+    if not isinstance(parsed, CompletionRequest):
+        return [None]
+    return [prompt if isinstance(prompt, str) else None for prompt in parsed.prompts]
+
+
 def _num_chars(parsed: GenerationRequest) -> list[int]:
     """Characters of each prompt that is text."""
     if isinstance(parsed, ChatRequest):
         return [sum(len(message.content) for message in parsed.messages)]
     assert isinstance(parsed, CompletionRequest)
     return [len(prompt) for prompt in parsed.prompts if isinstance(prompt, str)]
-
-
-def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> int:
-    """How many tokens a prompt may generate.
-
-    Raises:
-        ContextLengthExceeded: the prompt, or it and the limit the client asked for, do not fit.
-    """
-    room = max_model_len - num_prompt_tokens
-    param = "messages" if isinstance(parsed, ChatRequest) else "prompt"
-    if room < 1:
-        raise ContextLengthExceeded(
-            f"The prompt has {num_prompt_tokens} tokens and the context holds {max_model_len}; "
-            f"shorten the prompt to at most {max_model_len - 1} tokens.",
-            param=param,
-        )
-    asked = parsed.token_limit
-    if asked is None:
-        return room if isinstance(parsed, ChatRequest) else min(DEFAULT_COMPLETION_TOKENS, room)
-    if asked > room:
-        raise ContextLengthExceeded(
-            f"The prompt has {num_prompt_tokens} tokens and `max_tokens` asks for {asked} more, "
-            f"but the context holds {max_model_len}; lower `max_tokens` to at most {room} or "
-            "shorten the prompt.",
-            param="max_tokens",
-        )
-    return asked

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protocol.errors import BatonError, PayloadTooLarge
 from protocol.logging import request_context
 
+CLIENT_GONE = 499  # what proxies log for it; nobody reads it
 _DRAIN_LIMIT_BYTES = 256 * 2**20
 _DRAIN_TIMEOUT_S = 10.0
 

@@ -30,6 +30,7 @@ from engine.http import ServerHooks, create_app
 from engine.launch import EngineProcesses, new_incarnation
 from engine.tokenizer import Tokenizer
 from model.config import ModelConfig, load_config
+from model.fingerprint import fingerprint
 from model.hub import resolve_model
 from protocol import lifecycle
 from protocol.cluster_secret import cluster_secret
@@ -38,6 +39,7 @@ from protocol.errors import EngineDied
 from protocol.logging import setup_logging
 from protocol.messages import EngineReady
 from protocol.settings import DecodeSettings, EngineSettings, PrefillSettings, describe
+from protocol.version import system_fingerprint
 
 logger = logging.getLogger("baton.serve")
 
@@ -128,10 +130,16 @@ class _Server:
         try:
             self.processes.start(config)
             lifecycle.report_progress("loading the model")
+            told = await asyncio.to_thread(self._fingerprint, model_config, model_dir)
             ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
-            return await self._serve(listener, client, model_dir, ready)
+            return await self._serve(listener, client, model_dir, ready, told)
         finally:
             await client.close()
+
+    def _fingerprint(self, config: ModelConfig, model_dir: Path) -> str:
+        settings = self.settings
+        found = fingerprint(config, model_dir, load_format=settings.load_format, seed=settings.seed)
+        return system_fingerprint(found)
 
     def _resolve_model(self) -> Path:
         return resolve_model(
@@ -154,10 +162,15 @@ class _Server:
         raise StartFailure("told to end before it was ready")
 
     async def _serve(
-        self, listener: socket.socket, client: EngineClient, model_dir: Path, ready: EngineReady
+        self,
+        listener: socket.socket,
+        client: EngineClient,
+        model_dir: Path,
+        ready: EngineReady,
+        fingerprint: str,
     ) -> int:
         tokenizer = Tokenizer.from_directory(model_dir)
-        app = create_app(client, tokenizer, self.settings, self.hooks)
+        app = create_app(client, tokenizer, self.settings, self.hooks, fingerprint)
         server = _HttpServer(
             uvicorn.Config(
                 app,

@@ -7,6 +7,7 @@ generation_config.json and config.json. The results equal transformers' AutoToke
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import tokenizers
 
 from engine.chat_template import find_chat_template
 from protocol.errors import InvalidRequest
+from protocol.openai_logprobs import TokenText
 
 _MAX_NORMALIZED = 4  # characters that a normalizer may join into one
 _SPECIAL_NAMES = (
@@ -27,6 +29,7 @@ _SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words spell a byte
 
 
 class TokenizerNotFound(ValueError):
@@ -89,8 +92,20 @@ class Tokenizer:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens by name."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Each token as the vocabulary spells it; None for an id that it does not have."""
+        return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """The prompt for the assistant's next turn.
+
+        Args:
+            options: see ChatTemplate.render.
 
         Raises:
             InvalidRequest: the model has no chat template, or its template refuses the messages.
@@ -99,19 +114,30 @@ class Tokenizer:
             raise InvalidRequest(
                 "The model has no chat template; use /v1/completions.", param="messages"
             )
-        return self.chat_template.render(messages, self.special_tokens)
+        return self.chat_template.render(messages, self.special_tokens, **options)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         """The ids of `render_chat`: the template itself writes the special tokens."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
-    def _token_text(self, token_id: int) -> str:
-        """One token on its own, special tokens by name; incomplete bytes become U+FFFD."""
+    def _token_text(self, token_id: int) -> TokenText:
+        """How one token alone is shown: special tokens by name, a part of a character as
+        `bytes:\\xe2\\x82`, as OpenAI's API does, so that no two look alike."""
+        raw = self._token_raw(token_id)
+        try:
+            return TokenText(raw.decode(), raw)
+        except UnicodeDecodeError:
+            return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw)
+
+    def _token_raw(self, token_id: int) -> bytes:
         if self.token_bytes is not None and token_id < len(self.token_bytes):
-            return self.token_bytes[token_id].decode("utf-8", "replace")
+            return self.token_bytes[token_id]
+        spelled = _BYTE_PIECE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        if spelled:
+            return bytes.fromhex(spelled[1])
         # A decoder may drop a space at the very start, so the token is read after another one.
         both: str = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
-        return both[len(self._tokenizer.decode(self._anchor)) :]
+        return both[len(self._tokenizer.decode(self._anchor)) :].encode()
 
     def _find_anchor(self) -> list[int]:
         """A token that is plain text wherever it stands, or none."""

@@ -14,12 +14,12 @@ from protocol.openai_completions import (
     CompletionRequest,
     parse_completion,
 )
+from protocol.openai_logprobs import TokenReport, TokenText
 from protocol.openai_requests import parse_json_object
 from protocol.openai_responses import (
     ChatWriter,
     ChoicePiece,
     CompletionWriter,
-    LogprobsPiece,
     ResponseWriter,
     Usage,
     kv_header,
@@ -36,9 +36,10 @@ __all__ = [
     "CompletionWriter",
     "GenerationRequest",
     "InvalidRequest",
-    "LogprobsPiece",
     "Message",
     "ResponseWriter",
+    "TokenReport",
+    "TokenText",
     "Usage",
     "kv_header",
     "model_list",

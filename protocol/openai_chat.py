@@ -3,20 +3,41 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from protocol.errors import InvalidRequest
 from protocol.openai_fields import NEUTRAL_CHAT, NEUTRAL_MESSAGE, drop_neutral, shown
 from protocol.openai_requests import Strict, refusal, validate
-from protocol.openai_sampling import GenerationRequest, clean_request
+from protocol.openai_sampling import (
+    MAX_LOGPROBS,
+    GenerationRequest,
+    Switch,
+    clean_request,
+    refuse,
+)
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# What a chat template gets from the server; a client's own variables cannot take their place.
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class Message(Strict):
-    """One turn. `content` given as text parts is joined by newlines."""
+    """One turn. `content` given as text parts is joined by newlines; a template may use the rest.
 
-    role: Literal["system", "user", "assistant", "developer"]
-    content: str
-    name: str | None = None  # passed to the chat template, which may use it
+    Attributes:
+        tool_calls: of an assistant's earlier turn, as the API has them, but for `arguments`: an
+            object where they are one, because templates write them as JSON themselves.
+        tool_call_id: of a tool's turn, the call that it answers.
+    """
+
+    role: Role
+    content: str = ""
+    name: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -25,18 +46,57 @@ class ChatRequest(GenerationRequest):
     messages: tuple[Message, ...] = Field(
         min_length=1, description="a list, not empty, of objects with `role` and `content`"
     )
+    logprobs: Switch = False
+    top_logprobs: int = Field(
+        0, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}"
+    )
+    add_generation_prompt: bool | None = Field(None, description="true or false")
+    continue_final_message: Switch = False
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="an object of variables for the chat template"
+    )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Keyword arguments of ChatTemplate.render besides the messages."""
+        begins_turn = self.add_generation_prompt
+        return {
+            "add_generation_prompt": not self.continue_final_message
+            if begins_turn is None
+            else begins_turn,
+            "continue_final_message": self.continue_final_message,
+            "variables": self.chat_template_kwargs,
+        }
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            refuse("top_logprobs", f"is {self.top_logprobs}; it needs `logprobs`: true")
+        if self.continue_final_message and self.add_generation_prompt:
+            refuse("continue_final_message", "and `add_generation_prompt` are both true")
+        for name in self.chat_template_kwargs:
+            if name in _OWN_VARIABLES:
+                refuse("chat_template_kwargs", f"sets `{name}`, which the server does itself")
 
 
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Validates the body of /v1/chat/completions. Raises InvalidRequest naming the field."""
     cleaned = clean_request(body, ChatRequest, NEUTRAL_CHAT)
-    messages = cleaned.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise refusal(ChatRequest, "messages", messages)
-    cleaned["messages"] = tuple(_clean_message(i, message) for i, message in enumerate(messages))
+    cleaned["messages"] = clean_messages(ChatRequest, cleaned.get("messages"))
     parsed = validate(ChatRequest, cleaned)
     parsed.check()
     return parsed
+
+
+def clean_messages(model: type[Strict], messages: Any) -> tuple[dict[str, Any], ...]:
+    """The members of each message, ready for validation; `model` has them as `messages`."""
+    if not isinstance(messages, list) or not messages:
+        raise refusal(model, "messages", messages)
+    return tuple(_clean_message(i, message) for i, message in enumerate(messages))
 
 
 def _clean_message(index: int, message: Any) -> dict[str, Any]:
@@ -46,19 +106,72 @@ def _clean_message(index: int, message: Any) -> dict[str, Any]:
     cleaned = drop_neutral(message, frozenset(Message.model_fields), NEUTRAL_MESSAGE, where + ".")
     if isinstance(cleaned.get("content"), list):
         cleaned["content"] = "\n".join(_part_texts(cleaned["content"], where + ".content"))
-    for field, must_be in (
-        ("role", "system, user, assistant or developer"),
-        ("content", "a string or a list of text parts"),
-        ("name", "a string"),
+    if cleaned.get("role") == "assistant" and cleaned.get("tool_calls"):
+        cleaned.setdefault("content", "")
+    for field, must_be, is_right in (
+        ("role", ", ".join(_ROLES[:-1]) + f" or {_ROLES[-1]}", _is_role),
+        ("content", "a string or a list of text parts", _is_text),
+        ("name", "a string", _is_text),
+        ("tool_call_id", "a string", _is_text),
     ):
-        value = cleaned.get(field, "" if field == "name" else None)
-        allowed = field != "role" or value in ("system", "user", "assistant", "developer")
-        if not isinstance(value, str) or not allowed:
-            raise InvalidRequest(
-                f"`{where}.{field}` is {shown(value)}; it must be {must_be}.",
-                param=f"{where}.{field}",
-            )
+        value = cleaned.get(field, None if field in ("role", "content") else "")
+        if not is_right(value):
+            raise _wrong(f"{where}.{field}", value, must_be)
+    _clean_roles_own(cleaned, where)
     return cleaned
+
+
+def _clean_roles_own(cleaned: dict[str, Any], where: str) -> None:
+    """Checks what only one role may have."""
+    if "tool_call_id" in cleaned and cleaned["role"] != "tool":
+        raise _wrong(f"{where}.tool_call_id", cleaned["tool_call_id"], "in a tool's message only")
+    calls = cleaned.pop("tool_calls", None)
+    if not calls and isinstance(calls, list | None):
+        return
+    if cleaned["role"] != "assistant" or not isinstance(calls, list):
+        raise _wrong(f"{where}.tool_calls", calls, "a list, in an assistant's message only")
+    cleaned["tool_calls"] = tuple(
+        _clean_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+    )
+
+
+def _clean_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(call.get("id", ""), str):
+        raise _wrong(where, call, "an object with `id`, `type` and `function`")
+    name, arguments = function.get("name"), function.get("arguments", "{}")
+    if not isinstance(name, str) or not isinstance(arguments, str | dict):
+        raise _wrong(
+            f"{where}.function", function, "an object with `name` and `arguments`, a JSON text"
+        )
+    if call.get("type", "function") != "function":
+        raise _wrong(f"{where}.type", call["type"], "function")
+    plain = {"name": name, "arguments": _read_arguments(arguments)}
+    return {"id": call.get("id", ""), "type": "function", "function": plain}
+
+
+def _read_arguments(arguments: Any) -> Any:
+    """An object where the text is one; models also write other things."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _is_role(value: Any) -> bool:
+    return isinstance(value, str) and value in _ROLES
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _wrong(where: str, value: Any, must_be: str) -> InvalidRequest:
+    given = "missing" if value is None else shown(value)
+    return InvalidRequest(f"`{where}` is {given}; it must be {must_be}.", param=where)
 
 
 def _part_texts(parts: list[Any], where: str) -> Iterable[str]:

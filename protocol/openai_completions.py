@@ -2,14 +2,28 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protocol.openai_fields import NEUTRAL_COMPLETION
 from protocol.openai_requests import validate
-from protocol.openai_sampling import GenerationRequest, clean_request
+from protocol.openai_sampling import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    GenerationRequest,
+    Switch,
+    clean_request,
+    refuse,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 1024
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+
+
+def _several(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": schema}
 
 
 def _check_prompt(prompt: Any) -> Any:
@@ -46,12 +60,49 @@ class CompletionRequest(GenerationRequest):
             description="a string, a list of strings, a list of token ids or a list of lists of "
             f"token ids, not empty, with at most {MAX_PROMPTS} prompts"
         ),
+        WithJsonSchema({"anyOf": [_TEXT, _several(_TEXT), _IDS, _several(_IDS)]}),
     ]
-    logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}"
+    )
+    echo: Switch = False
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}"
+    )
 
     @property
     def num_logprobs(self) -> int | None:
+        if self.logprobs is None and self.num_candidates > self.n:
+            return 0  # to rank them by
         return self.logprobs
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def wants_echo(self) -> bool:
+        return self.echo and not self.is_prefill
+
+    @property
+    def num_candidates(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((k for k in wanted if k is not None), default=None)
+
+    def check(self) -> None:
+        super().check()
+        if self.num_candidates < self.n:
+            refuse("best_of", f"is {self.best_of}, below `n`, which is {self.n}")
+        if self.stream and self.num_candidates > self.n:
+            refuse(
+                "best_of",
+                f"is {self.best_of} with `n` {self.n}, and no ranking can be streamed; "
+                "set `stream` to false or `best_of` to `n`",
+            )
 
     @property
     def prompts(self) -> list[str | list[int]]:

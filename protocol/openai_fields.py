@@ -5,6 +5,7 @@ of the listed values and refused, by name, with any other; `null` means "not giv
 field. Implementing a field means taking its line out and adding it to a request class.
 """
 
+from collections.abc import Set
 from typing import Any
 
 from protocol.errors import InvalidRequest
@@ -13,26 +14,18 @@ from protocol.errors import InvalidRequest
 _BOTH: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "min_tokens": (0, 1),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
+    "prompt_logprobs": (),
     "length_penalty": (1.0,),
     "typical_p": (1.0,),
     "top_a": (0.0,),
     "priority": (0,),
-    "logit_bias": ({},),
     "use_beam_search": (False,),
     "echo": (False,),
     "early_stopping": (False,),
     "return_hidden_states": (False,),
-    "return_tokens_as_token_ids": (False,),
     "no_stop_trim": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
@@ -53,12 +46,7 @@ NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
 
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **_BOTH,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
-    "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "modalities": (["text"],),
     # No tools are ever offered, so how they would be chosen changes nothing.
@@ -70,7 +58,6 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 }
 
 NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
     "annotations": ([],),
     "refusal": ("",),
     "reasoning_content": ("",),
@@ -79,7 +66,6 @@ NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
 
 NEUTRAL_STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {
     "include_obfuscation": (False,),
-    "continuous_usage_stats": (False,),
 }
 
 
@@ -108,7 +94,7 @@ def _same(value: Any, candidate: Any) -> bool:
 
 def drop_neutral(
     body: dict[str, Any],
-    known: frozenset[str],
+    known: Set[str],
     neutral: dict[str, tuple[Any, ...]],
     where: str = "",
 ) -> dict[str, Any]:

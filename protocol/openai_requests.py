@@ -41,8 +41,8 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 def clean(
     body: dict[str, Any], model: type[Strict], neutral: dict[str, tuple[Any, ...]], where: str = ""
 ) -> dict[str, Any]:
-    """The members of `body` that `model` knows; see drop_neutral for the rest."""
-    return drop_neutral(body, frozenset(model.model_fields), neutral, where)
+    """The members of `body` that `model` knows; see drop_neutral for those of `neutral`."""
+    return drop_neutral(body, model.model_fields.keys() - neutral.keys(), neutral, where)
 
 
 def validate(model: type[Model], cleaned: dict[str, Any]) -> Model:

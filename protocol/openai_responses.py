@@ -11,23 +11,9 @@ import msgspec
 
 from protocol import sse
 from protocol.messages import KVUsage
+from protocol.openai_logprobs import TokenReport, chat_logprobs, completion_logprobs
 
 _encode = msgspec.json.Encoder().encode
-
-
-class LogprobsPiece(msgspec.Struct):
-    """OpenAI's completion logprobs, for the tokens of one piece."""
-
-    tokens: list[str] = []
-    token_logprobs: list[float] = []
-    top_logprobs: list[dict[str, float]] = []
-    text_offset: list[int] = []  # characters since the start of the generated text
-
-    def extend(self, other: "LogprobsPiece") -> None:
-        self.tokens += other.tokens
-        self.token_logprobs += other.token_logprobs
-        self.top_logprobs += other.top_logprobs
-        self.text_offset += other.text_offset
 
 
 class ChoicePiece(msgspec.Struct):
@@ -36,18 +22,21 @@ class ChoicePiece(msgspec.Struct):
     index: int
     text: str = ""
     token_ids: list[int] = []
-    logprobs: LogprobsPiece | None = None
+    logprobs: list[TokenReport] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort", on the last piece
+    stop_reason: str | int | None = None  # the stop string or the client's stop token found
     first: bool = False
     prompt_token_ids: list[int] | None = None  # on the first piece, when they were asked for
+    prompt_logprobs: list[Any] | None = None  # likewise
 
     def extend(self, other: "ChoicePiece") -> None:
         """Adds the piece that follows this one."""
         self.text += other.text
         self.token_ids += other.token_ids
         self.finish_reason = other.finish_reason
+        self.stop_reason = other.stop_reason
         if self.logprobs is not None and other.logprobs is not None:
-            self.logprobs.extend(other.logprobs)
+            self.logprobs += other.logprobs
 
 
 class Usage(msgspec.Struct):
@@ -95,6 +84,7 @@ class ResponseWriter:
 
     Args:
         created: seconds since the epoch; it and `response_id` stay the same over a stream.
+        fingerprint: of the model and this version: what a seed's results depend on.
         include_usage: a last chunk with the usage follows, and `usage` is null in the others.
         return_token_ids: choices carry `token_ids` and, on the first, `prompt_token_ids`.
     """
@@ -109,10 +99,16 @@ class ResponseWriter:
         created: int,
         model: str,
         *,
+        fingerprint: str | None = None,
         include_usage: bool = False,
         return_token_ids: bool = False,
     ) -> None:
-        self._head = {"id": self.id_prefix + response_id, "created": created, "model": model}
+        self._head = {
+            "id": self.id_prefix + response_id,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
         self._include_usage = include_usage
         self._return_token_ids = return_token_ids
         head = _encode({**self._head, "object": self.chunk_object})[:-1]
@@ -127,29 +123,39 @@ class ResponseWriter:
         """One entry of `choices` in a chunk."""
         raise NotImplementedError
 
-    def chunk(self, piece: ChoicePiece) -> bytes:
-        """The event for one piece of one choice."""
-        return self._before + _encode(self._with_ids(self.delta(piece), piece)) + self._after
+    def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
+        """The event for one piece of one choice; `usage` so far where a client wants it."""
+        choice = self._with_extras(self.delta(piece), piece)
+        if usage is not None:
+            return self._whole_event([choice], {"usage": usage.to_openai()})
+        return self._before + _encode(choice) + self._after
 
     def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
         """The events for the piece that finishes the last choice, with `baton_kv` on the last."""
         tail = {"baton_kv": usage.baton_kv(), **extra}
         if not self._include_usage:
-            return self._whole_event([self._with_ids(self.delta(piece), piece)], tail)
+            return self._whole_event([self._with_extras(self.delta(piece), piece)], tail)
         tail = {"usage": usage.to_openai(), **tail}
         return self.chunk(piece) + self._whole_event([], tail)
 
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
         """The whole response body."""
-        choices = [self._with_ids(self.choice(piece), piece) for piece in pieces]
+        choices = [self._with_extras(self.choice(piece), piece) for piece in pieces]
         body = {**self._head, "object": self.full_object, "choices": choices}
-        return _encode({**body, "usage": usage.to_openai(), **extra})
+        return _encode({**body, "usage": usage.to_openai(), **self.top_level(pieces), **extra})
+
+    def top_level(self, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
+        """Members of the whole body that one endpoint alone has."""
+        return {}
 
     def _whole_event(self, choices: list[dict[str, Any]], tail: dict[str, Any]) -> bytes:
         body = {**self._head, "object": self.chunk_object, "choices": choices, **tail}
         return sse.event(_encode(body))
 
-    def _with_ids(self, choice: dict[str, Any], piece: ChoicePiece) -> dict[str, Any]:
+    def _with_extras(self, choice: dict[str, Any], piece: ChoicePiece) -> dict[str, Any]:
+        """Adds what is not OpenAI's, where it was asked for or there is something to tell."""
+        if piece.stop_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
         if self._return_token_ids:
             choice["token_ids"] = piece.token_ids
             if piece.prompt_token_ids is not None:
@@ -163,14 +169,19 @@ class CompletionWriter(ResponseWriter):
     chunk_object = "text_completion"
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
+        choice = self.delta(piece)
+        if piece.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = piece.prompt_logprobs
+        return choice
+
+    def delta(self, piece: ChoicePiece) -> dict[str, Any]:
+        reports = piece.logprobs
         return {
             "index": piece.index,
             "text": piece.text,
-            "logprobs": piece.logprobs,
+            "logprobs": None if reports is None else completion_logprobs(reports),
             "finish_reason": piece.finish_reason,
         }
-
-    delta = choice
 
 
 class ChatWriter(ResponseWriter):
@@ -179,10 +190,11 @@ class ChatWriter(ResponseWriter):
     chunk_object = "chat.completion.chunk"
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
+        reports = piece.logprobs
         return {
             "index": piece.index,
             "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": None if reports is None else chat_logprobs(reports),
             "finish_reason": piece.finish_reason,
         }
 
@@ -190,12 +202,17 @@ class ChatWriter(ResponseWriter):
         delta: dict[str, Any] = {"role": "assistant"} if piece.first else {}
         if piece.text or piece.first:
             delta["content"] = piece.text
+        reports = piece.logprobs
         return {
             "index": piece.index,
             "delta": delta,
-            "logprobs": None,
+            "logprobs": None if reports is None else chat_logprobs(reports),
             "finish_reason": piece.finish_reason,
         }
+
+    def top_level(self, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
+        found = [p.prompt_logprobs for p in pieces if p.prompt_logprobs is not None]
+        return {"prompt_logprobs": found[0]} if found else {}
 
 
 def model_list(names: Sequence[str], created: int, max_model_len: int | None) -> dict[str, Any]:

@@ -203,6 +203,19 @@ class ListenOptions(BaseModel):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     max_body_bytes: int = Field(10_000_000, ge=1, description="largest request body (bytes)")
     shutdown_grace_s: Seconds = Field(5.0, description="how long ending may take before a kill (s)")
+    cors_origin: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="origin of web pages that may call this server (repeatable; *: any)"
+    )
+
+    @field_validator("cors_origin", mode="before")
+    @classmethod
+    def _split_origins(cls, value: Any) -> Any:
+        return sources.split_list(value)
+
+    @field_validator("cors_origin")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(one if one == "*" else _base_url(one) for one in origins)
 
 
 class ServerOptions(ListenOptions):

@@ -6,10 +6,13 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 
 from protocol import lifecycle
+from protocol.cors import cors_options
 from protocol.logging import get_logger, setup_logging
 from protocol.settings import ProxySettings, describe, parse
 from proxy.app import ProxyApp
@@ -45,8 +48,12 @@ class ProxyServer(uvicorn.Server):
 def make_server(app: ProxyApp) -> ProxyServer:
     """The HTTP server of `app`; run it with `serve(sockets=[...])`."""
     settings = app.settings
+    origins = settings.cors_origin
+    served: Any = app
+    if origins:
+        served = CORSMiddleware(served, **cors_options(origins))
     config = uvicorn.Config(
-        app,
+        served,
         http="httptools",
         loop="uvloop",
         ws="none",

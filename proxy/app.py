@@ -29,7 +29,9 @@ Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions")
+TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # a decode server's answer, as it is
 MODELS_PATH = "/v1/models"
+DOCUMENT_PATHS = ("/openapi.json", "/docs")
 # What else of the client's headers the servers get: who asks, and which trace it belongs to.
 FORWARDED_HEADERS = (b"authorization", b"traceparent", b"tracestate")
 DISCARD_FACTOR = 8  # of max_body_bytes: what is read of a body that is too large, to answer it
@@ -127,12 +129,19 @@ class ProxyApp:
 
     async def _route(self, scope: Scope, receive: Receive, reply: Reply, trace: Trace) -> None:
         method, path = scope["method"], scope["path"]
-        is_model = path == MODELS_PATH or path.startswith(MODELS_PATH + "/")
+        is_told = path == MODELS_PATH or path.startswith(MODELS_PATH + "/")
         if path in GENERATE_PATHS:
             _expect(method, "POST")
             await self._generate(scope, receive, reply, trace)
             return
-        if is_model or path in ("/health", "/ready", "/metrics"):
+        if path in TOKENIZER_PATHS:
+            _expect(method, "POST")
+            data = await read_body(scope, receive, self.settings.max_body_bytes)
+            headers = _with_json(scope, reply.request_id)
+            await self._run(self._flow.post(path, headers, data, reply, trace), receive)
+            return
+        is_told = is_told or path in DOCUMENT_PATHS
+        if is_told or path in ("/health", "/ready", "/metrics"):
             _expect(method, "GET", "HEAD")
         match path:
             case "/health":
@@ -142,7 +151,7 @@ class ProxyApp:
             case "/metrics":
                 content_type = (b"content-type", CONTENT_TYPE.encode())
                 await reply.answer(200, [content_type], self.metrics.expose())
-            case _ if is_model:
+            case _ if is_told:
                 headers = _forwarded(scope, reply.request_id)
                 raw_path = scope.get("raw_path") or path.encode()
                 work = self._flow.get(raw_path.decode("latin-1"), headers, reply, trace)
@@ -155,7 +164,7 @@ class ProxyApp:
         body, stripped = bodies.sanitize(bodies.parse_body(data))
         if stripped:
             self.metrics.inc("baton_proxy_stripped_kv_transfer_params")
-        headers = [(b"content-type", b"application/json"), *_forwarded(scope, reply.request_id)]
+        headers = _with_json(scope, reply.request_id)
         trace.begin()
         request = ClientRequest(scope["path"], headers, body)
         self.metrics.inc("baton_proxy_requests_in_progress")
@@ -288,6 +297,10 @@ def _forwarded(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
     # Stripped: some clients without a key send b"Bearer ", which no one may pass on like that.
     kept = [(n, value.strip()) for n, value in scope["headers"] if n in FORWARDED_HEADERS]
     return [(b"x-request-id", request_id), *kept]
+
+
+def _with_json(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"content-type", b"application/json"), *_forwarded(scope, request_id)]
 
 
 def _ms(seconds: float | None) -> str:

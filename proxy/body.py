@@ -29,7 +29,6 @@ _ONE = _raw(1)
 _FALSE = _raw(False)
 _REMOTE_DECODE = _raw(REMOTE_DECODE)
 _BOOLEANS_OR_NULL = (b"true", b"false", b"null")
-_NEUTRAL_MIN_TOKENS = (b"0", b"1", b"null")
 
 
 def parse_body(data: bytes) -> Body:
@@ -75,8 +74,6 @@ def prefill_leg(body: Body) -> bytes:
             leg[name] = _ONE
     if member(leg, "stream") in _BOOLEANS_OR_NULL:
         leg["stream"] = _FALSE
-    if member(leg, "min_tokens") in _NEUTRAL_MIN_TOKENS:
-        leg.pop("min_tokens", None)
     leg["kv_transfer_params"] = _REMOTE_DECODE
     return _encode(leg)
 

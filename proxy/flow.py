@@ -69,6 +69,16 @@ class Flow:
         """
         await self._decode("GET", path, headers, b"", reply, trace)
 
+    async def post(
+        self, path: str, headers: Headers, body: bytes, reply: Reply, trace: Trace
+    ) -> None:
+        """Answers a POST that generates nothing as a decode server does.
+
+        Raises:
+            BatonError: as `run`.
+        """
+        await self._decode("POST", path, headers, body, reply, trace)
+
     async def _prefill(self, request: ClientRequest, trace: Trace) -> Answer | msgspec.Raw | None:
         """The params of a prefill, None to do without, or the answer that refuses the request."""
         leg = bodies.prefill_leg(request.body)

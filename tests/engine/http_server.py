@@ -28,6 +28,8 @@ class Settings:
     model: str = "folder/model"
     served_model_name: str | None = "m"
     max_body_bytes: int = MAX_BODY
+    max_num_seqs: int = 8
+    cors_origin: tuple[str, ...] = ()
 
 
 class Server:
@@ -55,10 +57,14 @@ async def serving(
     script: Any = count_up,
     hooks: Any = None,
     ready: EngineReady | None = READY,
+    fingerprint: str | None = None,
+    origins: tuple[str, ...] = (),
 ) -> AsyncIterator[Server]:
     engine = ScriptedEngine(script, ready)
     await engine.start()
-    app = create_app(engine, tokenizer, Settings(), hooks or PlainHooks())
+    app = create_app(
+        engine, tokenizer, Settings(cors_origin=origins), hooks or PlainHooks(), fingerprint
+    )
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     listener = config.bind_socket()

@@ -224,7 +224,7 @@ def test_the_openai_client_understands_us(tokenizer: Tokenizer) -> None:
 class RecordingHooks(PlainHooks):
     role = "prefill"
 
-    def prepare(self, request: Any, prompts: Any, sampling: Any) -> Any:
+    def prepare(self, request: Any, prompts: Any, sampling: Any, stop_token_ids: Any) -> Any:
         if request.kv_transfer_params == {"bad": True}:
             raise KVParamsRejected("`kv_transfer_params.bad` is true.", param="kv_transfer_params")
         return [{"retain_kv": request.kv_transfer_params is not None} for _ in prompts]

@@ -172,7 +172,7 @@ def test_one_failing_prompt_ends_the_others(tokenizer: Tokenizer) -> None:
 
 def test_a_bug_in_a_hook_is_an_internal_error(tokenizer: Tokenizer) -> None:
     class Broken(PlainHooks):
-        def prepare(self, request: Any, prompts: Any, sampling: Any) -> Any:
+        def prepare(self, *_: Any) -> Any:
             raise ZeroDivisionError
 
     async def main() -> None:

@@ -166,15 +166,25 @@ def test_no_other_decoder_gets_a_byte_table(folders: dict[str, Path]) -> None:
 
 def test_token_text_names_special_tokens(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer(folders["byte-level"])
-    assert tokenizer.token_text(tokenizer.encode("<|end|>")[0]) == "<|end|>"
-    assert tokenizer.token_text(tokenizer.encode("ß→")[0]) == "ß→"
+    assert tokenizer.token_text(tokenizer.encode("<|end|>")[0]).text == "<|end|>"
+    assert tokenizer.token_text(tokenizer.encode("ß→")[0]).text == "ß→"
 
 
 def test_token_text_keeps_a_leading_space(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer(folders["sentencepiece-like"])
     ids = tokenizer.encode("the cat", add_special_tokens=False)
-    assert "".join(map(tokenizer.token_text, ids)) == " the cat"
-    assert tokenizer.token_text(tokenizer.encode("</s>")[-1]) == "</s>"
+    assert "".join(tokenizer.token_text(i).text for i in ids) == " the cat"
+    assert tokenizer.token_text(tokenizer.encode("</s>")[-1]).text == "</s>"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece-like"])
+def test_a_part_of_a_character_is_shown_by_its_bytes(folders: dict[str, Path], kind: str) -> None:
+    tokenizer = Tokenizer(folders[kind])
+    shown = [tokenizer.token_text(i) for i in tokenizer.encode("€", add_special_tokens=False)]
+    raw = b"".join(token.raw for token in shown)
+    assert raw.decode().strip() == "€"
+    parts = [token.text for token in shown if token.text.startswith("bytes:")]
+    assert parts[-2:] == [r"bytes:\x82", r"bytes:\xac"]
 
 
 # -- end of sequence ---------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from protocol.openai import (
     ChoicePiece,
     CompletionRequest,
     CompletionWriter,
-    LogprobsPiece,
+    TokenReport,
+    TokenText,
     Usage,
     kv_header,
     parse_chat,
@@ -164,7 +165,7 @@ def test_text_parts_are_joined_by_newlines() -> None:
         ([{"role": ["user"], "content": "Hi"}], "messages[0].role"),
         ([{"role": "user", "content": "Hi", "name": 3}], "messages[0].name"),
         ([{"role": "user", "content": "Hi", "colour": "red"}], "messages[0].colour"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0]"),
     ],
@@ -192,6 +193,15 @@ BAD_VALUES = {
     "ignore_eos": [1, "yes"],
     "return_token_ids": [0],
     "logprobs": [-1, 21, 1.0, True, "5"],
+    "min_tokens": [-1, 1.5, "2", False, 2**31],
+    "presence_penalty": [-2.1, 2.1, "0", False],
+    "frequency_penalty": [-2.1, 2.1, []],
+    "repetition_penalty": [0, -1, 101, "1"],
+    "logit_bias": [3, [], {"x": 1}, {"-1": 1}, {"5": 101}, {"5": -101}, {"5": "1"}, {"5": True}],
+    "skip_special_tokens": [1, "no"],
+    "return_tokens_as_token_ids": [1],
+    "include_stop_str_in_output": ["x"],
+    "stop_token_ids": [5, ["5"], [-1], [True], [2**31], [1] * 65, {"5": 1}],
     "user": [3, []],
     "model": [3, "", []],
     "kv_transfer_params": [3, "x", True],
@@ -228,6 +238,26 @@ def test_both_token_limits_count() -> None:
     assert completion(max_tokens=500, max_completion_tokens=1).token_limit == 1
 
 
+def test_what_shapes_the_distribution_reaches_the_engine() -> None:
+    sampling = completion(
+        presence_penalty=-2,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        logit_bias={"5": -100, "7": 2},
+        min_tokens=3,
+    ).sampling(0)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 0.5)
+    assert (sampling.repetition_penalty, sampling.min_tokens) == (1.2, 3)
+    assert sampling.logit_bias == {5: -100.0, 7: 2.0}
+
+
+def test_more_tokens_than_the_limit_are_not_asked_for() -> None:
+    with pytest.raises(InvalidRequest, match="`min_tokens` is 9, above `max_tokens`, which is 8"):
+        completion(min_tokens=9, max_tokens=8)
+    leg = completion(min_tokens=9, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    assert leg.min_tokens == 9
+
+
 def test_stop_is_one_string_or_several() -> None:
     assert completion(stop="\n").stop == ("\n",)
     assert completion(stop=["a", "b"]).stop == ("a", "b")
@@ -253,7 +283,7 @@ def test_every_neutral_value_is_accepted_and_null_too(parse: Any, table: Any) ->
     for field, values in table.items():
         assert parse(**{field: None}) == parse()
         for value in values:
-            assert parse(**{field: value}) == parse()
+            assert parse(**{field: value}) == parse(), field
 
 
 @pytest.mark.parametrize(
@@ -265,16 +295,8 @@ def test_every_neutral_value_is_accepted_and_null_too(parse: Any, table: Any) ->
         ("best_of", 2),
         ("echo", True),
         ("echo", 0),
-        ("min_tokens", 2),
-        ("min_tokens", False),
-        ("presence_penalty", 0.5),
-        ("presence_penalty", False),
-        ("repetition_penalty", 1.1),
-        ("skip_special_tokens", False),
-        ("skip_special_tokens", 1),
         ("continue_final_message", True),
         ("include_reasoning", False),
-        ("logit_bias", {"1": 5}),
         ("suffix", "end"),
         ("response_format", {"type": "json_object"}),
         ("nonsense", 1),
@@ -290,9 +312,10 @@ def test_a_field_that_would_matter_is_refused_by_name(field: str, value: Any) ->
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", True),
         ("logprobs", 5),
         ("top_logprobs", 2),
+        ("echo", True),
+        ("continue_final_message", 1),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("prompt", "x"),
@@ -320,6 +343,54 @@ def test_stream_options_are_checked_within() -> None:
     assert not completion(stream_options={"include_obfuscation": False}).include_usage
     with pytest.raises(InvalidRequest, match=r"`stream_options\.speed`"):
         completion(stream_options={"speed": 3})
+
+
+# -- chat ---------------------------------------------------------------------------------------
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+def test_tools_turns_are_history() -> None:
+    user = {"role": "user", "content": "Hi"}
+    asked = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    told = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}]}
+    _, turn, answer = chat(messages=[user, asked, told]).messages
+    assert turn.content == ""
+    assert turn.tool_calls[0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert (answer.role, answer.content, answer.tool_call_id) == ("tool", "42", "c1")
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": "x", "tool_call_id": "c"}, "messages[0].tool_call_id"),
+        ({"role": "tool", "content": "x", "tool_call_id": 3}, "messages[0].tool_call_id"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": CALL}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{**CALL, "type": "x"}]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": []}, "messages[0].content"),
+    ],
+)
+def test_a_bad_turn_of_tools_is_named(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(messages=[message])
+    assert caught.value.param is not None and caught.value.param.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_logprobs": 3}, "`top_logprobs` is 3; it needs `logprobs`: true"),
+        ({"top_logprobs": 21, "logprobs": True}, "`top_logprobs` is 21; .* from 0 to 20"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "are both true"),
+        ({"chat_template_kwargs": {"messages": []}}, "`chat_template_kwargs` sets `messages`"),
+        ({"chat_template_kwargs": [1]}, "`chat_template_kwargs`"),
+    ],
+)
+def test_contradictions_of_a_chat_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        chat(**fields)
 
 
 # -- responses ---------------------------------------------------------------------------------
@@ -387,15 +458,10 @@ def test_without_usage_the_last_chunk_is_the_one_that_finishes() -> None:
 
 
 def test_pieces_add_up() -> None:
-    piece = ChoicePiece(0, "a", [1], LogprobsPiece(["a"], [-1.0], [{"a": -1.0}], [0]))
-    piece.extend(ChoicePiece(0, "b", [2], LogprobsPiece(["b"], [-2.0], [{"b": -2.0}], [1]), "stop"))
-    assert piece == ChoicePiece(
-        0,
-        "ab",
-        [1, 2],
-        LogprobsPiece(["a", "b"], [-1.0, -2.0], [{"a": -1.0}, {"b": -2.0}], [0, 1]),
-        "stop",
-    )
+    one, two = TokenReport(TokenText("a", b"a"), -1.0), TokenReport(TokenText("b", b"b"), -2.0)
+    piece = ChoicePiece(0, "a", [1], [one])
+    piece.extend(ChoicePiece(0, "b", [2], [two], "stop", "b"))
+    assert piece == ChoicePiece(0, "ab", [1, 2], [one, two], "stop", "b")
 
 
 def test_kv_usage_adds_up_over_prompts() -> None:

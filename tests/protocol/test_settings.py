@@ -230,3 +230,11 @@ def test_the_first_use_makes_this_machines_secret(tmp_path: Path) -> None:
     secret_file._make(file)  # one who came second
     assert secret_file.cluster_secret(None, file) == first
     assert secret_file.cluster_secret(SecretStr("mine"), file) == b"mine"
+
+
+def test_origins_are_named_one_by_one() -> None:
+    argv = ["--cors-origin", "https://a.example", "--cors-origin", "http://b:3000"]
+    assert load(ProxySettings, argv).cors_origin == ("https://a.example", "http://b:3000")
+    assert load(UpSettings, ["--cors-origin", "*"]).cors_origin == ("*",)
+    with pytest.raises(ConfigError, match="cors"):
+        load(ProxySettings, ["--cors-origin", "a.example"])

@@ -135,9 +135,8 @@ def test_a_wrong_stream_is_left_for_the_prefill_server_to_refuse() -> None:
     assert prefill(stream="yes")["stream"] == "yes"
 
 
-@pytest.mark.parametrize(("value", "kept"), [(0, False), (1, False), (None, False), (5, True)])
-def test_min_tokens_is_dropped_where_it_changes_nothing(value: int | None, kept: bool) -> None:
-    assert ("min_tokens" in prefill(min_tokens=value)) is kept
+def test_min_tokens_shapes_the_first_token_and_stays() -> None:
+    assert prefill(min_tokens=7)["min_tokens"] == 7
 
 
 @pytest.mark.parametrize(

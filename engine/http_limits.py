@@ -1,0 +1,79 @@
+"""What a request may ask of this server: its model, vocabulary, context and batch."""
+
+from collections.abc import Iterable, Sequence
+
+from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from protocol.openai import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest
+
+
+def prompt_param(parsed: GenerationRequest) -> str:
+    """The field that the prompt came in, for error messages."""
+    return "messages" if isinstance(parsed, ChatRequest) else "prompt"
+
+
+def check_model(name: str, served: Sequence[str]) -> None:
+    """Raises ModelNotFound unless the server has the model."""
+    if name not in served:
+        raise ModelNotFound(
+            f"`model` is {name[:200]!r}; this server has {served[0]!r}.", param="model"
+        )
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequest for an empty prompt and for ids that the model does not have."""
+    if not ids:
+        raise InvalidRequest(f"`{param}` has no tokens; send some text.", param=param)
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        _refuse_id(min(ids) if min(ids) < 0 else max(ids), vocab_size, param)
+
+
+def _refuse_id(token_id: int, vocab_size: int, param: str) -> None:
+    raise InvalidRequest(
+        f"`{param}` has the token id {token_id}; ids are from 0 to {vocab_size - 1}.", param=param
+    )
+
+
+def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seqs: int) -> None:
+    """Raises InvalidRequest for what this model or this server cannot do."""
+    asked: Iterable[tuple[str, Iterable[int]]] = (
+        ("stop_token_ids", parsed.stop_token_ids),
+        ("logit_bias", parsed.logit_bias),
+    )
+    for param, ids in asked:
+        for token_id in ids:
+            if token_id >= vocab_size:
+                _refuse_id(token_id, vocab_size, param)
+    if parsed.num_candidates > max_num_seqs:
+        param = "n" if parsed.n > max_num_seqs else "best_of"
+        raise InvalidRequest(
+            f"`{param}` is {parsed.num_candidates} and this server runs {max_num_seqs} sequences "
+            f"at once (--max-num-seqs); ask for at most {max_num_seqs}.",
+            param=param,
+        )
+
+
+def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+    """How many tokens a prompt may generate.
+
+    Raises:
+        ContextLengthExceeded: the prompt, or it and the limit the client asked for, do not fit.
+    """
+    room = max_model_len - num_prompt_tokens
+    param = prompt_param(parsed)
+    asked = parsed.token_limit
+    if room < 1 and (asked != 0 or room < 0):  # to be scored only, a prompt may fill the context
+        raise ContextLengthExceeded(
+            f"The prompt has {num_prompt_tokens} tokens and the context holds {max_model_len}; "
+            f"shorten the prompt to at most {max_model_len - 1} tokens.",
+            param=param,
+        )
+    if asked is None:
+        return room if isinstance(parsed, ChatRequest) else min(DEFAULT_COMPLETION_TOKENS, room)
+    if asked > room:
+        raise ContextLengthExceeded(
+            f"The prompt has {num_prompt_tokens} tokens and `max_tokens` asks for {asked} more, "
+            f"but the context holds {max_model_len}; lower `max_tokens` to at most {room} or "
+            "shorten the prompt.",
+            param="max_tokens",
+        )
+    return asked

@@ -1,0 +1,65 @@
+"""The bodies of /tokenize and /detokenize, which are vLLM's: OpenAI has neither."""
+
+from typing import Any
+
+from pydantic import Field
+
+from protocol.openai_chat import ChatRequest, Message, clean_messages
+from protocol.openai_fields import shown
+from protocol.openai_requests import Strict, clean, validate
+from protocol.openai_sampling import Switch, refuse
+
+_A_NAME = "the name of a served model"
+
+
+class TokenizeRequest(Strict):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = Field(None, min_length=1, description=_A_NAME)
+    prompt: str | None = Field(None, description="a string")
+    messages: tuple[Message, ...] | None = Field(
+        None, description="a list, not empty, of objects with `role` and `content`"
+    )
+    # For a text true unless said otherwise, for messages false: their template writes them.
+    add_special_tokens: bool | None = Field(None, description="true or false")
+    return_token_strs: Switch = False
+    add_generation_prompt: bool | None = Field(None, description="true or false")
+    continue_final_message: Switch = False
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="an object of variables for the chat template"
+    )
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = Field(None, min_length=1, description=_A_NAME)
+    tokens: list[int] = Field(description="a list of token ids")
+
+
+def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
+    """Validates the body of /tokenize. Raises InvalidRequest naming the field."""
+    cleaned = clean(body, TokenizeRequest, {})
+    if "messages" in cleaned:
+        cleaned["messages"] = clean_messages(TokenizeRequest, cleaned["messages"])
+    parsed = validate(TokenizeRequest, cleaned)
+    if (parsed.prompt is None) == (parsed.messages is None):
+        refuse("prompt", f"is {shown(parsed.prompt)}; send it or `messages`, one of the two")
+    if parsed.messages is not None:
+        as_chat(parsed).check()
+    return parsed
+
+
+def as_chat(parsed: TokenizeRequest) -> ChatRequest:
+    """The chat whose prompt is to be tokenized."""
+    assert parsed.messages is not None
+    return ChatRequest(
+        model=parsed.model or "-",
+        messages=parsed.messages,
+        add_generation_prompt=parsed.add_generation_prompt,
+        continue_final_message=parsed.continue_final_message,
+        chat_template_kwargs=parsed.chat_template_kwargs,
+    )
+
+
+def parse_detokenize(body: dict[str, Any]) -> DetokenizeRequest:
+    """Validates the body of /detokenize. Raises InvalidRequest naming the field."""
+    return validate(DetokenizeRequest, clean(body, DetokenizeRequest, {}))

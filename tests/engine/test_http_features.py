@@ -1,0 +1,281 @@
+"""Every field of the two endpoints: what the engine is asked for, and what the client reads."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from engine.tokenizer import Tokenizer
+from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
+from tests.engine.http_server import USAGE, chunks, run, saying, serving
+
+
+def scripted(*deltas: dict[str, Any]) -> Any:
+    """A script that sends these members of TokenDeltas."""
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        for members in deltas:
+            yield TokenDelta(request_id=request.request_id, **members)
+            await asyncio.sleep(0)
+
+    return script
+
+
+def logprobs_of(*pairs: tuple[int, float]) -> TokenLogprobs:
+    """The first pair is the chosen token, all are the likeliest."""
+    return TokenLogprobs(pairs[0][1], [i for i, _ in pairs], [p for _, p in pairs])
+
+
+# -- log-probabilities -------------------------------------------------------------------------
+
+
+def test_chat_logprobs_have_chats_own_shape(tokenizer: Tokenizer) -> None:
+    a, b = tokenizer.encode("ab")
+    parts = tokenizer.encode("é")
+    script = scripted(
+        {"token_ids": [a], "logprobs": [logprobs_of((a, -0.5), (b, -1.0), (parts[0], -3.0))]},
+        {"token_ids": [parts[0]], "logprobs": [logprobs_of((parts[0], -0.25), (a, -2.0))]},
+        {"token_ids": [parts[1]], "logprobs": [TokenLogprobs(float("-inf"), [a], [-2.0])]},
+        {"finish_reason": "length", "usage": USAGE},
+    )
+    asked = {"logprobs": True, "top_logprobs": 2}
+
+    async def main() -> None:
+        async with serving(tokenizer, script) as server:
+            (choice,) = (await server.chat(**asked)).json()["choices"]
+            assert choice["message"]["content"] == "aé"
+            first, second, third = choice["logprobs"]["content"]
+            assert first == {
+                "token": "a",
+                "logprob": -0.5,
+                "bytes": [97],
+                "top_logprobs": [
+                    {"token": "a", "logprob": -0.5, "bytes": [97]},
+                    {"token": "b", "logprob": -1.0, "bytes": [98]},
+                ],
+            }
+            assert (second["token"], second["bytes"]) == (r"bytes:\xc3", [0xC3])
+            assert (third["token"], third["logprob"]) == (r"bytes:\xa9", -9999.0)
+            streamed = chunks(await server.chat(stream=True, **asked))
+            content = [t for c in streamed for t in c["choices"][0]["logprobs"]["content"]]
+            assert content == [first, second, third]
+            assert [add.sampling.num_logprobs for add in server.engine.added] == [2, 2]
+            bare = (await server.chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+            assert [token["top_logprobs"] for token in bare] == [[], [], []]
+
+    run(main)
+
+
+def test_tokens_can_be_named_by_their_ids(tokenizer: Tokenizer) -> None:
+    a, b = tokenizer.encode("ab")
+    script = scripted(
+        {"token_ids": [a], "logprobs": [logprobs_of((a, -0.5), (b, -1.0))]},
+        {"finish_reason": "length", "usage": USAGE},
+    )
+
+    async def main() -> None:
+        async with serving(tokenizer, script) as server:
+            asked = {"return_tokens_as_token_ids": True, "logprobs": 2}
+            found = (await server.post(**asked)).json()["choices"][0]["logprobs"]
+            assert found["tokens"] == [f"token_id:{a}"]
+            assert found["top_logprobs"] == [{f"token_id:{a}": -0.5, f"token_id:{b}": -1.0}]
+
+    run(main)
+
+
+# -- ends of an answer -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "reason"),
+    [
+        ({"stop": "o w"}, "Hell", "o w"),
+        ({"stop": ["rld", "o w"], "include_stop_str_in_output": True}, "Hello w", "o w"),
+        ({"stop": "o w", "min_tokens": 7}, "Hello world", None),
+        ({"stop": "rld", "min_tokens": 5}, "Hello wo", "rld"),
+    ],
+)
+def test_stop_strings(
+    tokenizer: Tokenizer, fields: dict[str, Any], text: str, reason: str | None
+) -> None:
+    async def main() -> None:
+        async with serving(tokenizer, saying(tokenizer, "Hello world")) as server:
+            (choice,) = (await server.post(**fields)).json()["choices"]
+            assert choice["text"] == text
+            assert choice.get("stop_reason") == reason
+            assert choice["finish_reason"] == ("length" if reason is None else "stop")
+
+    run(main)
+
+
+def test_a_stop_token_of_the_clients_is_the_reason_and_has_no_text(tokenizer: Tokenizer) -> None:
+    (dot,) = tokenizer.encode(".")
+
+    async def main() -> None:
+        script = saying(tokenizer, "Hi.", finish_reason="stop")
+        async with serving(tokenizer, script) as server:
+            asked = {"stop_token_ids": [dot], "ignore_eos": True}
+            (choice,) = (await server.post(**asked)).json()["choices"]
+            assert (choice["text"], choice["stop_reason"]) == ("Hi", dot)
+            kept = await server.post(**asked, include_stop_str_in_output=True)
+            assert kept.json()["choices"][0]["text"] == "Hi."
+            plain = (await server.post(stop_token_ids=[dot])).json()["choices"][0]
+            assert plain["stop_reason"] == dot
+            ids = [add.stop_token_ids for add in server.engine.added]
+            assert ids == [[dot], [dot], [*tokenizer.eos_ids, dot]]
+            bad = await server.post(stop_token_ids=[260])
+            assert (bad.status_code, bad.json()["error"]["param"]) == (400, "stop_token_ids")
+
+    run(main)
+
+
+def test_special_tokens_are_text_when_they_are_not_skipped(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving(tokenizer, saying(tokenizer, "a<end>b")) as server:
+            for skips, text in ((True, "ab"), (False, "a<end>b")):
+                asked = {"skip_special_tokens": skips, "ignore_eos": True}
+                assert (await server.post(**asked)).json()["choices"][0]["text"] == text
+
+    run(main)
+
+
+# -- chat --------------------------------------------------------------------------------------
+
+
+def test_the_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello "}]
+
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            response = await server.chat(messages=messages, continue_final_message=True)
+            assert response.status_code == 200
+            (added,) = server.engine.added
+            assert tokenizer.decode(added.token_ids) == "user:Hi;assistant:Hello "
+
+    run(main)
+
+
+# -- streams -----------------------------------------------------------------------------------
+
+
+def test_usage_can_come_with_every_chunk(tokenizer: Tokenizer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+
+    async def main() -> None:
+        async with serving(tokenizer, saying(tokenizer, "abc")) as server:
+            found = chunks(await server.post(stream=True, stream_options=options))
+            usages = [chunk["usage"] for chunk in found if chunk["usage"] is not None]
+            counts = [usage["completion_tokens"] for usage in usages]
+            assert counts == sorted(counts) and counts[-1] == 3 and len(counts) >= 3
+            assert {usage["prompt_tokens"] for usage in usages} == {2}
+
+    run(main)
+
+
+def test_the_fingerprint_is_on_every_answer(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving(tokenizer, fingerprint="fp_1") as server:
+            assert (await server.post()).json()["system_fingerprint"] == "fp_1"
+            for chunk in chunks(await server.chat(stream=True)):
+                assert chunk["system_fingerprint"] == "fp_1"
+
+    run(main)
+
+
+# -- /tokenize, /detokenize --------------------------------------------------------------------
+
+
+def test_a_text_is_tokenized_and_back(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            body = {"model": "m", "prompt": "Hi<end>", "return_token_strs": True}
+            found = (await server.http.post("/tokenize", json=body)).json()
+            ids = tokenizer.encode("Hi<end>")
+            assert found["tokens"] == ids and found["count"] == len(ids)
+            assert found["max_model_len"] == 64
+            assert found["token_strs"] == ["H", "i", "<end>"]
+            back = await server.http.post("/detokenize", json={"tokens": ids})
+            assert back.json() == {"prompt": "Hi<end>"}
+
+    run(main)
+
+
+def test_messages_are_tokenized_as_a_chat_would_be(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            response = await server.http.post("/tokenize", json={"messages": messages})
+            await server.chat(messages=messages)
+            assert response.json()["tokens"] == server.engine.added[0].token_ids
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        (
+            "/tokenize",
+            {"prompt": "a", "messages": [{"role": "user", "content": ""}]},
+            400,
+            "prompt",
+        ),
+        ("/tokenize", {"prompt": [1]}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "speed": 1}, 400, "speed"),
+        ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [260]}, 400, "tokens"),
+        ("/detokenize", {"tokens": "1"}, 400, "tokens"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_named(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            response = await server.http.post(path, json=body)
+            assert response.status_code == status
+            assert response.json()["error"]["param"] == param
+
+    run(main)
+
+
+# -- the document, and other origins -----------------------------------------------------------
+
+
+def test_the_document_lists_what_is_accepted(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            found = (await server.http.get("/openapi.json")).json()
+            fields = found["components"]["schemas"]["CompletionRequest"]["properties"]
+            assert fields["suffix"] == {"enum": ["", None]}
+            assert {"type": "string", "minLength": 1} in fields["prompt"]["anyOf"]
+            page = await server.http.get("/docs")
+            assert page.headers["content-type"].startswith("text/html")
+            assert "logit_bias" in page.text
+
+    run(main)
+
+
+def test_pages_of_named_origins_alone_may_call(tokenizer: Tokenizer) -> None:
+    origin = "https://app.example"
+    preflight = {"origin": origin, "access-control-request-method": "POST"}
+
+    async def main() -> None:
+        async with serving(tokenizer, origins=(origin,)) as server:
+            asked = await server.http.options("/v1/completions", headers=preflight)
+            assert asked.headers["access-control-allow-origin"] == origin
+            body = {"model": "m", "prompt": "ab"}
+            for sender, allowed in ((origin, origin), ("https://other.example", None)):
+                response = await server.http.post(
+                    "/v1/completions", json=body, headers={"origin": sender}
+                )
+                assert response.headers.get("access-control-allow-origin") == allowed
+        async with serving(tokenizer) as server:
+            response = await server.http.options("/v1/completions", headers=preflight)
+            assert "access-control-allow-origin" not in response.headers
+
+    run(main)

@@ -1,0 +1,182 @@
+"""langchain-openai and litellm against the proxy: they read our answers, streams and errors."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network
+
+import langchain_openai
+import litellm
+import openai
+import pytest
+
+from tests.e2e.client import MODEL
+from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.reference import Reference
+
+# litellm reads a deprecated attribute of pydantic's models on every chunk.
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince211")
+
+_MESSAGES = [
+    {"role": "system", "content": "You tell stories."},
+    {"role": "user", "content": "Tell a story about Leo and the green kite."},
+]
+_LANGCHAIN_MESSAGES = [(message["role"], message["content"]) for message in _MESSAGES]
+_PROMPT = "Ida lost the white letter at night. Ida"
+_LIMIT = 40
+
+
+@pytest.fixture(scope="module")
+def answer(tiny_reference: Reference) -> str:
+    """transformers' greedy answer to the messages, up to its end of sequence or _LIMIT."""
+    tokenizer = tiny_reference.tokenizer
+    prompt = tokenizer.apply_chat_template(_MESSAGES, add_generation_prompt=True, return_dict=False)
+    ids = tiny_reference.generate(prompt, _LIMIT)
+    ids = ids[: ids.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in ids else ids
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+@pytest.fixture(scope="module")
+def continuation(tiny_reference: Reference) -> str:
+    """transformers' greedy continuation of the prompt, up to its first full stop."""
+    ids = tiny_reference.generate(tiny_reference.tokenizer(_PROMPT).input_ids, _LIMIT)
+    text = tiny_reference.tokenizer.decode(ids, skip_special_tokens=True)
+    return str(text[: text.index(".")])
+
+
+@pytest.fixture
+def chat(tiny_cluster: Cluster) -> Callable[..., langchain_openai.ChatOpenAI]:
+    """Makes langchain's chat model; arguments are its own."""
+
+    def make(**members: Any) -> langchain_openai.ChatOpenAI:
+        arguments = {"model": MODEL, "temperature": 0, "max_tokens": _LIMIT, **members}
+        return langchain_openai.ChatOpenAI(
+            base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, **arguments
+        )
+
+    return make
+
+
+@pytest.fixture
+def lite(tiny_cluster: Cluster) -> dict[str, Any]:
+    """litellm's arguments that name the proxy."""
+    return {
+        "model": f"openai/{MODEL}",
+        "api_base": f"{tiny_cluster.url}/v1",
+        "api_key": "unused",
+        "max_retries": 0,
+        "timeout": 60,
+        "temperature": 0,
+        "max_tokens": _LIMIT,
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
+    yield
+    for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
+        wait_until(server.all_blocks_home)
+
+
+def test_langchain_chats(chat: Callable[..., Any], answer: str) -> None:
+    message = chat().invoke(_LANGCHAIN_MESSAGES)
+    assert message.content == answer
+    assert message.response_metadata["finish_reason"] in ("stop", "length")
+    assert message.response_metadata["model_name"] == MODEL
+    assert message.usage_metadata["input_tokens"] > 10
+    assert message.usage_metadata["output_tokens"] <= _LIMIT
+
+
+def test_langchain_streams_with_usage(chat: Callable[..., Any], answer: str) -> None:
+    chunks = list(chat(stream_usage=True).stream(_LANGCHAIN_MESSAGES))
+    assert "".join(chunk.content for chunk in chunks) == answer
+    assert sum(bool(chunk.content) for chunk in chunks) > 10, "tokens come as they are made"
+    used = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    assert len(used) == 1 and used[0]["output_tokens"] <= _LIMIT
+
+
+def test_langchain_batches_and_streams_asynchronously(
+    chat: Callable[..., Any], answer: str
+) -> None:
+    async def ask() -> tuple[list[Any], str]:
+        model = chat()
+        batch = await model.abatch([_LANGCHAIN_MESSAGES] * 4)
+        text = [chunk.content async for chunk in model.astream(_LANGCHAIN_MESSAGES)]
+        return batch, "".join(text)
+
+    batch, text = asyncio.run(ask())
+    assert [message.content for message in batch] == [answer] * 4
+    assert text == answer
+
+
+def test_langchain_completes_texts(tiny_cluster: Cluster, continuation: str) -> None:
+    model = langchain_openai.OpenAI(
+        base_url=f"{tiny_cluster.url}/v1",
+        api_key="unused",
+        model=MODEL,
+        temperature=0,
+        max_tokens=_LIMIT,
+        max_retries=0,
+    )
+    assert model.invoke(_PROMPT, stop=["."]) == continuation
+    assert "".join(model.stream(_PROMPT, stop=["."])) == continuation
+    assert model.batch([_PROMPT] * 3, stop=["."]) == [continuation] * 3
+
+
+def test_langchain_raises_openais_errors(chat: Callable[..., Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="top_p"):
+        chat(top_p=3.0).invoke(_LANGCHAIN_MESSAGES)
+    with pytest.raises(openai.NotFoundError, match="gpt-17"):
+        chat(model="gpt-17").invoke(_LANGCHAIN_MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="context"):
+        chat().invoke([("user", "ball " * 5000)])
+
+
+def test_litellm_chats(lite: dict[str, Any], answer: str) -> None:
+    response = litellm.completion(messages=_MESSAGES, **lite)
+    assert response.choices[0].message.content == answer
+    assert response.usage.total_tokens > response.usage.completion_tokens > 0
+    assert response.choices[0].finish_reason in ("stop", "length")
+
+
+def test_litellm_streams_to_the_same_answer(lite: dict[str, Any], answer: str) -> None:
+    chunks = list(
+        litellm.completion(
+            messages=_MESSAGES, stream=True, stream_options={"include_usage": True}, **lite
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer
+    assert len({chunk.id for chunk in chunks}) == 1
+    rebuilt = litellm.stream_chunk_builder(chunks, messages=_MESSAGES)
+    assert rebuilt.choices[0].message.content == answer
+    whole = litellm.completion(messages=_MESSAGES, **lite)
+    assert rebuilt.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert rebuilt.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_litellm_asks_asynchronously(lite: dict[str, Any], answer: str) -> None:
+    async def ask() -> tuple[list[Any], str]:
+        whole = [litellm.acompletion(messages=_MESSAGES, **lite) for _ in range(4)]
+        answers = await asyncio.gather(*whole)
+        stream = await litellm.acompletion(messages=_MESSAGES, stream=True, **lite)
+        text = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        return answers, "".join(text)
+
+    answers, streamed = asyncio.run(ask())
+    assert [response.choices[0].message.content for response in answers] == [answer] * 4
+    assert streamed == answer
+
+
+def test_litellm_completes_texts(lite: dict[str, Any], continuation: str) -> None:
+    lite = {**lite, "model": f"text-completion-openai/{MODEL}", "stop": ["."]}
+    response = litellm.text_completion(prompt=_PROMPT, **lite)
+    assert response.choices[0].text == continuation
+
+
+def test_litellm_maps_our_errors_to_its_own(lite: dict[str, Any]) -> None:
+    with pytest.raises(litellm.BadRequestError, match="top_p"):
+        litellm.completion(messages=_MESSAGES, top_p=3.0, **lite)
+    with pytest.raises(litellm.NotFoundError, match="gpt-17"):
+        litellm.completion(messages=_MESSAGES, **{**lite, "model": "openai/gpt-17"})

@@ -25,6 +25,7 @@ from engine.http_limits import (
     check_token_ids,
     prompt_param,
     token_limit,
+    too_long,
 )
 from engine.http_middleware import CLIENT_GONE, ClientDisconnected, error_response, read_body
 from engine.http_prompt import Namer, Prompt
@@ -32,7 +33,6 @@ from engine.http_tally import Tally
 from engine.tokenizer import Tokenizer
 from protocol.errors import (
     BatonError,
-    ContextLengthExceeded,
     NoServerAvailable,
 )
 from protocol.logging import current_request_id
@@ -154,11 +154,7 @@ class Api:
         sizes = _num_chars(parsed)
         at_least = self.tokenizer.min_tokens(max(sizes, default=0))
         if at_least > ready.max_model_len:
-            raise ContextLengthExceeded(
-                f"The prompt has at least {at_least} tokens and the context holds "
-                f"{ready.max_model_len}; shorten the prompt.",
-                param=param,
-            )
+            raise too_long(at_least, ready.max_model_len, param, "at least ")
         if sum(sizes) > INLINE_CHARS:
             prompts = await asyncio.to_thread(self._encode, parsed)
         else:

@@ -52,6 +52,15 @@ def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seq
         )
 
 
+def too_long(num_tokens: int, max_model_len: int, param: str, more: str = "") -> Exception:
+    """The error for a prompt beyond the context, in words that client libraries look for."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {max_model_len} tokens and the prompt is too "
+        f"long: it has {more}{num_tokens}. Shorten it to at most {max_model_len - 1} tokens.",
+        param=param,
+    )
+
+
 def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> int:
     """How many tokens a prompt may generate.
 
@@ -59,21 +68,16 @@ def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len
         ContextLengthExceeded: the prompt, or it and the limit the client asked for, do not fit.
     """
     room = max_model_len - num_prompt_tokens
-    param = prompt_param(parsed)
     asked = parsed.token_limit
     if room < 1 and (asked != 0 or room < 0):  # to be scored only, a prompt may fill the context
-        raise ContextLengthExceeded(
-            f"The prompt has {num_prompt_tokens} tokens and the context holds {max_model_len}; "
-            f"shorten the prompt to at most {max_model_len - 1} tokens.",
-            param=param,
-        )
+        raise too_long(num_prompt_tokens, max_model_len, prompt_param(parsed))
     if asked is None:
         return room if isinstance(parsed, ChatRequest) else min(DEFAULT_COMPLETION_TOKENS, room)
     if asked > room:
         raise ContextLengthExceeded(
-            f"The prompt has {num_prompt_tokens} tokens and `max_tokens` asks for {asked} more, "
-            f"but the context holds {max_model_len}; lower `max_tokens` to at most {room} or "
-            "shorten the prompt.",
+            f"This model's maximum context length is {max_model_len} tokens. The prompt has "
+            f"{num_prompt_tokens} tokens and `max_tokens` asks for {asked} more; lower "
+            f"`max_tokens` to at most {room} or shorten the prompt.",
             param="max_tokens",
         )
     return asked

@@ -83,6 +83,12 @@ def _is_token_limit(value: bytes) -> bool:
     return value.isdigit() and len(value) <= 10 and 1 <= int(value) <= MAX_TOKENS_LIMIT
 
 
+def is_scoring(body: Body) -> bool:
+    """Whether the answer is about the prompt: at most the token that a prefill draws anyway."""
+    limits = [member(body, name) for name in ("max_tokens", "max_completion_tokens")]
+    return b"0" in limits or (b"1" in limits and member(body, "echo") == b"true")
+
+
 def decode_leg(body: Body, params: msgspec.Raw | None) -> bytes:
     """What the decode server is asked: the request, and where its prompt's KV is, if anywhere."""
     return _encode(body if params is None else {**body, "kv_transfer_params": params})

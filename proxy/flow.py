@@ -3,8 +3,11 @@
 prefill leg --params--> decode leg --> the client gets the decode server's bytes
     |- 4xx -----------> the client gets that; no decode server is asked
     `- nothing usable-> decode leg without params: it does all the work, and is counted
+
+A request that only scores its prompt is the prefill server's alone; no KV moves.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -52,9 +55,12 @@ class Flow:
         Raises:
             BatonError: what the client is to be told; the reply has not ended.
         """
+        is_scoring = bodies.is_scoring(request.body)
+        if is_scoring and await self._score(request, reply, trace):
+            return
         if self._fleet.num_ready(Kind.DECODE) == 0:
             raise NoServerAvailable("no decode server is ready; see /ready")
-        prefilled = await self._prefill(request, trace)
+        prefilled = None if is_scoring else await self._prefill(request, trace)
         if isinstance(prefilled, Answer):
             await reply.relay_answer(prefilled.status, prefilled.headers, prefilled.body)
         else:
@@ -78,6 +84,21 @@ class Flow:
             BatonError: as `run`.
         """
         await self._decode("POST", path, headers, body, reply, trace)
+
+    async def _score(self, request: ClientRequest, reply: Reply, trace: Trace) -> bool:
+        """Has a prefill server answer the request; False: none can be had, nothing was sent."""
+        leg = bodies.decode_leg(request.body, None)
+        send = self._sender("POST", request.path, request.headers, leg)
+        try:
+            server, response = await self._legs.run(Kind.PREFILL, send, trace)
+        except LegFailed as failed:
+            self._decode_only(failed.reason, trace)
+            return False
+        assert isinstance(response, Response)
+        trace.prefill = server.url
+        self._count("prefill", "scored")
+        await self._relay(server, response, reply, trace)
+        return True
 
     async def _prefill(self, request: ClientRequest, trace: Trace) -> Answer | msgspec.Raw | None:
         """The params of a prefill, None to do without, or the answer that refuses the request."""
@@ -120,12 +141,7 @@ class Flow:
     async def _decode(
         self, method: str, path: str, headers: Headers, leg: bytes, reply: Reply, trace: Trace
     ) -> None:
-        async def send(server: Server) -> Answer | Response:
-            response = await self._upstream.send(
-                server.url, method, path, headers=headers, body=leg
-            )
-            return await read(response) if response.status >= 500 else response
-
+        send = self._sender(method, path, headers, leg)
         try:
             server, response = await self._legs.run(Kind.DECODE, send, trace)
         except LegFailed as failed:
@@ -139,18 +155,33 @@ class Flow:
         trace.decode = server.url
         await self._relay(server, response, reply, trace)
 
+    def _sender(
+        self, method: str, path: str, headers: Headers, body: bytes
+    ) -> Callable[[Server], Awaitable[Answer | Response]]:
+        """What sends this leg to a server; a failed answer is read whole, any other is relayed."""
+
+        async def send(server: Server) -> Answer | Response:
+            response = await self._upstream.send(
+                server.url, method, path, headers=headers, body=body
+            )
+            return await read(response) if response.status >= 500 else response
+
+        return send
+
     async def _relay(self, server: Server, response: Response, reply: Reply, trace: Trace) -> None:
         try:
             ended = await _relay(response, reply, trace)
         except UpstreamError as error:
             self._legs.failed(server, failure_of(error), None, f"{server}: {error}")
-            raise _broken(error) from None
+            raise _broken(server, error) from None
         finally:
             await response.aclose()
             self._legs.release(server)
         if not ended:
             self._legs.failed(server, Failure.ERROR, None, f"{server}: no last event")
-            raise DecodeServerLost("the decode server ended the stream before its last event")
+            raise DecodeServerLost(
+                f"the {server.kind.value} server ended the stream before its last event"
+            )
         self._legs.succeeded(server)
 
 
@@ -165,6 +196,6 @@ async def _relay(response: Response, reply: Reply, trace: Trace) -> bool:
     return True
 
 
-def _broken(error: UpstreamError) -> BatonError:
+def _broken(server: Server, error: UpstreamError) -> BatonError:
     kind = DecodeServerTimeout if isinstance(error, TimedOut) else DecodeServerLost
-    return kind(f"the decode server broke off its answer: {error}")
+    return kind(f"the {server.kind.value} server broke off its answer: {error}")

@@ -75,6 +75,9 @@ class AttentionBackend(ABC):
         num_q_heads: query heads of this rank, a multiple of the pool's KV heads.
         head_dim: elements per query head (MLA: of the latent and rope parts together).
         scale: what scores are multiplied by before the softmax.
+
+    Of FP8 elements those are read that the pool stores: the keys' scale becomes part of the scores'
+    and the values' scale is multiplied to the output, so that dequantising costs nothing.
     """
 
     def __init__(self, pool: KVPool, *, num_q_heads: int, head_dim: int, scale: float) -> None:

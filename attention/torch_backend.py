@@ -15,9 +15,10 @@ from attention.base import AttentionBackend, AttentionBatch
 from attention.dense import dense_attention, merge_attention
 from attention.torch_decode import Decode, GatherDecode, SparseDecode, sparse_decode_works
 from attention.torch_plan import RowMap, decode_groups, prefill_chunks
+from kvcache import fp8
 from kvcache.pool import KVPool
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the queries
 _MAX_SPARSE_GROUP = 4  # query heads per KV head up to which reading in place beats a copy
 
 
@@ -26,6 +27,16 @@ class _Chunk:
     start: int  # query rows [start, stop)
     stop: int
     context_rows: torch.Tensor | None  # [H * cached tokens]
+
+
+@dataclass(frozen=True, eq=False)
+class _Cache:
+    """One layer's keys and values: the pool's rows shifted to them (MLA: twice the same)."""
+
+    k_rows: torch.Tensor
+    k_scale: float
+    v_rows: torch.Tensor
+    v_scale: float
 
 
 class TorchBackend(AttentionBackend):
@@ -42,30 +53,31 @@ class TorchBackend(AttentionBackend):
         decode: str = "auto",
     ) -> None:
         super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
-        if pool.tensor.dtype not in _DTYPES:
-            raise ValueError(
-                f"the torch attention backend does not read a KV dtype of {pool.layout.dtype}: "
-                "use float32, bfloat16 or float16"
-            )
         self._dtype = dtype or pool.tensor.dtype
+        if self._dtype not in _DTYPES:
+            raise ValueError(
+                f"the torch attention backend does not serve queries of {self._dtype}: give a "
+                "dtype of float32, bfloat16 or float16"
+            )
         self._device = str(pool.tensor.device)
         self._rows = RowMap(pool.layout)
-        self._layers = self._shifted_views()
+        self._caches = self._caches_by_layer()
         self._decode = self._make_decode(decode)
 
-    def _shifted_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer, the pool's rows shifted to its K and to its V (MLA: twice the same)."""
-        matrix = self.pool.tensor.view(-1, self.head_dim)
+    def _caches_by_layer(self) -> list[_Cache]:
+        matrix = fp8.addressable(self.pool.tensor).view(-1, self.head_dim)
         layout = self.pool.layout
 
-        def rows(layer: int, component: int) -> torch.Tensor:
-            return matrix.narrow(0, self._rows.shift(layer, component), self._rows.num_shared_rows)
+        def part(layer: int, component: int) -> tuple[torch.Tensor, float]:
+            start = self._rows.shift(layer, component)
+            rows = matrix.narrow(0, start, self._rows.num_shared_rows)
+            return rows, self.pool.scale(layer, component)
 
-        views = []
+        caches = []
         for layer in range(layout.num_layers):
-            k_rows = rows(layer, 0)
-            views.append((k_rows, rows(layer, 1) if layout.num_components == 2 else k_rows))
-        return views
+            keys = part(layer, 0)
+            caches.append(_Cache(*keys, *(part(layer, 1) if layout.num_components == 2 else keys)))
+        return caches
 
     def _make_decode(self, name: str) -> Decode:
         can_be_sparse = (
@@ -81,12 +93,9 @@ class TorchBackend(AttentionBackend):
                 num_q_heads=self.num_q_heads,
                 head_dim=self.head_dim,
                 num_shared_rows=self._rows.num_shared_rows,
-                scale=self.scale,
             )
         if name == "gather":
-            return GatherDecode(
-                head_dim=self.head_dim, scale=self.scale, dtype=self._dtype, device=self._device
-            )
+            return GatherDecode(head_dim=self.head_dim, dtype=self._dtype, device=self._device)
         raise ValueError(f"decode={name!r} cannot serve {self._dtype} on {self._device}")
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -142,61 +151,74 @@ class TorchBackend(AttentionBackend):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert q.shape == (self._num_tokens, self.num_q_heads, self.head_dim), q.shape
-        k_rows, v_rows = self._layers[layer]
-        k = self._write(k_rows, k)
-        v = k if v_rows is k_rows else self._write(v_rows, v)
+        cache = self._caches[layer]
+        k = self._write(cache.k_rows, k, cache.k_scale)
+        v = k if cache.v_rows is cache.k_rows else self._write(cache.v_rows, v, cache.v_scale)
+        out, lse = self._attend(cache, q, k, v, with_lse=with_lse)
+        return out if cache.v_scale == 1.0 else out.mul_(cache.v_scale), lse
+
+    def _attend(
+        self, cache: _Cache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of all rows; k and v as stored, and so the output."""
         if self._is_decode_in_order:
-            return self._decode.attend(q, k_rows, v_rows, with_lse=with_lse)
+            return self._attend_decodes(cache, q, with_lse=with_lse)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = q.new_zeros(q.shape[:2], dtype=torch.float32) if with_lse else None
         if self._decode_rows is not None:
-            part, part_lse = self._decode.attend(
-                q.index_select(0, self._decode_rows), k_rows, v_rows, with_lse=with_lse
+            part, part_lse = self._attend_decodes(
+                cache, q.index_select(0, self._decode_rows), with_lse=with_lse
             )
             out.index_copy_(0, self._decode_rows, part)
             if lse is not None and part_lse is not None:
                 lse.index_copy_(0, self._decode_rows, part_lse)
         for chunk in self._chunks:
-            part, chunk_lse = self._attend_chunk(chunk, q, k, v, k_rows, v_rows)
+            part, chunk_lse = self._attend_chunk(chunk, cache, q, k, v)
             out[chunk.start : chunk.stop] = part.flatten(0, 1).transpose(0, 1)
             if lse is not None:
                 lse[chunk.start : chunk.stop] = chunk_lse.flatten(0, 1).transpose(0, 1)
         return out, lse
 
-    def _write(self, rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Stores [T, H, D] by slot; returns it as a later step will read it."""
-        stored = new.reshape(-1, self.head_dim).to(rows.dtype)
-        rows.index_copy_(0, self._slots, stored)
+    def _attend_decodes(
+        self, cache: _Cache, q: torch.Tensor, *, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        scale = self.scale * cache.k_scale
+        return self._decode.attend(q, cache.k_rows, cache.v_rows, scale=scale, with_lse=with_lse)
+
+    def _write(self, rows: torch.Tensor, new: torch.Tensor, scale: float) -> torch.Tensor:
+        """Stores [T, H, D] by slot; returns it as a later step will read it, not yet scaled."""
+        scaled = new if scale == 1.0 else new / scale
+        stored = fp8.stored_as(scaled.reshape(-1, self.head_dim), self.pool.tensor.dtype)
+        rows.index_copy_(0, self._slots, fp8.addressable(stored))
         return stored.view(new.shape).to(self._dtype)
 
     def _attend_chunk(
         self,
         chunk: _Chunk,
+        cache: _Cache,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_rows: torch.Tensor,
-        v_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [H, Hq/H, chunk, D] and log-sum-exp [H, Hq/H, chunk] of one prompt chunk."""
-        span = slice(chunk.start, chunk.stop)
+        span, scale = slice(chunk.start, chunk.stop), self.scale * cache.k_scale
         # Heads by KV head: [chunk, H, Hq/H, D] -> [H, Hq/H, chunk, D].
         queries = q[span].reshape(chunk.stop - chunk.start, self.num_kv_heads, -1, self.head_dim)
         queries = queries.permute(1, 2, 0, 3)
         new = [self._per_query_head(x[span].transpose(0, 1), queries) for x in (k, v)]
-        out, lse = dense_attention(queries, new[0], new[1], scale=self.scale, causal=True)
+        out, lse = dense_attention(queries, new[0], new[1], scale=scale, causal=True)
         if chunk.context_rows is None:
             return out, lse
         cached = [
             self._per_query_head(self._read(rows, chunk.context_rows), queries)
-            for rows in (k_rows, v_rows)
+            for rows in (cache.k_rows, cache.v_rows)
         ]
-        context = dense_attention(queries, cached[0], cached[1], scale=self.scale)
+        context = dense_attention(queries, cached[0], cached[1], scale=scale)
         return merge_attention(out, lse, *context)
 
     def _read(self, rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """[H * n] rows as [H, n, D] in the queries' dtype."""
-        found = rows.index_select(0, indices).to(self._dtype)
+        found = fp8.numbers(rows.index_select(0, indices), self._dtype)
         return found.view(self.num_kv_heads, -1, self.head_dim)
 
     @staticmethod

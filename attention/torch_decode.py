@@ -23,6 +23,7 @@ import torch
 
 from attention.dense import dense_attention
 from attention.torch_plan import DecodeGroup
+from kvcache import fp8
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -44,9 +45,16 @@ class Decode(ABC):
 
     @abstractmethod
     def attend(
-        self, q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, *, with_lse: bool
+        self,
+        q: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        *,
+        scale: float,
+        with_lse: bool,
     ) -> Result:
-        """q: [G, Hq, D]; k_rows, v_rows: [rows, D], the layer's keys and values (MLA: the same).
+        """q: [G, Hq, D]; k_rows, v_rows: [rows, D], the layer's keys and values (MLA: the same);
+        scale: of the scores.
 
         Returns:
             [G, Hq, D] in q's dtype, and float32 [G, Hq] where asked for.
@@ -84,13 +92,10 @@ class SparseDecode(Decode):
     max_padding = 0.2
     max_group_tokens = 1 << 62
 
-    def __init__(
-        self, *, num_q_heads: int, head_dim: int, num_shared_rows: int, scale: float
-    ) -> None:
+    def __init__(self, *, num_q_heads: int, head_dim: int, num_shared_rows: int) -> None:
         self._num_q_heads = num_q_heads
         self._max_chunk = max(1, _CHUNK_BYTES // (4 * head_dim))  # tokens
         self._num_rows = num_shared_rows
-        self._scale = scale
 
     def _num_chunks(self, width: int) -> int:
         return -(-width // self._max_chunk)
@@ -145,13 +150,19 @@ class SparseDecode(Decode):
         return torch.cat(parts)
 
     def attend(
-        self, q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, *, with_lse: bool
+        self,
+        q: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        *,
+        scale: float,
+        with_lse: bool,
     ) -> Result:
         queries = q.reshape(-1, q.shape[-1])
         if self._query_of_row is not None:
             queries = queries.index_select(0, self._query_of_row)
         torch.sparse.sampled_addmm(
-            self._pattern, queries, k_rows.t(), beta=0.0, alpha=self._scale, out=self._pattern
+            self._pattern, queries, k_rows.t(), beta=0.0, alpha=scale, out=self._pattern
         )
         scores = [span.by_query_head(self._scores) for span in self._spans]
         probs = [
@@ -182,12 +193,11 @@ def _repeated(
 class GatherDecode(Decode):
     """Copies the context, then a fused kernel. Any dtype and device."""
 
-    def __init__(self, *, head_dim: int, scale: float, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, *, head_dim: int, dtype: torch.dtype, device: str) -> None:
         is_cpu = torch.device(device).type == "cpu"
         self.max_padding = 0.2 if is_cpu else 0.5  # launches cost more than padding on a GPU
         self.max_group_tokens = 1 << (15 if is_cpu else 19)
         self._head_dim = head_dim
-        self._scale = scale
         self._dtype = dtype  # of the queries
         self._device = device
         self._buffers = (torch.empty(0), torch.empty(0))
@@ -205,7 +215,13 @@ class GatherDecode(Decode):
         return None if bias is None else bias.unsqueeze(1)
 
     def attend(
-        self, q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, *, with_lse: bool
+        self,
+        q: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        *,
+        scale: float,
+        with_lse: bool,
     ) -> Result:
         outs, lses, start = [], [], 0
         for (num_seqs, heads, width), indices, bias in zip(
@@ -216,7 +232,7 @@ class GatherDecode(Decode):
             v = k if v_rows is k_rows else self._gather(1, v_rows, indices).view(shape)
             # The query heads of one KV head become query positions: no KV is repeated.
             group_q = q[start : start + num_seqs].reshape(num_seqs, heads, -1, self._head_dim)
-            out, lse = dense_attention(group_q, k, v, scale=self._scale, bias=bias)
+            out, lse = dense_attention(group_q, k, v, scale=scale, bias=bias)
             outs.append(out.reshape(num_seqs, -1, self._head_dim))
             lses.append(lse.reshape(num_seqs, -1))
             start += num_seqs
@@ -230,7 +246,7 @@ class GatherDecode(Decode):
             buffer = torch.empty(num_elements, dtype=rows.dtype, device=self._device)
             self._buffers = (buffer, self._buffers[1]) if which == 0 else (self._buffers[0], buffer)
         out = buffer[:num_elements].view(len(indices), self._head_dim)
-        return torch.index_select(rows, 0, indices, out=out).to(self._dtype)
+        return fp8.numbers(torch.index_select(rows, 0, indices, out=out), self._dtype)
 
 
 def _padding_bias(group: DecodeGroup, dtype: torch.dtype, device: str) -> torch.Tensor | None:

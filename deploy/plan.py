@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 
@@ -17,7 +18,9 @@ class PlanGroup(GeometryOptions):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    dtype: DType = Field("auto", description="type of the KV; auto: as `baton up` on --device")
+    dtype: DType | Literal["float8_e4m3fn"] = Field(
+        "auto", description="type of the KV; auto: as `baton up` on --device"
+    )
 
     def geometry(self, auto_dtype: str) -> Geometry:
         dtype = auto_dtype if self.dtype == "auto" else self.dtype

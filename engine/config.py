@@ -23,6 +23,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1
     block_size: int = 64
     kv_layout: str = "BHLCND"
+    kv_cache_dtype: str = "auto"  # "auto": dtype
+    kv_scales: list[float] = []  # of FP8 KV, by layer and component; resolved once for all ranks
     attention_backend: str = "auto"
     pack_weights: bool = True
     kv_cache_tokens: int | None = None
@@ -52,3 +54,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fence_timeout_s: float = 5.0
     staging_bytes: int = 256 * 2**20
     log_level: str = "info"
+
+    @property
+    def kv_dtype(self) -> str:
+        """What KV is stored in."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype

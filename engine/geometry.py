@@ -28,7 +28,7 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
         num_components=model.kv_components,
         block_size=config.block_size,
         head_dim=model.kv_dim,
-        dtype=config.dtype,
+        dtype=config.kv_dtype,
     )
 
 

@@ -98,7 +98,7 @@ class ModelRunner:
             num_components=self.model_config.kv_components,
             block_size=self.config.block_size,
             head_dim=self.model_config.kv_dim,
-            dtype=self.config.dtype,
+            dtype=self.config.kv_dtype,
         )
 
     def allocate(self, num_blocks: int) -> RankMemory:
@@ -108,13 +108,14 @@ class ModelRunner:
 
     def _make_memory(self, num_blocks: int) -> RankMemory:
         spec = self.model.attention_spec
-        pool = KVPool(self.layout(num_blocks), device=self.device)
+        pool = KVPool(self.layout(num_blocks), self.device, self.config.kv_scales)
         backend = create_backend(
             self.config.attention_backend,
             pool,
             num_q_heads=spec.num_q_heads,
             head_dim=self.model_config.kv_dim,
             scale=spec.scale,
+            dtype=_DTYPES[self.config.dtype],
         )
         return RankMemory(pool, backend)
 

@@ -32,6 +32,7 @@ from engine.tokenizer import Tokenizer
 from model.config import ModelConfig, load_config
 from model.fingerprint import fingerprint
 from model.hub import resolve_model
+from model.kv_scales import resolve_scales
 from protocol import lifecycle
 from protocol.cluster_secret import cluster_secret
 from protocol.cores import available_cores
@@ -234,6 +235,8 @@ class _Server:
             tp=settings.tp,
             block_size=settings.block_size,
             kv_layout=settings.kv_layout,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            kv_scales=_kv_scales(settings, model_dir, model_config),
             attention_backend=settings.attention_backend,
             pack_weights=settings.pack_weights,
             kv_cache_tokens=settings.kv_cache_tokens,
@@ -256,6 +259,22 @@ class _Server:
             log_level=settings.log_level,
             **_role_options(settings, device),
         )
+
+
+def _kv_scales(settings: EngineSettings, model_dir: Path, model_config: ModelConfig) -> list[float]:
+    """What FP8 KV is scaled by, and nothing for another dtype."""
+    if settings.kv_cache_dtype == "auto":
+        return []
+    scales = resolve_scales(
+        settings.kv_scales, model_config, model_dir, load_format=settings.load_format
+    )
+    logger.info(
+        "KV is stored as %s, with scales of %g to %g",
+        settings.kv_cache_dtype,
+        min(scales),
+        max(scales),
+    )
+    return list(scales)
 
 
 def _devices(settings: EngineSettings) -> list[int]:

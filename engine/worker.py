@@ -227,12 +227,13 @@ def _compat(config: EngineConfig, model_config: ModelConfig) -> CompatRecord:
         model_fingerprint=fingerprint(
             model_config, config.model_dir, load_format=config.load_format, seed=config.seed
         ),
-        kv_dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         num_layers=model_config.num_layers,
         total_kv_heads=model_config.kv_heads_total,
         num_components=model_config.kv_components,
         head_dim=model_config.kv_dim,
         rope=model_config.rope_canonical,
+        kv_scales=tuple(config.kv_scales),
     )
 
 

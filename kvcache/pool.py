@@ -2,6 +2,7 @@
 
 import logging
 import mmap
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -30,13 +31,21 @@ class KVPool:
     Args:
         layout: order, sizes and dtype; every view below has its dtype.
         device: "cpu", "cuda", "cuda:1", or a torch.device.
+        scales: of FP8 elements (kvcache/fp8.py), by layer and component; empty: all 1.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: the allocation does not fit.
     """
 
-    def __init__(self, layout: KVLayout, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        device: str | torch.device = "cpu",
+        scales: Sequence[float] = (),
+    ) -> None:
+        assert len(scales) in (0, layout.num_layers * layout.num_components), len(scales)
         self.layout = layout
+        self.scales = tuple(scales)
         self.device = _resolved(torch.device(device))
         self.shared = _share(layout.nbytes) if self.device.type == "cpu" else None
         # uint8[nbytes]: the allocation as transfers see it
@@ -66,6 +75,11 @@ class KVPool:
     def device_id(self) -> int:
         """Index of the GPU; 0 on the CPU."""
         return self.device.index or 0
+
+    def scale(self, layer: int, component: int) -> float:
+        """What an element of this layer's keys (0) or values (1) is multiplied by when read."""
+        index = layer * self.layout.num_components + component
+        return self.scales[index] if self.scales else 1.0
 
     def view(self, layer: int) -> torch.Tensor:
         """[B, C, H, N, D] of one layer, strided, no copy."""

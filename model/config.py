@@ -220,7 +220,8 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
-    if quantization := raw.get("quantization_config"):
+    quantization = raw.get("quantization_config")
+    if quantization and not _is_of_kv_only(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise UnsupportedModel(
             f"quantization_config {method or quantization!r} is not supported; supported: "
@@ -231,6 +232,16 @@ def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
     if (partial := raw.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
         raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported; supported: 1")
     _refuse_sliding_window(raw, architecture)
+
+
+def _is_of_kv_only(quantization: Any) -> bool:
+    """Whether nothing but the KV cache was calibrated for FP8: the weights are plain."""
+    if not isinstance(quantization, dict):
+        return False
+    has_kv = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
+    is_known = quantization.get("quant_method") in ("compressed-tensors", "modelopt")
+    of_weights = ("config_groups", "quant_algo")
+    return bool(has_kv) and is_known and not any(quantization.get(name) for name in of_weights)
 
 
 def _refuse_sliding_window(raw: dict[str, Any], architecture: str) -> None:

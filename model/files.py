@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy.typing as npt
 
@@ -75,6 +75,21 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ModelLoadError(f"{index} names {', '.join(missing)}, which {folder} lacks")
     return [folder / name for name in names]
+
+
+def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """What the safetensors file `path`, open at its start, says of each tensor by name, and where
+    in the file their data offsets count from.
+
+    Raises:
+        ModelLoadError: it is no such file.
+    """
+    try:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    except (ValueError, OverflowError, MemoryError) as error:
+        raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
+    return header, 8 + size
 
 
 class PlannedTensor(NamedTuple):

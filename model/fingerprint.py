@@ -9,10 +9,10 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
-from model.config import ModelConfig, ModelLoadError
-from model.files import weight_files
+from model.config import ModelConfig
+from model.files import read_header, weight_files
 
 _SAMPLE_BYTES: Final = 256
 _SAMPLES_PER_TENSOR: Final = 4
@@ -43,22 +43,13 @@ def fingerprint(
 def _read(path: Path) -> Iterator[tuple[str, bytes]]:
     """Name, dtype with shape, and samples of each tensor in a safetensors file."""
     with path.open("rb") as file:
-        header, start = _header(path, file)
+        header, start = read_header(path, file)
         for name, tensor in header.items():
             if name == "__metadata__":
                 continue
             described = json.dumps([tensor["dtype"], tensor["shape"]]).encode()
             first, end = (start + offset for offset in tensor["data_offsets"])
             yield name, described + _samples(file, first, end)
-
-
-def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
-    try:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    except (ValueError, OverflowError, MemoryError) as error:
-        raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
-    return header, 8 + size
 
 
 def _samples(file: BinaryIO, first: int, end: int) -> bytes:

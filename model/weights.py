@@ -14,11 +14,13 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from model import kv_scales
 from model.config import ModelLoadError
 from model.files import weight_files
 
-# Buffers that some exporters saved; they follow from the config.
-_IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias")
+# Buffers that some exporters saved, which follow from the config; scales of FP8 KV are read by
+# kv_scales.py, where they are wanted.
+_IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias", *kv_scales.SUFFIXES)
 _HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratch to 128 MiB each
 
 

@@ -23,6 +23,8 @@ from protocol.errors import PeerIncompatible
 PROTOCOL_VERSION = 1
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes per element
+FP8 = "float8_e4m3fn"
+_CONVERTIBLE = ("kv_dtype", "kv_scales")  # by a reader that is told to
 _AXES = "BHLCND"
 MAX_ID_CHARS = 128  # of nonces, lease ids, attempt ids and incarnations
 _MAX_BYTES = 1 << 48  # no device has more; keeps sums far from 64-bit overflow
@@ -57,6 +59,9 @@ class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_components: int
     head_dim: int
     rope: str  # canonical JSON of the rope parameters
+    # What FP8 elements are multiplied by when read: K and V of layer 0, of layer 1, and so on.
+    # Empty for any other dtype.
+    kv_scales: tuple[float, ...] = ()
 
 
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,17 +95,26 @@ def check_compatible(
     """Raises PeerIncompatible naming the first field that differs, and both values.
 
     Args:
-        allow_convert: the reader converts between KV dtypes, so they may differ.
+        allow_convert: the reader converts between KV dtypes and scales, so they may differ.
     """
     for field in CompatRecord.__struct_fields__:
         ours, theirs = getattr(local, field), getattr(remote, field)
-        if ours == theirs or (field == "kv_dtype" and allow_convert):
-            continue
-        raise PeerIncompatible(
-            f"{field} differs: {ours!r} here, {theirs!r} on the prefill server. "
-            "Start both with the same model, revision and KV dtype.",
-            param=field,
-        )
+        if ours != theirs and not (allow_convert and field in _CONVERTIBLE):
+            raise _incompatible(field, ours, theirs)
+
+
+def _incompatible(field: str, ours: Any, theirs: Any) -> PeerIncompatible:
+    where, fix = "", ""
+    if field == "kv_scales" and len(ours) == len(theirs):
+        at = next(i for i in range(len(ours)) if ours[i] != theirs[i])
+        where, ours, theirs = f" at index {at}", ours[at], theirs[at]
+    if field in _CONVERTIBLE:
+        fix = ", or let the decode server convert with --kv-convert"
+    return PeerIncompatible(
+        f"{field} differs{where}: {ours!r} here, {theirs!r} on the prefill server. "
+        f"Start both with the same model, revision, KV dtype and KV scales{fix}.",
+        param=field,
+    )
 
 
 def check_consistent(metadata: EngineMetadata) -> None:
@@ -148,6 +162,17 @@ def _check_compat(compat: CompatRecord) -> None:
     _require_range("compat.num_components", compat.num_components, 1, 2)
     if compat.kv_dtype not in ITEMSIZE:
         _reject("compat.kv_dtype", compat.kv_dtype, f"must be one of {sorted(ITEMSIZE)}")
+    _check_scales(compat)
+
+
+def _check_scales(compat: CompatRecord) -> None:
+    of_fp8 = compat.num_layers * compat.num_components
+    count = of_fp8 if compat.kv_dtype == FP8 else 0
+    of = f"num_layers x num_components of kv_dtype {compat.kv_dtype}"
+    _require_equal("compat.kv_scales' length", len(compat.kv_scales), count, of)
+    for scale in compat.kv_scales:
+        if not (math.isfinite(scale) and scale > 0):
+            _reject("compat.kv_scales", scale, "must be a finite number above 0")
 
 
 def _check_rank(metadata: EngineMetadata, rank: RankMetadata) -> None:

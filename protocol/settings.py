@@ -51,6 +51,7 @@ _WILDCARDS = ("0.0.0.0", "::")  # to listen on, not to connect to
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "float8_e4m3fn"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -74,7 +75,8 @@ class ModelOptions(BaseModel):
     )
     device: Device = Field("auto", description="where the engine runs; auto: cuda where there is")
     dtype: DType = Field(
-        "auto", description="type of weights and KV; auto: float32 on CPU, the model's own on GPU"
+        "auto",
+        description="type of weights and maths; auto: float32 on CPU, the model's own on GPU",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt + output (tokens; None: the model's context)"
@@ -119,6 +121,16 @@ class EngineOptions(GeometryOptions):
     """Batching and the size of the KV cache."""
 
     attention_backend: str = Field("auto", description="attention implementation")
+    kv_cache_dtype: KVCacheDType = Field(
+        "auto", description="type of KV; auto: --dtype. float8_e4m3fn: half of bfloat16's bytes"
+    )
+    kv_scales: str | None = Field(
+        None,
+        min_length=1,
+        description='scales of float8_e4m3fn KV: one number, or a JSON file with "k_scale" and '
+        '"v_scale", each one number or one per layer (None: those of the '
+        "checkpoint, else 1)",
+    )
     kv_cache_tokens: int | None = Field(
         None, ge=1, description="size of the KV cache (tokens; None: from free memory)"
     )
@@ -144,6 +156,13 @@ class EngineOptions(GeometryOptions):
         "1.6 times faster, at the price of a copy of them in memory",
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV of shared prompt prefixes")
+
+    @field_validator("kv_scales")
+    @classmethod
+    def _scales_are_of_fp8(cls, scales: str | None, info: ValidationInfo) -> str | None:
+        if scales is not None and info.data.get("kv_cache_dtype") == "auto":
+            raise ValueError(f"{scales} scales nothing: give --kv-cache-dtype float8_e4m3fn too")
+        return scales
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -190,7 +209,9 @@ class DecodeOptions(EngineOptions):
     staging_bytes: int = Field(
         256 * 2**20, ge=1, description="staging memory for KV in another geometry (bytes)"
     )
-    kv_convert: bool = Field(False, description="convert KV of another dtype instead of refusing")
+    kv_convert: bool = Field(
+        False, description="convert KV of another dtype or other scales instead of refusing"
+    )
 
     def transfer_for(self, device: str) -> str:
         """How an engine on `device` ("cpu" or "cuda") moves KV."""

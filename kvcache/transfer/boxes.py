@@ -11,7 +11,14 @@ from math import lcm
 import numpy as np
 
 from kvcache.transfer.runs import Axis, Boxes
-from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, PlanError, byte_strides
+from kvcache.transfer.topology import (
+    Endpoint,
+    HeadGroup,
+    IntArray,
+    PlanError,
+    byte_strides,
+    scale_factors,
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,14 @@ class Transfer:
 
     @property
     def converts(self) -> bool:
-        """The two sides differ in dtype."""
-        return self.local.layout.dtype != self.remote[0].layout.dtype
+        """The two sides differ in dtype or scales."""
+        same_dtype = self.local.layout.dtype == self.remote[0].layout.dtype
+        return not same_dtype or self.factors is not None
+
+    @property
+    def factors(self) -> tuple[float, ...] | None:
+        """What elements are multiplied by, by layer and component, if they change."""
+        return scale_factors(self.remote[0], self.local)
 
     @property
     def useful_bytes(self) -> int:

@@ -5,6 +5,8 @@ A gather copies one owner's share of a transfer out of a peer's mapped memory. I
 order, so that neighbours in number are neighbours in the peer's memory. From a unit's number five
 divisions give its place on every axis; two block tables and two sets of strides, all in units, give
 both addresses. No list is made, whatever the geometries: any order, block sizes, heads, dtypes.
+Where FP8 elements change their scale, the same divisions find a unit's layer and component, and so
+its factor.
 
 `locate` below and the kernel in mapped_kernel.py compute the same from the same parameters. A
 division by a constant d is a multiplication: n // d == (n * magic) >> shift for all n below 2**31.
@@ -15,13 +17,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.layout import KVLayout
 from kvcache.transfer.boxes import Transfer
-from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, PlanError
+from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, PlanError, scale_factors
 
 UNIT_BYTES = 16  # what a thread moves at once, at most
-NUM_PARAMETERS = 40
+NUM_PARAMETERS = 44  # before the factors, if any
+FIRST_AXIS, AXIS_PARAMETERS = 16, 7
 _MAX_UNITS = 1 << 31  # of one launch: their numbers are 32-bit
 
 
@@ -34,10 +38,16 @@ class Gather:
     target_dtype: str
     unit_elements: int
     num_heads: int
-    parameters: IntArray  # i64[NUM_PARAMETERS], see `_parameters`; lengths in units
+    parameters: IntArray  # i64[NUM_PARAMETERS + factors], see `_parameters`; lengths in units
     num_blocks: int  # of P, of which at least a part is wanted
     block_units: int  # of the wanted heads in one block
     block_bytes: int  # the same in bytes of P
+    factors: tuple[float, ...] | None  # of the elements, by layer and component
+
+    @property
+    def converts(self) -> bool:
+        """Elements change on the way: their dtype, or their scale."""
+        return self.source_dtype != self.target_dtype or self.factors is not None
 
 
 def make_gathers(transfer: Transfer) -> tuple[Gather, ...]:
@@ -71,8 +81,9 @@ def launches(gather: Gather, chunk_bytes: int) -> Iterator[tuple[int, int]]:
 
 def locate(
     gather: Gather, remote_blocks: IntArray, local_blocks: IntArray, first: int, count: int
-) -> tuple[IntArray, IntArray]:
-    """Units of the source and of the target that one launch pairs: i64[n] each.
+) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
+    """Units of the source and of the target that one launch pairs, i64[n] each, and what the
+    elements of each pair are multiplied by, float32[n].
 
     Args:
         remote_blocks, local_blocks: i64, the two block tables from token 0 of the sequence on.
@@ -86,19 +97,26 @@ def locate(
     number, unit = _divide(number, row_units)
     source, target = source_first + unit, target_first + unit
     token = np.zeros_like(number)
-    for axis in range(16, NUM_PARAMETERS, 6):
+    factor = np.zeros_like(number)
+    for axis in range(FIRST_AXIS, NUM_PARAMETERS, AXIS_PARAMETERS):
         number, index = _divide(number, p[axis : axis + 3])
         source = source + index * p[axis + 3]
         target = target + index * p[axis + 4]
         token = token + index * p[axis + 5]
+        factor = factor + index * p[axis + 6]
     ordinal = block_first + (first + number) * block_step
     token = token + ordinal * source_tokens
     wanted = (token >= token_start) & (token < token_stop)
-    source, target, token, ordinal = (x[wanted] for x in (source, target, token, ordinal))
+    source, target, token, ordinal, factor = (
+        x[wanted] for x in (source, target, token, ordinal, factor)
+    )
     target_ordinal, target_offset = _divide(token, target_tokens)
     source = source + remote_blocks[ordinal] * source_block
     target = target + local_blocks[target_ordinal] * target_block + target_offset * target_token
-    return source, target
+    if gather.factors is None:
+        return source, target, np.ones(len(source), np.float32)
+    factors = gather.parameters[NUM_PARAMETERS:].astype(np.int32).view(np.float32)
+    return source, target, factors[factor]
 
 
 def _divide(number: IntArray, divisor: list[int]) -> tuple[IntArray, IntArray]:
@@ -137,7 +155,7 @@ def _gather(
 def _of_geometry(local: Endpoint, end: Endpoint, heads: range, copies: int, total: int) -> Gather:
     """A gather but for its tokens and blocks; kept, as every pull from a peer has the same."""
     source, target = end.layout, local.layout
-    elements = _unit_elements(source, target)
+    elements, factors = _unit_elements(source, target), scale_factors(end, local)
     units = (source.head_dim // elements) * len(heads) * source.num_layers
     units *= source.num_components * source.block_size
     if units >= _MAX_UNITS:
@@ -148,11 +166,18 @@ def _of_geometry(local: Endpoint, end: Endpoint, heads: range, copies: int, tota
         target_dtype=target.dtype,
         unit_elements=elements,
         num_heads=len(heads),
-        parameters=_parameters(local, end, heads, copies, total, elements),
+        parameters=np.concatenate(
+            (_parameters(local, end, heads, copies, total, elements), _bits(factors))
+        ),
         num_blocks=0,
         block_units=units,
         block_bytes=units * elements * source.itemsize,
+        factors=factors,
     )
+
+
+def _bits(factors: tuple[float, ...] | None) -> IntArray:
+    return np.array(factors or (), np.float32).view(np.int32).astype(np.int64)
 
 
 def _unit_elements(source: KVLayout, target: KVLayout) -> int:
@@ -178,8 +203,10 @@ def _parameters(
     9  source_tokens     in a block of P
     10 target_tokens     in a block of D, as a divisor (3)
     13 row_units         of one head of one token, as a divisor (3)
-    16 four axes, innermost of P first: size as a divisor (3), source and target stride, and
-       how many tokens a step is (1 for the token axis, whose target stride is 0, else 0)
+    16 four axes, innermost of P first: size as a divisor (3), source and target stride,
+       how many tokens a step is (1 for the token axis, whose target stride is 0, else 0), and
+       how many factors (of layers and components)
+    44 the factors, float32 bits, where there are any
     """
     source, target = end.layout, local.layout
     reads = {axis: stride // elements for axis, stride in source.strides.items()}
@@ -203,6 +230,7 @@ def _parameters(
     sizes = {**source.sizes, "H": len(heads)}
     for axis in reversed(source.order.replace("B", "").replace("D", "")):
         write = 0 if axis == "N" else writes[axis]
-        values += [*_divisor(sizes[axis]), reads[axis], write, int(axis == "N")]
+        factor = {"L": source.num_components, "C": 1}.get(axis, 0)
+        values += [*_divisor(sizes[axis]), reads[axis], write, int(axis == "N"), factor]
     assert len(values) == NUM_PARAMETERS
     return np.array(values, dtype=np.int64)

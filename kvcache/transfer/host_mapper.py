@@ -80,7 +80,7 @@ def make_chunk(gather: Gather, transfer: Transfer, first: int, count: int) -> Ch
         gather.num_heads,
     )
     moves = _moves(gather, transfer, first, count)
-    return Chunk((), source.nbytes, moves, (region,), target)
+    return Chunk((), source.nbytes, moves, (region,), target, transfer.factors)
 
 
 def _moves(gather: Gather, transfer: Transfer, first: int, count: int) -> tuple[Move, ...]:

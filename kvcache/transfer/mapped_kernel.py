@@ -17,8 +17,9 @@ from kvcache.transfer.gather import Gather
 TILE_UNITS = 1024
 NUM_WARPS = 8
 _WORDS = {16: (tl.int32, 4), 8: (tl.int32, 2), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
-# By device, dtypes and width of a unit: the compiled kernel and its constants.
-_compiled: dict[tuple[int, str, str, int], tuple[Any, tuple[Any, ...]]] = {}
+# By device, dtypes, width of a unit and whether elements are scaled: the compiled kernel and its
+# constants.
+_compiled: dict[tuple[int, str, str, int, bool], tuple[Any, tuple[Any, ...]]] = {}
 _DTYPES = {
     "float32": tl.float32,
     "bfloat16": tl.bfloat16,
@@ -49,7 +50,8 @@ def launch(
         first, count: of `launches`.
     """
     device = torch.cuda.current_device()
-    key = (device, gather.source_dtype, gather.target_dtype, gather.unit_elements)
+    is_scaled = gather.factors is not None
+    key = (device, gather.source_dtype, gather.target_dtype, gather.unit_elements, is_scaled)
     numbers = (
         source_address,
         target_address,
@@ -61,7 +63,7 @@ def launch(
     )
     variant = _compiled.get(key)
     if variant is None:
-        constants = (*_types(gather), TILE_UNITS)
+        constants = (*_types(gather), TILE_UNITS, is_scaled)
         kernel = _kernel[(num_programs,)](*numbers, *constants, num_warps=NUM_WARPS)
         _compiled[key] = (kernel, constants)
     else:
@@ -72,7 +74,7 @@ def launch(
 
 def _types(gather: Gather) -> tuple[Any, Any, int]:
     source, target = _DTYPES[gather.source_dtype], _DTYPES[gather.target_dtype]
-    if source != target:
+    if gather.converts:
         return source, target, gather.unit_elements
     itemsize = getattr(torch, gather.source_dtype).itemsize
     word, width = _WORDS[gather.unit_elements * itemsize]
@@ -91,13 +93,14 @@ def _divide(number, divisor):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _step(number, source, target, token, axis):  # type: ignore[no-untyped-def]
+def _step(number, source, target, token, factor, axis):  # type: ignore[no-untyped-def]
     """Takes one axis off the units' numbers."""
     number, index = _divide(number, axis)
     source += index.to(tl.int64) * tl.load(axis + 3)
     target += index.to(tl.int64) * tl.load(axis + 4)
     token += index * tl.load(axis + 5).to(tl.int32)
-    return number, source, target, token
+    factor += index * tl.load(axis + 6).to(tl.int32)
+    return number, source, target, token, factor
 
 
 @triton.jit(  # type: ignore[untyped-decorator, unused-ignore]
@@ -123,6 +126,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     TARGET: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """See gather.py; numbers of the form p + k are indices into its parameters."""
     p = parameters.to(tl.pointer_type(tl.int64))
@@ -139,10 +143,11 @@ def _kernel(  # type: ignore[no-untyped-def]
         source = tl.load(p) + unit
         target = tl.load(p + 1) + unit
         token = number * 0
-        number, source, target, token = _step(number, source, target, token, p + 16)
-        number, source, target, token = _step(number, source, target, token, p + 22)
-        number, source, target, token = _step(number, source, target, token, p + 28)
-        number, source, target, token = _step(number, source, target, token, p + 34)
+        factor = number * 0
+        number, source, target, token, factor = _step(number, source, target, token, factor, p + 16)
+        number, source, target, token, factor = _step(number, source, target, token, factor, p + 23)
+        number, source, target, token, factor = _step(number, source, target, token, factor, p + 30)
+        number, source, target, token, factor = _step(number, source, target, token, factor, p + 37)
         ordinal = tl.load(p + 7).to(tl.int32) + (first + number) * tl.load(p + 8).to(tl.int32)
         token += ordinal * tl.load(p + 9).to(tl.int32)
         wanted &= (token >= tl.load(p + 5).to(tl.int32)) & (token < tl.load(p + 6).to(tl.int32))
@@ -151,6 +156,9 @@ def _kernel(  # type: ignore[no-untyped-def]
         target += tl.load(local_blocks + target_ordinal, mask=wanted, other=0) * tl.load(p + 3)
         target += target_offset.to(tl.int64) * tl.load(p + 4)
         value = tl.load(source_base + (source * WIDTH + lanes), mask=wanted)
-        if SOURCE != TARGET:
+        if SCALED:
+            bits = tl.load(p + 44 + factor, mask=wanted, other=0).to(tl.int32)
+            value = (value.to(tl.float32) * bits.to(tl.float32, bitcast=True)).to(TARGET)
+        elif SOURCE != TARGET:
             value = value.to(tl.float32).to(TARGET)
         tl.store(target_base + (target * WIDTH + lanes), value, mask=wanted)

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from kvcache import fp8
 from kvcache.pool import TORCH_DTYPES, KVPool
 from kvcache.transfer import cuda_ipc
 from kvcache.transfer.boxes import Transfer
@@ -306,8 +307,8 @@ class MemoryMapper(Mapper):
         if self.fail_launches:
             raise RuntimeError("a launch failed")
         gather = work.gathers[index]
-        pair = locate(gather, work.remote_blocks, work.local_blocks, first, count)
-        reads, writes = (torch.from_numpy(units) for units in pair)
+        found = locate(gather, work.remote_blocks, work.local_blocks, first, count)
+        reads, writes, factors = (torch.from_numpy(array) for array in found)
         end = int(reads.max()) + 1 if len(reads) else 0
         dtype = TORCH_DTYPES[gather.source_dtype]
         nbytes = end * gather.unit_elements * dtype.itemsize
@@ -315,7 +316,10 @@ class MemoryMapper(Mapper):
         if nbytes:
             source = torch.frombuffer(memory, dtype=dtype).view(-1, gather.unit_elements)
             target = self._pool.tensor.view(-1).view(-1, gather.unit_elements)
-            target[writes] = source[reads].to(target.dtype)
+            picked = source[reads]
+            if gather.converts:
+                picked = fp8.stored_as(picked.float() * factors[:, None], target.dtype)
+            fp8.addressable(target)[writes] = fp8.addressable(picked)
         return None
 
     def finished(self, token: Any) -> bool:

@@ -89,7 +89,7 @@ def plan_transfer(
         costs: of the link between the two.
         lease_hash: spreads leases over ranks of P that hold the same head.
         staging_bytes: staging memory, two slots of half its size; None plans the direct path.
-        convert: lets the staged path change the dtype.
+        convert: lets the staged path change the dtype and the scales.
         allow_mixed: the caller carries out reads and chunks of one and the same plan.
 
     Raises:
@@ -114,8 +114,9 @@ def _choose(
 ) -> TransferPlan:
     if transfer.converts:
         ours, theirs = transfer.local.layout.dtype, transfer.remote[0].layout.dtype
+        other = "" if transfer.factors is None else " of other scales"
         staged = _staged(transfer, costs, staging_bytes)
-        return _build([staged], f"{theirs} becomes {ours}")
+        return _build([staged], f"{theirs} becomes {ours}{other}")
     direct = _direct(transfer, costs)
     try:
         staged = _staged(transfer, costs, staging_bytes)

@@ -112,7 +112,7 @@ class PullWorker:
         mapped: MappedPath | None = None,
         inside: InsideLink | None = None,
     ) -> None:
-        self._endpoint = Endpoint(pool.layout, rank, tp_size)
+        self._endpoint = Endpoint(pool.layout, rank, tp_size, pool.scales)
         self._total_kv_heads = total_kv_heads
         self._agent = agent
         self._pool = pool
@@ -235,7 +235,8 @@ class PullWorker:
         except ValueError as error:  # its pulls fail: not connected
             logger.error("prefill server %s: %s", metadata.engine_id, error)
             return
-        endpoints = tuple(Endpoint(layout, rank, tp) for rank, layout in enumerate(layouts))
+        scales = metadata.compat.kv_scales
+        endpoints = tuple(Endpoint(layout, rank, tp, scales) for rank, layout in enumerate(layouts))
         peer = self._peers[key] = _Peer(metadata, endpoints)
         owners = self._owners(tp)
         if self._mapped is None or not self._mapped.meet(metadata, owners):

@@ -10,17 +10,21 @@ a kernel per block would cost it more than the copy.
 """
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from kvcache import fp8
 from kvcache.layout import KVLayout
 from kvcache.transfer.staged import Chunk, Move, Region
 from kvcache.transfer.topology import IntArray, PlanError
 
 # Moving a head's elements as wider words is faster, where the sizes allow it.
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+_Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Lane(NamedTuple):
@@ -35,7 +39,7 @@ class _Lane(NamedTuple):
 def apply(chunk: Chunk, slot: torch.Tensor, pool: torch.Tensor) -> None:
     """Copies what the chunk's reads brought into the slot to its places in the pool.
 
-    Converts the dtype where the peer's differs. On a GPU the copies are queued on the current
+    Converts dtype and scales where the peer's differ. On a GPU the copies are queued on the current
     stream: the slot may be reused once that stream has passed them.
 
     Args:
@@ -50,14 +54,37 @@ def apply(chunk: Chunk, slot: torch.Tensor, pool: torch.Tensor) -> None:
     if pool.nbytes != chunk.target.nbytes:
         raise PlanError(f"pool has {pool.nbytes} bytes; planned for {chunk.target.nbytes}")
     flat = pool.view(-1)
+    convert = _converter(chunk, pool)
     for region in chunk.regions:
-        source, target = _lanes(region.source, chunk.target, slot, flat)
+        source, target = _lanes(region.source, chunk, slot, flat)
         for move in chunk.moves:
             _place(
                 _source_view(source, region, move),
                 _target_view(target, region, chunk.target, move),
                 move,
+                convert,
             )
+
+
+def _converter(chunk: Chunk, pool: torch.Tensor) -> _Convert:
+    """From a part of the source view to what is copied into the pool, whose dtype the copy takes
+    on by itself where that is all there is to do."""
+    if not _converts(chunk) or (chunk.factors is None and pool.dtype is not fp8.DTYPE):
+        return _unchanged
+    # Before the tokens and elements of a view come its layers and components.
+    shape = (chunk.target.num_layers, chunk.target.num_components, 1, 1)
+    factors = torch.tensor(chunk.factors or [1.0], device=pool.device)
+    factors = factors.view(shape if chunk.factors else (1, 1, 1, 1))
+    return lambda part: fp8.stored_as(part.float() * factors, pool.dtype)
+
+
+def _unchanged(part: torch.Tensor) -> torch.Tensor:
+    return part
+
+
+def _converts(chunk: Chunk) -> bool:
+    dtypes = {region.source.dtype for region in chunk.regions}  # none: reads alone, to measure
+    return chunk.factors is not None or bool(dtypes - {chunk.target.dtype})
 
 
 def measure() -> float:
@@ -73,9 +100,10 @@ def measure() -> float:
 
 
 def _lanes(
-    source: KVLayout, target: KVLayout, slot: torch.Tensor, pool: torch.Tensor
+    source: KVLayout, chunk: Chunk, slot: torch.Tensor, pool: torch.Tensor
 ) -> tuple[_Lane, _Lane]:
-    if source.dtype != target.dtype:
+    target = chunk.target
+    if _converts(chunk):
         theirs: torch.dtype = getattr(torch, source.dtype)
         usable = slot.numel() // source.itemsize * source.itemsize
         return (
@@ -130,18 +158,18 @@ def _shape(blocks: int, region: Region, move: Move, lane: _Lane) -> tuple[int, .
     )
 
 
-def _place(source: torch.Tensor, target: torch.Tensor, move: Move) -> None:
+def _place(source: torch.Tensor, target: torch.Tensor, move: Move, convert: _Convert) -> None:
     rows = _slice(move.source_blocks)
     places = _slice(move.target_blocks)
     if rows is not None and places is not None:
-        target[places].copy_(source[rows])
+        target[places].copy_(convert(source[rows]))
     elif target.is_cuda:
         picked = source[rows] if rows is not None else source[_index(move.source_blocks, source)]
-        target[_index(move.target_blocks, target)] = picked.to(target.dtype)
+        target[_index(move.target_blocks, target)] = convert(picked).to(target.dtype)
     else:
         pairs = zip(move.source_blocks.tolist(), move.target_blocks.tolist(), strict=True)
         for row, place in pairs:
-            target[place].copy_(source[row])
+            target[place].copy_(convert(source[row]))
 
 
 def _slice(blocks: IntArray) -> slice | None:

@@ -70,6 +70,7 @@ class Chunk:
     moves: tuple[Move, ...]
     regions: tuple[Region, ...]  # every move is made in every region
     target: KVLayout  # of the pool
+    factors: tuple[float, ...] | None = None  # of the elements, by layer and component
 
 
 class Staging(NamedTuple):
@@ -246,10 +247,10 @@ def make_chunks(staging: Staging) -> tuple[Chunk, ...]:
     for owner, boxes in _staged_boxes(staging):
         for chunk, runs in runs_by_slot(boxes, staging.pitch):
             reads[chunk].append(RankRead(owner, *runs))
-    moves, nbytes = _moves(staging), staging.slot_bytes
-    target = staging.transfer.local.layout
+    moves, nbytes, transfer = _moves(staging), staging.slot_bytes, staging.transfer
+    target, factors = transfer.local.layout, transfer.factors
     return tuple(
-        Chunk(tuple(read), nbytes, tuple(move), staging.regions, target)
+        Chunk(tuple(read), nbytes, tuple(move), staging.regions, target, factors)
         for read, move in zip(reads, moves, strict=True)
     )
 

@@ -24,6 +24,18 @@ def byte_strides(layout: KVLayout) -> dict[str, int]:
     return layout.byte_strides
 
 
+def scale_factors(source: "Endpoint", target: "Endpoint") -> tuple[float, ...] | None:
+    """What stored elements are multiplied by on their way to a pool of other scales.
+
+    Returns:
+        A factor for each layer and component, layers outermost; None where nothing changes.
+    """
+    count = max(len(source.scales), len(target.scales))
+    of_source, of_target = (end.scales or (1.0,) * count for end in (source, target))
+    factors = tuple(theirs / ours for theirs, ours in zip(of_source, of_target, strict=True))
+    return factors if any(factor != 1.0 for factor in factors) else None
+
+
 class PlanError(ValueError):
     """A transfer that cannot be planned; the message names the values and the fix."""
 
@@ -35,6 +47,7 @@ class Endpoint:
     layout: KVLayout
     rank: int
     tp: int
+    scales: tuple[float, ...] = ()  # of KVPool: empty, or of each layer and component
 
     def heads(self, total_kv_heads: int) -> range:
         """The model's KV heads on this rank."""
@@ -120,18 +133,29 @@ def _check_once(
         ours, theirs = getattr(local.layout, name), getattr(remote[0].layout, name)
         if ours != theirs:
             raise PlanError(f"{name} is {ours} here and {theirs} on the peer; it must be equal")
-    ours, theirs = local.layout.dtype, remote[0].layout.dtype
-    if ours != theirs and not convert:
-        raise PlanError(
-            f"KV dtype is {ours} here and {theirs} on the peer; start both with one dtype, "
-            f"or let D convert with --kv-convert"
-        )
+    _check_elements(local, remote[0], convert)
     for end in (local, *remote):
         held = len(end.heads(total_kv_heads))
         if end.layout.num_heads != held:
             raise PlanError(
                 f"num_heads is {end.layout.num_heads} on rank {end.rank} of tp {end.tp}, "
                 f"where {total_kv_heads} heads in all make {held}"
+            )
+
+
+def _check_elements(local: Endpoint, remote: Endpoint, convert: bool) -> None:
+    count = local.layout.num_layers * local.layout.num_components
+    for where, end in (("here", local), ("on the peer", remote)):
+        if len(end.scales) not in (0, count):
+            raise PlanError(f"there are {len(end.scales)} KV scales {where}; {count} are needed")
+    for what, ours, theirs in (
+        ("KV dtype", local.layout.dtype, remote.layout.dtype),
+        ("KV scales", local.scales, remote.scales),
+    ):
+        if ours != theirs and not convert:
+            raise PlanError(
+                f"{what} is {ours} here and {theirs} on the peer; start both with the same, "
+                f"or let D convert with --kv-convert"
             )
 
 

@@ -54,6 +54,7 @@ def test_a_hit_is_not_moved_and_the_text_says_why(
     [
         (["--decode.tp=3"], "tp is 3"),
         (["--decode.dtype=bfloat16"], "bfloat16"),
+        (["--prefill.dtype=float8_e4m3fn"], "float8_e4m3fn on the peer"),
         (["--hit-tokens=2000"], "hit_tokens is 2000"),
     ],
 )

@@ -48,6 +48,11 @@ def compat(**changes: Any) -> CompatRecord:
     return CompatRecord(**{**values, **changes})
 
 
+def fp8(**changes: Any) -> CompatRecord:
+    values: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "kv_scales": (1.0,) * 6}
+    return compat(**{**values, **changes})
+
+
 def layout(num_heads: int, **changes: Any) -> LayoutRecord:
     values: dict[str, Any] = {
         "order": "BHLCND",
@@ -112,8 +117,19 @@ def test_a_difference_names_the_field_and_both_values(field: str, value: Any) ->
     assert repr(getattr(compat(), field)) in caught.value.message
 
 
-def test_only_the_dtype_may_differ_when_the_reader_converts() -> None:
+def test_unequal_scales_name_both_values_and_the_fix() -> None:
+    ours = fp8(kv_scales=(1.0, 0.5, 1.0, 0.25, 1.0, 1.0))
+    with pytest.raises(PeerIncompatible) as caught:
+        check_compatible(ours, fp8(kv_scales=(1.0, 0.5, 1.0, 0.125, 1.0, 2.0)))
+    assert caught.value.param == "kv_scales"
+    for word in ("kv_scales differs at index 3", "0.25 here", "0.125 on the", "--kv-convert"):
+        assert word in caught.value.message
+
+
+def test_only_the_dtype_and_scales_may_differ_when_the_reader_converts() -> None:
     check_compatible(compat(), compat(kv_dtype="float32"), allow_convert=True)
+    check_compatible(compat(), fp8(), allow_convert=True)
+    check_compatible(fp8(kv_scales=(2.0,) * 6), fp8(), allow_convert=True)
     with pytest.raises(PeerIncompatible):
         check_compatible(compat(), compat(rope="{}"), allow_convert=True)
 
@@ -141,6 +157,11 @@ INCONSISTENT = [
     (engine(compat=compat(num_layers=0)), "compat.num_layers"),
     (engine(compat=compat(num_components=3)), "compat.num_components"),
     (engine(compat=compat(kv_dtype="int8")), "compat.kv_dtype"),
+    (engine(compat=compat(kv_scales=(1.0,) * 6)), "compat.kv_scales' length"),
+    (engine(compat=fp8(kv_scales=())), "compat.kv_scales' length"),
+    (engine(compat=fp8(kv_scales=(1.0,) * 5)), "compat.kv_scales' length"),
+    (engine(compat=fp8(kv_scales=(0.0,) * 6)), "compat.kv_scales"),
+    (engine(compat=fp8(kv_scales=(float("nan"),) * 6)), "compat.kv_scales"),
     (engine(ranks=[rank(agent_metadata=b"")]), "ranks[0].agent_metadata"),
     (engine(ranks=[rank(device_kind="tpu")]), "ranks[0].device_kind"),
     (engine(ranks=[rank(device_id=-1)]), "ranks[0].device_id"),

@@ -128,6 +128,8 @@ def test_a_missing_file_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> No
         ("--block-size", "0", "greater than or equal to 1"),
         ("--block-size", "257", "less than or equal to 256"),
         ("--block-size", "x", "valid integer"),
+        ("--kv-cache-dtype", "fp8", "float8_e4m3fn"),
+        ("--kv-scales", "0.5", "--kv-cache-dtype float8_e4m3fn"),
         ("--tp", "0", "greater than or equal to 1"),
         ("--port", "65536", "less than or equal to 65535"),
         ("--lease-s", "0", "greater than or equal to 0.001"),

@@ -32,6 +32,7 @@ class Side:
     blocks: tuple[int, ...]
     num_blocks: int
     dtype: str = "float32"
+    scales: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class Case:
     lease_hash: int = 0
 
     def endpoints(self, side: Side) -> list[Endpoint]:
-        return [Endpoint(self.layout(side, rank), rank, side.tp) for rank in range(side.tp)]
+        return [
+            Endpoint(self.layout(side, rank), rank, side.tp, side.scales) for rank in range(side.tp)
+        ]
 
     def layout(self, side: Side, rank: int) -> KVLayout:
         return KVLayout(

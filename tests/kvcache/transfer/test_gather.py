@@ -12,6 +12,7 @@ from kvcache.transfer.gather import Gather, _divisor, launches, locate, make_gat
 from kvcache.transfer.plan import check_transfer
 from tests.kvcache.transfer.geometry import (
     DTYPES,
+    GARBAGE,
     Case,
     Side,
     cases,
@@ -48,9 +49,10 @@ def gather_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray:
         elements = gather.unit_elements
         source = sources[gather.remote_rank].reshape(-1, elements)
         for first, count in launches(gather, chunk_bytes):
-            reads, writes = locate(gather, remote, local, first, count)
+            reads, writes, factors = locate(gather, remote, local, first, count)
             assert len(np.unique(writes)) == len(writes)
-            into.reshape(-1, elements)[writes] = source[reads].astype(into.dtype)
+            picked = source[reads] * factors[:, None]
+            into.reshape(-1, elements)[writes] = picked.astype(into.dtype)
     return into
 
 
@@ -63,6 +65,28 @@ def test_every_element_arrives_and_nothing_else_is_touched(
     d_rank %= case.d.tp
     found = gather_all(case, d_rank, chunk_bytes)
     np.testing.assert_array_equal(found, memory_of(case, case.d, d_rank, case.start))
+
+
+@PROPERTY
+@given(cases(), st.integers(0, 7), st.integers(1, 10_000), st.booleans())
+def test_every_element_is_multiplied_by_its_layers_factor(
+    case: Case, d_rank: int, chunk_bytes: int, has_own_scales: bool
+) -> None:
+    d_rank %= case.d.tp
+    shape = (case.layers, case.components)
+    theirs = 2.0 ** np.arange(np.prod(shape))  # exact in float32
+    ours = 4.0 ** -np.arange(np.prod(shape)) if has_own_scales else np.ones(np.prod(shape))
+    p = dataclasses.replace(case.p, scales=tuple(theirs.tolist()))
+    d = dataclasses.replace(case.d, scales=tuple(ours.tolist()) if has_own_scales else ())
+    found = gather_all(dataclasses.replace(case, p=p, d=d), d_rank, chunk_bytes)
+    plain = memory_of(case, case.d, d_rank, case.start)
+    order = case.d.order
+    lying = [case.layout(case.d, d_rank).sizes[axis] if axis in "LC" else 1 for axis in order]
+    factors = (theirs / ours).reshape(shape)
+    factors = factors.T if order.index("C") < order.index("L") else factors
+    wanted = plain.reshape(case.layout(case.d, d_rank).shape) * factors.reshape(lying)
+    wanted = np.where(plain.reshape(wanted.shape) == GARBAGE, GARBAGE, wanted)
+    np.testing.assert_array_equal(found, wanted.reshape(-1).astype(np.float32))
 
 
 def test_a_latent_cache_is_gathered_as_one_head_from_every_copy_in_turn() -> None:

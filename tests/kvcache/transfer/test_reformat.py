@@ -1,6 +1,7 @@
 """Placing staged KV: conversions, bounds, and how many copies it takes."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,14 @@ from kvcache.transfer.plan import Chunk, CostModel, Endpoint, PlanError, plan_tr
 STAGE = CostModel(1.0, 1e12, 1e15)
 
 
-def endpoint(order: str, block_size: int, num_blocks: int, dtype: str = "float32") -> Endpoint:
-    return Endpoint(KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, dtype), 0, 1)
+def endpoint(
+    order: str,
+    block_size: int,
+    num_blocks: int,
+    dtype: str = "float32",
+    scales: tuple[float, ...] = (),
+) -> Endpoint:
+    return Endpoint(KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, dtype), 0, 1, scales)
 
 
 def one_chunk(p: Endpoint, d: Endpoint, tokens: int, d_blocks: list[int], **options) -> Chunk:
@@ -66,6 +73,46 @@ def test_conversion_is_that_of_torch(p_dtype: str, d_dtype: str) -> None:
     expected = canonical(filled(p), p).to(getattr(torch, d_dtype)).reshape(2, 8, 2, 2, 2, 4)
     found = placed(chunk, p, d)[[2, 0]]
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+FP8 = "float8_e4m3fn"
+THEIRS, OURS = (0.5, 1.0, 300.0, 0.25), (2.0, 1.0, 0.001, 0.1)  # the third is cut off
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "factors"),
+    [
+        ((FP8, THEIRS), ("float32", ()), THEIRS),
+        (("float32", ()), (FP8, OURS), [1 / ours for ours in OURS]),
+        (("bfloat16", ()), (FP8, (1.0,) * 4), (1.0,) * 4),
+        ((FP8, THEIRS), (FP8, OURS), [a / b for a, b in zip(THEIRS, OURS, strict=True)]),
+    ],
+    ids=["from fp8", "to fp8", "to fp8, unscaled", "other scales"],
+)
+def test_elements_change_their_scale_by_layer_and_component(p: Any, d: Any, factors: Any) -> None:
+    source, target = endpoint("LBCNHD", 4, 4, *p), endpoint("BHLCND", 8, 3, *d)
+    chunk = one_chunk(source, target, 16, [2, 0], convert=True)
+    values = canonical(filled(source), source).float()  # [block, N, H, L, C, D]
+    scaled = values * torch.tensor(factors).view(2, 2, 1)
+    if d[0] == FP8:
+        scaled = scaled.clamp(-448, 448)
+    wanted = scaled.to(getattr(torch, d[0])).float().reshape(2, 8, 2, 2, 2, 4)
+    assert torch.equal(placed(chunk, source, target)[[2, 0]].float(), wanted)
+
+
+def test_equal_scales_move_the_bytes_as_they_are() -> None:
+    p, d = endpoint("LBCNHD", 4, 4, FP8, OURS), endpoint("BHLCND", 8, 3, FP8, OURS)
+    chunk = one_chunk(p, d, 16, [2, 0])
+    assert chunk.factors is None
+    wanted = canonical(filled(p), p).reshape(2, 8, 2, 2, 2, 4)
+    found = placed(chunk, p, d)[[2, 0]]
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_other_scales_are_refused_unless_told_to_convert() -> None:
+    p, d = endpoint("LBCNHD", 4, 4, FP8, THEIRS), endpoint("BHLCND", 8, 3, FP8, OURS)
+    with pytest.raises(PlanError, match=r"KV scales is.*0.001.*300.0.*--kv-convert"):
+        one_chunk(p, d, 16, [2, 0])
 
 
 @pytest.mark.parametrize("lead", [0, 2, 4, 8])

@@ -1,0 +1,145 @@
+"""Scales of a KV cache in FP8: from an option, else from the checkpoint, else 1. No torch here.
+
+A checkpoint calibrated for FP8 KV names the scales of a layer's keys and values in one of the ways
+below. A stored element times its scale is the value.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from model.config import ModelConfig, ModelLoadError
+from model.files import read_header, weight_files
+
+# What follows `model.layers.N.self_attn.`, by whose it is. MLA's one latent goes by the keys' name.
+_NAMES: Final = (
+    ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
+    ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
+)
+# Of attention that is computed in FP8 too, which ours is not.
+_UNUSED: Final = ("q_scale", "attn.q_scale", "q_proj.output_scale", "prob_scale", "attn.prob_scale")
+# Endings of names that a model does not load as weights.
+SUFFIXES: Final = tuple(f"self_attn.{name}" for name in (*_NAMES[0], *_NAMES[1], *_UNUSED))
+_OPTION_KEYS: Final = ("k_scale", "v_scale")
+_FORMATS: Final = {"F64": "<d", "F32": "<f", "F16": "<e"}
+
+
+class InvalidScales(ValueError):
+    """Scales that do not fit the model, or are none; the message names them and the fix."""
+
+
+def resolve_scales(
+    option: str | None, config: ModelConfig, model_dir: str | Path, *, load_format: str = "auto"
+) -> tuple[float, ...]:
+    """The scale of each layer and component, layers outermost.
+
+    Args:
+        option: a number for all of them, or a JSON file with a number or a list of one per layer
+            under "k_scale" and "v_scale". None: as the checkpoint says.
+        model_dir: as `hub.resolve_model` returns it; not read when load_format is "dummy".
+
+    Raises:
+        InvalidScales: not one finite number above 0 for each layer and component.
+    """
+    if option is not None:
+        by_component = _of_option(option, config)
+    elif load_format == "dummy":
+        by_component = [[1.0] * config.num_layers] * config.kv_components
+    else:
+        by_component = _of_checkpoint(config, Path(model_dir))
+    return tuple(scale for layer in zip(*by_component, strict=True) for scale in layer)
+
+
+def _of_option(option: str, config: ModelConfig) -> list[list[float]]:
+    try:
+        content: object = float(option)
+    except ValueError:
+        try:
+            content = json.loads(Path(option).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidScales(
+                f"--kv-scales {option} is neither a number nor a JSON file that can be read: "
+                f"{error}"
+            ) from error
+    keys = _OPTION_KEYS[: config.kv_components]
+    if isinstance(content, float):
+        content = dict.fromkeys(keys, content)
+    if not isinstance(content, dict) or set(content) != set(keys):
+        raise InvalidScales(f"--kv-scales {option} must hold an object with {' and '.join(keys)}")
+    return [_per_layer(f"--kv-scales {option}: {key}", content[key], config) for key in keys]
+
+
+def _per_layer(name: str, value: object, config: ModelConfig) -> list[float]:
+    scales = value if isinstance(value, list) else [value] * config.num_layers
+    if len(scales) != config.num_layers:
+        raise InvalidScales(
+            f"{name} has {len(scales)} numbers, but the model has {config.num_layers} layers: "
+            "give one for each, or one for all"
+        )
+    return [_checked(name, scale) for scale in scales]
+
+
+def _checked(name: str, scale: object) -> float:
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not (is_number and math.isfinite(scale) and scale > 0):  # type: ignore[arg-type, operator]
+        raise InvalidScales(
+            f"{name} is {scale!r}: a scale must be a finite number above 0; give others with "
+            "--kv-scales"
+        )
+    return float(scale)  # type: ignore[arg-type]
+
+
+def _of_checkpoint(config: ModelConfig, model_dir: Path) -> list[list[float]]:
+    found: dict[str, float] = {}
+    for path in weight_files(model_dir):
+        found.update(_scales_in(path))
+    if not found:
+        return [[1.0] * config.num_layers] * config.kv_components
+    return [
+        [_of_layer(found, layer, names) for layer in range(config.num_layers)]
+        for names in _NAMES[: config.kv_components]
+    ]
+
+
+def _of_layer(found: dict[str, float], layer: int, names: Sequence[str]) -> float:
+    prefix = f"model.layers.{layer}.self_attn."
+    name = next((prefix + name for name in names if prefix + name in found), None)
+    if name is None:
+        raise InvalidScales(
+            f"the checkpoint has scales for FP8 KV, but no {prefix}{names[0]}: give all of them "
+            "with --kv-scales"
+        )
+    return _checked(f"weight {name}", found[name])
+
+
+def _scales_in(path: Path) -> dict[str, float]:
+    """Scales by the names of their tensors."""
+    wanted = tuple(f"self_attn.{name}" for name in (*_NAMES[0], *_NAMES[1]))
+    scales = {}
+    with path.open("rb") as file:
+        header, start = read_header(path, file)
+        for name, tensor in header.items():
+            if not name.endswith(wanted):
+                continue
+            if math.prod(tensor["shape"]) != 1:
+                raise InvalidScales(
+                    f"weight {name} has shape {tuple(tensor['shape'])}; supported: one scale for "
+                    "all heads. Give such with --kv-scales"
+                )
+            first, end = tensor["data_offsets"]
+            file.seek(start + first)
+            scales[name] = _number(name, tensor["dtype"], file.read(end - first))
+    return scales
+
+
+def _number(name: str, dtype: str, raw: bytes) -> float:
+    if dtype == "BF16":
+        dtype, raw = "F32", b"\0\0" + raw  # the upper half of a float32
+    if dtype not in _FORMATS or len(raw) != struct.calcsize(_FORMATS[dtype]):
+        raise ModelLoadError(
+            f"weight {name} has dtype {dtype}; supported for a scale: float32, bfloat16, float16"
+        )
+    return float(struct.unpack(_FORMATS[dtype], raw)[0])

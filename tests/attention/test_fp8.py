@@ -1,0 +1,104 @@
+"""Attention over KV of 8 bits is attention over the rounded keys and values."""
+
+import math
+
+import pytest
+import torch
+
+from attention.torch_backend import TorchBackend
+from kvcache import fp8
+from kvcache.pool import KVPool
+from tests.attention.test_torch_backend import (
+    NUM_LAYERS,
+    Sequences,
+    Shape,
+    make_batch,
+    make_pool,
+    make_sequences,
+    reference,
+    run_step,
+)
+
+SCALES = [0.02, 0.5, 0.003, 1.0]  # K and V of two layers; the third cuts the largest keys off
+
+
+def rounded(exact: Sequences, scales: list[float], num_components: int = 2) -> Sequences:
+    """The sequences as a pool of these scales holds them."""
+
+    def stored(values: torch.Tensor, component: int) -> torch.Tensor:
+        each = torch.tensor(scales).view(NUM_LAYERS, num_components)[:, component, None, None, None]
+        return fp8.stored_as(values / each, fp8.DTYPE).float() * each
+
+    k = [stored(values, 0) for values in exact.k]
+    v = [stored(values, num_components - 1) for values in exact.v]
+    return Sequences(exact.q, k, v, exact.tables)
+
+
+def fp8_backend(shape: Shape, scales: list[float]) -> TorchBackend:
+    pool = KVPool(make_pool(shape).layout, shape.device, scales)
+    pool.tensor.fill_(float("nan"))
+    scale = 1 / math.sqrt(shape.head_dim)
+    heads = {"num_q_heads": shape.num_q_heads, "head_dim": shape.head_dim}
+    return TorchBackend(pool, **heads, scale=scale, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("order", ["BHLCND", "LBCNHD", "LCBHND"])
+def test_any_step_equals_the_reference_over_rounded_kv(order: str) -> None:
+    shape = Shape(order=order, dtype="float8_e4m3fn")
+    exact = make_sequences(Shape(order=order), [11, 30, 17, 1])
+    seqs = rounded(exact, SCALES)
+    backend = fp8_backend(shape, SCALES)
+    for spans in (
+        [(0, 0, 10), (1, 0, 20)],
+        [(0, 10, 11), (2, 0, 7), (3, 0, 1), (1, 20, 29)],
+        [(1, 29, 30)],
+    ):
+        outs = run_step(backend, shape, exact, spans, num_padding=2)
+        for span, out in zip(spans, outs, strict=True):
+            assert out.dtype == torch.float32
+            expected = reference(shape, seqs, *span)
+            torch.testing.assert_close(out.double(), expected, atol=5e-6, rtol=5e-6)
+
+
+def test_rounding_to_eight_bits_moves_the_output_a_little() -> None:
+    shape = Shape(dtype="float8_e4m3fn")
+    exact = make_sequences(Shape(), [60])
+    out = run_step(fp8_backend(shape, [0.01, 0.01, 0.02, 0.05]), shape, exact, [(0, 0, 60)])[0]
+    error = (out - reference(shape, exact, 0, 0, 60)).norm() / out.norm()
+    assert 1e-3 < error < 5e-2
+
+
+def test_log_sum_exp_counts_the_keys_scale() -> None:
+    shape = Shape(dtype="float8_e4m3fn")
+    exact = make_sequences(Shape(), [9])
+    seqs = rounded(exact, SCALES)
+    backend = fp8_backend(shape, SCALES)
+    run_step(backend, shape, exact, [(0, 0, 8)])
+    backend.plan(make_batch(shape, exact, [(0, 8, 9)]))
+    _, lse = backend.forward_with_lse(0, *(x[0][0, 8:9] for x in (exact.q, exact.k, exact.v)))
+    keys = seqs.k[0][0].transpose(0, 1).repeat_interleave(3, 0)  # [Hq, n, D]
+    scores = exact.q[0][0, 8][:, None] @ keys.mT / math.sqrt(shape.head_dim)
+    torch.testing.assert_close(lse, scores.logsumexp(-1).transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_latents_have_one_scale_as_keys_and_as_values() -> None:
+    sizes = {"num_kv_heads": 1, "num_components": 1, "num_q_heads": 5, "head_dim": 24}
+    shape, rank, scales = Shape(**sizes, dtype="float8_e4m3fn"), 16, [0.02, 0.7]
+    exact = make_sequences(Shape(**sizes), [13, 6])
+    seqs = rounded(exact, scales, num_components=1)
+    backend = fp8_backend(shape, scales)
+    for spans in ([(0, 0, 9), (1, 0, 5)], [(0, 9, 12), (1, 5, 6)], [(0, 12, 13)]):
+        backend.plan(make_batch(shape, exact, spans))
+        for layer in range(NUM_LAYERS):
+            q, k = (
+                torch.cat([x[seq][layer, a:b] for seq, a, b in spans]) for x in (exact.q, exact.k)
+            )
+            out = backend.forward_mla(layer, q[..., :rank], q[..., rank:], k[:, 0])
+            expected = torch.cat([reference(shape, seqs, *span)[layer] for span in spans])
+            torch.testing.assert_close(out.double(), expected[..., :rank], atol=5e-6, rtol=5e-6)
+
+
+def test_queries_of_eight_bits_are_refused() -> None:
+    shape = Shape(dtype="float8_e4m3fn")
+    with pytest.raises(ValueError, match=r"queries of torch\.float8_e4m3fn.*float32"):
+        TorchBackend(make_pool(shape), num_q_heads=6, head_dim=16, scale=1.0)

@@ -1,0 +1,114 @@
+"""KV of 8 bits from end to end: through prefill and decode as on one server, and converted."""
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import prefill
+from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.matrix import (
+    NUM_TOKENS,
+    Farm,
+    Geometry,
+    ask,
+    assert_alike,
+    check_cell,
+    farm,
+    model_dir,
+    post,
+)
+from tests.e2e.test_equality import make_prompt
+
+_FP8 = ("--kv-cache-dtype", "float8_e4m3fn")
+_OURS, _THEIRS = (*_FP8, "--kv-scales", "0.02"), (*_FP8, "--kv-scales", "0.03")
+_PLAIN = Geometry(options=_OURS)
+_OTHER = Geometry(2, 16, "LBCNHD", _OURS)
+_CONVERT = ("--kv-convert",)
+# What eight bits cost on this model, in the logarithm of a token's probability.
+_CLOSE = 0.3
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Farm]:
+    with farm(max_ranks=4) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [(_PLAIN, _PLAIN), (_OTHER, _PLAIN)],
+    ids=["one geometry", "tp 2 of NHD blocks of 16 to tp 1"],
+)
+def test_a_pair_equals_one_server(
+    engines: Farm, tiny_model: Path, tiny_cluster: Cluster, p: Geometry, d: Geometry
+) -> None:
+    prefiller, decoder = engines.pair(tiny_model, p, d)
+    check_cell(prefiller, decoder, p, d, decoder.url, f"fp8 {p} {d}")
+    prompt = make_prompt(len(p.layout), 200)
+    exact, stored = (ask(url, prompt, 1) for url in (tiny_cluster.prefill[0].url, decoder.url))
+    assert stored.logprobs[0] == pytest.approx(exact.logprobs[0], abs=_CLOSE)
+    assert stored.logprobs[0] != pytest.approx(exact.logprobs[0], abs=1e-6)  # it is rounded
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "words"),
+    [
+        (_OURS, (), ["kv_dtype differs: 'float32' here, 'float8_e4m3fn'"]),
+        (_THEIRS, _OURS, ["kv_scales differs at index 0: 0.02 here, 0.03 on the prefill server"]),
+    ],
+    ids=["dtype", "scales"],
+)
+def test_what_differs_is_named(
+    engines: Farm, tiny_model: Path, p: tuple[str, ...], d: tuple[str, ...], words: list[str]
+) -> None:
+    prefiller, decoder = engines.pair(tiny_model, Geometry(options=p), Geometry(options=d))
+    prompt = make_prompt(5, 100)
+    refused = post(decoder.url, prompt, 6, prefill(prefiller.url, prompt, logprobs=1))
+    assert refused.status_code == 502, refused.text
+    error = refused.json()["error"]
+    assert (error["code"], error["phase"]) == ("peer_incompatible", "handshake")
+    assert all(word in error["message"] for word in [*words, "--kv-convert"]), error
+
+
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        pytest.param(_THEIRS, (), id="fp8 to float32"),
+        pytest.param((), _OURS, id="float32 to fp8", marks=pytest.mark.slow),
+        pytest.param(_THEIRS, _OURS, id="to other scales", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("transfer", ["nixl", pytest.param("mapped", marks=pytest.mark.slow)])
+def test_told_to_convert_a_decode_server_requantises(
+    engines: Farm,
+    tiny_model: Path,
+    tiny_cluster: Cluster,
+    p: tuple[str, ...],
+    d: tuple[str, ...],
+    transfer: str,
+) -> None:
+    options = (*d, *_CONVERT, "--transfer", transfer)
+    prefiller, decoder = engines.pair(
+        tiny_model, Geometry(block_size=16, options=p), Geometry(options=options)
+    )
+    for length in (7, 333):
+        prompt = make_prompt(zlib.crc32(repr((p, options, length)).encode()), length)
+        pulled = ask(decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1))
+        assert pulled.kv == {"transferred": length, "recomputed": 0, "skipped": 0}
+        # The first token is P's; the second is computed from the KV that was converted.
+        exact = ask(tiny_cluster.prefill[0].url, [*prompt, pulled.token_ids[0]], 1)
+        assert pulled.logprobs[1] == pytest.approx(exact.logprobs[0], abs=_CLOSE)
+    for server in (prefiller, decoder):
+        wait_until(server.all_blocks_home)
+
+
+@pytest.mark.slow
+def test_latents_of_eight_bits_too(engines: Farm) -> None:
+    p, d = Geometry(2, 16, "LBCNHD", _OURS), Geometry(options=_OURS)
+    prefiller, decoder = engines.pair(model_dir("mla"), p, d)
+    check_cell(prefiller, decoder, p, d, decoder.url, "latents of eight bits")
+    prompt = make_prompt(3, 100)
+    again = [ask(decoder.url, prompt, NUM_TOKENS) for _ in range(2)]  # the second from its cache
+    assert_alike(*again)

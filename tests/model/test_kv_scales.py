@@ -1,0 +1,167 @@
+"""Scales of FP8 KV: from checkpoints as they name them, from an option, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.config import ModelConfig, UnsupportedModel, load_config, parse_config
+from model.fingerprint import fingerprint
+from model.kv_scales import InvalidScales, resolve_scales
+from model.registry import load_model
+from tests.model.random_models import make
+from tests.model.test_config import DEEPSEEK, LLAMA
+
+LAYERS = 2
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    make("LlamaForCausalLM", tmp_path)
+    assert load_config(tmp_path).num_layers == LAYERS
+    return tmp_path
+
+
+def add(folder: Path, tensors: dict[str, torch.Tensor]) -> ModelConfig:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
+    return load_config(folder)
+
+
+def named(k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Scales 0.25, 0.5 for layer 0 and 1.25, 1.5 for layer 1, exact in every dtype."""
+    return {
+        f"model.layers.{layer}.self_attn.{name}": torch.full(shape, layer + part, dtype=dtype)
+        for layer in range(LAYERS)
+        for name, part in ((k, 0.25), (v, 0.5))
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        ("k_scale", "v_scale"),
+        ("attn.k_scale", "attn.v_scale"),
+        ("k_proj.k_scale", "v_proj.v_scale"),
+        ("k_proj.output_scale", "v_proj.output_scale"),
+    ],
+)
+def test_a_checkpoints_scales_are_found_and_are_no_leftover_weights(
+    checkpoint: Path, k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    config = add(checkpoint, named(k, v, shape, dtype))
+    assert resolve_scales(None, config, checkpoint) == (0.25, 0.5, 1.25, 1.5)
+    load_model(config, checkpoint, dtype=torch.float32)
+
+
+def test_one_scale_may_serve_keys_and_values(checkpoint: Path) -> None:
+    names = [f"model.layers.{layer}.self_attn.kv_scale" for layer in range(LAYERS)]
+    config = add(checkpoint, {name: torch.tensor(0.5 + i) for i, name in enumerate(names)})
+    assert resolve_scales(None, config, checkpoint) == (0.5, 0.5, 1.5, 1.5)
+
+
+def test_scales_of_queries_are_no_leftover_weights(checkpoint: Path) -> None:
+    unused = {"model.layers.0.self_attn.q_scale": torch.tensor(2.0)}
+    config = add(checkpoint, {**named("k_scale", "v_scale", (), torch.float32), **unused})
+    load_model(config, checkpoint, dtype=torch.float32)
+
+
+def test_other_scales_are_another_model(checkpoint: Path) -> None:
+    plain = fingerprint(load_config(checkpoint), checkpoint)
+    config = add(checkpoint, named("k_scale", "v_scale", (), torch.float32))
+    assert fingerprint(config, checkpoint) != plain
+
+
+def test_without_any_they_are_1(checkpoint: Path) -> None:
+    assert resolve_scales(None, load_config(checkpoint), checkpoint) == (1.0,) * 4
+    config = load_config(checkpoint)
+    assert resolve_scales(None, config, "nowhere", load_format="dummy") == (1.0,) * 4
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (0.5, None),
+        ({"k_scale": 0.5, "v_scale": 2}, (0.5, 2.0, 0.5, 2.0)),
+        ({"k_scale": [0.5, 0.25], "v_scale": 2.0}, (0.5, 2.0, 0.25, 2.0)),
+    ],
+)
+def test_an_option_goes_first(
+    checkpoint: Path, content: Any, expected: tuple[float, ...] | None
+) -> None:
+    config = add(checkpoint, named("k_scale", "v_scale", (), torch.float32))
+    file = checkpoint / "scales.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    option = str(content) if expected is None else str(file)
+    assert resolve_scales(option, config, checkpoint) == (expected or (0.5,) * 4)
+
+
+def test_a_latent_has_one_scale(tmp_path: Path) -> None:
+    config, file = parse_config(DEEPSEEK), tmp_path / "scales.json"
+    assert resolve_scales("0.5", config, tmp_path) == (0.5,) * config.num_layers
+    file.write_text('{"k_scale": 1, "v_scale": 1}', encoding="utf-8")
+    with pytest.raises(InvalidScales, match=r"object with k_scale$"):
+        resolve_scales(str(file), config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("0", "0.0: a scale must be a finite number above 0"),
+        ("-0.5", "above 0"),
+        ("nan", "finite"),
+        ("none.json", "none.json is neither a number nor a JSON file"),
+        ({"k_scale": 1.0}, "k_scale and v_scale"),
+        ([1.0, 1.0], "k_scale and v_scale"),
+        ({"k_scale": [1.0] * 3, "v_scale": 1.0}, "k_scale has 3 numbers.*2 layers"),
+        ({"k_scale": [1.0, True], "v_scale": 1.0}, "k_scale is True"),
+        ({"k_scale": "x", "v_scale": 1.0}, "k_scale is 'x'"),
+    ],
+)
+def test_an_option_that_is_none_is_refused_by_name(
+    tmp_path: Path, content: Any, message: str
+) -> None:
+    config, option = parse_config(LLAMA | {"num_hidden_layers": LAYERS}), content
+    if not isinstance(content, str):
+        file = tmp_path / "scales.json"
+        file.write_text(json.dumps(content), encoding="utf-8")
+        option = str(file)
+    with pytest.raises(InvalidScales, match=message):
+        resolve_scales(option, config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.layers.1.self_attn.v_scale": None}, r"no model\.layers\.1\.self_attn\.v_scale"),
+        ({"model.layers.0.self_attn.k_scale": torch.tensor(-1.0)}, r"0\.self_attn\.k_scale is -1"),
+        ({"model.layers.0.self_attn.k_scale": torch.ones(4)}, r"shape \(4,\).*--kv-scales"),
+    ],
+)
+def test_a_checkpoint_whose_scales_do_not_fit_is_refused(
+    checkpoint: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    scales = {**named("k_scale", "v_scale", (), torch.float32), **changes}
+    config = add(checkpoint, {name: t for name, t in scales.items() if t is not None})
+    with pytest.raises(InvalidScales, match=message):
+        resolve_scales(None, config, checkpoint)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"bits": 8}},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ],
+)
+def test_plain_weights_calibrated_for_fp8_kv_are_served(quantization: dict[str, Any]) -> None:
+    assert parse_config(LLAMA | {"quantization_config": quantization}).num_layers
+    with pytest.raises(UnsupportedModel):
+        parse_config(
+            LLAMA | {"quantization_config": {**quantization, "config_groups": {"group_0": {}}}}
+        )

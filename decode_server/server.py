@@ -6,16 +6,24 @@ this way of sampling; everything else about it (lease, peer, bytes) the engine f
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from decode_server.failure import FailurePolicy
+from engine.http_hooks import nothing
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.kv_params import KVTransferParams
-from protocol.messages import EngineInput, ReleaseRemote, SamplingParams, TokenDelta
+from protocol.messages import (
+    AddRequest,
+    EngineInput,
+    EngineReady,
+    ReleaseRemote,
+    SamplingParams,
+    TokenDelta,
+)
 from protocol.openai import GenerationRequest
 
 
@@ -67,6 +75,9 @@ class DecodeHooks:
             "remote": kv_params.to_remote_prefill(params),
             "sampling": msgspec.structs.replace(sampling, seed=params.seed),
         }
+
+    def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
+        return nothing
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """A refused request's KV goes home now, not when its lease expires."""

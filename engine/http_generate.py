@@ -108,6 +108,7 @@ class Api:
         check_against_server(parsed, ready.vocab_size, self.settings.max_num_seqs)
         prompts = await self._tokenize(parsed, ready)
         adds = self._plan(parsed, prompts, ready)
+        tally.on_end(self.hooks.admit(adds, ready))
         writer = endpoint.writer(
             secrets.token_hex(16),
             int(time.time()),

@@ -1,9 +1,9 @@
 """What engine/http.py needs to be told by the server that it serves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from protocol.messages import EngineInput, SamplingParams, TokenDelta
+from protocol.messages import AddRequest, EngineInput, EngineReady, SamplingParams, TokenDelta
 from protocol.openai import GenerationRequest
 
 
@@ -42,6 +42,14 @@ class ServerHooks(Protocol):
         """
         ...
 
+    def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
+        """Takes a request on, or not; what it returns is called once, when the request has ended.
+
+        Raises:
+            Overloaded: there is no room for these prompts together.
+        """
+        ...
+
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """What to tell the engine when a request with these params was refused."""
         ...
@@ -49,6 +57,10 @@ class ServerHooks(Protocol):
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         """Top-level members of the response, from the last delta of each prompt, in order."""
         ...
+
+
+def nothing() -> None:
+    """What an admitted request's end asks for, unless a server says otherwise."""
 
 
 class PlainHooks:
@@ -64,6 +76,9 @@ class PlainHooks:
         stop_token_ids: Sequence[int] = (),
     ) -> Sequence[Mapping[str, Any]]:
         return [{} for _ in prompts]
+
+    def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
+        return nothing
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         return ()

@@ -1,6 +1,7 @@
 """What one request leaves behind: its metrics and one closing log line."""
 
 import asyncio
+from collections.abc import Callable
 
 from engine.http_middleware import ClientDisconnected, now_s
 from protocol.errors import BatonError, RequestError
@@ -22,11 +23,16 @@ class Tally:
         self._first_s: float | None = None
         self._num_prompt_tokens = 0
         self._closed = False
+        self._at_end: list[Callable[[], None]] = []
         metrics.inc("baton_requests_in_progress")
 
     def accepted(self, num_prompt_tokens: int) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._metrics.inc("baton_prompt_tokens", num_prompt_tokens)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Calls it once, when the request has ended in whatever way."""
+        self._at_end.append(callback)
 
     def tokens(self, count: int) -> None:
         """Some tokens arrived just now."""
@@ -62,6 +68,8 @@ class Tally:
         if self._closed:
             return
         self._closed = True
+        for callback in self._at_end:
+            callback()
         seconds = now_s() - self._start_s
         self._metrics.dec("baton_requests_in_progress")
         self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)

@@ -1,11 +1,12 @@
 """The prefill server's HTTP side: which requests keep their KV, and what the answer adds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from engine.http_hooks import nothing
 from protocol import kv_params
-from protocol.errors import InvalidRequest
-from protocol.messages import EngineInput, SamplingParams, TokenDelta
+from protocol.errors import InvalidRequest, Overloaded
+from protocol.messages import AddRequest, EngineInput, EngineReady, SamplingParams, TokenDelta
 from protocol.openai import GenerationRequest
 
 
@@ -19,6 +20,7 @@ class PrefillHooks:
 
     def __init__(self, secret: bytes) -> None:
         del secret  # the engine signs: it knows the blocks
+        self._num_batch_blocks = 0  # of unanswered requests with several prompts
 
     def prepare(
         self,
@@ -36,6 +38,26 @@ class PrefillHooks:
                 param="kv_transfer_params.do_remote_decode",
             )
         return [{"retain_kv": True} for _ in prompts]
+
+    def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
+        """Prompts of one answer keep their blocks until the last of them is computed, so together
+        they must not wait for blocks that they hold themselves, or that two such requests hold
+        against each other. Who is refused here is served by a decode server alone."""
+        if len(adds) == 1 or not adds[0].retain_kv:
+            return nothing
+        num_blocks = sum(-(-len(add.token_ids) // ready.block_size) for add in adds)
+        limit = ready.num_blocks // 2
+        if self._num_batch_blocks + num_blocks > limit:
+            raise Overloaded(
+                f"{len(adds)} prompts need {num_blocks} KV blocks at once; requests of several "
+                f"prompts may hold {limit}, and {self._num_batch_blocks} of these are taken"
+            )
+        self._num_batch_blocks += num_blocks
+
+        def release() -> None:
+            self._num_batch_blocks -= num_blocks
+
+        return release
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         return ()

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from prefill_server.server import PrefillHooks
-from protocol.errors import InvalidRequest, KVParamsRejected
-from protocol.messages import SamplingParams, TokenDelta
+from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
+from protocol.messages import AddRequest, EngineReady, SamplingParams, TokenDelta
 from protocol.openai import parse_completion
 
 _ASK = {
@@ -51,3 +51,39 @@ def test_one_prompt_answers_with_an_object_and_several_with_a_list() -> None:
     assert hooks.finish(finals[:1]) == {"kv_transfer_params": {"lease_id": "a"}}
     assert hooks.finish(finals) == {"kv_transfer_params": [{"lease_id": "a"}, {"lease_id": "b"}]}
     assert hooks.finish([TokenDelta(request_id="c")]) == {}
+
+
+_READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=9)
+
+
+def _adds(*lengths: int, retain_kv: bool = True) -> list[AddRequest]:
+    return [
+        AddRequest(
+            request_id=str(index),
+            token_ids=[1] * length,
+            sampling=SamplingParams(),
+            max_tokens=1,
+            retain_kv=retain_kv,
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered() -> None:
+    hooks = PrefillHooks(b"secret")
+    first = hooks.admit(_adds(16, 17), _READY)  # 3 blocks
+    second = hooks.admit(_adds(90, 1), _READY)  # 7, which make 10 of 20
+    with pytest.raises(Overloaded, match="2 prompts need 8 KV blocks"):
+        hooks.admit(_adds(100, 1), _READY)
+    first()
+    second()
+    hooks.admit(_adds(80, 80), _READY)
+    with pytest.raises(Overloaded):
+        hooks.admit(_adds(1, 1), _READY)
+
+
+def test_one_prompt_or_an_ordinary_request_may_take_what_there_is() -> None:
+    hooks = PrefillHooks(b"secret")
+    for adds in (_adds(320), _adds(320), _adds(300, 300, retain_kv=False)):
+        hooks.admit(adds, _READY)()
+    hooks.admit(_adds(80, 80), _READY)

@@ -1,0 +1,84 @@
+"""schemathesis asks everything that our own OpenAPI document allows, and what it does not.
+
+No answer is a 5xx, every one comes in time, and every block comes home.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.client import MODEL, complete
+from tests.e2e.cluster import Cluster, cluster, wait_until
+
+_SHORT = ("--max-model-len", "128", "--max-num-seqs", "8")  # so that no answer is long
+_TIMEOUT_S = "30"
+
+
+@pytest.fixture(scope="module")
+def short_cluster(tiny_model: Path) -> Iterator[Cluster]:
+    with cluster(tiny_model, prefill_argv=_SHORT, decode_argv=_SHORT) as running:
+        yield running
+
+
+def _document(url: str, path: Path) -> Path:
+    """The served document, with the one model that there is: else most cases are a 404."""
+    document = httpx.get(f"{url}/openapi.json", timeout=30).json()
+    for schema in document["components"]["schemas"].values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"const": MODEL}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def _fuzz(url: str, scratch: Path, *options: str) -> None:
+    document = _document(url, scratch / "openapi.json")
+    argv = ["run", str(document), "--url", url, "--checks", "not_a_server_error"]
+    argv += ["--request-timeout", _TIMEOUT_S, "--no-shrink", "--continue-on-failure", *options]
+    done = subprocess.run(
+        [sys.executable, "-m", "schemathesis.cli", *argv],
+        cwd=scratch,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def _assert_unharmed(cluster: Cluster) -> None:
+    for server in (cluster.prefill[0], cluster.decode[0]):
+        wait_until(server.all_blocks_home, 60)
+    assert complete(cluster.url, [5, 9, 300], 4).kv == {
+        "transferred": 3, "recomputed": 0, "skipped": 0
+    }  # fmt: skip
+
+
+def test_a_short_fuzz_finds_no_server_error(short_cluster: Cluster, tmp_path: Path) -> None:
+    _fuzz(short_cluster.url, tmp_path, "--phases", "fuzzing", "--max-examples", "60", "--seed", "1")
+    _assert_unharmed(short_cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", ["2", "3"])
+def test_a_long_fuzz_finds_no_server_error(
+    short_cluster: Cluster, tmp_path: Path, seed: str
+) -> None:
+    phases = ("--phases", "coverage,fuzzing", "--max-examples", "150", "--seed", seed)
+    for url in (short_cluster.url, short_cluster.prefill[0].url, short_cluster.decode[0].url):
+        _fuzz(url, tmp_path, *phases)
+    _assert_unharmed(short_cluster)
+
+
+def test_more_prompts_than_the_pool_can_hold_at_once_are_served(short_cluster: Cluster) -> None:
+    """Each keeps its blocks until all are answered, so they would wait for one another."""
+    body = {"model": MODEL, "prompt": [[5, 9]] * 150, "max_tokens": 3, "ignore_eos": True}
+    answer = httpx.post(f"{short_cluster.url}/v1/completions", json=body, timeout=25)
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"]) == 150
+    metrics = short_cluster.proxy.metrics()
+    assert metrics['baton_proxy_requests_total{path="decode_only",reason="busy"}'] >= 1
+    _assert_unharmed(short_cluster)

@@ -42,6 +42,7 @@ class _Settings:
     max_body_bytes: int = 10_000_000
     max_num_seqs: int = 4096
     cors_origin: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
 
 
 def _play_engine(folder: str, rate: float, text_ids: Sequence[int]) -> None:

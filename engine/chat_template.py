@@ -29,6 +29,8 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         self._template = _environment().from_string(source)
         self._knows_developer = "developer" in source
+        self.knows_tools = "tools" in source
+        self.source = source
 
     def render(
         self,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 
-_MAX_WHITESPACE = 24
+_MAX_WHITESPACE = 12
 _JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{_MAX_WHITESPACE}}}"
 }

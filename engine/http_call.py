@@ -193,10 +193,15 @@ class Call:
             if position == last:
                 usage, extra = self._finish(piece.finish_reason)
                 parts.append(self._writer.last_chunk(piece, usage, extra) + sse.DONE)
-            elif piece.text or piece.first or piece.finish_reason or self._sends_empty:
+            elif self._tells_something(piece):
                 usage_so_far = self.generation.usage if self._tells_usage else None
                 parts.append(self._writer.chunk(piece, usage_so_far))
         return b"".join(parts)
+
+    def _tells_something(self, piece: ChoicePiece) -> bool:
+        if piece.text or piece.tool_calls or piece.first or piece.finish_reason:
+            return True
+        return self._sends_empty
 
     def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:
         usage = self.generation.usage

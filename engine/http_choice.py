@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from engine.detokenizer import StopFinder, create_detokenizer
 from engine.http_prompt import Namer, Prompt
 from engine.tokenizer import Tokenizer
+from engine.tool_parser import ToolParser
 from protocol.messages import TokenDelta, TokenLogprobs
 from protocol.openai import ChoicePiece, GenerationRequest
 
@@ -16,6 +17,7 @@ class Choice:
         index: of the choice in the answer.
         max_tokens: after which the engine ends the sequence by itself.
         end_ids: token ids that end the sequence; they have no text.
+        tool_parser: reads the tool calls out of the text, where there can be some.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class Choice:
         *,
         max_tokens: int,
         end_ids: Sequence[int] = (),
+        tool_parser: ToolParser | None = None,
     ) -> None:
         self.index = index
         self.num_tokens = 0  # generated, up to and including what completed a stop string
@@ -47,6 +50,7 @@ class Choice:
         self._stops = StopFinder(request.stop, keeps_stop=request.include_stop_str_in_output)
         self._offset = 0  # characters of the answer so far, held ones included
         self._first = True
+        self._tool_parser = tool_parser
 
     @property
     def needs_abort(self) -> bool:
@@ -76,6 +80,8 @@ class Choice:
             self._take(piece, token_id, logprobs)
         if delta.finish_reason is not None:
             self._finish(piece, delta)
+        if self._tool_parser is not None:
+            _take_calls_out(piece, self._tool_parser)
         return piece
 
     def _new_piece(self) -> ChoicePiece:
@@ -122,3 +128,15 @@ class Choice:
         piece.stop_reason = self._stops.found
         if piece.finish_reason == "stop" and self._last_id in self._request.stop_token_ids:
             piece.stop_reason = piece.stop_reason or self._last_id
+
+
+def _take_calls_out(piece: ChoicePiece, parser: ToolParser) -> None:
+    """Moves the calls in a piece's text to its `tool_calls`."""
+    parsed = parser.feed(piece.text)
+    piece.text, piece.tool_calls = parsed.content, parsed.calls
+    if piece.finish_reason is not None:
+        rest = parser.finish()
+        piece.text += rest.content
+        piece.tool_calls += rest.calls
+        if piece.finish_reason == "stop" and parser.num_calls:
+            piece.finish_reason = "tool_calls"

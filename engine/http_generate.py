@@ -30,6 +30,7 @@ from engine.http_limits import (
 from engine.http_middleware import CLIENT_GONE, ClientDisconnected, error_response, read_body
 from engine.http_prompt import Namer, Prompt
 from engine.http_tally import Tally
+from engine.http_tools import check_demands, new_tool_parser, with_tools
 from engine.tokenizer import Tokenizer
 from protocol.errors import (
     BatonError,
@@ -106,6 +107,7 @@ class Api:
         check_model(parsed.model, self.model_names)
         ready = self.require_ready()
         check_against_server(parsed, ready.vocab_size, self.settings.max_num_seqs)
+        await check_demands(parsed)
         prompts = await self._tokenize(parsed, ready)
         adds = self._plan(parsed, prompts, ready)
         tally.on_end(self.hooks.admit(adds, ready))
@@ -136,6 +138,9 @@ class Api:
                     namer,
                     max_tokens=add.max_tokens,
                     end_ids=add.stop_token_ids,
+                    tool_parser=new_tool_parser(
+                        parsed, self.settings.tool_call_parser, self.tokenizer
+                    ),
                 )
                 for choice in range(add.num_choices)
             ]
@@ -167,7 +172,9 @@ class Api:
     def _encode(self, parsed: GenerationRequest) -> list[list[int]]:
         if isinstance(parsed, ChatRequest):
             messages = [message.model_dump(exclude_none=True) for message in parsed.messages]
-            return [self.tokenizer.encode_chat(messages, **parsed.template_options)]
+            messages, tools = with_tools(messages, parsed.toolset, self.tokenizer)
+            options = {**parsed.template_options, "tools": tools}
+            return [self.tokenizer.encode_chat(messages, **options)]
         assert isinstance(parsed, CompletionRequest)
         return [
             self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

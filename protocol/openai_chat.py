@@ -1,10 +1,11 @@
 """The body of /v1/chat/completions."""
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from protocol.errors import InvalidRequest
 from protocol.openai_fields import NEUTRAL_CHAT, NEUTRAL_MESSAGE, drop_neutral, shown
@@ -15,6 +16,14 @@ from protocol.openai_sampling import (
     Switch,
     clean_request,
     refuse,
+)
+from protocol.openai_structured import Demand, only_one
+from protocol.openai_tools import (
+    CHOICE_MUST_BE,
+    CHOICE_SCHEMA,
+    TOOLS_SCHEMA,
+    Tools,
+    read_tools,
 )
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -55,6 +64,23 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="an object of variables for the chat template"
     )
+
+    # Read by read_tools, which names the member at fault.
+    tools: Annotated[Any, Field(description="a list of tools"), WithJsonSchema(TOOLS_SCHEMA)] = None
+    tool_choice: Annotated[
+        Any, Field(description=CHOICE_MUST_BE), WithJsonSchema(CHOICE_SCHEMA)
+    ] = None
+    parallel_tool_calls: bool | None = Field(None, description="true or false")
+
+    @cached_property
+    def toolset(self) -> Tools:
+        """The tools that the model is told of, and whether it must call one."""
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @cached_property
+    def demand(self) -> Demand | None:
+        demands = (self.toolset.demand, super().demand)
+        return only_one([demand for demand in demands if demand is not None])
 
     @property
     def num_logprobs(self) -> int | None:

@@ -27,7 +27,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
     "bad_words": ([],),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
@@ -49,10 +48,6 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "documents": ([],),
     "modalities": (["text"],),
-    # No tools are ever offered, so how they would be chosen changes nothing.
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
 }

@@ -12,6 +12,7 @@ import msgspec
 from protocol import sse
 from protocol.messages import KVUsage
 from protocol.openai_logprobs import TokenReport, chat_logprobs, completion_logprobs
+from protocol.openai_tools import ToolCallPiece, whole_calls
 
 _encode = msgspec.json.Encoder().encode
 
@@ -28,6 +29,7 @@ class ChoicePiece(msgspec.Struct):
     first: bool = False
     prompt_token_ids: list[int] | None = None  # on the first piece, when they were asked for
     prompt_logprobs: list[Any] | None = None  # likewise
+    tool_calls: list[ToolCallPiece] = []  # what the text says of them is not in `text`
 
     def extend(self, other: "ChoicePiece") -> None:
         """Adds the piece that follows this one."""
@@ -35,6 +37,7 @@ class ChoicePiece(msgspec.Struct):
         self.token_ids += other.token_ids
         self.finish_reason = other.finish_reason
         self.stop_reason = other.stop_reason
+        self.tool_calls += other.tool_calls
         if self.logprobs is not None and other.logprobs is not None:
             self.logprobs += other.logprobs
 
@@ -191,9 +194,13 @@ class ChatWriter(ResponseWriter):
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
         reports = piece.logprobs
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.tool_calls:
+            message["content"] = piece.text or None
+            message["tool_calls"] = whole_calls(piece.tool_calls)
         return {
             "index": piece.index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": message,
             "logprobs": None if reports is None else chat_logprobs(reports),
             "finish_reason": piece.finish_reason,
         }
@@ -202,6 +209,8 @@ class ChatWriter(ResponseWriter):
         delta: dict[str, Any] = {"role": "assistant"} if piece.first else {}
         if piece.text or piece.first:
             delta["content"] = piece.text
+        if piece.tool_calls:
+            delta["tool_calls"] = [call.delta() for call in piece.tool_calls]
         reports = piece.logprobs
         return {
             "index": piece.index,

@@ -14,6 +14,7 @@ from protocol.errors import InvalidRequest
 from protocol.messages import SamplingParams
 from protocol.openai_fields import NEUTRAL_STREAM_OPTIONS, drop_neutral
 from protocol.openai_requests import Strict, clean
+from protocol.openai_structured import StructuredFields
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -117,7 +118,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(StructuredFields):
     """What both endpoints share. A field's description ends its error message: "must be ..."."""
 
     endpoint: ClassVar[str]
@@ -212,6 +213,7 @@ class GenerationRequest(Strict):
         Raises:
             InvalidRequest: names both members.
         """
+        _ = self.demand
         if self.stream and self.prompt_logprobs is not None:
             refuse("prompt_logprobs", "cannot be streamed; set `stream` to false or leave it out")
         limit = self.token_limit
@@ -238,6 +240,7 @@ class GenerationRequest(Strict):
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias,
             min_tokens=self.min_tokens,
+            grammar=self.demand.grammar if self.demand else None,
         )
 
 

@@ -70,6 +70,9 @@ class ModelOptions(BaseModel):
         None, description="model name that clients use (None: the value of --model)"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    tool_call_parser: Literal["auto", "hermes", "llama3_json"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template shows"
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto reads the weights; dummy makes them from the config and the seed"
     )

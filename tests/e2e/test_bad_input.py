@@ -143,7 +143,9 @@ _REFUSED_VALUES: dict[str, list[Any]] = {
     "logit_bias": [{"5": 101}, {"a": 1}, {"512": 1}, [5]],
     "min_tokens": [-1, 5],
     "stop_token_ids": [512, [512], ["."]],
-    "response_format": [{"type": "json_object"}],
+    "response_format": [{"type": "json"}, "json", {"type": "json_schema"}],
+    "structured_outputs": [{}, {"regex": "[a"}, {"json": {"type": "x"}}, {"choice": []}, 1],
+    "guided_regex": ["(?=a)b", ""],
     "tempreature": [1.0],
     "🦆" * 200: [1],
 }
@@ -157,7 +159,29 @@ _REFUSED_BY_ONE = {
     "top logprobs alone": (_chat(top_logprobs=5), ["top_logprobs", "logprobs"]),
     "top logprobs beyond 20": (_chat(logprobs=True, top_logprobs=21), ["top_logprobs", "20"]),
     "echo with chat": (_chat(echo=True), ["echo"]),
-    "tools": (_chat(tools=[{"type": "function"}]), ["tools"]),
+    "a tool without name": (
+        _chat(tools=[{"type": "function", "function": {}}]),
+        ["tools[0].function.name"],
+    ),
+    "a tool with a bad schema": (
+        _chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": 1}}}]),
+        ["tools[0].function.parameters"],
+    ),
+    "an unknown tool": (
+        _chat(
+            tools=[{"type": "function", "function": {"name": "f"}}],
+            tool_choice={"type": "function", "function": {"name": "g"}},
+        ),
+        ["tool_choice.function.name", "f"],
+    ),
+    "a schema and a tool": (
+        _chat(
+            tools=[{"type": "function", "function": {"name": "f"}}],
+            tool_choice="required",
+            response_format={"type": "json_object"},
+        ),
+        ["tools", "response_format"],
+    ),
     "a prompt in a chat": (_chat(prompt="Anna"), ["prompt"]),
     "messages in a completion": (_completion(messages=[_USER]), ["messages"]),
     "model as a number": (_completion(model=5), ["model"]),

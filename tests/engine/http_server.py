@@ -30,6 +30,7 @@ class Settings:
     max_body_bytes: int = MAX_BODY
     max_num_seqs: int = 8
     cors_origin: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
 
 
 class Server:

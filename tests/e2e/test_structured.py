@@ -1,0 +1,184 @@
+"""Outputs that must match something, and tools, through a prefill and a decode server."""
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from tests.e2e.client import MODEL
+from tests.e2e.cluster import Cluster, wait_until
+
+_MESSAGES: Any = [{"role": "user", "content": "Tell a story about Anna and the red ball."}]
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["Anna", "Ben"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2},
+        "inner": {"$ref": "#/$defs/inner"},
+    },
+    "required": ["name", "age", "tags", "inner"],
+    "additionalProperties": False,
+    "$defs": {
+        "inner": {
+            "type": "object",
+            "properties": {"ok": {"type": "boolean"}},
+            "required": ["ok"],
+            "additionalProperties": False,
+        }
+    },
+}
+_TOOL: Any = {
+    "type": "function",
+    "function": {"name": "look_up", "description": "Looks it up.", "parameters": _SCHEMA},
+}
+_OTHER: Any = {"type": "function", "function": {"name": "give_up"}}
+
+
+class Ball(pydantic.BaseModel):
+    owner: Literal["Anna", "Ben"]
+    colour: Literal["red", "blue"]
+    is_round: bool
+
+
+@pytest.fixture(scope="module")
+def client(tiny_cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=120
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
+    yield
+    for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
+        wait_until(server.all_blocks_home)
+
+
+def _on(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120)
+
+
+def test_a_pydantic_model_is_parsed(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=_MESSAGES, response_format=Ball, temperature=1.0, seed=3
+    )
+    (choice,) = answer.choices
+    assert isinstance(choice.message.parsed, Ball)
+    assert choice.finish_reason == "stop"
+
+
+def test_any_answer_that_ends_with_stop_validates(
+    client: openai.OpenAI, tiny_cluster: Cluster
+) -> None:
+    """A model of nonsense says anything that the schema allows. The same through
+    prefill and decode as on the decode server alone."""
+    options: Any = {
+        "model": MODEL,
+        "messages": _MESSAGES,
+        "max_tokens": 500,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "it", "schema": _SCHEMA, "strict": True},
+        },
+    }
+
+    def ask(number: int) -> tuple[str, str | None]:
+        asked = client if number < 8 else alone
+        answer = asked.chat.completions.create(**options, seed=number % 8)
+        return answer.choices[0].finish_reason, answer.choices[0].message.content
+
+    with _on(tiny_cluster.decode[0].url) as alone, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(16)))
+    assert answers[:8] == answers[8:]
+    assert sum(reason == "stop" for reason, _ in answers) >= 8
+    for reason, content in answers:
+        if reason == "stop":
+            jsonschema.validate(json.loads(content or ""), _SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("demand", "matches"),
+    [
+        ({"regex": r"[a-c]{3}-\d\d"}, r"[a-c]{3}-\d\d"),
+        ({"choice": ["red", "a blue one"]}, "red|a blue one"),
+        ({"grammar": 'start: "x" /[0-9]/ "y"'}, "x[0-9]y"),
+        ({"grammar": 'root ::= "x" [0-9] "y"'}, "x[0-9]y"),
+        ({"choice": ["a"]}, "a"),
+    ],
+)
+def test_completions_match(client: openai.OpenAI, demand: dict[str, Any], matches: str) -> None:
+    body = {"structured_outputs": demand}
+    for seed in range(3):
+        answer = client.completions.create(
+            model=MODEL, prompt="Anna found", max_tokens=30, seed=seed, extra_body=body
+        )
+        assert re.fullmatch(matches, answer.choices[0].text)
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_what_cannot_be_satisfied_within_max_tokens_ends_with_length(
+    client: openai.OpenAI,
+) -> None:
+    body = {"structured_outputs": {"regex": "[a-z]{500}"}}
+    answer = client.completions.create(model=MODEL, prompt="Anna", max_tokens=7, extra_body=body)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.completion_tokens == 7
+
+
+def test_required_tools_are_called_and_streamed_the_same(client: openai.OpenAI) -> None:
+    options: Any = {
+        "model": MODEL,
+        "messages": _MESSAGES,
+        "tools": [_TOOL, _OTHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 500,
+        "seed": 5,
+    }
+    answer = client.chat.completions.create(**options)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    arguments = json.loads(call.function.arguments)
+    schema = {"look_up": _SCHEMA, "give_up": {"const": {}}}[call.function.name]
+    jsonschema.validate(arguments, schema)
+    with client.chat.completions.stream(**options) as stream:
+        streamed = stream.get_final_completion()
+    (again,) = streamed.choices[0].message.tool_calls or []
+    assert (again.function.name, again.function.arguments) == (
+        call.function.name,
+        call.function.arguments,
+    )
+    assert streamed.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_named_tool_gets_its_arguments_and_the_answer_goes_on(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=_MESSAGES,
+        tools=[_TOOL, _OTHER],
+        tool_choice={"type": "function", "function": {"name": "look_up"}},
+        max_tokens=500,
+        seed=1,
+    )
+    message = answer.choices[0].message
+    (call,) = message.tool_calls or []
+    assert call.type == "function" and call.function.name == "look_up"
+    jsonschema.validate(json.loads(call.function.arguments), _SCHEMA)
+    told: Any = {"role": "tool", "tool_call_id": call.id, "content": "It is red."}
+    follow_up = client.chat.completions.create(
+        model=MODEL,
+        messages=[*_MESSAGES, message.to_dict(), told],
+        tools=[_TOOL],
+        max_tokens=5,
+    )
+    assert follow_up.choices[0].finish_reason in ("stop", "length", "tool_calls")

@@ -1,0 +1,194 @@
+"""Tools and demands over HTTP: what reaches the prompt and the engine, what the client gets."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.chat_template import ChatTemplate
+from engine.http_tools import tool_syntax, with_tools
+from engine.tokenizer import Tokenizer
+from engine.tool_parser import create_tool_parser
+from protocol.messages import Grammar
+from protocol.openai_tools import Tools
+from tests.engine.http_server import READY, chunks, run, saying, serving
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/n"}},
+            "required": ["a"],
+            "additionalProperties": False,
+            "$defs": {"n": {"type": "integer"}},
+        },
+    },
+}
+NAMED = {"type": "function", "function": {"name": "add"}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+serving_4k = partial(serving, ready=replace(READY, max_model_len=4096))
+
+
+def call_of(choice: dict[str, Any]) -> tuple[str, str]:
+    (call,) = choice["message"]["tool_calls"]
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    return call["function"]["name"], call["function"]["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "content"),
+    [
+        ("Let me see." + CALL, {}, "Let me see."),
+        ('[{"name": "add", "parameters": {"a": 1}}]', {"tool_choice": "required"}, None),
+        ('{"a": 1}', {"tool_choice": NAMED}, None),
+    ],
+)
+def test_a_call_whole_and_streamed(
+    tokenizer: Tokenizer, text: str, fields: dict[str, Any], content: str | None
+) -> None:
+    script = saying(tokenizer, text, finish_reason="stop")
+
+    async def main() -> None:
+        async with serving_4k(tokenizer, script) as server:
+            asked = {"tools": [TOOL], **fields}
+            (choice,) = (await server.chat(**asked)).json()["choices"]
+            assert call_of(choice) == ("add", '{"a": 1}')
+            assert choice["finish_reason"] == "tool_calls"
+            assert choice["message"]["content"] == content
+            streamed = chunks(await server.chat(stream=True, **asked))
+            deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+            assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
+            calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+            assert [call["index"] for call in calls] == [0] * len(calls) and len(calls) > 1
+            assert [call.get("id") is not None for call in calls] == [True] + [False] * (
+                len(calls) - 1
+            )
+            assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+            assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+    run(main)
+
+
+def test_an_answer_without_calls_is_as_ever(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving_4k(
+            tokenizer, saying(tokenizer, "a < b", finish_reason="stop")
+        ) as server:
+            (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
+            assert choice["message"]["content"] == "a < b"
+            assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+            (choice,) = (await server.chat(tools=[TOOL], tool_choice="none")).json()["choices"]
+            assert choice["message"]["content"] == "a < b"
+
+    run(main)
+
+
+def test_what_the_engine_is_told(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+            await server.chat(tools=[TOOL])
+            await server.chat(tools=[TOOL], tool_choice=NAMED)
+            await server.post(structured_outputs={"regex": "a+"})
+            auto, named, regex = (add.sampling.grammar for add in server.engine.added)
+            assert auto is None and regex == Grammar("regex", "a+")
+            assert named is not None and json.loads(named.text) == TOOL["function"]["parameters"]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {
+            "type": "objekt"}}}}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+        ({"guided_grammar": "start: gone"}, "guided_grammar"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {
+                "type": "objekt"}}}]},
+            "tools[0].function.parameters",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_400_before_any_work(
+    tokenizer: Tokenizer, fields: dict[str, Any], param: str
+) -> None:
+    async def main() -> None:
+        async with serving_4k(tokenizer) as server:
+            answer = await server.chat(**fields)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+            assert server.engine.added == []
+
+    run(main)
+
+
+def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_called(
+    tokenizer: Tokenizer,
+) -> None:
+    odd = {"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "not": {"required": ["a"]}}}}  # fmt: skip
+
+    async def main() -> None:
+        async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+            assert (await server.chat(tools=[odd])).status_code == 200
+            refused = await server.chat(tools=[odd], tool_choice="required")
+            assert refused.json()["error"]["param"] == "tools[0].function.parameters"
+
+    run(main)
+
+
+# -- the prompt --------------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "1 + 1?"}
+
+
+def test_a_template_that_knows_tools_gets_them(tokenizer: Tokenizer) -> None:
+    tools = Tools((TOOL,), "auto")
+    knowing = _with_template(tokenizer, "{{ tools | tojson }}|{{ messages[0].content }}")
+    messages, offered = with_tools([USER], tools, knowing)
+    assert knowing.render_chat(messages, tools=offered) == json.dumps([TOOL]) + "|1 + 1?"
+    messages, offered = with_tools([USER], Tools((TOOL,), "none"), knowing)
+    assert knowing.render_chat(messages, tools=offered) == "null|1 + 1?"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required", "named"])
+def test_another_template_gets_a_system_message(tokenizer: Tokenizer, mode: Any) -> None:
+    tools = Tools((TOOL,), mode, "add" if mode == "named" else None)
+    messages, offered = with_tools([USER], tools, tokenizer)
+    assert offered is None and [m["role"] for m in messages] == ["system", "user"]
+    assert '"name": "add"' in messages[0]["content"]
+    system = {"role": "system", "content": "Be kind."}
+    joined, _ = with_tools([system, USER], tools, tokenizer)
+    assert [m["role"] for m in joined] == ["system", "user"]
+    assert joined[0]["content"] == "Be kind.\n\n" + messages[0]["content"]
+
+
+def test_earlier_calls_are_told_to_another_template_as_they_were_written(
+    tokenizer: Tokenizer,
+) -> None:
+    function = {"name": "add", "arguments": {"a": 1}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    (plain,), _ = with_tools([turn], Tools(), tokenizer)
+    assert plain == {"role": "assistant", "content": CALL}
+    parser = create_tool_parser(Tools((TOOL,), "auto"), tool_syntax("auto", tokenizer))
+    assert parser is not None and parser.feed(plain["content"]).calls[0].name == "add"
+
+
+def test_the_syntax_is_the_options_or_the_templates(tokenizer: Tokenizer) -> None:
+    assert tool_syntax("llama3_json", tokenizer) == "llama3_json"
+    assert tool_syntax("hermes", tokenizer) == "hermes"
+    assert tool_syntax("auto", tokenizer) == "hermes"
+    llama = _with_template(tokenizer, '{{ tools }} {"name": n, "parameters": p}')
+    assert tool_syntax("auto", llama) == "llama3_json"
+
+
+def _with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
+    copy = object.__new__(Tokenizer)
+    copy.__dict__ = {**tokenizer.__dict__, "chat_template": ChatTemplate(source)}
+    return copy

@@ -1,0 +1,137 @@
+"""Tool calls in an answer, however its text is cut into pieces."""
+
+import json
+import random
+
+import pytest
+
+from engine.tool_parser import (
+    HermesParser,
+    JsonParser,
+    NamedParser,
+    ToolParser,
+    create_tool_parser,
+    detect_syntax,
+)
+from protocol.openai_tools import ToolCallPiece, Tools, join_pieces
+
+KNOWN = {"add", "look_up"}
+
+
+def new(kind: str) -> ToolParser:
+    parsers = {
+        "hermes": HermesParser,
+        "llama3_json": lambda: JsonParser(KNOWN.__contains__),
+        "required": lambda: JsonParser(lambda _: True),
+        "named": lambda: NamedParser("add"),
+    }
+    return parsers[kind]()
+
+
+def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    content, found = "", list[ToolCallPiece]()
+    for parsed in [*map(parser.feed, pieces), parser.finish()]:
+        content += parsed.content
+        found += parsed.calls
+    calls = join_pieces(found)
+    assert [call.index for call in calls] == list(range(parser.num_calls))
+    assert all(call.id and call.id.startswith("call_") for call in calls)
+    return content, [(call.name or "", call.arguments) for call in calls]
+
+
+CASES = [
+    ("hermes", "Just text < with <tags>.\n", "Just text < with <tags>.\n", []),
+    (
+        "hermes",
+        'I will add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}"}]}}\n'
+        "</tool_call>",
+        "I will add.",
+        [("add", '{"a": 1, "b": [2, {"c": "}"}]}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name":"add","arguments":{}}</tool_call>\n'
+        '<tool_call>\n{"arguments": {"s": "a\\"b \\\\"} , "name": "look_up"}\n</tool_call>\n',
+        "",
+        [("add", "{}"), ("look_up", '{"s": "a\\"b \\\\"}')],
+    ),
+    ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call> and more',
+        " and more",
+        [("add", '{"a": 1}')],
+    ),
+    ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
+    ("hermes", '<tool_call>{"x": 1}', '<tool_call>{"x": 1}', []),
+    ("hermes", "<tool_ca", "<tool_ca", []),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ', "", [("add", '{"a":')]),
+    (
+        "llama3_json",
+        '{"name": "add", "parameters": {"a": 1}}',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "look_up", '
+        '"parameters": {"s": "x;y"}}',
+        "",
+        [("add", '{"a": 1}'), ("look_up", '{"s": "x;y"}')],
+    ),
+    ("llama3_json", "No call at all.", "No call at all.", []),
+    ("llama3_json", '{"name": "Anna", "age": 3}', '{"name": "Anna", "age": 3}', []),
+    ("llama3_json", '{"city": {"name": "add"}} yes', '{"city": {"name": "add"}} yes', []),
+    ("llama3_json", " [1] is a source", " [1] is a source", []),
+    (
+        "required",
+        '[{"name": "add", "parameters": {"a":1}}, {"name": "other", "parameters": {}}]',
+        "",
+        [("add", '{"a":1}'), ("other", "{}")],
+    ),
+    ("named", '{"a": 1} ', "", [("add", '{"a": 1} ')]),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "content", "calls"), CASES)
+def test_an_answer_is_read_the_same_however_it_is_cut(
+    kind: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    rng = random.Random(len(text))
+    cuts = [[text], list(text)]
+    for _ in range(20):
+        at = sorted(rng.sample(range(len(text) + 1), min(4, len(text))))
+        cuts.append([text[i:j] for i, j in zip([0, *at], [*at, len(text)], strict=True)])
+    for pieces in cuts:
+        assert read(new(kind), pieces) == (content, calls), pieces
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """The name first, then pieces of the arguments, not all at the end."""
+    parser = new("hermes")
+    parser.feed('<tool_call>{"name": "add", "argu')
+    pieces = [parser.feed(text).calls for text in ('ments": {"a"', ": 1, ", '"b": 2}', "}</tool")]
+    assert [[piece.arguments for piece in some] for some in pieces] == [
+        ['{"a"'],
+        [": 1,"],
+        [' "b": 2}'],
+        [],
+    ]
+
+
+def test_the_syntax_follows_the_template() -> None:
+    assert detect_syntax("... <tool_call> ...") == "hermes"
+    assert detect_syntax("""{"name": function name, "parameters": dictionary}""") == "llama3_json"
+    assert detect_syntax("{{ message.content }}") == "hermes"
+
+
+def test_a_mode_has_its_parser() -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    assert create_tool_parser(Tools(), "hermes") is None
+    assert create_tool_parser(Tools((tool,), "none"), "hermes") is None
+    for mode, name in (("auto", None), ("required", None), ("named", "add")):
+        parser = create_tool_parser(Tools((tool,), mode, name), "llama3_json")  # type: ignore[arg-type]
+        assert parser is not None
+    whole = json.dumps({"name": "add", "parameters": {"a": 1}})
+    auto = create_tool_parser(Tools((tool,), "auto"), "llama3_json")
+    assert auto is not None and read(auto, [whole])[1] == [("add", '{"a": 1}')]

@@ -18,7 +18,13 @@ from flashinfer.decode import fast_decode_plan
 from flashinfer.page import append_paged_kv_cache
 
 from attention.base import AttentionBatch, UnsupportedPool
-from attention.flashinfer_base import CapturedBuffers, FlashInferBase, check_dtype, indptr_of
+from attention.flashinfer_base import (
+    CapturedBuffers,
+    FlashInferBase,
+    check_dtype,
+    indptr_of,
+    pinned,
+)
 from attention.pages import Int32s, Pages, num_leading_decodes, pages_of
 from kvcache.pool import KVPool
 
@@ -85,14 +91,15 @@ class FlashInferBackend(FlashInferBase):
         pages = pages_of(batch.block_tables, batch.context_lens, self.block_size)
         num_decodes = num_leading_decodes(batch.query_lens)
         self._parts = []
-        if num_decodes:
-            self._plan_decode(self._decode.plan, pages.head(num_decodes))
-            self._parts.append(_Part(0, num_decodes, self._decode))
-        if num_decodes < batch.num_seqs:
-            lens = batch.query_lens[num_decodes:]
-            self._plan_prefill(lens, pages.tail(num_decodes))
-            stop = num_decodes + int(lens.sum())
-            self._parts.append(_Part(num_decodes, stop, self._prefill))
+        with self.planning():
+            if num_decodes:
+                self._plan_decode(self._decode.plan, pages.head(num_decodes))
+                self._parts.append(_Part(0, num_decodes, self._decode))
+            if num_decodes < batch.num_seqs:
+                lens = batch.query_lens[num_decodes:]
+                self._plan_prefill(lens, pages.tail(num_decodes))
+                stop = num_decodes + int(lens.sum())
+                self._parts.append(_Part(num_decodes, stop, self._prefill))
 
     def _plan_decode(self, plan: Callable[..., None], pages: Pages) -> None:
         plan(
@@ -111,9 +118,9 @@ class FlashInferBackend(FlashInferBase):
     def _plan_prefill(self, query_lens: Int32s, pages: Pages) -> None:
         self._prefill.plan(
             indptr_of(query_lens),
-            torch.from_numpy(pages.indptr),
-            torch.from_numpy(pages.indices),
-            torch.from_numpy(pages.last_page_lens),
+            pinned(pages.indptr),
+            pinned(pages.indices),
+            pinned(pages.last_page_lens),
             self.num_q_heads,
             self.num_kv_heads,
             self.head_dim,

@@ -3,9 +3,15 @@
 FlashInfer's kernels are planned on the host once a step and run once a layer. Decode steps can be
 planned for a CUDA graph (`plan_captured`): all that a captured forward reads then lies in buffers
 that do not move, and a plan only writes to them.
+
+A step may be planned while the one before it runs. On the device the stream keeps them apart; on
+the host a plan is written to pinned memory that the device copies from, and `planning` waits until
+it has copied the last one. It has when the step before the last has ended, so nobody waits long.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -72,6 +78,7 @@ class FlashInferBase(AttentionBackend):
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self.buffers: CapturedBuffers | None = None
         self._captured: dict[int, Any] = {}
+        self._last_plan = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
         # The append kernels find a token by (sequence, position). All blocks in order, seen as one
         # sequence, make a token's position its slot.
         num_blocks = pool.layout.num_blocks
@@ -80,11 +87,18 @@ class FlashInferBase(AttentionBackend):
         self._all_last = torch.tensor([self.block_size], dtype=torch.int32, device=self.device)
         self._zeros = torch.zeros(1, dtype=torch.int32, device=self.device)
 
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Around the calls that write a plan."""
+        self._last_plan.synchronize()
+        yield
+        self._last_plan.record(torch.cuda.current_stream(self.device))
+
     def set_slots(self, slots: Int64s) -> None:
         """Where the step's T tokens are stored."""
         if len(self._zeros) < len(slots):
             self._zeros = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
-        self._slots = torch.from_numpy(slots.astype(np.int32)).to(self.device, non_blocking=True)
+        self._slots = pinned(slots.astype(np.int32)).to(self.device, non_blocking=True)
         self._sequences = self._zeros[: len(slots)]
 
     def append_indices(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +123,8 @@ class FlashInferBase(AttentionBackend):
         self._slots = self.buffers.slots[:num_rows]
         pages = pages_of(padded.block_tables, padded.context_lens, self.block_size)
         self.buffers.upload(padded.slot_mapping, pages)
-        self.plan_captured_kernel(kernel, padded, pages)
+        with self.planning():
+            self.plan_captured_kernel(kernel, padded, pages)
 
     @abstractmethod
     def captured_kernel(self, num_rows: int, buffers: CapturedBuffers) -> Any:
@@ -126,3 +141,8 @@ def indptr_of(lens: Int32s) -> torch.Tensor:
     indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=indptr[1:])
     return torch.from_numpy(indptr)
+
+
+def pinned(array: Int32s) -> torch.Tensor:
+    """A copy that the device can take without anybody waiting."""
+    return torch.from_numpy(array).pin_memory()

@@ -57,7 +57,8 @@ class FlashInferMLABackend(FlashInferBase):
     def plan(self, batch: AttentionBatch) -> None:
         self.set_slots(batch.slot_mapping)
         pages = pages_of(batch.block_tables, batch.context_lens, self.block_size)
-        self._plan(self._eager, batch, pages)
+        with self.planning():
+            self._plan(self._eager, batch, pages)
 
     def _plan(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
         kernel.plan(

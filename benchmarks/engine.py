@@ -9,16 +9,18 @@ both on random data. A decode step cannot be faster than reading once what it mu
 without the input embedding, and the KV of all contexts) at the copy's rate; a prefill not faster
 than its model FLOPs (causal attention counted by half) at the matmul's.
 
-Per step, "step" is the time of one ModelRunner.execute, from the host's arrays to the drawn tokens;
-"device" is the same step's graph alone, replayed back to back. "engine" is the mean time between
-two steps of a whole engine core, scheduling included. The last line is JSON.
+Per step, "step" is the time from one step's drawn tokens to the next one's, a step being launched
+before the last one's tokens are read; "device" is the same step's graph alone, replayed back to
+back. "gap" is what a whole engine core, scheduling included, adds to that. The last line is JSON.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,6 +86,8 @@ def main(argv: list[str] | None = None) -> None:
     figures["ceilings"] = dataclasses.asdict(ceilings)
     figures["decode"] = [_decode(runner, args, ceilings, batch) for batch in args.batch]
     figures["prefill"] = [_prefill(runner, args, ceilings, tokens) for tokens in args.prompt]
+    if args.gap_batch:
+        figures["gap"] = _host_gap(runner, args, figures["decode"])
     if args.requests:
         figures["requests"] = serve_requests(runner, args.requests, args.request_tokens)
         print(f"requests: {figures['requests']}", flush=True)
@@ -104,6 +108,9 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=0, help="requests through the engine core")
     parser.add_argument(
         "--request-tokens", type=int, nargs=2, default=[1024, 256], help="prompt and output tokens"
+    )
+    parser.add_argument(
+        "--gap-batch", type=int, default=0, help="sequences of the host-gap row; one of --batch"
     )
     parser.add_argument("--steps", type=int, default=30, help="steps timed for each figure")
     parser.add_argument("--kv-layout", default="BHLCND")
@@ -233,12 +240,21 @@ def _tables(runner: ModelRunner, num_seqs: int, num_tokens: int) -> np.ndarray[A
 
 
 def _step(
-    runner: ModelRunner, tables: np.ndarray[Any, Any], query_len: int, context_len: int
+    runner: ModelRunner,
+    tables: np.ndarray[Any, Any],
+    query_len: int,
+    context_len: int,
+    *,
+    follows: bool = False,
 ) -> StepInput:
+    """A step of equal sequences; one that `follows` takes the tokens that the last one drew."""
     num_seqs = len(tables)
     vocab_size = runner.model_config.vocab_size
+    token_ids = np.random.default_rng(1).integers(0, vocab_size, num_seqs * query_len)
+    if follows:
+        token_ids = -1 - np.arange(num_seqs)
     return StepInput(
-        token_ids=np.random.default_rng(1).integers(0, vocab_size, num_seqs * query_len),
+        token_ids=token_ids,
         query_lens=np.full(num_seqs, query_len, np.int32),
         context_lens=np.full(num_seqs, context_len, np.int32),
         block_tables=tables,
@@ -255,13 +271,7 @@ def _decode(
     lens = iter(range(args.context + 1, args.context + args.steps + 5))
     for _ in range(3):
         runner.execute(_step(runner, tables, 1, next(lens)))
-    times = []
-    for _ in range(args.steps):
-        step = _step(runner, tables, 1, next(lens))
-        started_s = time.perf_counter()
-        runner.execute(step)
-        times.append(time.perf_counter() - started_s)
-    step_s = statistics.median(times)
+    step_s = statistics.median(_periods(runner, tables, list(lens)))
     device_s = _replay_seconds(runner, batch) or step_s
     kv_bytes = batch * args.context * runner.layout(num_blocks=2).token_bytes
     floor_s = (num_read_weights(config) * itemsize + kv_bytes) / ceilings.copy_bytes_per_s
@@ -276,6 +286,39 @@ def _decode(
         "tokens_per_s": round(batch / step_s, 1),
     }
     print(f"decode: {figures}", flush=True)
+    return figures
+
+
+def _periods(
+    runner: ModelRunner, tables: np.ndarray[Any, Any], context_lens: list[int]
+) -> list[float]:
+    """Seconds from each decode step's tokens to the next one's."""
+    under_way = deque([runner.launch(_step(runner, tables, 1, context_lens[0]))])
+    ended_s = [time.perf_counter()]
+    for context_len in context_lens[1:]:
+        if not runner.depth:
+            under_way.popleft().result()
+        under_way.append(runner.launch(_step(runner, tables, 1, context_len, follows=True)))
+        if runner.depth:
+            under_way.popleft().result()
+        ended_s.append(time.perf_counter())
+    under_way.popleft().result()
+    return [second - first for first, second in itertools.pairwise(ended_s[1:])]
+
+
+def _host_gap(
+    runner: ModelRunner, args: argparse.Namespace, decode: list[dict[str, float]]
+) -> dict[str, Any]:
+    """What a whole engine core adds to the decode steps of `--gap-batch` sequences."""
+    served = serve_requests(runner, args.gap_batch, [args.context, args.steps + 30])
+    alone = [row["device_ms"] for row in decode if row["batch"] == args.gap_batch]
+    period_ms = served["decode_period_ms"]
+    figures = {
+        "batch": served["decode_batch"],
+        "period_ms": period_ms,
+        "host_gap_share": round(1 - alone[0] / period_ms, 3) if alone else None,
+    }
+    print(f"gap: {figures}", flush=True)
     return figures
 
 

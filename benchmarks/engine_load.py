@@ -17,31 +17,30 @@ from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelt
 
 
 class _Timed:
-    """The executor: a runner, and when its steps began and ended."""
+    """The executor: a runner, and when its steps ended."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.decode_steps: list[tuple[int, float, float]] = []  # sequences, start, end
+        self.decode_steps: list[tuple[int, float]] = []  # sequences, end
 
     @property
     def depth(self) -> int:
         return self._runner.depth
 
     def launch(self, step: StepInput) -> "_TimedStep":
-        return _TimedStep(self.decode_steps, step, time.perf_counter(), self._runner.launch(step))
+        return _TimedStep(self.decode_steps, step, self._runner.launch(step))
 
 
 @dataclass(frozen=True, eq=False)
 class _TimedStep:
-    decode_steps: list[tuple[int, float, float]]
+    decode_steps: list[tuple[int, float]]
     step: StepInput
-    started_s: float
     pending: PendingStep
 
     def result(self) -> StepOutput:
         output, num_seqs = self.pending.result(), len(self.step.query_lens)
         if len(self.step.token_ids) == num_seqs:
-            self.decode_steps.append((num_seqs, self.started_s, time.perf_counter()))
+            self.decode_steps.append((num_seqs, time.perf_counter()))
         return output
 
 
@@ -98,25 +97,23 @@ def serve_requests(
         "output_tokens": output_tokens,
         "total_s": round(total_s, 3),
         "output_tokens_per_s": round(transport.num_tokens / total_s),
-        **_gaps(executor.decode_steps),
+        **_period(executor.decode_steps),
     }
 
 
-def _gaps(steps: list[tuple[int, float, float]]) -> dict[str, float]:
-    """Where the largest steps followed each other: their time, and the host's between them."""
-    largest = max((size for size, _, _ in steps), default=0)
-    pairs = [
-        (second[2] - first[2], second[1] - first[2])
+def _period(steps: list[tuple[int, float]]) -> dict[str, float]:
+    """Where the largest steps followed each other: the time from one's tokens to the next one's."""
+    largest = max((size for size, _ in steps), default=0)
+    periods_s = [
+        second[1] - first[1]
         for first, second in itertools.pairwise(steps)
         if first[0] == second[0] == largest
     ]
-    if not pairs:
+    if not periods_s:
         return {}
-    period_s, gap_s = (float(np.median(values)) for values in zip(*pairs, strict=True))
     return {
         "decode_batch": largest,
-        "decode_period_ms": round(period_s * 1e3, 3),
-        "between_steps_ms": round(gap_s * 1e3, 3),
+        "decode_period_ms": round(float(np.median(periods_s)) * 1e3, 3),
     }
 
 

@@ -2,7 +2,8 @@
 
 A decode step of a small batch launches hundreds of short kernels; replaying them as one graph takes
 the host's time out of the step. A graph reads its inputs from buffers that stay where they are:
-token ids and positions here, block tables in the attention backend. A step is padded to the next
+token ids and positions here, block tables in the attention backend, what the step before drew in
+`LastDrawn`, where it leaves its own greedy draws. A step is padded to the next
 captured size; the added rows read and write the null block, and their outputs are dropped.
 """
 
@@ -16,6 +17,7 @@ import torch
 
 from attention.base import AttentionBackend, AttentionBatch
 from engine.batch import StepInput
+from engine.launched import LastDrawn
 from engine.sampler import greedy
 from model.base import CausalLM
 
@@ -42,7 +44,7 @@ class DecodeOutput:
     """What a step left on the device, a row for each of its sequences."""
 
     logits: torch.Tensor  # float32 [rows, vocab]
-    greedy_ids: torch.Tensor | None  # int64 [rows], see sampler.greedy; None: not computed yet
+    greedy_ids: torch.Tensor | None  # int64 [rows] in LastDrawn; None: not computed yet
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,7 @@ class DecodeGraphs:
     """The captured decode steps of one rank.
 
     Args:
+        last_drawn: for `max_seqs` draws.
         max_seqs: most sequences of a step.
         max_blocks: most blocks of a sequence.
     """
@@ -63,6 +66,7 @@ class DecodeGraphs:
         self,
         model: CausalLM,
         backend: AttentionBackend,
+        last_drawn: LastDrawn,
         *,
         max_seqs: int,
         max_blocks: int,
@@ -72,12 +76,12 @@ class DecodeGraphs:
         backend.reserve_captured(max_seqs, max_blocks)
         self._model = model
         self._backend = backend
+        self._last_drawn = last_drawn
         self._block_size = block_size
         self._inputs = torch.zeros(2, max_seqs, dtype=torch.int64, device=device)
         self._token_ids, self._positions = self._inputs.unbind()
         self._sizes = captured_sizes(max_seqs)
         self._graphs: dict[int, _Captured] = {}
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
 
     def __repr__(self) -> str:
         return f"DecodeGraphs({len(self._graphs)} captured, up to {self._sizes[-1]} sequences)"
@@ -88,14 +92,15 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
             self._backend.plan_captured(_null_batch(), size)
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                self._step(size)  # makes handles and loads kernels, which capturing cannot
+            self._step(size)  # makes handles and loads kernels, which capturing cannot
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads of this process (NCCL's watchdog) may use CUDA meanwhile.
             with torch.cuda.graph(
-                graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
+                graph,
+                pool=pool,
+                stream=torch.cuda.current_stream(),
+                capture_error_mode="thread_local",
             ):
                 drawn = self._step(size)
             self._graphs[size] = _Captured(graph, drawn)
@@ -105,11 +110,12 @@ class DecodeGraphs:
         )
 
     def _step(self, num_rows: int) -> DecodeOutput:
-        hidden = self._model.forward(
-            self._token_ids[:num_rows], self._positions[:num_rows], self._backend
-        )
+        token_ids = self._last_drawn.fill_in(self._token_ids[:num_rows])
+        hidden = self._model.forward(token_ids, self._positions[:num_rows], self._backend)
         logits = self._model.logits(hidden)
-        return DecodeOutput(logits, greedy(logits))
+        greedy_ids = self._last_drawn.token_ids[:num_rows]
+        greedy_ids.copy_(greedy(logits))
+        return DecodeOutput(logits, greedy_ids)
 
     def can_run(self, step: StepInput) -> bool:
         """Whether all its sequences decode and draw, and are no more than the largest graph's."""

@@ -17,6 +17,7 @@ from attention.registry import create_backend
 from engine.batch import Int64s, PendingStep, StepInput, StepOutput
 from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
+from engine.launched import LastDrawn, LaunchedStep
 from engine.memory import MemoryTooSmall, free_gpu_bytes
 from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
 from engine.shaping import LogitShaper
@@ -26,11 +27,13 @@ from model.base import CausalLM
 from model.config import ModelConfig
 from model.parallel import Parallel
 from model.registry import load_model
-from protocol.messages import SamplingParams, TokenLogprobs
+from protocol.messages import SamplingParams
 
 logger = logging.getLogger("baton.engine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_STREAM_PRIORITY = -1
 
 # Graphs keep their logits, in the model's dtype and in float32, and the activations of one step.
 _GRAPH_BYTES_PER_LOGIT = 6
@@ -45,16 +48,6 @@ class RankMemory:
     backend: AttentionBackend
 
 
-@dataclass(frozen=True, eq=False)
-class _Finished:
-    """A step that had finished when `launch` returned."""
-
-    output: StepOutput
-
-    def result(self) -> StepOutput:
-        return self.output
-
-
 class ModelRunner:
     """Loads the weights of one rank; `allocate` then gives it its KV pool."""
 
@@ -64,6 +57,7 @@ class ModelRunner:
         self.device = _device(config, parallel.rank)
         self.model = self._load(parallel)
         self.shaper = LogitShaper(model_config.vocab_size, self.device)
+        self.last_drawn = LastDrawn(config.max_num_seqs, self.device)
         self.memory: RankMemory | None = None
         self.graphs: DecodeGraphs | None = None
 
@@ -169,6 +163,7 @@ class ModelRunner:
             graphs = DecodeGraphs(
                 self.model,
                 self.memory.backend,
+                self.last_drawn,
                 max_seqs=self.config.max_num_seqs,
                 max_blocks=max_blocks,
                 block_size=self.config.block_size,
@@ -180,39 +175,45 @@ class ModelRunner:
         graphs.capture()
         self.graphs = graphs
 
-    depth = 0  # steps that may be under way when another is launched
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way when another is launched: on a CPU there is nothing that
+        the work between two steps could hide behind."""
+        return 1 if self.device.type == "cuda" else 0
 
-    def launch(self, step: StepInput) -> PendingStep:
-        """Begins a step; its result must be asked for, in the order of the launches."""
-        return _Finished(self.execute(step))
+    def execute(self, step: StepInput) -> StepOutput:
+        """A step, from its arrays to the drawn tokens."""
+        return self.launch(step).result()
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> StepOutput:
-        """Computes the step's tokens, writes their KV, and draws where a sequence ends."""
+    def launch(self, step: StepInput) -> PendingStep:
+        """Begins a step that computes its tokens, writes their KV, and draws where a sequence
+        ends. Results are to be asked for in the order of the launches."""
         assert self.memory is not None, "allocate() comes first"
         if len(step.sample_rows) == 0:
             self._forward(self.memory.backend, step)
-            self._synchronize()
-            return StepOutput([], [])
+            return LaunchedStep(None, [], self.device)
+        drawn = self._draw(step)
+        self.last_drawn.keep(drawn.token_ids)
+        return LaunchedStep(drawn, step.sampling, self.device)
+
+    def _draw(self, step: StepInput) -> SampledTokens:
         if step.masks is None:
             # Uploads come before the step, whose launch they might wait for.
             shaping = self.shaper.prepare(step.shapes)
             if shaping is None and is_greedy(step.sampling):
-                return self._execute_greedily(step)
+                launched = self._launch(step)
+                if launched.greedy_ids is not None:
+                    return SampledTokens(launched.greedy_ids)
+                return SampledTokens(greedy(launched.logits))
         batch = self._sampling_batch(step)
         logits = self._launch(step).logits
         if step.masks is not None:  # they are filled while the step runs
             shaping = self.shaper.prepare(step.shapes, step.masks.result())
-        return _to_output(sample(logits, batch, shaping), step.sampling)
-
-    def _execute_greedily(self, step: StepInput) -> StepOutput:
-        launched = self._launch(step)
-        drawn = launched.greedy_ids
-        token_ids = (greedy(launched.logits) if drawn is None else drawn).tolist()
-        if min(token_ids) < 0:  # logits that are no numbers
-            batch = self._sampling_batch(step)
-            return _to_output(sample(launched.logits, batch), step.sampling)
-        return StepOutput(token_ids, [None] * len(token_ids))
+        drawn = sample(logits, batch, shaping)
+        if self.depth:  # every rank feeds the next step what rank 0 drew
+            self.model.parallel.broadcast(drawn.token_ids)
+        return drawn
 
     def _sampling_batch(self, step: StepInput) -> SamplingBatch:
         positions = step.context_lens[step.sample_rows]
@@ -222,6 +223,7 @@ class ModelRunner:
         """Runs the step up to the logits of the R rows that draw."""
         assert self.memory is not None, "allocate() comes first"
         if self.graphs is not None and self.graphs.can_run(step):
+            self.last_drawn.check(int(step.token_ids.min()))
             return self.graphs.run(step)
         hidden = self._forward(self.memory.backend, step)
         logits = self.model.logits(hidden[self._to_device(step.last_token_rows)])
@@ -230,14 +232,16 @@ class ModelRunner:
     def _forward(self, backend: AttentionBackend, step: StepInput) -> torch.Tensor:
         backend.plan(step.attention_batch(self.config.block_size))
         token_ids = self._to_device(step.token_ids.copy())
+        if self.last_drawn.check(int(step.token_ids.min())):
+            token_ids = self.last_drawn.fill_in(token_ids)
         return self.model.forward(token_ids, self._to_device(step.positions), backend)
 
     def _to_device(self, array: Int64s) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def _synchronize(self) -> None:
+        """On a GPU without waiting for what it still computes."""
+        host = torch.from_numpy(array)
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
 
 
 def _device(config: EngineConfig, rank: int) -> torch.device:
@@ -258,20 +262,6 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
             "cannot map: KV could not be pulled from here; unset it"
         )
     torch.cuda.set_device(index)
+    # Above the pulls of this process (their streams have priority 0), so that they slow no step.
+    torch.cuda.set_stream(torch.cuda.Stream(index, priority=_STREAM_PRIORITY))  # type: ignore[no-untyped-call, unused-ignore]
     return torch.device("cuda", index)
-
-
-def _to_output(drawn: SampledTokens, params: list[SamplingParams]) -> StepOutput:
-    token_ids = drawn.token_ids.tolist()
-    if drawn.logprobs is None:
-        return StepOutput(token_ids, [None] * len(token_ids))
-    chosen = drawn.logprobs.tolist()
-    top_ids = drawn.top_ids.tolist() if drawn.top_ids is not None else [[]] * len(chosen)
-    top = drawn.top_logprobs.tolist() if drawn.top_logprobs is not None else [[]] * len(chosen)
-    logprobs = [
-        TokenLogprobs(chosen[row], top_ids[row][: p.num_logprobs], top[row][: p.num_logprobs])
-        if p.num_logprobs is not None
-        else None
-        for row, p in enumerate(params)
-    ]
-    return StepOutput(token_ids, logprobs)

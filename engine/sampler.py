@@ -29,6 +29,7 @@ import torch
 
 from engine.noise import gumbel, gumbel_of_vocabulary, row_keys
 from engine.shaping import Shaping
+from model import fused_ops
 from protocol.messages import SamplingParams
 
 
@@ -122,12 +123,11 @@ def is_greedy(params: Sequence[SamplingParams]) -> bool:
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """What `sample` draws at temperature 0, int64 [S], in a few kernels and without any upload.
-
-    A row whose largest logit is not a finite number gets -1: `sample` knows what to do with it.
-    """
+    """What `sample` draws at temperature 0, int64 [S], in a few kernels and without any upload."""
+    if logits.device.type == "cuda":
+        return fused_ops.first_largest(logits)
     largest, token_ids = logits.max(-1)
-    return token_ids.masked_fill_(~largest.isfinite(), -1)
+    return _without_non_numbers(logits, largest, token_ids)[2]
 
 
 def sample(

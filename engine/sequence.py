@@ -97,7 +97,12 @@ class Sequence:
     @property
     def runs_ahead(self) -> bool:
         """Whether a step can be built while the token before it is known to the device only."""
-        return self.request.sampling.grammar is None and self.request.num_choices == 1
+        sampling = self.request.sampling
+        # The sampler waits for the device to learn how many tokens top_p or min_p allow.
+        waits = sampling.temperature > 0 and bool(
+            sampling.top_k or sampling.top_p < 1 or sampling.min_p
+        )
+        return sampling.grammar is None and self.request.num_choices == 1 and not waits
 
     def awaits_last(self, max_model_len: int) -> bool:
         """Whether the awaited token ends the sequence by its length, whatever it is."""

@@ -8,7 +8,7 @@ import torch
 from attention.base import AttentionBackend
 from model.base import CausalLM
 from model.config import ModelConfig
-from model.layers import VocabShard, load_norm
+from model.layers import RMSNorm, VocabShard, load_norm
 from model.parallel import Parallel
 from model.rope import Angles, Rope
 from model.weights import WeightLoader
@@ -16,15 +16,15 @@ from model.weights import WeightLoader
 
 class AttentionLayer(Protocol):
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, angles: Angles, attention: AttentionBackend
+        self, hidden: torch.Tensor, norm: RMSNorm, angles: Angles, attention: AttentionBackend
     ) -> torch.Tensor:
-        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
+        """hidden [T, hidden], changed in place and returned; `norm` comes first."""
         ...
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
+    def __call__(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """hidden [T, hidden], changed in place and returned; `norm` comes first."""
         ...
 
 
@@ -49,8 +49,8 @@ class _Layer:
         self, hidden: torch.Tensor, angles: Angles, attention: AttentionBackend
     ) -> torch.Tensor:
         """hidden [T, hidden], changed in place and returned."""
-        hidden = self._attention(self._norm(hidden), hidden, angles, attention)
-        return self._feed_forward(self._mlp_norm(hidden), hidden)
+        hidden = self._attention(hidden, self._norm, angles, attention)
+        return self._feed_forward(hidden, self._mlp_norm)
 
 
 class Decoder(CausalLM):

@@ -13,7 +13,7 @@ from attention.base import AttentionBackend
 from model.base import AttentionSpec
 from model.config import MLAConfig, ModelConfig
 from model.decoder import AttentionLayer, Decoder, FeedForward
-from model.layers import Linear, even_share, load_mlp, load_norm, load_rows
+from model.layers import Linear, RMSNorm, even_share, load_mlp, load_norm, load_rows
 from model.moe import MoELayer
 from model.parallel import Parallel
 from model.rope import Angles, Rope, mscale_of_scores
@@ -91,10 +91,10 @@ class LatentAttention:
         )
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, angles: Angles, attention: AttentionBackend
+        self, hidden: torch.Tensor, norm: RMSNorm, angles: Angles, attention: AttentionBackend
     ) -> torch.Tensor:
-        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
-        mla = self._mla
+        """hidden [T, hidden], changed in place and returned."""
+        mla, x = self._mla, norm(hidden)
         q = self._query(x)
         q_nope, q_rope = q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
@@ -111,7 +111,7 @@ class LatentAttention:
             self._layer, q_latent, self._rope.rotate(q_rope, angles), latent
         )
         values = torch.bmm(attended.transpose(0, 1), self._value_up)  # [heads, T, v]
-        return self._out(values.transpose(0, 1).reshape(x.shape[0], -1), residual)
+        return self._out(values.transpose(0, 1).reshape(x.shape[0], -1), hidden)
 
 
 class DeepseekV2ForCausalLM(Decoder):

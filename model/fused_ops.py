@@ -45,6 +45,19 @@ def kernels() -> Any:
     return fused_kernels
 
 
+@functools.cache
+def one_row() -> Any:
+    """Triton kernels for the products of one row; imported on first use, too."""
+    from model import one_row
+
+    return one_row
+
+
+def one_row_works(weight: torch.Tensor, *, gated: bool = False) -> bool:
+    """Whether `one_row().product` can take the matrix."""
+    return works(weight.device, weight.dtype) and bool(one_row().works(weight, gated=gated))
+
+
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the functions below can be called for tensors there."""
     return device.type == "cuda" and dtype in _DTYPES and _flashinfer() is not None
@@ -78,6 +91,12 @@ def rotate_in_place(
     _flashinfer().rope.apply_rope_with_cos_sin_cache_inplace(
         rows, q, k, q.shape[-1], cos_sin, is_neox=True
     )
+
+
+def first_largest(logits: torch.Tensor) -> torch.Tensor:
+    """float32 [R, V] -> int64 [R], the first of the largest; NaN is smaller than any number. On a
+    GPU of any dtype."""
+    return kernels().first_largest(logits)  # type: ignore[no-any-return]
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -48,9 +48,12 @@ class RowParallelLinear:
         self._weight_t = None if self._product.is_packed else weight.t()
         self._bias = bias
         self._parallel = parallel
+        self._takes_one_row = parallel.size == 1 and fused_ops.one_row_works(weight)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if self._parallel.size == 1 and self._weight_t is not None:
+        if self._takes_one_row and x.shape[0] == 1:
+            fused_ops.one_row().product(x, self.weight, residual=residual)
+        elif self._parallel.size == 1 and self._weight_t is not None:
             residual.addmm_(x, self._weight_t)
         else:
             residual += self._parallel.all_reduce(self._product(x))
@@ -63,15 +66,15 @@ class RMSNorm:
     """Root-mean-square norm over the last dimension."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight
+        self.weight = weight
         self._shape = tuple(weight.shape)
-        self._eps = eps
+        self.eps = eps
         self._is_fused = fused_ops.works_for_width(weight, weight.shape[0])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_fused:
-            return fused_ops.rms_norm(x, self._weight, self._eps)
-        return F.rms_norm(x, self._shape, self._weight, self._eps)
+            return fused_ops.rms_norm(x, self.weight, self.eps)
+        return F.rms_norm(x, self._shape, self.weight, self.eps)
 
 
 class Embedding:
@@ -140,8 +143,14 @@ class GatedMLP:
             self._down.weight, len(rows)
         )
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
+    def __call__(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """hidden [T, hidden], changed in place and returned."""
+        if self._is_fused and self._gate_up.takes_one_gated_row and hidden.shape[0] == 1:
+            return self._down(self._gate_up.one_gated_row(hidden, norm), hidden)
+        return self.add(norm(hidden), hidden)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden], normed; adds to residual [T, hidden] in place and returns it."""
         if self._is_fused:
             return self._down(fused_ops.silu_and_mul(self._gate_up.joined(x)), residual)
         gate, up = self._gate_up(x)
@@ -158,6 +167,20 @@ class Columns:
         pack = pack and packed.can_pack(parts[0].weight)
         joins = pack or parts[0].weight.device.type != "cpu"
         self._joined = _join(parts, pack=pack) if joins else None
+        fits = self._joined is not None and self._joined.bias is None and not self._joined.is_packed
+        self._takes_one_row = fits and fused_ops.one_row_works(self._matrix)
+        self.takes_one_gated_row = fits and fused_ops.one_row_works(self._matrix, gated=True)
+
+    @property
+    def _matrix(self) -> torch.Tensor:
+        assert self._joined is not None
+        return self._joined.weight
+
+    def one_gated_row(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """silu of the first projection of norm(x), x [1, in], times the second."""
+        return fused_ops.one_row().product(  # type: ignore[no-any-return]
+            x, self._matrix, norm=norm.weight, eps=norm.eps, gated=True
+        )
 
     @property
     def is_joined(self) -> bool:
@@ -169,8 +192,15 @@ class Columns:
         assert self._joined is not None
         return self._joined(x)
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x [T, in] -> one [T, out] per projection, perhaps views of one tensor."""
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None = None) -> tuple[torch.Tensor, ...]:
+        """x [T, in], normed first -> one [T, out] per projection, perhaps views of one tensor."""
+        if norm is not None:
+            if self._takes_one_row and x.shape[0] == 1:
+                joined = fused_ops.one_row().product(
+                    x, self._matrix, norm=norm.weight, eps=norm.eps
+                )
+                return torch.split_with_sizes(joined, self._sizes, dim=-1)
+            x = norm(x)
         if self._joined is None:
             return tuple(part(x) for part in self._parts)
         return torch.split_with_sizes(self._joined(x), self._sizes, dim=-1)

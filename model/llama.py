@@ -60,19 +60,19 @@ class LlamaAttention:
 
     def __call__(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
+        hidden: torch.Tensor,
+        norm: RMSNorm,
         angles: Angles,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
-        num_tokens = x.shape[0]
-        q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in self._qkv(x))
+        """hidden [T, hidden], changed in place and returned."""
+        num_tokens = hidden.shape[0]
+        q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in self._qkv(hidden, norm))
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
         q, k = self._rope.rotate_pair(q, k, angles)
         attended = attention.forward(self._layer, q, k, v)
-        return self._out(attended.reshape(num_tokens, -1), residual)
+        return self._out(attended.reshape(num_tokens, -1), hidden)
 
 
 class LlamaForCausalLM(Decoder):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from model.config import MoEConfig
-from model.layers import GatedMLP, even_share
+from model.layers import GatedMLP, RMSNorm, even_share
 from model.parallel import Parallel
 from model.weights import WeightLoader
 
@@ -42,13 +42,14 @@ class MoELayer:
             parallel=parallel,
         )
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden]; adds to residual [T, hidden] in place and returns it."""
+    def __call__(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """hidden [T, hidden], changed in place and returned."""
+        x = norm(hidden)
         weights, experts = route(x, self._router, self._config)
         dense = x.device.type != "cpu" and x.shape[0] <= _MAX_DENSE_TOKENS
         routed = self._all_experts if dense else self._chosen_experts
-        residual += self._parallel.all_reduce(routed(x, weights, experts))
-        return self._shared(x, residual)
+        hidden += self._parallel.all_reduce(routed(x, weights, experts))
+        return self._shared.add(x, hidden)
 
     def _chosen_experts(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor

@@ -10,7 +10,6 @@ from protocol.messages import (
     AbortRequest,
     AddRequest,
     FirstToken,
-    Grammar,
     RemotePrefill,
     SamplingParams,
 )
@@ -138,16 +137,16 @@ def test_an_abort_under_a_launched_step_answers_once_and_frees_the_blocks_later(
 
 def test_what_must_know_its_last_token_is_not_run_ahead() -> None:
     core, executor, out = make_core(depth=1)
-    constrained = SamplingParams(temperature=0.0, grammar=Grammar("regex", ".*"))
+    waiting = SamplingParams(temperature=1.0, top_p=0.5)  # which the sampler waits for
     core.round(
         [
-            AddRequest(request_id="a", token_ids=PROMPT, sampling=constrained, max_tokens=3),
+            AddRequest(request_id="a", token_ids=PROMPT, sampling=waiting, max_tokens=3),
             add("b", PROMPT[::-1], 9),
         ]
     )
     while not out.terminals("a"):
         core.round([])
-    assert executor.num_steps_ahead == 0
+    assert len(out.tokens("a")) == 3 and executor.num_steps_ahead == 0
     run_until_idle(core)
     assert executor.num_steps_ahead > 0, "the other one alone runs ahead"
     assert out.tokens("b") == expected_output(PROMPT[::-1], 9)

@@ -60,3 +60,40 @@ def test_rotation_in_place_is_that_of_the_cpu(dim: int, scaling: dict[str, objec
     for ours, theirs in zip(rotated, expected, strict=True):
         torch.testing.assert_close(ours.float().cpu(), theirs, atol=5e-2, rtol=2e-2)
     torch.testing.assert_close(on_gpu[:, 5].float().cpu(), heads[:, 5], atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_largest_logit_whatever_the_others_are(dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 30_001, device="cuda").to(dtype)
+    logits[0, [20_000, 11, 30_000]] = 9.0
+    logits[1, 7], logits[1, [300, 29_000]] = float("nan"), float("inf")
+    logits[2] = float("-inf")
+    logits[3] = float("nan")
+    expected = [11, 300, 0, 0, int(logits[4].argmax())]
+    assert fused_ops.first_largest(logits).tolist() == expected
+
+
+def test_tokens_that_the_device_knows_are_filled_in() -> None:
+    drawn = torch.arange(100, 700, device="cuda")
+    token_ids = torch.tensor([5, -1, -600, 0, *range(-1, -500, -1)], device="cuda")
+    filled = fused_ops.kernels().fill_in(token_ids, drawn)
+    assert filled.tolist() == [5, 100, 699, 0, *range(100, 599)]
+
+
+@pytest.mark.parametrize(("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)])
+def test_products_of_one_row_follow_each_other(num_out: int, width: int) -> None:
+    """Each begins before the one before it has ended, and must yet see what that one wrote."""
+    product = fused_ops.one_row().product
+    weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
+    back = torch.randn(width, num_out // 2, **BF16) / num_out**0.5
+    norm, x = torch.randn(width, **BF16), torch.randn(1, width, **BF16)
+    assert fused_ops.one_row_works(weights[0], gated=True) and fused_ops.one_row_works(back)
+    for weight in weights * 3:
+        normed = F.rms_norm(x.float(), (width,), norm.float(), 1e-5)
+        gate, up = (normed @ weight.float().t()).chunk(2, dim=1)
+        expected = x.float() + (F.silu(gate) * up) @ back.float().t()
+        gated = product(x, weight, norm=norm, eps=1e-5, gated=True)
+        assert product(gated, back, residual=x) is x
+        assert_close(x, expected)
+        plain = product(x, weight)
+        assert_close(plain, x.float() @ weight.float().t())

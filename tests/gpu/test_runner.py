@@ -117,6 +117,42 @@ def test_graphs_equal_eager(name: str) -> None:
     assert_same_but_for_ties(tokens, logits, expected)
 
 
+def continue_ahead(
+    runner: ModelRunner, num_steps: int, sampling: SamplingParams
+) -> list[list[int]]:
+    """Tokens [step][sequence], each step launched before the last one's are read."""
+    tables, tokens, under_way = tables_for(160), [], []
+    for index in range(num_steps):
+        parts = PROMPTS if index == 0 else [[-1 - row] for row in range(len(PROMPTS))]
+        done = [0 if index == 0 else len(prompt) + index - 1 for prompt in PROMPTS]
+        lens = np.array([len(part) for part in parts], np.int32)
+        step = StepInput(
+            token_ids=np.concatenate([np.array(part, np.int64) for part in parts]),
+            query_lens=lens,
+            context_lens=np.array(done, np.int32) + lens,
+            block_tables=tables,
+            sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
+            sampling=[sampling] * len(PROMPTS),
+        )
+        under_way.append(runner.launch(step))
+        if len(under_way) > runner.depth:
+            tokens.append(under_way.pop(0).result().token_ids)
+    return tokens + [step.result().token_ids for step in under_way]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("name", SERVED)
+def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(
+    name: str, enforce_eager: bool
+) -> None:
+    with runner_for(MODELS[name], enforce_eager=enforce_eager) as runner:
+        assert runner.depth == 1
+        expected, _ = decode(runner, 24)
+        assert continue_ahead(runner, 24, SamplingParams(temperature=0.0)) == expected
+        sampled = SamplingParams(temperature=0.8, seed=5, num_logprobs=2)
+        assert continue_ahead(runner, 12, sampled) == continue_ahead(runner, 12, sampled)
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_float32_on_the_gpu_equals_the_cpu(name: str) -> None:
     options = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True}

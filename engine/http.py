@@ -1,6 +1,6 @@
 """A server's HTTP application. It runs in a process without torch and talks to the engine.
 
-POST /v1/completions, /v1/chat/completions     engine/http_generate.py
+POST /v1/completions, /v1/chat/completions, /v1/responses     engine/http_generate.py
 POST /tokenize, /detokenize                    engine/http_tokenize.py
 GET  /v1/models, /v1/models/{name}
 GET  /openapi.json, /docs                      protocol/openapi.py
@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from engine.client import Engine
-from engine.http_generate import CHAT, COMPLETIONS, Api
+from engine.http_generate import CHAT, COMPLETIONS, RESPONSES, Api
 from engine.http_hooks import HttpSettings, PlainHooks, ServerHooks
 from engine.http_middleware import RequestIdMiddleware, error_response, plain_error
 from engine.http_tokenize import add_tokenizing
@@ -73,6 +73,10 @@ def _add_generation(app: FastAPI, api: Api) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await api.respond(request, CHAT)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await api.respond(request, RESPONSES)
 
 
 def _add_models(app: FastAPI, api: Api) -> None:

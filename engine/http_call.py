@@ -192,7 +192,7 @@ class Call:
         for position, piece in enumerate(pieces):
             if position == last:
                 usage, extra = self._finish(piece.finish_reason)
-                parts.append(self._writer.last_chunk(piece, usage, extra) + sse.DONE)
+                parts.append(self._writer.last_chunk(piece, usage, extra) + self._writer.end)
             elif self._tells_something(piece):
                 usage_so_far = self.generation.usage if self._tells_usage else None
                 parts.append(self._writer.chunk(piece, usage_so_far))

@@ -1,4 +1,4 @@
-"""One call of /v1/completions or /v1/chat/completions: from the body to the last byte.
+"""One call of an endpoint that generates: from the body to the last byte.
 
     body -> parse -> tokenize -> AddRequests (with the server's hooks) -> Generation -> response
 
@@ -50,13 +50,15 @@ from protocol.openai import (
     parse_completion,
     parse_json_object,
 )
+from protocol.responses_request import ResponsesChat, parse_responses
+from protocol.responses_writer import ResponsesWriter
 
 INLINE_CHARS = 16384  # longer texts are tokenized off the event loop
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What differs between the two endpoints."""
+    """What differs between the endpoints."""
 
     name: str
     parse: Callable[[dict[str, Any]], GenerationRequest]
@@ -65,6 +67,7 @@ class Endpoint:
 
 COMPLETIONS = Endpoint("completions", parse_completion, CompletionWriter)
 CHAT = Endpoint("chat", parse_chat, ChatWriter)
+RESPONSES = Endpoint("responses", parse_responses, ResponsesWriter)
 
 
 @dataclass(frozen=True)
@@ -111,18 +114,24 @@ class Api:
         prompts = await self._tokenize(parsed, ready)
         adds = self._plan(parsed, prompts, ready)
         tally.on_end(self.hooks.admit(adds, ready))
-        writer = endpoint.writer(
-            secrets.token_hex(16),
-            int(time.time()),
+        writer = self._writer(parsed, endpoint)
+        tally.accepted(sum(map(len, prompts)))
+        groups = self._groups(parsed, adds)
+        generation = Generation(self.client.submit(adds), groups, parsed.n, tally)
+        return Call(self.hooks, parsed, writer, generation, tally)
+
+    def _writer(self, parsed: GenerationRequest, endpoint: Endpoint) -> ResponseWriter:
+        response_id, created = secrets.token_hex(16), int(time.time())
+        if isinstance(parsed, ResponsesChat):
+            return ResponsesWriter(response_id, created, parsed.model, asked=parsed.asked)
+        return endpoint.writer(
+            response_id,
+            created,
             parsed.model,
             fingerprint=self.fingerprint,
             include_usage=parsed.include_usage,
             return_token_ids=parsed.return_token_ids,
         )
-        tally.accepted(sum(map(len, prompts)))
-        groups = self._groups(parsed, adds)
-        generation = Generation(self.client.submit(adds), groups, parsed.n, tally)
-        return Call(self.hooks, parsed, writer, generation, tally)
 
     def _groups(self, parsed: GenerationRequest, adds: list[AddRequest]) -> dict[str, Group]:
         namer = Namer(self.tokenizer, as_ids=parsed.return_tokens_as_token_ids)

@@ -8,6 +8,8 @@ from protocol.openai import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRe
 
 def prompt_param(parsed: GenerationRequest) -> str:
     """The field that the prompt came in, for error messages."""
+    if parsed.endpoint == "/v1/responses":
+        return "input"
     return "messages" if isinstance(parsed, ChatRequest) else "prompt"
 
 

@@ -95,6 +95,7 @@ class ResponseWriter:
     id_prefix: ClassVar[str]
     full_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    end: ClassVar[bytes] = sse.DONE  # what a stream ends with
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from protocol.openai_completions import CompletionRequest
 from protocol.openai_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, NEUTRAL_MESSAGE
 from protocol.openai_sampling import GenerationRequest
 from protocol.openai_tokenize import DetokenizeRequest, TokenizeRequest
+from protocol.responses_request import NEUTRAL_RESPONSES, ResponsesRequest
 from protocol.version import VERSION
 
 Schema = dict[str, Any]
@@ -22,10 +23,12 @@ _REF = "#/components/schemas/{model}"
 _NEUTRAL: dict[type[BaseModel], dict[str, tuple[Any, ...]]] = {
     CompletionRequest: NEUTRAL_COMPLETION,
     ChatRequest: NEUTRAL_CHAT,
+    ResponsesRequest: NEUTRAL_RESPONSES,
 }
 _POSTS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionRequest, "Continues texts."),
     "/v1/chat/completions": (ChatRequest, "Answers a conversation."),
+    "/v1/responses": (ResponsesRequest, "Answers a text or a conversation."),
     "/tokenize": (TokenizeRequest, "The token ids of a text or a conversation."),
     "/detokenize": (DetokenizeRequest, "The text of token ids."),
 }
@@ -63,7 +66,7 @@ def document() -> Schema:
 
 def _operation(summary: str, model: type[BaseModel] | None) -> Schema:
     kinds: Schema = {"application/json": {}}
-    if model is not None and issubclass(model, GenerationRequest):
+    if model is not None and issubclass(model, GenerationRequest | ResponsesRequest):
         kinds["text/event-stream"] = {}
     responses: Schema = {"200": {"description": "The answer.", "content": kinds}}
     if model is None:

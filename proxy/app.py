@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
-GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions")
+GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # a decode server's answer, as it is
 MODELS_PATH = "/v1/models"
 DOCUMENT_PATHS = ("/openapi.json", "/docs")

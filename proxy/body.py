@@ -28,6 +28,7 @@ _NULL = _raw(None)
 _ONE = _raw(1)
 _FALSE = _raw(False)
 _REMOTE_DECODE = _raw(REMOTE_DECODE)
+_LIMITS = {"/v1/responses": ("max_output_tokens",)}  # where they have other names
 _BOOLEANS_OR_NULL = (b"true", b"false", b"null")
 
 
@@ -65,11 +66,12 @@ def sanitize(body: Body) -> tuple[Body, bool]:
     return clean, member(body, "kv_transfer_params") != b"null"
 
 
-def prefill_leg(body: Body) -> bytes:
+def prefill_leg(body: Body, path: str = "/v1/completions") -> bytes:
     """What the prefill server is asked: the same request, for one token."""
     leg = {name: value for name, value in body.items() if name != "stream_options"}
-    limits = [n for n in ("max_tokens", "max_completion_tokens") if member(leg, n) != b"null"]
-    for name in limits or ["max_tokens"]:
+    names = _LIMITS.get(path, ("max_tokens", "max_completion_tokens"))
+    limits = [name for name in names if member(leg, name) != b"null"]
+    for name in limits or names[:1]:
         if not limits or _is_token_limit(member(leg, name)):
             leg[name] = _ONE
     if member(leg, "stream") in _BOOLEANS_OR_NULL:

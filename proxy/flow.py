@@ -102,7 +102,7 @@ class Flow:
 
     async def _prefill(self, request: ClientRequest, trace: Trace) -> Answer | msgspec.Raw | None:
         """The params of a prefill, None to do without, or the answer that refuses the request."""
-        leg = bodies.prefill_leg(request.body)
+        leg = bodies.prefill_leg(request.body, request.path)
 
         async def send(server: Server) -> Answer:
             return await read(

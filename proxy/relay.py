@@ -35,6 +35,12 @@ _NOT_RELAYED = frozenset(
 )
 
 
+_LAST_EVENTS = tuple(
+    b"event: " + name
+    for name in (b"error", b"response.completed", b"response.incomplete", b"response.failed")
+)
+
+
 class EventBuffer:
     """Passes complete events on and keeps the rest; knows whether the stream came to its end."""
 
@@ -60,10 +66,11 @@ class EventBuffer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last event was one that ends a stream: [DONE], or an error."""
+        """Whether the last event was one that ends a stream: [DONE], an error, a whole response."""
         text = self._last.replace(b"\r\n", b"\n").strip()
         last = text[text.rfind(b"\n\n") + 1 :].strip()
-        return last == b"data: [DONE]" or last.startswith(b"event: error") or b'"error"' in last
+        is_error = b'"error":{' in last or b'"error": {' in last  # not "error":null of a response
+        return last == b"data: [DONE]" or last.startswith(_LAST_EVENTS) or is_error
 
 
 def _last_event_end(data: bytes) -> int:

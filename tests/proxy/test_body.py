@@ -155,3 +155,10 @@ def test_min_tokens_shapes_the_first_token_and_stays() -> None:
 def test_params_are_taken_from_the_answer_as_they_are(answer: bytes, params: bytes | None) -> None:
     found = params_of(answer)
     assert (None if found is None else bytes(found)) == params
+
+
+def test_a_response_is_prefilled_with_its_own_limit() -> None:
+    for body in ({"input": "a"}, {"input": "a", "max_output_tokens": 9, "stream": True}):
+        leg = json.loads(prefill_leg(parse_body(json.dumps(body).encode()), "/v1/responses"))
+        assert leg["max_output_tokens"] == 1 and "max_tokens" not in leg
+        assert leg.get("stream", False) is False

@@ -45,6 +45,8 @@ def test_a_whole_event_is_not_held_back() -> None:
         (b"data: 1\n\n" + sse.error_event(EngineDied("gone")), True),
         (b'data: {"error": {"message": "x"}}\n\n', True),
         (b'data: {"error": 1}\n\ndata: 2\n\n', False),
+        (b'event: response.created\ndata: {"response":{"error":null}}\n\n', False),
+        (b'data: 1\n\nevent: response.completed\ndata: {"response":{}}\n\n', True),
     ],
 )
 def test_a_stream_has_ended_when_its_last_event_says_so(stream: bytes, ended: bool) -> None:

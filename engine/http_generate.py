@@ -46,6 +46,7 @@ from protocol.openai import (
     CompletionWriter,
     GenerationRequest,
     ResponseWriter,
+    client_request,
     parse_chat,
     parse_completion,
     parse_json_object,
@@ -92,6 +93,8 @@ class Api:
         try:
             members = parse_json_object(await read_body(request, self.settings.max_body_bytes))
             parsed = endpoint.parse(members)
+            if (asked := client_request(members)) is not None:
+                endpoint.parse(asked)  # what the decode server would refuse after the prefill
             call = await self._start(parsed, endpoint, tally)
         except BatonError as error:
             for message in self.hooks.refused(members.get("kv_transfer_params")):

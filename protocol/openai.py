@@ -2,7 +2,7 @@
 
 openai_fields.py holds what is accepted without being used; openai_sampling.py, _completions.py and
 _chat.py what is read, by the means of openai_requests.py; openai_responses.py what is written.
-The proxy needs only `REMOTE_DECODE`: see proxy/body.py.
+The proxy needs only what is at the end of this file: see proxy/body.py.
 """
 
 from typing import Any
@@ -28,7 +28,9 @@ from protocol.openai_responses import (
 from protocol.openai_sampling import GenerationRequest
 
 __all__ = [
+    "CLIENT_MEMBERS",
     "DEFAULT_COMPLETION_TOKENS",
+    "REMOTE_DECODE",
     "ChatRequest",
     "ChatWriter",
     "ChoicePiece",
@@ -41,6 +43,7 @@ __all__ = [
     "TokenReport",
     "TokenText",
     "Usage",
+    "client_request",
     "kv_header",
     "model_list",
     "parse_chat",
@@ -57,3 +60,23 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+
+# Members that a proxy changes for the prefill leg: it repeats the client's own in `client_request`.
+CLIENT_MEMBERS = (
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "stream",
+    "stream_options",
+)
+
+
+def client_request(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The request behind a prefill leg as the client made it; None where the proxy did not say."""
+    params = body.get("kv_transfer_params")
+    asked = params.get("client_request") if isinstance(params, dict) else None
+    if not isinstance(asked, dict):
+        return None
+    hidden = (*CLIENT_MEMBERS, "kv_transfer_params")
+    kept = {name: value for name, value in body.items() if name not in hidden}
+    return kept | {name: asked[name] for name in CLIENT_MEMBERS if name in asked}

@@ -10,7 +10,7 @@ import secrets
 import msgspec
 
 from protocol.errors import InvalidRequest
-from protocol.openai import REMOTE_DECODE
+from protocol.openai import CLIENT_MEMBERS, REMOTE_DECODE
 
 Body = dict[str, msgspec.Raw]
 
@@ -27,7 +27,6 @@ def _raw(value: object) -> msgspec.Raw:
 _NULL = _raw(None)
 _ONE = _raw(1)
 _FALSE = _raw(False)
-_REMOTE_DECODE = _raw(REMOTE_DECODE)
 _LIMITS = {"/v1/responses": ("max_output_tokens",)}  # where they have other names
 _BOOLEANS_OR_NULL = (b"true", b"false", b"null")
 
@@ -67,7 +66,11 @@ def sanitize(body: Body) -> tuple[Body, bool]:
 
 
 def prefill_leg(body: Body, path: str = "/v1/completions") -> bytes:
-    """What the prefill server is asked: the same request, for one token."""
+    """What the prefill server is asked: the same request, for one token.
+
+    What the client had said of that goes along as `client_request`, for the prefill server to
+    refuse what the decode server would, before there is any work.
+    """
     leg = {name: value for name, value in body.items() if name != "stream_options"}
     names = _LIMITS.get(path, ("max_tokens", "max_completion_tokens"))
     limits = [name for name in names if member(leg, name) != b"null"]
@@ -76,7 +79,8 @@ def prefill_leg(body: Body, path: str = "/v1/completions") -> bytes:
             leg[name] = _ONE
     if member(leg, "stream") in _BOOLEANS_OR_NULL:
         leg["stream"] = _FALSE
-    leg["kv_transfer_params"] = _REMOTE_DECODE
+    asked = {name: body[name] for name in CLIENT_MEMBERS if name in body}
+    leg["kv_transfer_params"] = _raw({**REMOTE_DECODE, "client_request": asked})
     return _encode(leg)
 
 

@@ -47,7 +47,7 @@ from tests.engine.http_server import (
         ({"prompt": "x" * 17_000}, 400, r"is 64 tokens and .* too long: it has at least \d+"),
         ({"model": "nope"}, 404, "'nope'; this server has 'm'"),
         ({"temperature": -1}, 400, "`temperature` is -1"),
-        ({"n": 2}, 400, "`n`"),
+        ({"n": 129}, 400, "`n`"),
         ({"prompt": "x" * MAX_BODY}, 413, f"longer than {MAX_BODY} bytes"),
     ],
 )
@@ -115,6 +115,29 @@ def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) ->
             assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
             wrong = await server.http.get("/v1/completions")
             assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"max_tokens": 8}, "min_tokens"),
+        ({"max_tokens": 9, "stream_options": "all"}, "stream_options"),
+        ({"max_tokens": 9, "stream": True}, "best_of"),
+    ],
+)
+def test_a_prefill_is_refused_for_what_its_client_asked(
+    tokenizer: Tokenizer, asked: dict[str, Any], param: str
+) -> None:
+    params = {"do_remote_decode": True, "client_request": asked}
+    leg = {"max_tokens": 1, "min_tokens": 9, "best_of": 2, "kv_transfer_params": params}
+
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            response = await server.post(**leg)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+            assert server.engine.added == []
 
     run(main)
 

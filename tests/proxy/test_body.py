@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
-from protocol.openai import REMOTE_DECODE
+from protocol.openai import REMOTE_DECODE, client_request
 from proxy.body import decode_leg, params_of, parse_body, prefill_leg, sanitize
 
 JSON = st.recursive(
@@ -119,7 +119,7 @@ def test_the_prefill_server_is_asked_for_one_token(
     assert leg == {
         "prompt": "x",
         "stream": False,
-        "kv_transfer_params": REMOTE_DECODE,
+        "kv_transfer_params": {**REMOTE_DECODE, "client_request": given_limits},
         **leg_limits,
     }
 
@@ -129,6 +129,13 @@ def test_the_prefill_server_does_not_stream(stream: bool | None) -> None:
     leg = prefill(stream=stream, stream_options={"include_usage": True})
     assert leg["stream"] is False
     assert "stream_options" not in leg
+
+
+def test_the_prefill_server_can_see_what_the_client_asked_for() -> None:
+    asked = {"max_tokens": 5, "stream": True, "stream_options": {"include_usage": 1}}
+    leg = prefill(prompt="x", seed=1, **asked)
+    assert client_request(leg) == {"prompt": "x", "seed": 1, **asked}
+    assert client_request({"prompt": "x", "kv_transfer_params": REMOTE_DECODE}) is None
 
 
 def test_a_wrong_stream_is_left_for_the_prefill_server_to_refuse() -> None:

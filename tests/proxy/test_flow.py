@@ -47,7 +47,8 @@ def test_a_request_goes_through_both_servers(path: str) -> None:
             assert response.json() == {"text": "onetwo"}
             (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
             assert to_p.path == to_d.path == path
-            leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": NULL_PARAMS}
+            params = {**NULL_PARAMS, "client_request": {"max_tokens": 7}}
+            leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
             assert to_p.body == leg
             assert to_d.body == {**body, "kv_transfer_params": KV_PARAMS}
             assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1

@@ -2,6 +2,7 @@
 
 POST /v1/completions, /v1/chat/completions, /v1/responses     engine/http_generate.py
 POST /tokenize, /detokenize                    engine/http_tokenize.py
+POST /release_kv                               nobody will use the KV of these kv_transfer_params
 GET  /v1/models, /v1/models/{name}
 GET  /openapi.json, /docs                      protocol/openapi.py
 GET  /health     this process and its engine are alive
@@ -20,7 +21,14 @@ from starlette.responses import JSONResponse
 from engine.client import Engine
 from engine.http_generate import CHAT, COMPLETIONS, RESPONSES, Api
 from engine.http_hooks import HttpSettings, PlainHooks, ServerHooks
-from engine.http_middleware import RequestIdMiddleware, error_response, plain_error
+from engine.http_middleware import (
+    CLIENT_GONE,
+    ClientDisconnected,
+    RequestIdMiddleware,
+    error_response,
+    plain_error,
+    read_body,
+)
 from engine.http_tokenize import add_tokenizing
 from engine.tokenizer import Tokenizer
 from protocol import openapi
@@ -28,6 +36,7 @@ from protocol.cors import cors_options
 from protocol.errors import BatonError, InternalError, ModelNotFound
 from protocol.logging import get_logger
 from protocol.metrics import CONTENT_TYPE, Metrics
+from protocol.openai import RELEASE_PATH, parse_json_object
 from protocol.openai_responses import model_card, model_list
 
 __all__ = ["HttpSettings", "PlainHooks", "ServerHooks", "create_app"]
@@ -57,6 +66,7 @@ def create_app(
     _add_error_handlers(app)
     _add_generation(app, api)
     add_tokenizing(app, api)
+    _add_release(app, api)
     _add_models(app, api)
     _add_operations(app, api)
     _add_documentation(app)
@@ -77,6 +87,16 @@ def _add_generation(app: FastAPI, api: Api) -> None:
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         return await api.respond(request, RESPONSES)
+
+
+def _add_release(app: FastAPI, api: Api) -> None:
+    @app.post(RELEASE_PATH)
+    async def release_kv(request: Request) -> Response:
+        members = parse_json_object(await read_body(request, api.settings.max_body_bytes))
+        messages = api.hooks.refused(members.get("kv_transfer_params"))
+        for message in messages:
+            api.client.tell(message)
+        return _state(200, released=len(messages))
 
 
 def _add_models(app: FastAPI, api: Api) -> None:
@@ -146,6 +166,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(BatonError)
     async def on_baton_error(request: Request, error: BatonError) -> Response:
         return error_response(error)
+
+    @app.exception_handler(ClientDisconnected)
+    async def on_client_gone(request: Request, error: ClientDisconnected) -> Response:
+        return Response(status_code=CLIENT_GONE)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:

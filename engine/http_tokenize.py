@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 
 from engine.http_generate import INLINE_CHARS, Api
 from engine.http_limits import check_model, check_token_ids
-from engine.http_middleware import CLIENT_GONE, ClientDisconnected, read_body
+from engine.http_middleware import read_body
 from engine.tokenizer import Tokenizer
 from protocol.openai import parse_json_object
 from protocol.openai_tokenize import (
@@ -35,10 +35,7 @@ def add_tokenizing(app: FastAPI, api: Api) -> None:
 async def _answer(
     request: Request, api: Api, work: Callable[[dict[str, Any], Api], dict[str, Any]]
 ) -> Response:
-    try:
-        raw = await read_body(request, api.settings.max_body_bytes)
-    except ClientDisconnected:
-        return Response(status_code=CLIENT_GONE)
+    raw = await read_body(request, api.settings.max_body_bytes)
     members = parse_json_object(raw)
     if len(raw) > INLINE_CHARS:
         return JSONResponse(await asyncio.to_thread(work, members, api))

@@ -1,12 +1,20 @@
 """The prefill server's HTTP side: which requests keep their KV, and what the answer adds."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.http_hooks import nothing
 from protocol import kv_params
-from protocol.errors import InvalidRequest, Overloaded
-from protocol.messages import AddRequest, EngineInput, EngineReady, SamplingParams, TokenDelta
+from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineInput,
+    EngineReady,
+    SamplingParams,
+    TokenDelta,
+)
 from protocol.openai import GenerationRequest
 
 
@@ -19,7 +27,7 @@ class PrefillHooks:
     role = "prefill"
 
     def __init__(self, secret: bytes) -> None:
-        del secret  # the engine signs: it knows the blocks
+        self._secret = secret
         self._num_batch_blocks = 0  # of unanswered requests with several prompts
 
     def prepare(
@@ -60,7 +68,15 @@ class PrefillHooks:
         return release
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        return ()
+        """Nobody will come for KV that this server leased: it need not wait for that."""
+        offered = kv_transfer_params
+        messages = []
+        for item in offered if isinstance(offered, list) else [offered]:
+            with contextlib.suppress(KVParamsRejected):
+                params = kv_params.parse(item)
+                params.verify(self._secret)
+                messages.append(AbortRequest(params.remote_request_id))
+        return messages
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         params = [final.kv_transfer_params for final in finals]

@@ -30,6 +30,7 @@ from protocol.openai_sampling import GenerationRequest
 __all__ = [
     "CLIENT_MEMBERS",
     "DEFAULT_COMPLETION_TOKENS",
+    "RELEASE_PATH",
     "REMOTE_DECODE",
     "ChatRequest",
     "ChatWriter",
@@ -60,6 +61,8 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+
+RELEASE_PATH = "/release_kv"  # of a server: nobody will come for the KV of `kv_transfer_params`
 
 # Members that a proxy changes for the prefill leg: it repeats the client's own in `client_request`.
 CLIENT_MEMBERS = (

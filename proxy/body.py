@@ -100,6 +100,11 @@ def decode_leg(body: Body, params: msgspec.Raw | None) -> bytes:
     return _encode(body if params is None else {**body, "kv_transfer_params": params})
 
 
+def release_body(params: msgspec.Raw) -> bytes:
+    """What a prefill server is told when nobody will come for the KV that it leased."""
+    return _encode({"kv_transfer_params": params})
+
+
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = _NULL
 

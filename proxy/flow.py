@@ -7,6 +7,7 @@ prefill leg --params--> decode leg --> the client gets the decode server's bytes
 A request that only scores its prompt is the prefill server's alone; no KV moves.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,9 @@ import msgspec
 
 from protocol import sse
 from protocol.errors import BatonError, NoServerAvailable
+from protocol.logging import get_logger
 from protocol.metrics import Metrics
+from protocol.openai import RELEASE_PATH
 from proxy import body as bodies
 from proxy.body import Body
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
@@ -23,6 +26,10 @@ from proxy.membership import Fleet, Server
 from proxy.relay import Reply
 from proxy.retry import Failure, Kind, RetryPolicy
 from proxy.upstream import Headers, Response, TimedOut, Upstream, UpstreamError
+
+logger = get_logger(__name__)
+
+GIVE_BACK_TIMEOUT_S = 2.0  # a prefill server that is silent frees the KV when its lease ends
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,27 @@ class Flow:
             await reply.relay_answer(prefilled.status, prefilled.headers, prefilled.body)
         else:
             leg = bodies.decode_leg(request.body, prefilled)
-            await self._decode("POST", request.path, request.headers, leg, reply, trace)
+            try:
+                await self._decode("POST", request.path, request.headers, leg, reply, trace)
+            except BatonError:
+                if prefilled is not None:
+                    await self._give_back(request, prefilled, trace)
+                raise
+
+    async def _give_back(self, request: ClientRequest, params: msgspec.Raw, trace: Trace) -> None:
+        """Tells the prefill server that nobody will come for the KV; its lease runs out anyway."""
+        try:
+            async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):
+                response = await self._upstream.send(
+                    trace.prefill,
+                    "POST",
+                    RELEASE_PATH,
+                    headers=request.headers,
+                    body=bodies.release_body(params),
+                )
+                await response.read()
+        except (UpstreamError, TimeoutError) as error:
+            logger.info("KV was not given back to %s: %r", trace.prefill, error)
 
     async def get(self, path: str, headers: Headers, reply: Reply, trace: Trace) -> None:
         """Answers a GET as a decode server does.

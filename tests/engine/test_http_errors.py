@@ -124,14 +124,13 @@ def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) ->
     [
         ({"max_tokens": 8}, "min_tokens"),
         ({"max_tokens": 9, "stream_options": "all"}, "stream_options"),
-        ({"max_tokens": 9, "stream": True}, "best_of"),
     ],
 )
 def test_a_prefill_is_refused_for_what_its_client_asked(
     tokenizer: Tokenizer, asked: dict[str, Any], param: str
 ) -> None:
     params = {"do_remote_decode": True, "client_request": asked}
-    leg = {"max_tokens": 1, "min_tokens": 9, "best_of": 2, "kv_transfer_params": params}
+    leg = {"max_tokens": 1, "min_tokens": 9, "kv_transfer_params": params}
 
     async def main() -> None:
         async with serving(tokenizer) as server:

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 
 from prefill_server.server import PrefillHooks
+from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
-from protocol.messages import AddRequest, EngineReady, SamplingParams, TokenDelta
+from protocol.messages import AbortRequest, AddRequest, EngineReady, SamplingParams, TokenDelta
 from protocol.openai import parse_completion
+from tests.protocol.test_kv_params import values
 
 _ASK = {
     "do_remote_decode": True,
@@ -51,6 +53,13 @@ def test_one_prompt_answers_with_an_object_and_several_with_a_list() -> None:
     assert hooks.finish(finals[:1]) == {"kv_transfer_params": {"lease_id": "a"}}
     assert hooks.finish(finals) == {"kv_transfer_params": [{"lease_id": "a"}, {"lease_id": "b"}]}
     assert hooks.finish([TokenDelta(request_id="c")]) == {}
+
+
+def test_kv_that_nobody_will_come_for_is_let_go() -> None:
+    params = kv_params.build(b"secret", **values(remote_request_id="r-1")).to_json()
+    hooks = PrefillHooks(b"secret")
+    assert hooks.refused([params, {**params, "lease_s": 9.0}, None, 3]) == [AbortRequest("r-1")]
+    assert hooks.refused(_ASK) == []
 
 
 _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=9)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.fakes import Call, Drop, Fake, Rig, decodes, prefills, run, until
+from tests.proxy.fakes import KV_PARAMS, Call, Drop, Fake, Rig, decodes, prefills, run, until
 
 
 @pytest.mark.parametrize("tail", [b"", b'data: {"half'])
@@ -145,5 +145,27 @@ def test_a_client_that_hangs_up_at_done_is_no_disconnect() -> None:
             await hung_up.wait()
             await until(lambda: rig.metric("baton_proxy_responses", status="200") == 1)
             assert rig.metric("baton_proxy_client_disconnects") == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize("answers_release", [True, False])
+def test_kv_is_given_back_when_no_decode_server_takes_the_request(answers_release: bool) -> None:
+    async def prefills_and_hears(call: Call) -> None:
+        if call.path == "/release_kv" and not answers_release:
+            raise Drop
+        await prefills(call)
+
+    async def drops(call: Call) -> None:
+        raise Drop
+
+    async def test() -> None:
+        async with Rig(prefill=[Fake(prefills_and_hears)], decode=[Fake(drops)]) as rig:
+            response = await rig.complete()
+            assert response.status_code == 502
+            assert response.json()["error"]["code"] == "decode_server_lost"
+            released = rig.prefill[0].calls[1]
+            assert released.path == "/release_kv"
+            assert released.body == {"kv_transfer_params": KV_PARAMS}
 
     run(test())

@@ -31,6 +31,19 @@ from benchmarks.load import (
 )
 from benchmarks.openai_stream import Endpoint, Timeline
 
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
+        "is_member": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "is_member"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": _PERSON, "minItems": 1000}
+
 MAX_REQUESTS = 100_000
 MAX_IN_FLIGHT = 16_384
 
@@ -60,6 +73,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of prompts and arrivals; take another for the next "
         "run on the same servers, whose prefix caches know these prompts")  # fmt: skip
     add("--no-ignore-eos", action="store_true", help="outputs may end early")
+    add(
+        "--schema",
+        action="store_true",
+        help="outputs are JSON by a schema (a long list of objects)",
+    )
     add("--slo-ttft-ms", type=float, default=1000.0, help="longest good time to first token (ms)")
     add("--slo-itl-ms", type=float, default=100.0, help="longest good mean time per token (ms)")
     add("--timeout-s", type=float, default=120.0, help="longest silence of the endpoint (s)")
@@ -132,6 +150,8 @@ def request_body(options: argparse.Namespace, index: int) -> dict[str, Any]:
         body["prompt"] = prompt
     if not options.no_ignore_eos:
         body["ignore_eos"] = True
+    if options.schema:
+        body["structured_outputs"] = {"json": SCHEMA}
     if options.is_baton:
         body["return_token_ids"] = True  # each token shows, also one that completes no character
     return body

@@ -1,16 +1,22 @@
 """langchain-openai and litellm against the proxy: they read our answers, streams and errors."""
 
 import asyncio
+import enum
+import functools
+import operator
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network
 
+import langchain_core.exceptions
 import langchain_openai
 import litellm
 import openai
+import pydantic
 import pytest
+from langchain_core.messages import ToolMessage
 
 from tests.e2e.client import MODEL
 from tests.e2e.cluster import Cluster, wait_until
@@ -111,6 +117,13 @@ def test_langchain_batches_and_streams_asynchronously(
     assert text == answer
 
 
+def test_langchain_reads_logprobs(chat: Callable[..., Any], answer: str) -> None:
+    message = chat(logprobs=True, top_logprobs=2).invoke(_LANGCHAIN_MESSAGES)
+    told = message.response_metadata["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in told).startswith(answer)
+    assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in told)
+
+
 def test_langchain_completes_texts(tiny_cluster: Cluster, continuation: str) -> None:
     model = langchain_openai.OpenAI(
         base_url=f"{tiny_cluster.url}/v1",
@@ -130,7 +143,7 @@ def test_langchain_raises_openais_errors(chat: Callable[..., Any]) -> None:
         chat(top_p=3.0).invoke(_LANGCHAIN_MESSAGES)
     with pytest.raises(openai.NotFoundError, match="gpt-17"):
         chat(model="gpt-17").invoke(_LANGCHAIN_MESSAGES)
-    with pytest.raises(openai.BadRequestError, match="context"):
+    with pytest.raises(langchain_core.exceptions.ContextOverflowError):
         chat().invoke([("user", "ball " * 5000)])
 
 
@@ -180,3 +193,78 @@ def test_litellm_maps_our_errors_to_its_own(lite: dict[str, Any]) -> None:
         litellm.completion(messages=_MESSAGES, top_p=3.0, **lite)
     with pytest.raises(litellm.NotFoundError, match="gpt-17"):
         litellm.completion(messages=_MESSAGES, **{**lite, "model": "openai/gpt-17"})
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[{"role": "user", "content": "ball " * 5000}], **lite)
+
+
+# -- structured output and tools -----------------------------------------------------------------
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+    GREEN = "green"
+
+
+class Toy(pydantic.BaseModel):
+    """A toy in the garden."""
+
+    # A tiny model would make members up until its tokens are used up.
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    colour: Colour
+    is_old: bool
+
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find_toy",
+        "description": "Finds a toy.",
+        "parameters": Toy.model_json_schema(),
+    },
+}
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain_gets_structured_output(chat: Callable[..., Any], method: str) -> None:
+    asking = chat(max_tokens=200).with_structured_output(Toy, method=method)
+    assert isinstance(asking.invoke(_LANGCHAIN_MESSAGES), Toy)
+
+
+def test_langchain_calls_tools(chat: Callable[..., Any]) -> None:
+    asking = chat(max_tokens=200).bind_tools([Toy], tool_choice="Toy")
+    message = asking.invoke(_LANGCHAIN_MESSAGES)
+    (call,) = message.tool_calls
+    assert call["name"] == "Toy"
+    toy = Toy.model_validate(call["args"])
+    streamed = list(asking.stream(_LANGCHAIN_MESSAGES))
+    joined = functools.reduce(operator.add, streamed)
+    assert [(c["name"], c["args"]) for c in joined.tool_calls] == [("Toy", call["args"])]
+    assert len(streamed) > 3, "arguments come as they are made"
+    answered = [*_LANGCHAIN_MESSAGES, message, ToolMessage(toy.colour, tool_call_id=call["id"])]
+    assert chat().invoke(answered).content is not None
+
+
+def test_litellm_calls_tools(lite: dict[str, Any]) -> None:
+    lite = {**lite, "max_tokens": 200, "tools": [_TOOL], "tool_choice": "required"}
+    message = litellm.completion(messages=_MESSAGES, **lite).choices[0].message
+    (call,) = message.tool_calls
+    assert call.function.name == "find_toy"
+    Toy.model_validate_json(call.function.arguments)
+    chunks = list(litellm.completion(messages=_MESSAGES, stream=True, **lite))
+    rebuilt = litellm.stream_chunk_builder(chunks, messages=_MESSAGES)
+    (again,) = rebuilt.choices[0].message.tool_calls
+    assert again.function.arguments == call.function.arguments
+    assert rebuilt.choices[0].finish_reason == "tool_calls"
+
+
+def test_litellm_gets_structured_output(lite: dict[str, Any]) -> None:
+    lite = {**lite, "max_tokens": 200, "response_format": Toy}
+    response = litellm.completion(messages=_MESSAGES, **lite)
+    Toy.model_validate_json(response.choices[0].message.content)
+
+
+def test_litellm_maps_a_bad_schema_to_its_own_error(lite: dict[str, Any]) -> None:
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}}}
+    with pytest.raises(litellm.BadRequestError, match="response_format"):
+        litellm.completion(messages=_MESSAGES, response_format=bad, **lite)

@@ -33,9 +33,9 @@ from kvcache.transfer.pull import (
 )
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
-from protocol.errors import BatonError
+from protocol.errors import BatonError, KVParamsRejected
 from protocol.handshake import EngineMetadata
-from protocol.messages import RemotePrefill
+from protocol.messages import AddRequest, RemotePrefill
 from protocol.metrics import stat_key
 
 logger = logging.getLogger("baton.decode")
@@ -51,6 +51,19 @@ class QuarantineOverflow(Exception):
 
 def _key(remote: RemotePrefill) -> _PeerKey:
     return remote.engine_id, remote.incarnation
+
+
+def _lack(request: AddRequest, remote: RemotePrefill) -> str | None:
+    """What of the request the prefill server did not answer."""
+    if len(remote.first_tokens) != request.num_choices:
+        return f"first_tokens holds {len(remote.first_tokens)} for {request.num_choices} choices"
+    wanted = request.num_prompt_logprobs
+    if wanted is None:
+        return None
+    rows = remote.prompt_logprobs
+    if rows is None or any(row is not None and len(row.top_ids) < wanted for row in rows):
+        return f"prompt_logprobs lacks the {wanted} of each token that the request asks for"
+    return None
 
 
 class DecodeRole(KVRole):
@@ -78,10 +91,28 @@ class DecodeRole(KVRole):
         if remote is None:
             self.core.enqueue(sequence)
             return
+        if problem := _lack(sequence.request, remote):
+            self._refuse_remote(sequence, problem)
+            return
         self._remote[sequence.request_id] = sequence
         self._coordinator.hold(sequence.request_id, remote)
         self._connecting.setdefault(_key(remote), []).append(sequence)
         self._coordinator.connect(remote)
+
+    def _refuse_remote(self, sequence: Sequence, problem: str) -> None:
+        """A reference that does not say what this request asks for is as good as none."""
+        assert sequence.remote is not None
+        self.on_release(sequence.remote)
+        sequence.forget_remote()
+        self._totals["baton_kv_params_rejected"] += 1
+        error = KVParamsRejected(
+            f"kv_transfer_params.{problem}: prefill this request anew", param="kv_transfer_params"
+        )
+        logger.warning("request %s: %s", sequence.request_id, error.message)
+        if self._policy.recomputes(error):
+            self.core.enqueue(sequence)
+        else:
+            self.core.fail(sequence, error)
 
     def on_receive(self, sequence: Sequence) -> None:
         assert sequence.remote is not None
@@ -199,10 +230,9 @@ class DecodeRole(KVRole):
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
         """No KV will come to a sequence that holds no block."""
         self._count_failure(sequence, error)
-        sequence.remote = None
         # Nothing proves that a peer without a handshake runs this model: its token may be no
         # token of ours. What has been sent came from a proven one, and stays.
-        sequence.forget_first_token()
+        sequence.forget_remote()
         if not self._policy.recomputes(error):
             self.core.fail(sequence, error)
         elif sequence.was_admitted:  # it has waited its turn already

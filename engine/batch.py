@@ -5,7 +5,7 @@ same arrays go through memory on rank 0 and as msgpack bytes to the other ranks.
 """
 
 from collections.abc import Sequence as Sequenceable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attention.base import AttentionBatch
-from engine.scheduler import Scheduled
+from engine.scheduler import BlockCopy, Scheduled
 from engine.shaping import ShapeBook, StepShapes
 from protocol.messages import SamplingParams, TokenLogprobs
 
@@ -38,6 +38,14 @@ class KnownMasks:
         return self.bits
 
 
+class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens whose logprobs are wanted: that of targets[i] from row first_row + i of T."""
+
+    first_row: int
+    targets: list[int]
+    num_top: int  # most likely tokens to report beside each
+
+
 @dataclass(frozen=True, eq=False)
 class StepInput:
     """T tokens of S sequences; R of the sequences draw their next token at the end."""
@@ -46,10 +54,12 @@ class StepInput:
     query_lens: Int32s  # [S] tokens to compute
     context_lens: Int32s  # [S] tokens of KV once they are computed
     block_tables: Int32s  # [S, max_blocks], padded with the null block
-    sample_rows: Int32s  # [R] indices into S
+    sample_rows: Int32s  # [R] indices into S; a row that several choices draw from is repeated
     sampling: list[SamplingParams]  # [R], without what travels in `shapes` and `masks`
     shapes: StepShapes | None = None  # None: no row has a bias, penalty or ban
     masks: Masks | None = None  # None: no row has a grammar
+    copies: list[tuple[int, int]] = field(default_factory=list)  # source, target blocks; made first
+    scores: list[ScoredRows] = field(default_factory=list)
 
     @property
     def positions(self) -> Int64s:
@@ -84,6 +94,7 @@ class StepOutput:
 
     token_ids: list[int]  # [R]
     logprobs: list[TokenLogprobs | None]  # [R]
+    scores: list[list[TokenLogprobs]] = field(default_factory=list)  # as StepInput.scores
 
 
 class PendingStep(Protocol):
@@ -94,10 +105,13 @@ class PendingStep(Protocol):
 
 
 def build_step(
-    scheduled: Sequenceable[Scheduled], book: ShapeBook, masks: Masks | None = None
+    scheduled: Sequenceable[Scheduled],
+    book: ShapeBook,
+    masks: Masks | None = None,
+    copies: Sequenceable[BlockCopy] = (),
 ) -> StepInput:
     """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences, `masks`
-    are those of the rows that draw."""
+    are those of the rows that draw, `copies` what the scheduler wants copied first."""
     sequences = [item.sequence for item in scheduled]
     starts = [item.start for item in scheduled]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
@@ -110,9 +124,9 @@ def build_step(
     tables = np.zeros((len(sequences), max(len(s.block_ids) for s in sequences)), dtype=np.int32)
     for row, sequence in enumerate(sequences):
         tables[row, : len(sequence.block_ids)] = sequence.block_ids
-    drawing = [index for index, item in enumerate(scheduled) if item.samples]
+    drawing = [index for index, item in enumerate(scheduled) for _ in item.draws]
     context_lens = np.array(starts, dtype=np.int32) + query_lens
-    draws = [sequences[index] for index in drawing]
+    draws = [sequence for item in scheduled for sequence in item.draws]
     return StepInput(
         token_ids=np.array(tokens, dtype=np.int64),
         query_lens=query_lens,
@@ -122,7 +136,22 @@ def build_step(
         sampling=[sequence.sampling for sequence in draws],
         shapes=book.plan(draws, context_lens[drawing].tolist()),
         masks=masks,
+        copies=[(copy.source, copy.target) for copy in copies],
+        scores=_scores(scheduled),
     )
+
+
+def _scores(scheduled: Sequenceable[Scheduled]) -> list[ScoredRows]:
+    scores, row = [], 0
+    for item in scheduled:
+        if scored := item.scored:
+            sequence = item.sequence
+            targets = sequence.token_ids[scored.start : scored.stop]
+            first_row = row + scored.start - 1 - item.start
+            num_top = sequence.request.num_prompt_logprobs or 0
+            scores.append(ScoredRows(first_row, targets, num_top))
+        row += item.num_tokens
+    return scores
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
@@ -135,6 +164,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
     sampling: list[SamplingParams]
     shapes: StepShapes | None
     masks: bytes | None
+    copies: list[tuple[int, int]]
+    scores: list[ScoredRows]
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -153,6 +184,8 @@ def step_to_bytes(step: StepInput) -> bytes:
             sampling=step.sampling,
             shapes=step.shapes,
             masks=None if step.masks is None else step.masks.result().tobytes(),
+            copies=step.copies,
+            scores=step.scores,
         )
     )
 
@@ -171,4 +204,6 @@ def step_from_bytes(data: bytes) -> StepInput:
         sampling=wire.sampling,
         shapes=wire.shapes,
         masks=masks,
+        copies=wire.copies,
+        scores=wire.scores,
     )

@@ -21,21 +21,21 @@ import time
 from collections import deque
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.batch import PendingStep, StepInput, StepOutput, build_step
-from engine.grammar import Ending, GrammarCompiler, StepMasks
+from engine.grammar import GrammarCompiler, StepMasks
+from engine.outbox import Draw, Outbox
 from engine.role import CoreServices, KVRole
-from engine.scheduler import Plan, Scheduled, Scheduler
+from engine.scheduler import Plan, Scheduled, Scheduler, SchedulerLimits
 from engine.sequence import Phase, Sequence
 from engine.shaping import ShapeBook
 from kvcache.blocks import BlockState
-from protocol.errors import BatonError, ContextLengthExceeded, GrammarFailed
+from protocol.errors import BatonError, ContextLengthExceeded, GrammarFailed, InvalidRequest
 from protocol.messages import (
     AbortRequest,
     AddRequest,
     EngineInput,
-    ErrorInfo,
     ReleaseRemote,
     TokenDelta,
     TokenLogprobs,
@@ -107,7 +107,7 @@ class EngineCore(CoreServices):
         self.sequences: dict[str, Sequence] = {}
         self._shape_book = ShapeBook()
         self._compiling: dict[Sequence, None] = {}  # to be enqueued once their grammars are there
-        self._outbox: list[TokenDelta] = []
+        self._outbox = Outbox()
         self._launched: deque[_Launched] = deque()
         self._last_finish_s = 0.0
         self._totals = dict.fromkeys(_TOTALS, 0.0)
@@ -152,7 +152,7 @@ class EngineCore(CoreServices):
         self._begin(plan)
         if plan.scheduled:
             masks = self._masks(plan.scheduled)
-            step = build_step(plan.scheduled, self._shape_book, masks)
+            step = build_step(plan.scheduled, self._shape_book, masks, self.scheduler.take_copies())
             self._flush()  # first tokens do not wait for the step
             self._launch(plan.scheduled, step)
         self._finish_steps(self.executor.depth if plan.scheduled else 0)
@@ -199,31 +199,26 @@ class EngineCore(CoreServices):
         if isinstance(message, AddRequest):
             self._add(message)
         elif isinstance(message, AbortRequest):
-            self._abort(message.request_id)
+            self._abort(message.request_id, message.choice)
         elif isinstance(message, ReleaseRemote):
             self.role.on_release(message.remote)
 
     def _add(self, request: AddRequest) -> None:
         sequence = Sequence.from_request(request)
-        if len(request.token_ids) >= self.scheduler.limits.max_model_len:
-            # The HTTP process checks this with a proper message; this is the engine's own guard.
-            self._emit_error(sequence, _too_long(request, self.scheduler.limits.max_model_len))
+        error = _refusal(request, self.scheduler.limits)
+        if error is not None:
+            self._outbox.error(sequence, error)
             return
         self.sequences[request.request_id] = sequence
         self.role.on_add(sequence)
 
-    def _abort(self, request_id: str) -> None:
-        sequence = self.sequences.pop(request_id, None)
-        if sequence is None:
+    def _abort(self, request_id: str, choice: int | None) -> None:
+        first = self.sequences.get(request_id)
+        if first is not None:
+            wanted = first.choices if choice is None else first.choices[choice : choice + 1]
+            self._end_choices([(sequence, "abort") for sequence in wanted])
+        elif choice is None:
             self.role.on_abort_unknown(request_id)
-            return
-        self._compiling.pop(sequence, None)
-        if not self.role.on_abort(sequence):
-            self.scheduler.finish(sequence)
-        sequence.phase = Phase.FINISHED
-        self._outbox.append(
-            TokenDelta(request_id=request_id, finish_reason="abort", usage=sequence.usage())
-        )
 
     # -- services to the role ----------------------------------------------------------------
 
@@ -235,17 +230,23 @@ class EngineCore(CoreServices):
             self.role.on_abort(sequence)
             self.fail(sequence, error)
             return
-        reason = sequence.finish_reason(self.scheduler.limits.max_model_len)
-        if reason is not None:  # it ends with the token it came with, and needs no block
-            self._emit_first(sequence)
-            self._finish(sequence, reason)
-            return
-        self.scheduler.add(sequence)
+        ends = [(choice, self._finish_reason(choice)) for choice in sequence.choices]
+        if any(reason is not None for _, reason in ends):
+            # They end with the token they came with, and need no block.
+            self._outbox.found_elsewhere(sequence)
+            self._end_choices([(choice, reason) for choice, reason in ends if reason is not None])
+        if sequence.phase is not Phase.FINISHED:
+            self.scheduler.add(sequence)
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
-        del self.sequences[sequence.request_id]
-        self._compiling.pop(sequence, None)
-        self._emit_error(sequence, error)
+        self.sequences.pop(sequence.request_id, None)
+        self._compiling.pop(sequence.choices[0], None)
+        for choice in sequence.choices:
+            choice.has_ended = True
+            if choice is not sequence and choice.phase in (Phase.WAITING, Phase.RUNNING):
+                self.scheduler.finish(choice)
+            choice.phase = Phase.FINISHED
+        self._outbox.error(sequence, error)
 
     def wake(self) -> None:
         self.transport.wake()
@@ -267,22 +268,15 @@ class EngineCore(CoreServices):
             self._compiling[sequence] = None
             return False
         self._compiling.pop(sequence, None)
-        sequence.grammar = self.grammars.state(sequence.request)
+        for choice in sequence.choices:
+            choice.grammar = self.grammars.state(sequence.request)
         return True
 
     def _masks(self, scheduled: Sequenceable[Scheduled]) -> StepMasks | None:
-        drawing = [item.sequence for item in scheduled if item.samples]
+        drawing = [sequence for item in scheduled for sequence in item.draws]
         if self.grammars is None or all(s.request.sampling.grammar is None for s in drawing):
             return None
         return self.grammars.masks([s.grammar for s in drawing])
-
-    def _end_by_grammar(self, sequence: Sequence, ending: Ending) -> None:
-        """Nothing could be drawn: the token that was drawn all the same is void."""
-        if ending.error is None:
-            self._finish(sequence, "stop")
-        else:
-            self.scheduler.finish(sequence)
-            self.fail(sequence, ending.error)
 
     # -- a round's work ----------------------------------------------------------------------
 
@@ -291,83 +285,109 @@ class EngineCore(CoreServices):
             hits = min(sequence.num_computed, sequence.num_prompt_tokens)
             self._totals["baton_prefix_cache_query_tokens"] += sequence.num_prompt_tokens
             self._totals["baton_prefix_cache_hit_tokens"] += hits
-            self._emit_first(sequence)
+            self._outbox.found_elsewhere(sequence)
         for sequence in plan.receiving:
             self.role.on_receive(sequence)
 
     def _commit(self, scheduled: list[Scheduled], output: StepOutput) -> None:
         drawn = iter(zip(output.token_ids, output.logprobs, strict=True))
+        scores = iter(output.scores)
         for item in scheduled:
-            token = next(drawn) if item.samples else None
-            if item.sequence.phase is not Phase.RUNNING:
+            tokens = [next(drawn) for _ in item.draws]
+            scored = next(scores) if item.scored else []
+            sequence = item.sequence
+            if sequence.phase is not Phase.RUNNING:
                 continue  # it ended after the step was launched
             self.scheduler.computed(item)
-            if token is not None:
-                self._append(item.sequence, *token)
+            self._take_prompt_logprobs(sequence, scored)
+            draws = [
+                self._draw(choice, *token)
+                for choice, token in zip(item.draws, tokens, strict=True)
+                if not choice.has_ended
+            ]
+            self.scheduler.fork_choices(sequence)
+            for draw in draws:
+                self._tell(draw)
+            if sequence.request.max_tokens == 0 and self._finish_reason(sequence):
+                self._end_choices([(choice, "length") for choice in sequence.choices])
 
-    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _take_prompt_logprobs(self, sequence: Sequence, scored: list[TokenLogprobs]) -> None:
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs += scored
+            self._outbox.prompt_logprobs(sequence)
+
+    def _draw(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Draw:
+        """Appends what was drawn. A choice that ends with it is marked, and told of by `_tell`."""
         if sequence.grammar is not None and sequence.grammar.ending is not None:
-            self._end_by_grammar(sequence, sequence.grammar.ending)
-            return
+            sequence.has_ended = True  # nothing could be drawn: what was drawn all the same is void
+            return Draw(sequence, None, None, "stop", sequence.grammar.ending.error)
         sequence.append_output(token_id)
         if sequence.num_outputs == 1:
             sequence.first_logprobs = logprobs
-        reason = sequence.finish_reason(self.scheduler.limits.max_model_len)
-        if reason is None:
-            self._emit_token(sequence, token_id, logprobs)
-        else:
-            self._finish(sequence, reason, token_id, logprobs)
+        reason = self._finish_reason(sequence)
+        sequence.has_ended = reason is not None
+        return Draw(sequence, token_id, logprobs, reason)
 
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: str,
-        token_id: int | None = None,
-        logprobs: TokenLogprobs | None = None,
-    ) -> None:
-        params = self.role.on_finish(sequence)
-        self.scheduler.finish(sequence)
-        del self.sequences[sequence.request_id]
-        self._outbox.append(
-            TokenDelta(
-                request_id=sequence.request_id,
-                token_ids=[] if token_id is None else [token_id],
-                logprobs=None if logprobs is None else [logprobs],
-                finish_reason=reason,
-                usage=sequence.usage(),
-                kv_transfer_params=params,
-            )
-        )
+    def _tell(self, draw: Draw) -> None:
+        if draw.sequence.phase is Phase.FINISHED:
+            return  # another choice's error has ended the request
+        if draw.error is not None:
+            if draw.sequence.phase is Phase.RUNNING:
+                self.scheduler.finish(draw.sequence)
+            self.fail(draw.sequence, draw.error)
+        elif draw.reason is None:
+            assert draw.token_id is not None
+            self._outbox.token(draw.sequence, draw.token_id, draw.logprobs)
+        else:
+            self._end(draw.sequence, draw.reason, draw)
+
+    def _finish_reason(self, sequence: Sequence) -> str | None:
+        return sequence.finish_reason(self.scheduler.limits.max_model_len)
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def _end_choices(self, ends: Sequenceable[tuple[Sequence, str]]) -> None:
+        """Ends those of some choices that have not ended; first all are marked, so that a carrier
+        knows whether it carries any on."""
+        ending = [(choice, reason) for choice, reason in ends if not choice.has_ended]
+        for choice, _ in ending:
+            choice.has_ended = True
+        for choice, reason in ending:
+            self._end(choice, reason)
+
+    def _end(self, choice: Sequence, reason: str, draw: Draw | None = None) -> None:
+        """Lets go of a choice that is marked as ended, and says so."""
+        params: dict[str, Any] | None = None
+        carrier = choice.choices[0]
+        if choice.carried:
+            choice.end_but_carry()
+        elif not choice.is_forked:
+            choice.phase = Phase.FINISHED
+            if carrier.has_ended and not carrier.carried:
+                self._stop(carrier)
+        elif reason == "abort":
+            self._stop(choice)
+        else:
+            params = self.role.on_finish(choice)
+            self.scheduler.finish(choice)
+        self._outbox.end(choice, reason, draw, params)
+        if all(other.has_ended for other in choice.choices):
+            self.sequences.pop(choice.request_id, None)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Ends a sequence wherever it is."""
+        if sequence.phase is Phase.FINISHED:
+            return
+        self._compiling.pop(sequence, None)
+        if not self.role.on_abort(sequence):
+            self.scheduler.finish(sequence)
+        sequence.phase = Phase.FINISHED
 
     # -- out ---------------------------------------------------------------------------------
 
-    def _emit_first(self, sequence: Sequence) -> None:
-        """Sends the token that the prefill server drew, once, before any KV has moved."""
-        first, sequence.first_token = sequence.first_token, None
-        if first is not None:
-            self._emit_token(sequence, first.id, first.logprobs)
-
-    def _emit_token(
-        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
-    ) -> None:
-        if sequence.request.sampling.num_logprobs is None:
-            logprobs = None
-        self._outbox.append(
-            TokenDelta(
-                request_id=sequence.request_id,
-                token_ids=[token_id],
-                logprobs=None if logprobs is None else [logprobs],
-            )
-        )
-
-    def _emit_error(self, sequence: Sequence, error: BatonError) -> None:
-        info = ErrorInfo(error.code, error.message, error.param)
-        self._outbox.append(TokenDelta(request_id=sequence.request_id, error=info))
-
     def _flush(self) -> None:
-        if self._outbox:
-            self.transport.send(self._outbox)
-            self._outbox = []
+        if deltas := self._outbox.take():
+            self.transport.send(deltas)
 
     # -- observability -----------------------------------------------------------------------
 
@@ -403,9 +423,19 @@ class EngineCore(CoreServices):
         }
 
 
-def _too_long(request: AddRequest, max_model_len: int) -> BatonError:
-    return ContextLengthExceeded(
-        f"the prompt has {len(request.token_ids)} tokens and the context {max_model_len}; "
-        "shorten the prompt",
-        param="prompt",
-    )
+def _refusal(request: AddRequest, limits: SchedulerLimits) -> BatonError | None:
+    """What the HTTP process checks with a proper message; this is the engine's own guard."""
+    num_tokens = len(request.token_ids) + min(request.max_tokens, 1)
+    if num_tokens > limits.max_model_len:
+        return ContextLengthExceeded(
+            f"the prompt has {len(request.token_ids)} tokens and the context "
+            f"{limits.max_model_len}; shorten the prompt",
+            param="prompt",
+        )
+    if not 1 <= request.num_choices <= limits.max_num_seqs:
+        return InvalidRequest(
+            f"n is {request.num_choices}, this server draws 1 to {limits.max_num_seqs} choices; "
+            "lower it",
+            param="n",
+        )
+    return None

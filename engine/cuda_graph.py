@@ -9,7 +9,7 @@ captured size; the added rows read and write the null block, and their outputs a
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -20,6 +20,7 @@ from engine.batch import StepInput
 from engine.launched import LastDrawn
 from engine.sampler import greedy
 from model.base import CausalLM
+from protocol.messages import TokenLogprobs
 
 logger = logging.getLogger("baton.engine")
 
@@ -45,6 +46,7 @@ class DecodeOutput:
 
     logits: torch.Tensor  # float32 [rows, vocab]
     greedy_ids: torch.Tensor | None  # int64 [rows] in LastDrawn; None: not computed yet
+    scores: list[list[TokenLogprobs]] = field(default_factory=list)  # of StepInput.scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,10 +120,14 @@ class DecodeGraphs:
         return DecodeOutput(logits, greedy_ids)
 
     def can_run(self, step: StepInput) -> bool:
-        """Whether all its sequences decode and draw, and are no more than the largest graph's."""
+        """Whether all its sequences decode and draw once, and are no more than the largest graph's;
+        logprobs of prompt tokens need the hidden states, which a graph keeps to itself."""
         num_seqs = len(step.query_lens)
-        return num_seqs <= self._sizes[-1] and num_seqs == len(step.token_ids) == len(
-            step.sample_rows
+        return (
+            num_seqs <= self._sizes[-1]
+            and num_seqs == len(step.token_ids)
+            and step.sample_rows.tolist() == list(range(num_seqs))
+            and not step.scores
         )
 
     def run(self, step: StepInput) -> DecodeOutput:

@@ -12,9 +12,14 @@ class LaunchedStep:
     """See batch.PendingStep. Copies what was drawn to the host without waiting for it."""
 
     def __init__(
-        self, drawn: SampledTokens | None, params: list[SamplingParams], device: torch.device
+        self,
+        drawn: SampledTokens | None,
+        params: list[SamplingParams],
+        device: torch.device,
+        scores: list[list[TokenLogprobs]],
     ) -> None:
         self._params = params
+        self._scores = scores
         self._drawn = None if drawn is None else _on_host(drawn)
         self._finished: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -25,8 +30,8 @@ class LaunchedStep:
         if self._finished is not None:
             self._finished.synchronize()
         if self._drawn is None:
-            return StepOutput([], [])
-        return _to_output(self._drawn, self._params)
+            return StepOutput([], [], self._scores)
+        return _to_output(self._drawn, self._params, self._scores)
 
 
 class LastDrawn:
@@ -66,10 +71,12 @@ def _on_host(drawn: SampledTokens) -> SampledTokens:
     return SampledTokens(copies[0], *copies[1:])
 
 
-def _to_output(drawn: SampledTokens, params: list[SamplingParams]) -> StepOutput:
+def _to_output(
+    drawn: SampledTokens, params: list[SamplingParams], scores: list[list[TokenLogprobs]]
+) -> StepOutput:
     token_ids = drawn.token_ids.tolist()
     if drawn.logprobs is None:
-        return StepOutput(token_ids, [None] * len(token_ids))
+        return StepOutput(token_ids, [None] * len(token_ids), scores)
     chosen = drawn.logprobs.tolist()
     top_ids = drawn.top_ids.tolist() if drawn.top_ids is not None else [[]] * len(chosen)
     top = drawn.top_logprobs.tolist() if drawn.top_logprobs is not None else [[]] * len(chosen)
@@ -79,4 +86,4 @@ def _to_output(drawn: SampledTokens, params: list[SamplingParams]) -> StepOutput
         else None
         for row, p in enumerate(params)
     ]
-    return StepOutput(token_ids, logprobs)
+    return StepOutput(token_ids, logprobs, scores)

@@ -20,6 +20,7 @@ from engine.cuda_graph import DecodeGraphs, DecodeOutput
 from engine.launched import LastDrawn, LaunchedStep
 from engine.memory import MemoryTooSmall, free_gpu_bytes
 from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
+from engine.scoring import score
 from engine.shaping import LogitShaper
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -27,7 +28,7 @@ from model.base import CausalLM
 from model.config import ModelConfig
 from model.parallel import Parallel
 from model.registry import load_model
-from protocol.messages import SamplingParams
+from protocol.messages import SamplingParams, TokenLogprobs
 
 logger = logging.getLogger("baton.engine")
 
@@ -190,30 +191,34 @@ class ModelRunner:
         """Begins a step that computes its tokens, writes their KV, and draws where a sequence
         ends. Results are to be asked for in the order of the launches."""
         assert self.memory is not None, "allocate() comes first"
+        if step.copies:
+            self.memory.pool.copy_blocks(step.copies)
         if len(step.sample_rows) == 0:
-            self._forward(self.memory.backend, step)
-            return LaunchedStep(None, [], self.device)
-        drawn = self._draw(step)
+            hidden = self._forward(self.memory.backend, step)
+            scores = score(self.model, hidden, step.scores)
+            return LaunchedStep(None, [], self.device, scores)
+        drawn, scores = self._draw(step)
         self.last_drawn.keep(drawn.token_ids)
-        return LaunchedStep(drawn, step.sampling, self.device)
+        return LaunchedStep(drawn, step.sampling, self.device, scores)
 
-    def _draw(self, step: StepInput) -> SampledTokens:
+    def _draw(self, step: StepInput) -> tuple[SampledTokens, list[list[TokenLogprobs]]]:
         if step.masks is None:
             # Uploads come before the step, whose launch they might wait for.
             shaping = self.shaper.prepare(step.shapes)
             if shaping is None and is_greedy(step.sampling):
                 launched = self._launch(step)
-                if launched.greedy_ids is not None:
-                    return SampledTokens(launched.greedy_ids)
-                return SampledTokens(greedy(launched.logits))
+                drawn_ids = launched.greedy_ids
+                if drawn_ids is None:
+                    drawn_ids = greedy(launched.logits)
+                return SampledTokens(drawn_ids), launched.scores
         batch = self._sampling_batch(step)
-        logits = self._launch(step).logits
+        launched = self._launch(step)
         if step.masks is not None:  # they are filled while the step runs
             shaping = self.shaper.prepare(step.shapes, step.masks.result())
-        drawn = sample(logits, batch, shaping)
+        drawn = sample(launched.logits, batch, shaping)
         if self.depth:  # every rank feeds the next step what rank 0 drew
             self.model.parallel.broadcast(drawn.token_ids)
-        return drawn
+        return drawn, launched.scores
 
     def _sampling_batch(self, step: StepInput) -> SamplingBatch:
         positions = step.context_lens[step.sample_rows]
@@ -227,7 +232,7 @@ class ModelRunner:
             return self.graphs.run(step)
         hidden = self._forward(self.memory.backend, step)
         logits = self.model.logits(hidden[self._to_device(step.last_token_rows)])
-        return DecodeOutput(logits, None)
+        return DecodeOutput(logits, None, score(self.model, hidden, step.scores))
 
     def _forward(self, backend: AttentionBackend, step: StepInput) -> torch.Tensor:
         backend.plan(step.attention_batch(self.config.block_size))

@@ -44,12 +44,37 @@ class Scheduled:
     sequence: Sequence
     start: int
     num_tokens: int
-    samples: bool  # the step ends at the sequence's last token, so that the next one is drawn
+    # Choices whose next token is drawn at the step's end: none unless that is the last token.
+    draws: tuple[Sequence, ...]
 
     @classmethod
     def next_of(cls, sequence: Sequence, num_tokens: int) -> "Scheduled":
         start = sequence.num_computed + sequence.num_launched
-        return cls(sequence, start, num_tokens, num_tokens == sequence.num_uncomputed)
+        is_last = num_tokens == sequence.num_uncomputed
+        return cls(sequence, start, num_tokens, sequence.draws_next if is_last else ())
+
+    @property
+    def scored(self) -> range:
+        """Prompt tokens whose logprobs the step finds: each from the KV of those before it."""
+        sequence = self.sequence
+        if sequence.prompt_logprobs is None:
+            return range(0)
+        stop = min(self.start + self.num_tokens + 1, sequence.num_prompt_tokens)
+        return range(max(self.start + 1, len(sequence.prompt_logprobs)), stop)
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """A carrier's last block, which its prompt fills in part, for a choice that forked off it.
+    Both blocks have a use for the copy itself until the step that makes it has finished."""
+
+    source: int
+    target: int
+    child: Sequence
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.child.phase is Phase.RUNNING and self.target in self.child.block_ids
 
 
 @dataclass(frozen=True)
@@ -79,6 +104,8 @@ class Scheduler:
         self._num_launched_steps = 0
         self._num_finished_steps = 0
         self._deferred: deque[tuple[int, list[int]]] = deque()  # step to finish, blocks to release
+        self._copies: list[BlockCopy] = []  # for the next step to make before anything else
+        self._copying: list[BlockCopy] = []  # of the step that is being built
 
     @property
     def is_idle(self) -> bool:
@@ -93,6 +120,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Decides the next step. An empty `scheduled` means nothing can be computed now."""
         plan = Plan()
+        self._forget_unwanted_copies()
         budget = self.limits.max_num_batched_tokens
         going_on = [s for s in self.running if not s.awaits_last(self.limits.max_model_len)]
         decoding = [s for s in going_on if s.is_decoding]
@@ -155,7 +183,7 @@ class Scheduler:
     def _admit_waiting(self, budget: int, plan: Plan) -> None:
         while self.waiting:
             sequence = self.waiting[0]
-            if len(self.running) + len(self.receiving) >= self.limits.max_num_seqs:
+            if self._num_choices() + 1 + len(sequence.carried) > self.limits.max_num_seqs:
                 return
             if sequence.remote is None and budget == 0:
                 return
@@ -172,6 +200,10 @@ class Scheduler:
             plan.scheduled.append(Scheduled.next_of(sequence, num_tokens))
             budget -= num_tokens
 
+    def _num_choices(self) -> int:
+        """Those that run, are pulled, or are carried by one that does."""
+        return sum(1 + len(s.carried) for s in (*self.running, *self.receiving.values()))
+
     def _admit(self, sequence: Sequence) -> bool:
         """Takes cached blocks and allocates the rest, or changes nothing and answers False."""
         num_tokens = len(sequence.token_ids)
@@ -181,7 +213,8 @@ class Scheduler:
         self.allocator.share(hits)
         needed = -(-num_tokens // self.limits.block_size) - len(hits)
         # One spare block for each running sequence, so that admission does not cause preemption.
-        if not self.allocator.can_allocate(needed + len(self.running)):
+        spare = len(self.running) and len(self.running) + len(sequence.carried)
+        if not self.allocator.can_allocate(needed + spare):
             self.allocator.release(hits)
             return False
         fresh = self.allocator.allocate(needed)
@@ -204,10 +237,14 @@ class Scheduler:
         sequence.was_admitted = True
 
     def _match(self, sequence: Sequence) -> list[int]:
-        """Cached blocks to start from. The last token is always computed: its logits are wanted."""
+        """Cached blocks to start from. The last token is always computed: its logits are wanted,
+        like those of each token before one whose logprobs are still to be had."""
         if self.prefix is None:
             return []
-        return self.prefix.match(sequence.token_ids, max_tokens=len(sequence.token_ids) - 1)
+        max_tokens = len(sequence.token_ids) - 1
+        if sequence.is_scoring:
+            max_tokens = len(sequence.prompt_logprobs or ()) - 1
+        return self.prefix.match(sequence.token_ids, max_tokens=max_tokens)
 
     # -- receiving ---------------------------------------------------------------------------
 
@@ -226,6 +263,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_prompt_tokens
         self._leave_receiving(sequence)
         self.publish(sequence)
+        self.fork_choices(sequence)
 
     def recompute_in_place(self, sequence: Sequence) -> None:
         """The pull failed and all its reads have ended: the sequence is computed here, in the
@@ -255,6 +293,50 @@ class Scheduler:
         sequence.forget_blocks()
         return fresh
 
+    # -- choices -----------------------------------------------------------------------------
+
+    def fork_choices(self, carrier: Sequence) -> None:
+        """Lets the carried choices go their own ways, if the KV of the whole prompt is there. A
+        carrier that has ended itself ends with that."""
+        if carrier.num_computed < carrier.num_prompt_tokens:
+            return
+        for child in carrier.carried:
+            self._fork(carrier, child)
+        if carrier.only_carries and carrier.phase is Phase.RUNNING:
+            self.finish(carrier)
+
+    def _fork(self, carrier: Sequence, child: Sequence) -> None:
+        child.fork_from(carrier)
+        num_full, rest = divmod(carrier.num_prompt_tokens, self.limits.block_size)
+        if rest and not self.allocator.can_allocate(1):
+            self.requeue(child)  # it is computed by itself, mostly from cached blocks
+            return
+        child.block_ids = carrier.block_ids[:num_full]
+        self.allocator.share(child.block_ids)
+        if rest:
+            source, (target,) = carrier.block_ids[num_full], self.allocator.allocate(1)
+            self.allocator.share([source])
+            self.allocator.share([target])
+            self._copies.append(BlockCopy(source, target, child))
+            child.block_ids = [*child.block_ids, target]
+        child.num_computed = carrier.num_prompt_tokens
+        child.num_published_blocks = min(carrier.num_published_blocks, num_full)
+        child.phase = Phase.RUNNING
+        self.running.append(child)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """What the next step is to copy before anything else; `launched` must follow."""
+        self._forget_unwanted_copies()
+        self._copying, self._copies = self._copies, []
+        return self._copying
+
+    def _forget_unwanted_copies(self) -> None:
+        """Of choices that were aborted or preempted before their step came."""
+        for copy in [copy for copy in self._copies if not copy.is_wanted]:
+            self._copies.remove(copy)
+            self.allocator.release([copy.source])
+            self.allocator.release([copy.target])
+
     # -- around a step -----------------------------------------------------------------------
 
     def launched(self, scheduled: Sequenceable[Scheduled]) -> None:
@@ -265,10 +347,14 @@ class Scheduler:
             sequence = item.sequence
             sequence.last_step = self._num_launched_steps
             sequence.num_launched += item.num_tokens
-            if item.samples:
+            if item.draws:
                 sequence.num_awaited += 1
                 sequence.awaited_row = row
-                row += 1
+                row += len(item.draws)
+        for copy in self._copying:
+            self._deferred.append((self._num_launched_steps, [copy.source]))
+            self._deferred.append((self._num_launched_steps, [copy.target]))
+        self._copying = []
 
     def step_finished(self) -> None:
         """The oldest launched step reads and writes no block any more, on any rank."""
@@ -282,7 +368,7 @@ class Scheduler:
         was_prompt = sequence.num_computed < sequence.num_prompt_tokens
         sequence.num_launched -= item.num_tokens
         sequence.num_computed += item.num_tokens
-        sequence.num_awaited -= item.samples
+        sequence.num_awaited -= bool(item.draws)
         if (
             was_prompt
             and sequence.num_computed >= sequence.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its blocks, and how far it has come.
+"""One choice of a request inside the engine: its tokens, its blocks, and how far it has come.
 
     token_ids      |<- prompt: num_prompt_tokens ->|<- outputs ->|<- num_awaited ->|
     KV in blocks   |<- num_computed ->|<- num_launched ->|<- num_uncomputed ------>|
@@ -7,6 +7,9 @@ A sequence decodes when exactly one token is left to compute, and prefills when 
 preempted sequence is simply one whose num_computed fell back. While a launched step has not
 finished, the tokens it computes are launched, and the token it draws is awaited: it has a place
 and can be computed by the next step, but only the device knows it.
+
+A request of several choices is one sequence while its prompt is computed or pulled: choice 0
+carries the others, which fork off it, sharing its blocks, as soon as the prompt's KV is there.
 """
 
 from dataclasses import dataclass, field
@@ -38,7 +41,7 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """Mutable state of one request. `block_ids` cover tokens [0, len(block_ids) * block_size)."""
+    """Mutable state of one choice. `block_ids` cover tokens [0, len(block_ids) * block_size)."""
 
     request: AddRequest
     sampling: SamplingParams  # the request's, without what travels once (engine/shaping.py)
@@ -61,21 +64,52 @@ class Sequence:
     num_recomputed: int = 0
     num_cached_remotely: int | None = None  # what the prefill server did not compute
     was_admitted: bool = False
+    choice: int = 0
+    choices: list["Sequence"] = field(default_factory=list)  # of the request, this one included
+    is_forked: bool = True  # False: carried by choice 0
+    has_ended: bool = False  # its terminal event is out, or about to be
+    only_carries: bool = False  # it has ended, and computes its prompt for those it carries
+    # As far as they are known, of a prompt whose logprobs were asked for; None for its first token.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_prompt_logprobs_sent: int = 0
     grammar: GrammarState | None = None  # made when first needed, from the request and the outputs
 
     @classmethod
     def from_request(cls, request: AddRequest) -> "Sequence":
-        """A token drawn elsewhere is the sequence's first output from the start."""
+        """Choice 0, which carries the others. A token drawn elsewhere is a sequence's first output
+        from the start."""
+        choices: list[Sequence] = []
+        for index in range(request.num_choices):
+            choices.append(cls._from_request(request, index, choices))
+        first = choices[0]
+        first.remote = request.remote
+        if request.num_prompt_logprobs is not None:
+            known = request.remote and request.remote.prompt_logprobs
+            first.prompt_logprobs = list(known or [None])
+        return first
+
+    @classmethod
+    def _from_request(
+        cls, request: AddRequest, index: int, choices: list["Sequence"]
+    ) -> "Sequence":
         remote = request.remote
-        first = [remote.first_tokens[0].id] if remote else []
+        first_tokens = remote.first_tokens[index : index + 1] if remote else []
         return cls(
             request=request,
-            sampling=replace(request.sampling, logit_bias={}, grammar=None),
-            token_ids=[*request.token_ids, *first],
+            sampling=replace(
+                request.sampling,
+                choice_index=request.sampling.choice_index + index,
+                logit_bias={},
+                grammar=None,
+            ),
+            token_ids=[*request.token_ids, *[token.id for token in first_tokens]],
             num_prompt_tokens=len(request.token_ids),
-            remote=remote,
-            first_token=remote.first_tokens[0] if remote else None,
+            remote=None,
+            first_token=first_tokens[0] if first_tokens else None,
             num_cached_remotely=remote.cached_tokens if remote else None,
+            choice=index,
+            choices=choices,
+            is_forked=index == 0,
         )
 
     @property
@@ -102,7 +136,35 @@ class Sequence:
         waits = sampling.temperature > 0 and bool(
             sampling.top_k or sampling.top_p < 1 or sampling.min_p
         )
-        return sampling.grammar is None and self.request.num_choices == 1 and not waits
+        needs_result = (
+            sampling.grammar is not None
+            or self.request.max_tokens == 0
+            or self.is_scoring
+            or bool(self.carried)
+        )
+        return not (waits or needs_result)
+
+    @property
+    def carried(self) -> list["Sequence"]:
+        """The choices that are to fork off this one."""
+        if len(self.choices) == 1 or self.choice:
+            return []
+        return [other for other in self.choices if not (other.is_forked or other.has_ended)]
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether logprobs of prompt tokens are still to be had."""
+        return (
+            self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+        )
+
+    @property
+    def draws_next(self) -> tuple["Sequence", ...]:
+        """The choices whose next token is drawn when all of this one's tokens are computed."""
+        if self.request.max_tokens == 0:
+            return ()
+        first = [other for other in self.carried if not other.num_outputs]
+        return (*first,) if self.has_ended else (self, *first)
 
     def awaits_last(self, max_model_len: int) -> bool:
         """Whether the awaited token ends the sequence by its length, whatever it is."""
@@ -118,11 +180,31 @@ class Sequence:
     def append_output(self, token_id: int) -> None:
         self.token_ids.append(token_id)
 
-    def forget_first_token(self) -> None:
-        """Takes back a token drawn elsewhere and not yet sent: it is drawn here instead."""
-        if self.first_token is not None:
-            self.first_token = None
-            self.token_ids.pop()
+    def forget_remote(self) -> None:
+        """Takes back what was found elsewhere and not yet sent, of all choices: it is found here
+        instead."""
+        self.remote = None
+        for choice in self.choices:
+            if choice.first_token is not None:
+                choice.first_token = None
+                choice.token_ids.pop()
+        if self.prompt_logprobs is not None and not self.num_prompt_logprobs_sent:
+            self.prompt_logprobs = [None]
+
+    def end_but_carry(self) -> None:
+        """The choice, which has ended, goes on to its prompt's end for those that it carries."""
+        self.only_carries = True
+        self.first_token = None
+        del self.token_ids[self.num_prompt_tokens :]
+
+    def fork_from(self, carrier: "Sequence") -> None:
+        """Takes over what is known of the prompt; the blocks are the scheduler's business."""
+        self.is_forked = True
+        self.num_skipped = carrier.num_skipped
+        self.num_transferred = carrier.num_transferred
+        self.num_recomputed = carrier.num_recomputed
+        self.num_cached_remotely = carrier.num_cached_remotely
+        self.was_admitted = True
 
     def forget_blocks(self) -> None:
         """The sequence's blocks have gone back to the allocator; its KV is to be had anew."""
@@ -138,6 +220,8 @@ class Sequence:
         if self.grammar is not None:
             if self.grammar.follow(self.token_ids, self.num_prompt_tokens) is COMPLETE:
                 return "stop"
+        if self.request.max_tokens == 0:
+            return "length" if self.num_computed >= self.num_prompt_tokens else None
         if self.num_outputs >= self.request.max_tokens or len(self.token_ids) >= max_model_len:
             return "length"
         return None

@@ -81,6 +81,15 @@ class KVPool:
         index = layer * self.layout.num_components + component
         return self.scales[index] if self.scales else 1.0
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks, each pair being (source, target); no target may occur twice."""
+        sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
+        # Bytes do as well, and not every device indexes FP8.
+        blocks = self.canonical
+        if blocks.element_size() == 1:
+            blocks = blocks.view(torch.uint8)
+        blocks[targets] = blocks[sources]
+
     def view(self, layer: int) -> torch.Tensor:
         """[B, C, H, N, D] of one layer, strided, no copy."""
         return self._layers[layer]

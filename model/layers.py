@@ -98,15 +98,22 @@ class Embedding:
 class LMHead:
     """Hidden states to float32 logits of the whole vocabulary, on every rank."""
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, parallel: Parallel) -> None:
-        self._weight = weight
+    def __init__(
+        self, weight: torch.Tensor, vocab_size: int, parallel: Parallel, *, pack: bool = False
+    ) -> None:
+        self._is_packed = pack and packed.can_pack(weight)
+        self._weight = packed.pack(weight) if self._is_packed else weight
         self._vocab_size = vocab_size
         self._parallel = parallel
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden] -> float32 [S, vocab]."""
-        chunked = hidden.device.type == "cpu" and hidden.shape[0] in _CHUNKED_ROWS
-        local = self._in_chunks(hidden) if chunked else F.linear(hidden, self._weight)
+        if self._is_packed:
+            local = packed.linear(hidden, self._weight, None)
+        elif hidden.device.type == "cpu" and hidden.shape[0] in _CHUNKED_ROWS:
+            local = self._in_chunks(hidden)
+        else:
+            local = F.linear(hidden, self._weight)
         return self._parallel.all_gather_last_dim(local.float())[:, : self._vocab_size]
 
     def _in_chunks(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -287,7 +294,11 @@ class VocabShard:
         else:
             head = self._load(loader, "lm_head.weight")
         self.embedding = Embedding(embedding, start, parallel)
-        self.head = LMHead(head, config.vocab_size, parallel)
+        # Packed, 128 rows take 0.6 of the time and 8 rows 0.7. The embedding needs its rows as
+        # they are, so a head that shares its weight with it takes memory of its own then.
+        self.head = LMHead(head, config.vocab_size, parallel, pack=loader.pack)
+        if loader.pack and head is not embedding and packed.can_pack(head):
+            packed.forget_pages(head)
 
     def _load(self, loader: WeightLoader, name: str) -> torch.Tensor:
         weight = loader.load(name, self._shape, rows=self._rows)

@@ -29,7 +29,7 @@ class PrefillRole(KVRole):
         self._by_request: dict[str, str] = {}  # lease ids of requests that have ended
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        if not sequence.request.retain_kv:
+        if not sequence.request.retain_kv or sequence.choice:  # choice 0 answers for all
             return None
         num_blocks = -(-sequence.num_prompt_tokens // self._config.block_size)
         block_ids = sequence.block_ids[:num_blocks]
@@ -60,8 +60,10 @@ class PrefillRole(KVRole):
             sampling_digest=kv_params.sampling_digest(sampling, sequence.request.stop_token_ids),
             seed=sampling.seed,
             first_tokens=[
-                FirstToken(sequence.token_ids[sequence.num_prompt_tokens], sequence.first_logprobs)
+                FirstToken(choice.token_ids[choice.num_prompt_tokens], choice.first_logprobs)
+                for choice in sequence.choices
             ],
+            prompt_logprobs=sequence.prompt_logprobs,
         ).to_json()
 
     def on_abort_unknown(self, request_id: str) -> None:

@@ -67,6 +67,8 @@ class PoolExecutor(ShadowExecutor):
 
     def run(self, step: StepInput) -> Any:
         self.before_step()
+        if step.copies:
+            self.kv.copy_blocks(step.copies)
         batch = step.attention_batch(self.block_size)
         for slot, token in zip(batch.slot_mapping.tolist(), step.token_ids.tolist(), strict=True):
             block, offset = divmod(slot, self.block_size)
@@ -195,16 +197,18 @@ class Pair:
         self.leases.close()
         self.p.agent.close()
 
-    def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
+    def prefill(self, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
         """Runs the prompt on P and returns what it would answer."""
         name = f"p{next(_names)}"
-        self.p.core.round([add(name, prompt, 1, retain_kv=True)])
+        self.p.core.round([add(name, prompt, 1, retain_kv=True, **members)])
         self.until(lambda: bool(self.p.out.terminals(name)))
         params = self.p.out.terminals(name)[0].kv_transfer_params
         assert params is not None
         return params
 
-    def ask(self, prompt: Sequence[int], params: dict[str, Any], max_tokens: int = 6) -> str:
+    def ask(
+        self, prompt: Sequence[int], params: dict[str, Any], max_tokens: int = 6, **members: Any
+    ) -> str:
         """Gives D the request with its reference; returns its name."""
         name = f"d{next(_names)}"
         parsed = kv_params.parse(params)
@@ -215,6 +219,7 @@ class Pair:
             sampling=SamplingParams(temperature=0.0),
             max_tokens=max_tokens,
             remote=kv_params.to_remote_prefill(parsed),
+            **members,
         )
         self.d.core.round([request])
         return name
@@ -231,10 +236,13 @@ class Pair:
                 threading.Event().wait(0.002)  # the threads' turn
 
     def answer(self, name: str) -> list[int]:
-        self.until(lambda: bool(self.d.out.terminals(name)))
-        (end,) = self.d.out.terminals(name)
-        assert end.error is None, end.error
-        return self.d.out.tokens(name)
+        (tokens,) = self.answers(name, 1)
+        return tokens
+
+    def answers(self, name: str, num_choices: int) -> list[list[int]]:
+        self.until(lambda: len(self.d.out.terminals(name)) == num_choices)
+        assert all(end.error is None for end in self.d.out.terminals(name))
+        return [self.d.out.tokens(name, choice) for choice in range(num_choices)]
 
     def usage(self, name: str) -> tuple[int, int, int]:
         usage = self.d.out.terminals(name)[0].usage

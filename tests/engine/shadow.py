@@ -12,26 +12,45 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.batch import StepInput, StepOutput, step_from_bytes, step_to_bytes
+from engine.batch import ScoredRows, StepInput, StepOutput, step_from_bytes, step_to_bytes
 from engine.core import EngineCore
 from engine.role import KVRole
 from engine.scheduler import Scheduler, SchedulerLimits
-from kvcache.blocks import BlockAllocator, BlockState
+from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
-from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelta
+from protocol.messages import (
+    AddRequest,
+    EngineInput,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 VOCAB = 50
 
 
-def next_token(context: Sequence[int]) -> int:
-    data = np.asarray(context, dtype=np.int64).tobytes()
+def next_token(context: Sequence[int], choice: int = 0) -> int:
+    data = np.asarray([*context, *[choice] * (choice > 0)], dtype=np.int64).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") % VOCAB
 
 
-def expected_output(prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> list[int]:
+def expected_score(context: Sequence[int], target: int, num_top: int) -> TokenLogprobs:
+    value = -float(next_token([*context, target]))
+    return TokenLogprobs(value, [target] * num_top, [value] * num_top)
+
+
+def expected_scores(prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
+    """Of every prompt token."""
+    rows = [expected_score(prompt[:at], prompt[at], num_top) for at in range(1, len(prompt))]
+    return [None, *rows]
+
+
+def expected_output(
+    prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), choice: int = 0
+) -> list[int]:
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, choice))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -49,7 +68,8 @@ class _ShadowStep:
         """What the step reads and writes."""
         lens = -(-self.step.context_lens // self._executor.block_size)
         rows = zip(self.step.block_tables, lens.tolist(), strict=True)
-        return {int(block) for row, length in rows for block in row[:length]}
+        copied = {block for pair in self.step.copies for block in pair}
+        return copied | {int(block) for row, length in rows for block in row[:length]}
 
     def result(self) -> StepOutput:
         assert self._executor.under_way.popleft() is self, "results are asked for in order"
@@ -67,6 +87,7 @@ class ShadowExecutor:
         self.pool = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.block_size = block_size
         self.num_steps = 0
+        self.num_tokens = 0
         self.max_tokens_in_step = 0
 
     def launch(self, step: StepInput) -> _ShadowStep:
@@ -87,15 +108,31 @@ class ShadowExecutor:
 
     def run(self, step: StepInput) -> StepOutput:
         self.num_steps += 1
+        self.num_tokens += len(step.token_ids)
         self.max_tokens_in_step = max(self.max_tokens_in_step, len(step.token_ids))
         batch = step.attention_batch(self.block_size)
         assert not (batch.slot_mapping < self.block_size).any(), "wrote to the null block"
         assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), (
             "slot written twice"
         )
+        for source, target in step.copies:
+            assert NULL_BLOCK not in (source, target), "copied the null block"
+            self.pool[target] = self.pool[source]
         self.pool.reshape(-1)[batch.slot_mapping] = step.token_ids
-        tokens = [next_token(self.context(step, row)) for row in step.sample_rows.tolist()]
-        return StepOutput(tokens, [None] * len(tokens))
+        rows = zip(step.sample_rows.tolist(), step.sampling, strict=True)
+        tokens = [next_token(self.context(step, row), p.choice_index) for row, p in rows]
+        scores = [self._score(step, wanted) for wanted in step.scores]
+        return StepOutput(tokens, [None] * len(tokens), scores)
+
+    def _score(self, step: StepInput, wanted: ScoredRows) -> list[TokenLogprobs]:
+        """Each target's "logprob" says what context it was found in, as KV has it."""
+        row = int(np.searchsorted(np.cumsum(step.query_lens), wanted.first_row, side="right"))
+        first = int(step.positions[wanted.first_row]) + 1
+        context = self.context(step, row)
+        return [
+            expected_score(context[: first + at], target, wanted.num_top)
+            for at, target in enumerate(wanted.targets)
+        ]
 
     def context(self, step: StepInput, row: int) -> list[int]:
         length = int(step.context_lens[row])
@@ -126,8 +163,13 @@ class MemoryTransport:
     def send_stats(self, values: dict[str, float]) -> None:
         self.stats = values
 
-    def tokens(self, request_id: str) -> list[int]:
-        return [t for d in self.deltas if d.request_id == request_id for t in d.token_ids]
+    def tokens(self, request_id: str, choice: int = 0) -> list[int]:
+        mine = [d for d in self.deltas if (d.request_id, d.choice) == (request_id, choice)]
+        return [t for d in mine for t in d.token_ids]
+
+    def prompt_logprobs(self, request_id: str) -> list[TokenLogprobs | None]:
+        mine = [d for d in self.deltas if d.request_id == request_id]
+        return [row for d in mine for row in d.prompt_logprobs or []]
 
     def terminals(self, request_id: str) -> list[TokenDelta]:
         mine = [d for d in self.deltas if d.request_id == request_id]

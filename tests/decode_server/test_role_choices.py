@@ -1,0 +1,158 @@
+"""Several choices and prompt logprobs through prefill and decode engines: one pull, then forks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from protocol.messages import AbortRequest
+from tests.decode_server.test_role import PROMPT, MakePair, Pair
+from tests.engine.shadow import expected_output, expected_scores
+
+
+@pytest.fixture
+def make_pair() -> Iterator[MakePair]:
+    pairs: list[Pair] = []
+
+    def make(**options: Any) -> Pair:
+        pairs.append(Pair(**options))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def _expected(prompt: list[int], num_choices: int, max_tokens: int = 6) -> list[list[int]]:
+    return [expected_output(prompt, max_tokens, choice=choice) for choice in range(num_choices)]
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 8, 14])
+def test_choices_are_prefilled_once_pulled_once_and_forked(
+    make_pair: MakePair, length: int
+) -> None:
+    pair, prompt = make_pair(), PROMPT[:length]
+    params = pair.prefill(prompt, num_choices=3)
+    assert [t["id"] for t in params["first_tokens"]] == [t[0] for t in _expected(prompt, 3)]
+    name = pair.ask(prompt, params, num_choices=3)
+    assert pair.answers(name, 3) == _expected(prompt, 3)
+    usages = [end.usage for end in pair.d.out.terminals(name)]
+    assert [u and (u.transferred, u.recomputed, u.skipped) for u in usages] == [(length, 0, 0)] * 3
+    assert pair.d.executor.num_tokens == 3 * 5, "D computes outputs only"
+    pair.settle()
+
+
+def test_all_first_tokens_are_sent_before_any_byte_has_moved(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.d.agent.stall()
+    name = pair.ask(PROMPT, pair.prefill(PROMPT, num_choices=2), num_choices=2)
+    first = [tokens[:1] for tokens in _expected(PROMPT, 2)]
+    pair.until(lambda: [pair.d.out.tokens(name, choice) for choice in range(2)] == first)
+    assert not pair.d.out.terminals(name)
+    pair.d.agent.resume()
+    assert pair.answers(name, 2) == _expected(PROMPT, 2)
+    pair.settle()
+
+
+def test_a_full_hit_is_forked_without_a_pull(make_pair: MakePair) -> None:
+    pair, whole = make_pair(), PROMPT[:12]
+    pair.answer(pair.ask(whole, pair.prefill(whole)))
+    pair.d.agent.stall()
+    name = pair.ask(whole, pair.prefill(whole, num_choices=3), num_choices=3)
+    assert pair.answers(name, 3) == _expected(whole, 3)
+    pair.d.agent.resume()
+    pair.settle()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 6])
+@pytest.mark.parametrize("survivor", [None, 0, 1, 2])
+def test_choices_that_end_with_their_first_token_cost_nothing_here(
+    make_pair: MakePair, survivor: int | None, max_tokens: int
+) -> None:
+    pair = make_pair()
+    stop = [t[0] for choice, t in enumerate(_expected(PROMPT, 3)) if choice != survivor]
+    params = pair.prefill(PROMPT, num_choices=3, stop_token_ids=stop)
+    name = pair.ask(PROMPT, params, max_tokens, num_choices=3, stop_token_ids=stop)
+    expected = [expected_output(PROMPT, max_tokens, stop, choice=choice) for choice in range(3)]
+    assert pair.answers(name, 3) == expected
+    if survivor is None or max_tokens == 1:
+        assert pair.d.executor.num_steps == 0
+    pair.settle()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_failed_pull_of_several_choices(make_pair: MakePair, policy: str) -> None:
+    pair = make_pair(policy=policy)
+    params = pair.prefill(PROMPT, num_choices=3)
+    pair.d.agent.fail(1)
+    name = pair.ask(PROMPT, params, num_choices=3)
+    if policy == "recompute":
+        assert pair.answers(name, 3) == _expected(PROMPT, 3)
+    else:
+        pair.until(lambda: bool(pair.d.out.terminals(name)))
+        (end,) = pair.d.out.terminals(name)
+        assert end.error is not None and end.error.code == "transfer_failed"
+    pair.settle()
+
+
+@pytest.mark.parametrize("gone", [[0], [1], [1, 0], [None]])
+@pytest.mark.parametrize("stalled", [False, True])
+def test_aborts_of_choices_at_any_time(
+    make_pair: MakePair, gone: list[int | None], stalled: bool
+) -> None:
+    pair = make_pair()
+    for rounds in range(5):
+        params = pair.prefill(PROMPT, num_choices=2)
+        if stalled:
+            pair.d.agent.stall()
+        name = pair.ask(PROMPT, params, num_choices=2)
+        for _ in range(rounds):
+            pair.d.core.round([])
+        for choice in gone:
+            pair.d.core.round([AbortRequest(name, choice)])
+        pair.d.agent.resume()
+        answers = pair.answers(name, 2)
+        for choice, expected in enumerate(_expected(PROMPT, 2)):
+            was_cut = None in gone or choice in gone
+            assert answers[choice] == (expected[: len(answers[choice])] if was_cut else expected)
+        pair.settle()
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_prompt_logprobs_come_with_the_reference(make_pair: MakePair, num_top: int) -> None:
+    pair = make_pair()
+    params = pair.prefill(PROMPT, num_prompt_logprobs=num_top)
+    steps = pair.d.executor.num_tokens
+    name = pair.ask(PROMPT, params, num_prompt_logprobs=num_top)
+    assert pair.answer(name) == expected_output(PROMPT, 6)
+    assert pair.d.out.prompt_logprobs(name) == expected_scores(PROMPT, num_top)
+    assert pair.d.out.deltas[0].prompt_logprobs, "before the first token"
+    assert pair.d.executor.num_tokens == steps + 5, "D scores nothing"
+    pair.settle()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({}, {"num_prompt_logprobs": 0}),
+        ({"num_prompt_logprobs": 1}, {"num_prompt_logprobs": 2}),
+        ({"num_choices": 2}, {"num_choices": 3}),
+        ({"num_choices": 2}, {}),
+    ],
+)
+def test_a_reference_that_lacks_what_is_asked_for_is_not_used(
+    make_pair: MakePair, asked: dict[str, int], wanted: dict[str, int], policy: str
+) -> None:
+    pair = make_pair(policy=policy)
+    num_choices = wanted.get("num_choices", 1)
+    name = pair.ask(PROMPT, pair.prefill(PROMPT, **asked), **wanted)
+    if policy == "recompute":
+        assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
+        if "num_prompt_logprobs" in wanted:
+            expected = expected_scores(PROMPT, wanted["num_prompt_logprobs"])
+            assert pair.d.out.prompt_logprobs(name) == expected
+    else:
+        (end,) = pair.d.out.terminals(name)
+        assert end.error is not None and end.error.code == "kv_transfer_params_rejected"
+    pair.settle()

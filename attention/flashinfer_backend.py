@@ -3,7 +3,8 @@
 The kernels take any strides, so every KVLayout is read in place through [B, H, N, D] views. The
 sequences of one query token that lead a step are attended to by the decode kernel (on tensor
 cores, split over the context so that few sequences fill the GPU too), the rest of the step by the
-prefill kernel, which is FlashAttention-3 on Hopper.
+prefill kernel, which is FlashAttention-3 on Hopper, but for KV in FP8, which that reads with
+queries in FP8 only.
 """
 
 import math
@@ -21,11 +22,12 @@ from attention.base import AttentionBatch, UnsupportedPool
 from attention.flashinfer_base import (
     CapturedBuffers,
     FlashInferBase,
-    check_dtype,
     indptr_of,
     pinned,
+    query_dtype,
 )
 from attention.pages import Int32s, Pages, num_leading_decodes, pages_of
+from kvcache import fp8
 from kvcache.pool import KVPool
 
 _HEAD_DIMS: Final = (64, 128, 256)
@@ -60,16 +62,24 @@ class FlashInferBackend(FlashInferBase):
         dtype: torch.dtype | None = None,
         prefill: str = "auto",
     ) -> None:
-        check_dtype(pool, dtype)
+        asked = query_dtype(pool, dtype, also_kv=(fp8.DTYPE,))
+        self._is_fp8 = pool.tensor.dtype is fp8.DTYPE
+        if self._is_fp8 and prefill == "fa3":
+            raise UnsupportedPool(
+                "the fa3 kernels read FP8 KV with FP8 queries only: leave `prefill` to auto or fa2"
+            )
         if head_dim not in _HEAD_DIMS:
             raise UnsupportedPool(
                 f"attention_backend flashinfer does not serve a head_dim of {head_dim}, only "
                 f"{', '.join(map(str, _HEAD_DIMS))}: use --attention-backend torch"
             )
-        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
+        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=asked)
         self._caches = [
             (pool.component(layer, 0), pool.component(layer, 1))
             for layer in range(pool.layout.num_layers)
+        ]
+        self._scales = [
+            (pool.scale(layer, 0), pool.scale(layer, 1)) for layer in range(pool.layout.num_layers)
         ]
         self._int_workspace = torch.zeros(
             _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
@@ -111,7 +121,7 @@ class FlashInferBackend(FlashInferBase):
             self.head_dim,
             self.block_size,
             q_data_type=self.dtype,
-            kv_data_type=self.dtype,
+            kv_data_type=self.kv_dtype,
             sm_scale=self.scale,
         )
 
@@ -127,7 +137,7 @@ class FlashInferBackend(FlashInferBase):
             self.block_size,
             causal=True,
             q_data_type=self.dtype,
-            kv_data_type=self.dtype,
+            kv_data_type=self.kv_dtype,
             sm_scale=self.scale,
         )
 
@@ -156,7 +166,7 @@ class FlashInferBackend(FlashInferBase):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in self._parts:
             rows = slice(part.start, part.stop)
-            part.kernel.run(q[rows], self._caches[layer], out=out[rows])
+            self._run(part, layer, q[rows], out=out[rows])
         return out
 
     def forward_with_lse(
@@ -167,13 +177,20 @@ class FlashInferBackend(FlashInferBase):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for part in self._parts:
             rows = slice(part.start, part.stop)
-            part.kernel.run(
-                q[rows], self._caches[layer], out=out[rows], lse=lse[rows], return_lse=True
-            )
+            self._run(part, layer, q[rows], out=out[rows], lse=lse[rows], return_lse=True)
         return out, lse.mul_(_LN_2)  # the kernels count in powers of two
+
+    def _run(self, part: _Part, layer: int, q: torch.Tensor, **options: Any) -> None:
+        k_scale, v_scale = self._scales[layer]
+        part.kernel.run(q, self._caches[layer], k_scale=k_scale, v_scale=v_scale, **options)
 
     def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores k and v [T, H, D] by slot."""
+        if self._is_fp8:
+            from attention import fp8_store  # needs Triton, which only GPU machines have
+
+            fp8_store.store(k, v, self._slots, self._caches[layer], self._scales[layer])
+            return
         append_paged_kv_cache(
             k,
             v,

@@ -20,6 +20,7 @@ import torch
 from attention.base import AttentionBackend, AttentionBatch, UnsupportedPool
 from attention.pages import Int32s, Int64s, Pages, pages_of
 from kvcache.pool import KVPool
+from protocol.handshake import FP8
 
 # Partial results of split contexts. 256 decode rows of 32 heads take 68 MiB of it.
 _WORKSPACE_BYTES: Final = 384 * 2**20
@@ -51,29 +52,47 @@ class CapturedBuffers:
         self._all[: len(host)].copy_(host, non_blocking=True)
 
 
-def check_dtype(pool: KVPool, dtype: torch.dtype | None) -> None:
-    """Raises UnsupportedPool unless the kernels can read the pool."""
+def query_dtype(
+    pool: KVPool, dtype: torch.dtype | None, *, also_kv: tuple[torch.dtype, ...] = ()
+) -> torch.dtype:
+    """The dtype of queries over this pool: `dtype`, else the pool's own.
+
+    Args:
+        also_kv: what the pool may hold besides elements of the queries' dtype.
+
+    Raises:
+        UnsupportedPool: the kernels cannot read the pool, or not with such queries.
+    """
     found = pool.tensor.dtype
+    asked = dtype or found
     if pool.device.type != "cuda":
         raise UnsupportedPool(
             f"attention_backend flashinfer reads GPU memory only, and the KV pool is on "
             f"{pool.device}: use --attention-backend torch"
         )
-    if found not in _DTYPES or dtype not in (None, found):
+    if asked not in _DTYPES or found not in (asked, *also_kv):
+        other_kv = " and --kv-cache-dtype auto" if pool.layout.dtype == FP8 else ""
         raise UnsupportedPool(
-            f"attention_backend flashinfer does not serve queries of {dtype or found} over a KV "
-            f"dtype of {pool.layout.dtype}: use --dtype bfloat16 or float16, or "
-            "--attention-backend torch"
+            f"attention_backend flashinfer does not serve queries of {asked} over "
+            f"{_kind_of(pool)} of {pool.layout.dtype}: use --dtype bfloat16 or float16{other_kv}, "
+            "or --attention-backend torch"
         )
+    return asked
+
+
+def _kind_of(pool: KVPool) -> str:
+    return "latents" if pool.layout.num_components == 1 else "KV"
 
 
 class FlashInferBase(AttentionBackend):
     """See AttentionBackend. Owns the workspace that all its kernels share: one step at a time."""
 
-    def __init__(self, pool: KVPool, *, num_q_heads: int, head_dim: int, scale: float) -> None:
+    def __init__(
+        self, pool: KVPool, *, num_q_heads: int, head_dim: int, scale: float, dtype: torch.dtype
+    ) -> None:
         super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
         self.device = pool.device
-        self.dtype = pool.tensor.dtype
+        self.dtype, self.kv_dtype = dtype, pool.tensor.dtype
         self.block_size = pool.layout.block_size
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self.buffers: CapturedBuffers | None = None

@@ -11,7 +11,7 @@ from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.page import append_paged_mla_kv_cache
 
 from attention.base import AttentionBatch, UnsupportedPool
-from attention.flashinfer_base import CapturedBuffers, FlashInferBase, check_dtype, indptr_of
+from attention.flashinfer_base import CapturedBuffers, FlashInferBase, indptr_of, query_dtype
 from attention.pages import Pages, pages_of
 from kvcache.pool import KVPool
 
@@ -37,14 +37,14 @@ class FlashInferMLABackend(FlashInferBase):
         dtype: torch.dtype | None = None,
         kernel: str = "auto",
     ) -> None:
-        check_dtype(pool, dtype)
+        asked = query_dtype(pool, dtype)  # the kernels take no other latents than such
         if head_dim != LATENT_DIM + ROPE_DIM or _QUERY_TILE % num_q_heads:
             raise UnsupportedPool(
                 f"attention_backend flashinfer does not serve latents of {head_dim} elements for "
                 f"{num_q_heads} query heads, only of {LATENT_DIM + ROPE_DIM} for a number of heads "
                 f"that divides {_QUERY_TILE}: use --attention-backend torch"
             )
-        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
+        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=asked)
         latents = [pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)]
         self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
         self._backend = kernel if kernel != "auto" else _best_kernel(self.device)

@@ -187,7 +187,8 @@ class TorchBackend(AttentionBackend):
 
     def _write(self, rows: torch.Tensor, new: torch.Tensor, scale: float) -> torch.Tensor:
         """Stores [T, H, D] by slot; returns it as a later step will read it, not yet scaled."""
-        scaled = new if scale == 1.0 else new / scale
+        # Rounded once, and by a factor: as every kernel and device that stores the same does it.
+        scaled = new if scale == 1.0 else new.float() * (1.0 / scale)
         stored = fp8.stored_as(scaled.reshape(-1, self.head_dim), self.pool.tensor.dtype)
         rows.index_copy_(0, self._slots, fp8.addressable(stored))
         return stored.view(new.shape).to(self._dtype)

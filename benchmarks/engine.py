@@ -116,6 +116,7 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-layout", default="BHLCND")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--kv-cache-tokens", type=int, default=None)
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--profile", action="store_true", help="kernels of one decode step")
@@ -216,6 +217,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         block_size=args.block_size,
         kv_layout=args.kv_layout,
         kv_cache_tokens=args.kv_cache_tokens,
+        kv_cache_dtype=args.kv_cache_dtype,
         attention_backend=args.attention_backend,
         enforce_eager=args.enforce_eager,
         max_num_seqs=max([*args.batch, 1]),

@@ -51,6 +51,28 @@ def free_gpu_bytes(device: torch.device, utilization: float, *, peak_bytes: int)
     return int(total * utilization) - elsewhere - peak_bytes
 
 
+def check_weights_fit(
+    needed_bytes: int, free_bytes: int, total_bytes: int, *, config: EngineConfig, device: str
+) -> None:
+    """Refuses a model before minutes are spent on loading what cannot fit.
+
+    Args:
+        needed_bytes: of this rank's weights, at least.
+        free_bytes, total_bytes: of the device's memory.
+
+    Raises:
+        MemoryTooSmall: says how much is missing and which option helps.
+    """
+    if needed_bytes <= free_bytes:
+        return
+    needed, free, total = (n / 2**30 for n in (needed_bytes, free_bytes, total_bytes))
+    raise MemoryTooSmall(
+        f"the model's weights in {config.dtype} take {needed:.2f} GiB on each of {config.tp} "
+        f"rank(s), but {device} has {free:.2f} of its {total:.2f} GiB free: {needed - free:.2f} "
+        f"GiB are missing; use a larger --tp than {config.tp}, or free the GPU"
+    )
+
+
 def size_pool(
     config: EngineConfig, *, block_bytes: int, model_max_len: int, free_bytes: int
 ) -> PoolSize:

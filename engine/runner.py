@@ -8,6 +8,7 @@ tokens waits for the step, and a step that draws nothing is waited for.
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from engine.batch import Int64s, PendingStep, StepInput, StepOutput
 from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
 from engine.launched import LastDrawn, LaunchedStep
-from engine.memory import MemoryTooSmall, free_gpu_bytes
+from engine.memory import MemoryTooSmall, check_weights_fit, free_gpu_bytes
 from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
 from engine.scoring import score
 from engine.shaping import LogitShaper
@@ -26,6 +27,7 @@ from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from model.base import CausalLM
 from model.config import ModelConfig
+from model.files import num_weights
 from model.parallel import Parallel
 from model.registry import load_model
 from protocol.messages import SamplingParams, TokenLogprobs
@@ -64,6 +66,7 @@ class ModelRunner:
 
     def _load(self, parallel: Parallel) -> CausalLM:
         config = self.config
+        self._check_weights_fit()
         try:
             return load_model(
                 self.model_config,
@@ -82,6 +85,15 @@ class ModelRunner:
                 f"{total / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB were left when loading "
                 f"stopped; use a larger --tp than {config.tp}, or free the GPU"
             ) from error
+
+    def _check_weights_fit(self) -> None:
+        config = self.config
+        if config.device != "cuda" or config.load_format == "dummy":
+            return
+        elements = num_weights(Path(config.model_dir)) // config.tp  # a little more: some are whole
+        free, total = torch.cuda.mem_get_info(self.device)
+        needed = elements * _DTYPES[config.dtype].itemsize
+        check_weights_fit(needed, free, total, config=config, device=str(self.device))
 
     def layout(self, num_blocks: int) -> KVLayout:
         """The layout of this rank's pool with `num_blocks` blocks, the null block included."""

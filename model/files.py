@@ -92,6 +92,16 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     return header, 8 + size
 
 
+def num_weights(folder: Path) -> int:
+    """Elements of all tensors in a directory's safetensors files; reads their headers only."""
+    total = 0
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            header, _ = read_header(path, file)
+        total += sum(math.prod(t["shape"]) for n, t in header.items() if n != "__metadata__")
+    return total
+
+
 class PlannedTensor(NamedTuple):
     """A float32 tensor to be written; `make` is called when its turn comes."""
 

@@ -26,20 +26,22 @@ def rounded(exact: Sequences, scales: list[float], num_components: int = 2) -> S
     """The sequences as a pool of these scales holds them."""
 
     def stored(values: torch.Tensor, component: int) -> torch.Tensor:
-        each = torch.tensor(scales).view(NUM_LAYERS, num_components)[:, component, None, None, None]
-        return fp8.stored_as(values / each, fp8.DTYPE).float() * each
+        each = torch.tensor(scales).double().view(NUM_LAYERS, -1)[:, component, None, None, None]
+        return fp8.stored_as(values * (1 / each).float(), fp8.DTYPE).float() * each.float()
 
     k = [stored(values, 0) for values in exact.k]
     v = [stored(values, num_components - 1) for values in exact.v]
     return Sequences(exact.q, k, v, exact.tables)
 
 
-def fp8_backend(shape: Shape, scales: list[float]) -> TorchBackend:
+def fp8_backend(
+    shape: Shape, scales: list[float], dtype: torch.dtype = torch.float32
+) -> TorchBackend:
     pool = KVPool(make_pool(shape).layout, shape.device, scales)
     pool.tensor.fill_(float("nan"))
     scale = 1 / math.sqrt(shape.head_dim)
     heads = {"num_q_heads": shape.num_q_heads, "head_dim": shape.head_dim}
-    return TorchBackend(pool, **heads, scale=scale, dtype=torch.float32)
+    return TorchBackend(pool, **heads, scale=scale, dtype=dtype)
 
 
 @pytest.mark.parametrize("order", ["BHLCND", "LBCNHD", "LCBHND"])
@@ -66,6 +68,18 @@ def test_rounding_to_eight_bits_moves_the_output_a_little() -> None:
     out = run_step(fp8_backend(shape, [0.01, 0.01, 0.02, 0.05]), shape, exact, [(0, 0, 60)])[0]
     error = (out - reference(shape, exact, 0, 0, 60)).norm() / out.norm()
     assert 1e-3 < error < 5e-2
+
+
+def test_elements_of_sixteen_bits_are_rounded_once() -> None:
+    """Divided in 16 bits first, some would lie on a tie that was none."""
+    shape = Shape(dtype="float8_e4m3fn")
+    backend = fp8_backend(shape, [0.003] * 4, torch.bfloat16)
+    seqs = make_sequences(Shape(dtype="bfloat16"), [60])
+    run_step(backend, shape, seqs, [(0, 0, 60)])
+    keys = backend.pool.component(0, 0).transpose(1, 2)  # [B, N, H, D]
+    stored = torch.stack([keys[seqs.tables[0][t // 4], t % 4] for t in range(60)])
+    wanted = fp8.stored_as(seqs.k[0][0].float() * (1 / 0.003), fp8.DTYPE)
+    assert torch.equal(stored.float(), wanted.float())
 
 
 def test_log_sum_exp_counts_the_keys_scale() -> None:

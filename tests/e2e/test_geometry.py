@@ -166,8 +166,19 @@ def test_replicated_kv_equals_one_server(
         ("prefill_server", ["--tp", "3"], ["tp=3", "8 query heads", "1 or 2 or 4 or 8"]),
         ("decode_server", ["--kv-layout", "BHLCD"], ["kv-layout", "BHLCD", "axis N"]),
         ("decode_server", ["--staging-bytes", "1000"], ["staging_bytes is 1000", "64 tokens"]),
+        ("decode_server", ["--device", "cuda", "--devices", "77"], ["GPU", "--device"]),
+        (
+            "prefill_server",
+            ["--attention-backend", "flashinfer"],
+            ["flashinfer", "--attention-backend torch"],
+        ),
+        (
+            "prefill_server",
+            ["--kv-cache-dtype", "float8_e4m3fn", "--kv-scales", "0"],
+            ["--kv-scales 0", "above 0"],
+        ),
     ],
-    ids=["tp", "layout", "staging"],
+    ids=["tp", "layout", "staging", "GPU", "backend", "scales"],
 )
 def test_geometry_that_cannot_work_is_refused_at_start_with_the_reason(
     tiny_model: Path, module: str, argv: Sequence[str], words: Sequence[str]

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.memory import MemoryTooSmall, free_host_bytes, size_pool
+from engine.memory import MemoryTooSmall, check_weights_fit, free_host_bytes, size_pool
 
 _BASE = EngineConfig(
     role="decode",
@@ -62,6 +62,14 @@ def test_free_memory_is_read() -> None:
 def test_a_gpu_gives_all_that_is_free() -> None:
     assert _size(free_bytes=10**9, device="cuda")[0] == 10**9 // 1000
     assert _size(free_bytes=10**9, device="cuda", kv_cache_tokens=160) == (11, 160)
+
+
+def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
+    config = msgspec.structs.replace(_BASE, dtype="bfloat16", device="cuda")
+    told = r"take 20\.00 GiB.*cuda:1 has 15\.00 of its 16\.00 GiB free: 5\.00 GiB are missing.*--tp"
+    with pytest.raises(MemoryTooSmall, match=told):
+        check_weights_fit(20 << 30, 15 << 30, 16 << 30, config=config, device="cuda:1")
+    check_weights_fit(15 << 30, 15 << 30, 16 << 30, config=config, device="cuda:1")
 
 
 def test_a_gpu_without_room_says_which_option_helps() -> None:

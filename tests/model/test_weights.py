@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.config import ModelError, ModelLoadError, load_config, parse_config
+from model.files import num_weights
 from model.fingerprint import fingerprint
 from model.registry import load_model
 from model.weights import DummySource, SafetensorsSource, WeightLoader
@@ -126,3 +127,8 @@ def test_fingerprints_tell_models_apart(checkpoint, tmp_path_factory):
     assert fingerprint(config, checkpoint) != before
     dummies = {fingerprint(config, checkpoint, load_format="dummy", seed=s) for s in (0, 0, 1)}
     assert len(dummies) == 2
+
+
+def test_the_size_of_a_model_is_read_from_headers(checkpoint):
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert num_weights(checkpoint) == sum(tensor.numel() for tensor in tensors.values())

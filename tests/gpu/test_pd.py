@@ -1,0 +1,79 @@
+"""Prefill and decode servers on GPUs: through both, an answer is that of the decode server alone.
+
+In 16 bits, ranks that sum in another order may break a tie between two tokens the other way; up to
+there the tokens, and at each of them the certainty, must be the same.
+"""
+
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.e2e.client import prefill
+from tests.e2e.cluster import wait_until
+from tests.e2e.matrix import NUM_TOKENS, Farm, Geometry, Reply, ask, farm, model_dir
+from tests.e2e.test_equality import make_prompt
+
+pytestmark = pytest.mark.gpu
+_TWO_GPUS = (
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+)
+_FP8 = ("--kv-cache-dtype", "float8_e4m3fn", "--kv-scales", "0.03")
+_NIXL = ("--transfer", "nixl")
+_CONVERT = ("--kv-convert",)
+_CLOSE = 0.2  # of log probabilities: bfloat16
+_LENGTHS = (5, 64, 300, 700)
+
+
+def on_gpus(
+    devices: str = "0", block_size: int = 64, layout: str = "BHLCND", options: tuple[str, ...] = ()
+) -> Geometry:
+    gpu = ("--device", "cuda", "--dtype", "bfloat16", "--devices", devices)
+    lean = ("--max-num-seqs", "8", "--no-enable-prefix-caching")
+    return Geometry(len(devices.split(",")), block_size, layout, (*gpu, *lean, *options))
+
+
+_ONE, _NHD = on_gpus(), on_gpus("0", 16, "LBCNHD")
+_TWO = on_gpus("0,1")
+_CELLS = [
+    pytest.param("gqa4", _ONE, _ONE, id="one geometry"),
+    pytest.param("gqa4", _NHD, _ONE, id="NHD blocks of 16, mapped"),
+    pytest.param("gqa4", _NHD, on_gpus(options=_NIXL), id="NHD blocks of 16, nixl"),
+    pytest.param("gqa4", on_gpus(options=_FP8), on_gpus(options=_FP8), id="fp8"),
+    pytest.param("gqa4", on_gpus(options=_FP8), on_gpus(options=_CONVERT), id="fp8 to bfloat16"),
+    pytest.param("mla", _NHD, _ONE, id="latents, NHD blocks of 16"),
+    pytest.param("gqa4", _ONE, _TWO, id="tp 1 to 2", marks=_TWO_GPUS),
+    pytest.param("gqa4", _TWO, on_gpus("1", 16, "LBCNHD"), id="tp 2 to 1", marks=_TWO_GPUS),
+    pytest.param("mla", on_gpus("1"), _TWO, id="latents, tp 1 to 2", marks=_TWO_GPUS),
+]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Farm]:
+    with farm(max_ranks=4) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("model", "p", "d"), _CELLS)
+def test_a_pair_equals_the_decode_server_alone(
+    engines: Farm, model: str, p: Geometry, d: Geometry, request: pytest.FixtureRequest
+) -> None:
+    prefiller, decoder = engines.pair(model_dir(model), p, d)
+    for length in _LENGTHS:
+        prompt = make_prompt(zlib.crc32(f"{request.node.name} {length}".encode()), length)
+        pulled = ask(decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1))
+        assert pulled.kv == {"transferred": length, "recomputed": 0, "skipped": 0}
+        alone = ask(decoder.url, prompt, NUM_TOKENS)
+        assert alone.kv["recomputed"] == length
+        assert_same_up_to_a_tie(pulled, alone, 0.3 if _CONVERT[0] in d.options else _CLOSE)
+    for server in (prefiller, decoder):
+        wait_until(server.all_blocks_home)
+
+
+def assert_same_up_to_a_tie(got: Reply, expected: Reply, tolerance: float) -> None:
+    pairs = zip(got.token_ids, expected.token_ids, strict=True)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), NUM_TOKENS)
+    compared = slice(0, same + 1)  # at a tie, both tokens are as likely
+    assert got.logprobs[compared] == pytest.approx(expected.logprobs[compared], abs=tolerance)

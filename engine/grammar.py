@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.grammar_text import GrammarError, make_matcher
+from engine.grammar_text import GrammarError, compiling_thread, make_matcher
 from engine.tokenizer import Tokenizer
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar
@@ -35,7 +35,7 @@ logger = logging.getLogger("baton.engine")
 
 Int32s = npt.NDArray[np.int32]
 
-_MAX_CACHED = 256
+_MAX_CACHED = 64
 _BITS = 32
 
 
@@ -152,7 +152,7 @@ class GrammarCompiler:
         self._num_words = 0  # of the tokenizer's masks, which may be wider than the model's
         self._end_ids: tuple[int, ...] = ()
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
+        self._compiling = compiling_thread("grammar-compiler")
         self._filling = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         # At once: it takes about a second for a large vocabulary, and nobody waits for it yet.
         self._tokenizer = self._compiling.submit(self._load)

@@ -6,6 +6,8 @@ begun to write blanks would otherwise go on until `max_tokens`.
 """
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,8 @@ from protocol.messages import Grammar
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_GRAMMAR_CHARS = 128 * 1024
+MAX_GBNF_CHARS = 16 * 1024  # turned into Lark's form in quadratic time, at this size 0.7 s
 
 _MAX_WHITESPACE = 12
 _JSON_OPTIONS: "JsonCompileOptions" = {
@@ -28,12 +31,27 @@ _JSON_OPTIONS: "JsonCompileOptions" = {
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
+# Rules that refer to one another in a row of thousands are followed by recursion, in Rust, where
+# an overflow ends the process. A text of the largest size takes a third of this.
+_STACK_BYTES = 64 * 2**20
+
+
+def compiling_thread(name: str) -> ThreadPoolExecutor:
+    """One thread that may call `make_matcher` and `find_mistake`."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+    usual = threading.stack_size(_STACK_BYTES)
+    pool.submit(int).result()  # the thread is there
+    threading.stack_size(usual)
+    return pool
+
+
 class GrammarError(ValueError):
     """A schema, regex, list of choices or grammar that cannot be used; says why in one line."""
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """A matcher at the beginning of `grammar`. Other threads may run meanwhile.
+    """A matcher at the beginning of `grammar`, made on a `compiling_thread`. Other threads may run
+    meanwhile.
 
     Raises:
         GrammarError: it has a mistake or is too large.
@@ -48,8 +66,8 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 @lru_cache(maxsize=256)
 def find_mistake(grammar: Grammar) -> str | None:
-    """Why `grammar` cannot be used, whatever the vocabulary, or None. Takes milliseconds, for one
-    of the largest allowed size a second."""
+    """Why `grammar` cannot be used, whatever the vocabulary, or None. On a `compiling_thread`;
+    takes milliseconds, for one of the largest allowed size a second or two."""
     try:
         matcher = make_matcher(_byte_tokenizer(), grammar)
     except GrammarError as error:
@@ -90,6 +108,10 @@ def _to_llguidance(grammar: Grammar) -> str:
             choices = json.loads(grammar.text)
             quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
             return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+        case "grammar" if "::=" in grammar.text and len(grammar.text) > MAX_GBNF_CHARS:
+            raise GrammarError(
+                f"it has {len(grammar.text)} characters, in GBNF at most {MAX_GBNF_CHARS}"
+            )
         case "grammar":
             return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
 

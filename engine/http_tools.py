@@ -7,9 +7,11 @@ message says what there is and how to call it, in the form that engine/tool_pars
 import asyncio
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
-from engine.grammar_text import find_mistake
+from engine.grammar_text import MAX_GRAMMAR_CHARS, compiling_thread, find_mistake
 from engine.tokenizer import Tokenizer
 from engine.tool_parser import Syntax, ToolParser, create_tool_parser, detect_syntax
 from protocol.errors import InvalidRequest
@@ -39,19 +41,32 @@ async def check_demands(parsed: GenerationRequest) -> None:
     if parsed.demand is not None:
         demands.append(parsed.demand)
     if demands:
-        await asyncio.to_thread(_check_all, demands)
+        await asyncio.get_running_loop().run_in_executor(_checker(), _check_all, demands)
+
+
+@lru_cache(maxsize=1)
+def _checker() -> ThreadPoolExecutor:
+    return compiling_thread("grammar-checker")
 
 
 def _tool_schemas(tools: Tools) -> Sequence[Demand]:
     """Of tools that need not be called, schemas may have what no grammar can enforce."""
     extra = {"x-guidance": {"lenient": True}} if tools.mode in ("none", "auto") else {}
-    return [
+    found = [
         Demand(
             Grammar("json_schema", json.dumps({**parameters_of(tool), **extra})),
             f"tools[{at}].function.parameters",
         )
         for at, tool in enumerate(tools.offered)
     ]
+    num_chars = sum(len(demand.grammar.text) for demand in found)
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"`tools` have {num_chars} characters of schemas, at most {MAX_GRAMMAR_CHARS} are "
+            "taken; send fewer or simpler ones.",
+            param="tools",
+        )
+    return found
 
 
 def _check_all(demands: Sequence[Demand]) -> None:

@@ -4,7 +4,12 @@ import json
 
 import pytest
 
-from engine.grammar_text import MAX_GRAMMAR_CHARS, find_mistake
+from engine.grammar_text import (
+    MAX_GBNF_CHARS,
+    MAX_GRAMMAR_CHARS,
+    compiling_thread,
+    find_mistake,
+)
 from protocol.messages import Grammar
 
 
@@ -41,9 +46,23 @@ def test_what_can_be_used(grammar: Grammar) -> None:
         ("grammar", "start: nowhere", "nowhere"),
         ("grammar", "root ::= (", "line 1"),
         ("regex", "a" * (MAX_GRAMMAR_CHARS + 1), str(MAX_GRAMMAR_CHARS)),
+        ("grammar", 'root ::= "' + "a" * MAX_GBNF_CHARS + '"', str(MAX_GBNF_CHARS)),
     ],
 )
 def test_a_mistake_is_named_in_one_line(kind: str, text: str, said: str) -> None:
     mistake = find_mistake(Grammar(kind, text))  # type: ignore[arg-type]
     assert mistake is not None
     assert said in mistake and "\n" not in mistake and len(mistake) <= 300
+
+
+def test_rules_in_a_long_row_do_not_end_the_process() -> None:
+    """They overflow the stack of an ordinary thread, which no handler survives."""
+    length = 4000
+    rules = "\n".join(f'r{i}: r{i + 1} "x" | "y"' for i in range(length))
+    lark = Grammar("grammar", f'start: r0\n{rules}\nr{length}: "z"')
+    ends = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**ends, "d3000": {"type": "string"}}}
+    with compiling_thread("test") as pool:
+        for grammar in (lark, Grammar("json_schema", json.dumps(schema))):
+            assert len(grammar.text) <= MAX_GRAMMAR_CHARS
+            assert pool.submit(find_mistake, grammar).result() is None

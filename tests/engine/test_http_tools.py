@@ -1,5 +1,6 @@
 """Tools and demands over HTTP: what reaches the prompt and the engine, what the client gets."""
 
+import asyncio
 import json
 from functools import partial
 from typing import Any
@@ -8,10 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from engine.chat_template import ChatTemplate
-from engine.http_tools import tool_syntax, with_tools
+from engine.grammar_text import MAX_GRAMMAR_CHARS
+from engine.http_tools import check_demands, tool_syntax, with_tools
 from engine.tokenizer import Tokenizer
 from engine.tool_parser import create_tool_parser
+from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
+from protocol.openai import parse_chat
 from protocol.openai_tools import Tools
 from tests.engine.http_server import READY, chunks, run, saying, serving
 
@@ -29,6 +33,7 @@ TOOL = {
     },
 }
 NAMED = {"type": "function", "function": {"name": "add"}}
+USER = {"role": "user", "content": "1 + 1?"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -143,9 +148,18 @@ def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_called(
     run(main)
 
 
-# -- the prompt --------------------------------------------------------------------------------
+def test_schemas_of_tools_have_a_limit_together() -> None:
+    long = {"type": "object", "description": "x" * 3000}
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": long}} for i in range(50)
+    ]
+    asked = {"model": "m", "messages": [USER], "tools": tools}
+    with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)) as caught:
+        asyncio.run(check_demands(parse_chat(asked)))
+    assert caught.value.param == "tools"
 
-USER = {"role": "user", "content": "1 + 1?"}
+
+# -- the prompt --------------------------------------------------------------------------------
 
 
 def test_a_template_that_knows_tools_gets_them(tokenizer: Tokenizer) -> None:

@@ -8,6 +8,7 @@ from protocol.openai_fields import NEUTRAL_COMPLETION
 from protocol.openai_requests import validate
 from protocol.openai_sampling import (
     MAX_CHOICES,
+    MAX_INT31,
     MAX_LOGPROBS,
     GenerationRequest,
     Switch,
@@ -18,6 +19,7 @@ from protocol.openai_sampling import (
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 1024
 
+_FROM_0 = f"an integer from 0 to {MAX_INT31}"
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 
@@ -62,6 +64,8 @@ class CompletionRequest(GenerationRequest):
         ),
         WithJsonSchema({"anyOf": [_TEXT, _several(_TEXT), _IDS, _several(_IDS)]}),
     ]
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT31, description=_FROM_0)
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_INT31, description=_FROM_0)
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}"
     )

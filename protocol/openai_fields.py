@@ -12,15 +12,11 @@ from protocol.errors import InvalidRequest
 
 # A float in the table accepts 0 and 0.0 alike; an int accepts that int only; True is never 1.
 _BOTH: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "prompt_logprobs": (),
     "length_penalty": (1.0,),
     "typical_p": (1.0,),
     "top_a": (0.0,),
     "priority": (0,),
     "use_beam_search": (False,),
-    "echo": (False,),
     "early_stopping": (False,),
     "return_hidden_states": (False,),
     "no_stop_trim": (False,),
@@ -45,6 +41,8 @@ NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
 
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **_BOTH,
+    "best_of": (1,),
+    "echo": (False,),
     "add_special_tokens": (False,),
     "documents": ([],),
     "modalities": (["text"],),

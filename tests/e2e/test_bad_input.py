@@ -79,6 +79,14 @@ _REFUSED_BY_DECODE_ALONE = {
     "absurd limit": (_chat(max_tokens=2**31 - 1), ["max_tokens", str(2**31 - 1), "4096"]),
     "stream options as text": (_completion(stream_options="all"), ["stream_options"]),
     "stream options as list": (_chat(stream_options=[1]), ["stream_options"]),
+    "ranked candidates in a stream": (
+        _completion(n=2, best_of=3, stream=True),
+        ["best_of", "stream"],
+    ),
+    "prompt logprobs in a stream": (
+        _completion(prompt_logprobs=1, stream=True),
+        ["prompt_logprobs", "stream"],
+    ),
     "unknown stream option": (
         _chat(stream_options={"usage": True}),
         ["stream_options.usage"],
@@ -124,8 +132,8 @@ _REFUSED_PROMPTS = {
     ),
 }
 _REFUSED_VALUES: dict[str, list[Any]] = {
-    "max_tokens": [0, -1, "5", 1.5, True, 2**31, 10**25, [], {}],
-    "max_completion_tokens": [0, -5, "5"],
+    "max_tokens": [-1, "5", 1.5, True, 2**31, 10**25, [], {}],
+    "max_completion_tokens": [-5, "5"],
     "temperature": [-0.1, 2.1, 1e300, "hot", True, []],
     "top_p": [0, -1, 1.1, "0.9"],
     "top_k": [-2, 1.5, 2**31, "5"],
@@ -136,7 +144,7 @@ _REFUSED_VALUES: dict[str, list[Any]] = {
     "ignore_eos": [1],
     "return_token_ids": ["no"],
     "user": [5],
-    "n": [2, 0, -1, "1"],
+    "n": [65, 129, 0, -1, "1"],
     "presence_penalty": [2.5, "1"],
     "frequency_penalty": [-2.5],
     "repetition_penalty": [0, -1],
@@ -152,8 +160,9 @@ _REFUSED_VALUES: dict[str, list[Any]] = {
 _REFUSED_BY_ONE = {
     "logprobs beyond 20": (_completion(logprobs=21), ["logprobs", "20"]),
     "negative logprobs": (_completion(logprobs=-1), ["logprobs"]),
-    "echo": (_completion(echo=True), ["echo"]),
-    "best of": (_completion(best_of=3), ["best_of"]),
+    "no tokens in a chat": (_chat(max_tokens=0), ["max_tokens", "1"]),
+    "more candidates than run": (_completion(best_of=65), ["best_of", "--max-num-seqs", "64"]),
+    "fewer candidates than choices": (_completion(n=3, best_of=2), ["best_of", "n"]),
     "suffix": (_completion(suffix="."), ["suffix"]),
     "chat logprobs as a number": (_chat(logprobs=5), ["logprobs"]),
     "top logprobs alone": (_chat(top_logprobs=5), ["top_logprobs", "logprobs"]),

@@ -305,7 +305,7 @@ def test_errors_become_the_clients_classes(client: openai.OpenAI) -> None:
             model=MODEL,
             messages=_MESSAGES,
             stream=True,
-            tools=[{"type": "function", "function": {"name": "f"}}],
+            tools=[{"type": "function", "function": {}}],
         )
     assert unsupported.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError) as long:

@@ -84,7 +84,7 @@ def test_an_engine_that_ends_when_told_to_is_no_failure(
         server.stop.set()
         await engine.start()
         with _bind("127.0.0.1", 0) as listener:
-            code = await server._serve(listener, engine, Path(), READY)  # type: ignore[arg-type]
+            code = await server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
         assert server.failure is not None and server.failure.done()
         server.processes.stop(1.0)
         return code
@@ -108,7 +108,7 @@ def test_open_requests_are_told_why_the_engine_died(
         with _bind("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             serving = asyncio.create_task(
-                server._serve(listener, engine, Path(), READY)  # type: ignore[arg-type]
+                server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
             )
             async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
                 model = server.settings.model

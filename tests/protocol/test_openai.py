@@ -185,8 +185,12 @@ BAD_VALUES = {
     "top_k": [-2, 1.5, "4", True, 2**31],
     "min_p": [-0.1, 1.1, "0"],
     "seed": [-1, 2**63, 10**30, 1.0, "7", True],
-    "max_tokens": [0, -1, 1.5, "16", True, 2**31, 10**30],
-    "max_completion_tokens": [0, "1"],
+    "max_tokens": [-1, 1.5, "16", True, 2**31, 10**30],
+    "max_completion_tokens": [-1, "1"],
+    "n": [0, 129, 1.0, True, "2"],
+    "best_of": [0, 129, True],
+    "echo": [0, "true"],
+    "prompt_logprobs": [-1, 21, True],
     "stop": [3, [3], [""], "", ["a"] * 65, "x" * 1025, {"a": 1}, [["a"]]],
     "stream": [1, "true", 0],
     "stream_options": [True, {"include_usage": 1}, []],
@@ -258,6 +262,29 @@ def test_more_tokens_than_the_limit_are_not_asked_for() -> None:
     assert leg.min_tokens == 9
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"best_of": 2, "n": 3}, "`best_of` is 2, below `n`, which is 3"),
+        ({"best_of": 2, "stream": True}, "`best_of` is 2 .*no ranking can be streamed"),
+        ({"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` cannot be streamed"),
+    ],
+)
+def test_contradictions_of_a_completion_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        completion(**fields)
+
+
+def test_what_is_wanted_of_the_prompt_and_the_candidates() -> None:
+    assert completion(echo=True).num_prompt_logprobs is None
+    assert completion(echo=True, logprobs=2, prompt_logprobs=5).num_prompt_logprobs == 5
+    assert completion(logprobs=2).num_prompt_logprobs is None
+    assert completion(n=2).num_candidates == 2
+    ranked = completion(n=2, best_of=4)
+    assert (ranked.num_candidates, ranked.num_logprobs, ranked.wants_logprobs) == (4, 0, False)
+    assert chat(prompt_logprobs=3, n=2).num_prompt_logprobs == 3
+
+
 def test_stop_is_one_string_or_several() -> None:
     assert completion(stop="\n").stop == ("\n",)
     assert completion(stop=["a", "b"]).stop == ("a", "b")
@@ -289,12 +316,6 @@ def test_every_neutral_value_is_accepted_and_null_too(parse: Any, table: Any) ->
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("n", 1.0),
-        ("best_of", 2),
-        ("echo", True),
-        ("echo", 0),
         ("continue_final_message", True),
         ("include_reasoning", False),
         ("suffix", "end"),
@@ -380,6 +401,7 @@ def test_a_bad_turn_of_tools_is_named(message: dict[str, Any], param: str) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"max_tokens": 0}, "`max_tokens` is 0; .* from 1"),
         ({"top_logprobs": 3}, "`top_logprobs` is 3; it needs `logprobs`: true"),
         ({"top_logprobs": 21, "logprobs": True}, "`top_logprobs` is 21; .* from 0 to 20"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "are both true"),

@@ -1,275 +1,26 @@
-"""A prefill and a decode engine in one process: real roles, leases, side channel, coordinator,
-pull worker and KV pools; the model is a shadow whose KV holds the tokens it claims to hold, and
-the transport is the in-memory agent, which can stall and fail on command.
+"""A prefill and a decode engine in one process, with faults of every kind.
 
 Whatever goes wrong, the output must be the continuation of the request's own prompt.
 """
 
 import dataclasses
-import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-import torch
 
-from decode_server.failure import FailurePolicy
-from decode_server.role import DecodeRole, QuarantineOverflow
-from engine.batch import StepInput
-from engine.config import EngineConfig
-from engine.core import EngineCore
-from kvcache.layout import KVLayout
-from kvcache.pool import KVPool
-from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.memory_agent import MemoryAgent
+from decode_server.role import QuarantineOverflow
 from kvcache.transfer.pull import PullSettings
-from kvcache.transfer.pull_worker import PullWorker
-from kvcache.transfer.side_channel import LeaseServer
-from prefill_server.role import PrefillRole
 from protocol import kv_params
-from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
-from protocol.messages import AbortRequest, AddRequest, FirstToken, ReleaseRemote, SamplingParams
+from protocol.messages import AbortRequest, FirstToken, ReleaseRemote
+from tests.decode_server.conftest import MakePair
+from tests.decode_server.pair import COMPAT, SECRET
 from tests.engine.shadow import (
     VOCAB,
-    MemoryTransport,
-    ShadowExecutor,
     add,
-    assert_all_blocks_home,
     expected_output,
-    make_core,
 )
 
-_SECRET = b"in-process secret"
-_COMPAT = CompatRecord(
-    model_fingerprint="shadow",
-    kv_dtype="float32",
-    num_layers=2,
-    total_kv_heads=2,
-    num_components=2,
-    head_dim=4,
-    rope="{}",
-)
-_names = itertools.count()
-
-
-class PoolExecutor(ShadowExecutor):
-    """The shadow's token ids live in every element of the slot in a real KV pool."""
-
-    def __init__(self, kv: KVPool, depth: int) -> None:
-        super().__init__(kv.layout.num_blocks, kv.layout.block_size, depth)
-        self.kv = kv
-        self.before_step: Callable[[], None] = lambda: None
-
-    def run(self, step: StepInput) -> Any:
-        self.before_step()
-        if step.copies:
-            self.kv.copy_blocks(step.copies)
-        batch = step.attention_batch(self.block_size)
-        for slot, token in zip(batch.slot_mapping.tolist(), step.token_ids.tolist(), strict=True):
-            block, offset = divmod(slot, self.block_size)
-            self.kv.canonical[block, :, :, :, offset, :] = token + 1.0
-        return super().run(step)
-
-    def context(self, step: StepInput, row: int) -> list[int]:
-        length = int(step.context_lens[row])
-        table = torch.from_numpy(step.block_tables[row].astype(np.int64))
-        # [tokens, everything else]
-        values = (
-            self.kv.canonical[table].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:length].flatten(1)
-        )
-        assert bool((values == values[:, :1]).all()), "parts of a slot belong to different tokens"
-        return [int(v) - 1 for v in values[:, 0].tolist()]
-
-
-@dataclass
-class Side:
-    """One engine of the pair."""
-
-    core: EngineCore
-    executor: PoolExecutor
-    out: MemoryTransport
-    agent: MemoryAgent
-
-    def blocks_home(self) -> bool:
-        counts = self.core.scheduler.allocator.counts()
-        return counts[0] + counts[2] == self.core.scheduler.allocator.capacity  # FREE, CACHED
-
-
-def _config(**changes: Any) -> EngineConfig:
-    fields: dict[str, Any] = {
-        "role": "prefill",
-        "engine_id": f"engine-{next(_names)}",
-        "incarnation": f"{next(_names):016x}",
-        "model_dir": "",
-        "cluster_secret": _SECRET,
-        "input_address": "",
-        "output_address": "",
-        "control_address": "",
-        "transfer_address": f"inproc://pulls-{next(_names)}",
-        **changes,
-    }
-    return EngineConfig(**fields)
-
-
-def _pool(block_size: int, order: str, num_blocks: int) -> KVPool:
-    return KVPool(KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, "float32"))
-
-
-def _side(pool: KVPool, role: Any, agent: MemoryAgent, depth: int) -> Side:
-    executor = PoolExecutor(pool, depth)
-    core, _, out = make_core(
-        num_blocks=pool.layout.num_blocks,
-        block_size=pool.layout.block_size,
-        role=role,
-        executor=executor,
-    )
-    return Side(core, executor, out, agent)
-
-
-class Pair:
-    """A prefill engine and a decode engine, driven by hand round by round."""
-
-    def __init__(
-        self,
-        *,
-        p_block_size: int = 4,
-        d_block_size: int = 4,
-        p_order: str = "BHLCND",
-        d_order: str = "BHLCND",
-        policy: str = "recompute",
-        lease_s: float = 30.0,
-        settings: PullSettings | None = None,
-        p_compat: CompatRecord = _COMPAT,
-        depth: int = 0,
-    ) -> None:
-        self.depth = depth
-        self.now_s = 1000.0  # P's clock, moved by hand
-        self._start_prefill(p_block_size, p_order, lease_s, p_compat)
-        self._start_decode(d_block_size, d_order, policy, settings or PullSettings())
-
-    def _start_prefill(
-        self, block_size: int, order: str, lease_s: float, compat: CompatRecord
-    ) -> None:
-        pool, agent = _pool(block_size, order, 40), MemoryAgent("p")
-        agent.register(pool.base_address, pool.nbytes)
-        config = _config(lease_s=lease_s, block_size=block_size)
-        rank = RankMetadata(
-            rank=0,
-            agent_metadata=agent.metadata(),
-            base_address=pool.base_address,
-            nbytes=pool.nbytes,
-            device_id=0,
-            device_kind="cpu",
-            layout=pool.layout.to_record(),
-        )
-        metadata = EngineMetadata(
-            protocol_version=PROTOCOL_VERSION,
-            engine_id=config.engine_id,
-            incarnation=config.incarnation,
-            compat=compat,
-            tp_size=1,
-            ranks=[rank],
-        )
-        self.leases = LeaseServer("127.0.0.1", 0, metadata, _SECRET, clock=lambda: self.now_s)
-        self.leases.start()
-        self.p = _side(pool, PrefillRole(config, self.leases), agent, self.depth)
-
-    def _start_decode(
-        self, block_size: int, order: str, policy: str, settings: PullSettings
-    ) -> None:
-        pool, agent = _pool(block_size, order, 40), MemoryAgent("d")
-        self.coordinator = PullCoordinator("tcp://127.0.0.1:0", 1, _COMPAT, _SECRET, settings)
-        self.coordinator.start()
-        address = self.coordinator.worker_address
-        self.worker = PullWorker(0, 1, 2, agent, pool, address, staging_bytes=2**20)
-        self.worker.start()
-        role = DecodeRole(self.coordinator, FailurePolicy(policy))
-        self.d = _side(pool, role, agent, self.depth)
-
-    def close(self) -> None:
-        self.coordinator.close()
-        self.worker.close()
-        self.leases.close()
-        self.p.agent.close()
-
-    def prefill(self, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
-        """Runs the prompt on P and returns what it would answer."""
-        name = f"p{next(_names)}"
-        self.p.core.round([add(name, prompt, 1, retain_kv=True, **members)])
-        self.until(lambda: bool(self.p.out.terminals(name)))
-        params = self.p.out.terminals(name)[0].kv_transfer_params
-        assert params is not None
-        return params
-
-    def ask(
-        self, prompt: Sequence[int], params: dict[str, Any], max_tokens: int = 6, **members: Any
-    ) -> str:
-        """Gives D the request with its reference; returns its name."""
-        name = f"d{next(_names)}"
-        parsed = kv_params.parse(params)
-        parsed.verify(_SECRET)
-        request = AddRequest(
-            request_id=name,
-            token_ids=list(prompt),
-            sampling=SamplingParams(temperature=0.0),
-            max_tokens=max_tokens,
-            remote=kv_params.to_remote_prefill(parsed),
-            **members,
-        )
-        self.d.core.round([request])
-        return name
-
-    def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        """Rounds of both engines until the condition holds."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "the condition never came true"
-            progressed = self.p.core.round([]) | self.d.core.round([])
-            self.p.core.check_integrity()
-            self.d.core.check_integrity()
-            if not progressed:
-                threading.Event().wait(0.002)  # the threads' turn
-
-    def answer(self, name: str) -> list[int]:
-        (tokens,) = self.answers(name, 1)
-        return tokens
-
-    def answers(self, name: str, num_choices: int) -> list[list[int]]:
-        self.until(lambda: len(self.d.out.terminals(name)) == num_choices)
-        assert all(end.error is None for end in self.d.out.terminals(name))
-        return [self.d.out.tokens(name, choice) for choice in range(num_choices)]
-
-    def usage(self, name: str) -> tuple[int, int, int]:
-        usage = self.d.out.terminals(name)[0].usage
-        assert usage is not None
-        return usage.transferred, usage.recomputed, usage.skipped
-
-    def settle(self) -> None:
-        """Every block comes home on both sides."""
-        self.until(lambda: self.p.blocks_home() and self.d.blocks_home())
-        assert_all_blocks_home(self.p.core)
-        assert_all_blocks_home(self.d.core)
-
-
-@pytest.fixture(params=[0, 1], ids=["synchronous", "ahead"])
-def make_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pair]]:
-    pairs: list[Pair] = []
-
-    def make(**options: Any) -> Pair:
-        pairs.append(Pair(depth=request.param, **options))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
-
-
-MakePair = Callable[..., Pair]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 
 
@@ -427,10 +178,10 @@ def test_a_request_that_ends_with_its_first_token_gives_the_lease_back(
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
 def test_a_first_token_of_another_model_is_not_used(make_pair: MakePair, max_tokens: int) -> None:
-    pair = make_pair(p_compat=msgspec.structs.replace(_COMPAT, model_fingerprint="another"))
+    pair = make_pair(p_compat=msgspec.structs.replace(COMPAT, model_fingerprint="another"))
     params = kv_params.parse(pair.prefill(PROMPT))
     wrong = FirstToken((expected_output(PROMPT, 1)[0] + 1) % VOCAB)
-    forged = dataclasses.replace(params, first_tokens=(wrong,)).sign(_SECRET).to_json()
+    forged = dataclasses.replace(params, first_tokens=(wrong,)).sign(SECRET).to_json()
     name = pair.ask(PROMPT, forged, max_tokens)
     assert pair.answer(name) == expected_output(PROMPT, max_tokens)
     assert pair.usage(name) == (0, 14, 0)

@@ -1,26 +1,12 @@
 """Several choices and prompt logprobs through prefill and decode engines: one pull, then forks."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from protocol.messages import AbortRequest
-from tests.decode_server.test_role import PROMPT, MakePair, Pair
+from tests.decode_server.conftest import MakePair
 from tests.engine.shadow import expected_output, expected_scores
 
-
-@pytest.fixture
-def make_pair() -> Iterator[MakePair]:
-    pairs: list[Pair] = []
-
-    def make(**options: Any) -> Pair:
-        pairs.append(Pair(**options))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 
 
 def _expected(prompt: list[int], num_choices: int, max_tokens: int = 6) -> list[list[int]]:

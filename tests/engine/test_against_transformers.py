@@ -1,0 +1,191 @@
+"""Whole engines on a tiny trained model, in this process, against transformers' logits.
+
+What is drawn under bias, penalties and min_tokens, logprobs of outputs and prompts, each choice.
+
+A P/D pair goes over the prefill role's own signed answer and an in-memory transfer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
+
+from engine.core import EngineCore
+from engine.sampler import SamplingBatch, sample
+from protocol.messages import AddRequest, SamplingParams, TokenLogprobs
+from tests.decode_server.real_pair import RealPair
+from tests.engine.shadow import MemoryTransport
+from tests.make_models import ensure_model
+
+PROMPT = [40, 77, 130, 5, 9, 33, 77, 130, 41, 60, 12, 200, 3, 77]
+
+
+class Reference:
+    """transformers' logits, float32, and the definitions applied to them."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """float32 [tokens, V]"""
+        logits: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits[0].float()
+        return logits
+
+    def shaped(self, request: AddRequest, token_ids: list[int]) -> torch.Tensor:
+        """[V]: what the next token of the sequence is drawn from."""
+        sampling, num_prompt = request.sampling, len(request.token_ids)
+        logits = self.logits(token_ids)[-1:].clone()
+        for token, bias in sampling.logit_bias.items():
+            logits[0, token] += bias
+        if sampling.repetition_penalty != 1:
+            process = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+            logits = process(torch.tensor([token_ids]), logits)
+        outputs = torch.tensor(token_ids[num_prompt:], dtype=torch.int64)
+        counts = torch.bincount(outputs, minlength=logits.shape[1])
+        logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        if len(outputs) < sampling.min_tokens:
+            logits[0, request.stop_token_ids] = float("-inf")
+        return logits[0]
+
+    def check_choice(
+        self,
+        request: AddRequest,
+        choice: int,
+        tokens: list[int],
+        logprobs: Sequence[TokenLogprobs],
+    ) -> None:
+        """That each token is what the noise of its position draws from the reference's logits."""
+        context = list(request.token_ids)
+        params = msgspec.structs.replace(
+            request.sampling, choice_index=choice, num_logprobs=None, logit_bias={}
+        )
+        for token, report in zip(tokens, logprobs, strict=True):
+            batch = SamplingBatch.from_params([params], [len(context)])
+            shaped = self.shaped(request, context)
+            assert token == sample(shaped[None], batch).token_ids.item()
+            self._check_logprobs(report, self.logits(context)[-1], token)
+            context.append(token)
+
+    def check_prompt(self, request: AddRequest, rows: Sequence[TokenLogprobs | None]) -> None:
+        logits = self.logits(request.token_ids)
+        assert len(rows) == len(request.token_ids) and rows[0] is None
+        for at, row in enumerate(rows[1:]):
+            assert row is not None
+            self._check_logprobs(row, logits[at], request.token_ids[at + 1])
+
+    @staticmethod
+    def _check_logprobs(report: TokenLogprobs, logits: torch.Tensor, token: int) -> None:
+        expected = logits.log_softmax(-1)
+        assert report.logprob == pytest.approx(float(expected[token]), abs=1e-4)
+        top = torch.tensor(report.top_logprobs)
+        torch.testing.assert_close(top, expected[report.top_ids], atol=1e-4, rtol=0)
+        torch.testing.assert_close(top, expected.topk(len(top)).values, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(ensure_model("gqa"))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RealPair]:
+    pair = RealPair(ensure_model("gqa"), p_block_size=8, d_block_size=4)
+    yield pair
+    pair.close()
+
+
+Ask = Callable[[RealPair, AddRequest], MemoryTransport]
+
+
+def _alone(pair: RealPair, request: AddRequest) -> MemoryTransport:
+    return pair.decode_alone(request)
+
+
+def _through_both(pair: RealPair, request: AddRequest) -> MemoryTransport:
+    return pair.prefill_and_decode(request)
+
+
+def _request(num_choices: int = 1, max_tokens: int = 12, **members: Any) -> AddRequest:
+    names = SamplingParams.__struct_fields__
+    sampling = {name: members.pop(name) for name in names if name in members}
+    return AddRequest(
+        request_id="r",
+        token_ids=members.pop("prompt", PROMPT),
+        sampling=SamplingParams(**{"temperature": 0.0, "num_logprobs": 3, "seed": 11, **sampling}),
+        max_tokens=max_tokens,
+        num_choices=num_choices,
+        **members,
+    )
+
+
+REQUESTS = {
+    "greedy": _request(),
+    "bias": _request(logit_bias={77: 6.0, 130: -100.0, 9: 4.5}),
+    "presence": _request(presence_penalty=1.5),
+    "frequency": _request(frequency_penalty=1.2),
+    "negative": _request(frequency_penalty=-1.0, presence_penalty=-0.5),
+    "repetition": _request(repetition_penalty=1.4),
+    "everything": _request(
+        num_choices=3,
+        temperature=1.3,
+        frequency_penalty=0.7,
+        presence_penalty=0.4,
+        repetition_penalty=1.2,
+        logit_bias={5: 2.0},
+        num_prompt_logprobs=2,
+    ),
+    "choices": _request(num_choices=4, temperature=1.0),
+    "scores": _request(num_prompt_logprobs=4, max_tokens=3),
+}
+
+
+@pytest.mark.parametrize("ask", [_alone, _through_both])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_equals_the_definitions_over_transformers_logits(
+    reference: Reference, pair: RealPair, ask: Ask, name: str
+) -> None:
+    request = REQUESTS[name]
+    out = ask(pair, request)
+    for choice in range(request.num_choices):
+        tokens = out.tokens("r", choice)
+        assert len(tokens) == request.max_tokens
+        reported = [row for d in out.deltas if d.choice == choice for row in (d.logprobs or [])]
+        reference.check_choice(request, choice, tokens, reported)
+    if request.num_prompt_logprobs is not None:
+        reference.check_prompt(request, out.prompt_logprobs("r"))
+
+
+@pytest.mark.parametrize("ask", [_alone, _through_both])
+@pytest.mark.parametrize("min_tokens", [0, 1, 5])
+def test_min_tokens_ban_what_would_end_the_text(
+    reference: Reference, pair: RealPair, ask: Ask, min_tokens: int
+) -> None:
+    free = ask(pair, _request()).tokens("r")
+    request = _request(min_tokens=min_tokens, stop_token_ids=[free[0], free[2]])
+    out = ask(pair, request)
+    tokens = out.tokens("r")
+    reference.check_choice(
+        request, 0, tokens, [row for d in out.deltas for row in (d.logprobs or [])]
+    )
+    assert not set(tokens[:min_tokens]) & set(request.stop_token_ids)
+    assert len(tokens) > min_tokens or tokens[-1] in request.stop_token_ids
+
+
+@pytest.mark.parametrize("length", [1, 2, 130, 300])
+def test_a_prompt_is_scored_in_several_chunks(
+    reference: Reference, pair: RealPair, length: int
+) -> None:
+    prompt = [(37 * at * at + 11) % 500 for at in range(length)]
+    request = _request(prompt=prompt, max_tokens=0, num_prompt_logprobs=1)
+    reference.check_prompt(request, pair.decode_alone(request).prompt_logprobs("r"))
+
+
+def test_nothing_is_left_behind(pair: RealPair) -> None:
+    cores: list[EngineCore] = [pair.p.core, pair.d.core]
+    assert all(core.is_idle for core in cores)
+    pair.settle()

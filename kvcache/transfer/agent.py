@@ -113,6 +113,18 @@ class TransferAgent(ABC):
             TransferFailed: nothing was posted, or the transport refused it.
         """
 
+    def read_beside(
+        self,
+        lane: int,
+        peer: str,
+        local_addresses: Addresses,
+        remote_addresses: Addresses,
+        lengths: Addresses,
+        **options: Any,
+    ) -> ReadHandle:
+        """As `read`, posted by thread `lane` of an agent that has such, where posting copies."""
+        return self.read(peer, local_addresses, remote_addresses, lengths, **options)
+
     @abstractmethod
     def poll(self, handle: ReadHandle) -> ReadState:
         """Progress of a READ; never raises for a peer's fault and never blocks."""

@@ -20,6 +20,8 @@ class Step:
     base_address: int  # of the memory that local offsets count from
     chunk: Chunk | None = None
     slot: int = -1  # of staging memory, where there is a chunk
+    lane: int | None = None  # of the agent; None: the worker's own thread posts
+    at_once: bool = True  # every READ had ended when it was posted
     active: int = 0
     posted: bool = False  # all of them
     seconds: float = 0.0  # from each post to its end, together
@@ -50,7 +52,10 @@ class PullJob:
         self._posting: Step | None = None
         self._waiting: tuple[int, Chunk] | None = None  # for its slot
         self._exhausted = False
+        self._slot_bytes = max((chunk.nbytes for chunk in plan.chunks), default=0)
+        self._num_slots = 0
         if self._staging is not None:
+            self._num_slots = self._staging.num_slots(self._slot_bytes)
             self._staging.enter(pull_id)
         if plan.reads:  # first: they wait for no slot
             self._begin(Step(cut(plan.reads, limits), pool_address))
@@ -118,11 +123,12 @@ class PullJob:
             self._exhausted = True
             return None
         index, chunk = self._waiting
-        if not self._slot_is_free(self._staging, index % 2):
+        slot = index % self._num_slots
+        if not self._slot_is_free(self._staging, slot):
             return None
         self._waiting = None
-        base = self._staging.slot_address(index % 2)
-        return self._begin(Step(cut(chunk.reads, self._limits), base, chunk, index % 2))
+        base = self._staging.base_address + slot * self._slot_bytes
+        return self._begin(Step(cut(chunk.reads, self._limits), base, chunk, slot, lane=slot))
 
     def _slot_is_free(self, staging: Staging, slot: int) -> bool:
         filling = any(step.slot == slot for step in self._open)
@@ -133,10 +139,10 @@ class PullJob:
             return
         self._open.remove(step)
         if step.chunk is not None and self._staging is not None and not self.stopping:
-            self._staging.place(step.chunk, step.slot)
+            self._staging.place(step.chunk, step.slot, self._slot_bytes)
 
     def _copies_finished(self) -> bool:
         staging = self._staging
         if staging is None or not staging.owned_by(self.pull_id):
             return True
-        return staging.is_free(0) and staging.is_free(1)
+        return all(staging.is_free(slot) for slot in range(self._num_slots))

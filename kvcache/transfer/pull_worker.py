@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -419,6 +420,7 @@ class PullWorker:
             self._fail(job, error)
             return
         step.active += 1
+        step.at_once &= handle.ended
         self.counters["posts"] += 1
         read = _Read(handle, job, step, started)
         if handle.ended:
@@ -431,7 +433,9 @@ class PullWorker:
         name = peer.names.get(remote.rank)
         if name is None:
             name = peer.names[remote.rank] = self._agent.add_peer(remote.agent_metadata)
-        return self._agent.read(
+        agent, lane = self._agent, step.lane
+        read = agent.read if lane is None else partial(agent.read_beside, lane)
+        return read(
             name,
             post.local_offsets + step.base_address,
             post.remote_offsets + remote.base_address,

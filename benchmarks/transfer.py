@@ -266,10 +266,10 @@ class Puller:
             found = job.next_post() if len(active) < PostLimits().max_active else None
             if found is not None:
                 step, post = found
-                handle = self.post(step, post, offsets)
-                step.active += 1
-                step.at_once &= handle.ended
-                active.append((handle, step, time.perf_counter()))
+                started = time.perf_counter()
+                handle = self.post(job, step, post, offsets)
+                job.read_posted(step, handle)
+                active.append((handle, step, started))
             ended = [each for each in active if self.agent.poll(each[0]) is not ReadState.ACTIVE]
             for handle, step, started in ended:
                 active.remove((handle, step, started))
@@ -280,12 +280,10 @@ class Puller:
                 time.sleep(NAP_S)
         job.leave()
 
-    def post(self, step: Step, post: Post, offsets: list[int]) -> ReadHandle:
+    def post(self, job: PullJob, step: Step, post: Post, offsets: list[int]) -> ReadHandle:
         local = post.local_offsets + step.base_address
         remote = post.remote_offsets + (self.peer_base + offsets[post.remote_rank])
-        if step.lane is None:
-            return self.agent.read(self.peer, local, remote, post.lengths)
-        return self.agent.read_beside(step.lane, self.peer, local, remote, post.lengths)
+        return job.read_with(self.agent, step)(self.peer, local, remote, post.lengths)
 
     def release(self, handle: ReadHandle) -> None:
         if handle.state is not ReadState.DONE:

@@ -6,7 +6,7 @@ on CPU does), so readers post from a thread of their own, in bounded chunks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -120,9 +120,14 @@ class TransferAgent(ABC):
         local_addresses: Addresses,
         remote_addresses: Addresses,
         lengths: Addresses,
+        then: Callable[[ReadState], None],
         **options: Any,
     ) -> ReadHandle:
-        """As `read`, posted by thread `lane` of an agent that has such, where posting copies."""
+        """As `read`, posted by thread `lane` of an agent that has such, where posting copies.
+
+        That thread then calls `then` with the READ's state; it has not ended before. An agent
+        without such threads posts at once and calls nothing.
+        """
         return self.read(peer, local_addresses, remote_addresses, lengths, **options)
 
     @abstractmethod

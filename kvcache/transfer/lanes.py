@@ -1,9 +1,9 @@
 """Threads that post READs, for transports whose READ copies in the thread that posts it.
 
 Between CPUs of one host a READ is a copy by the processor that posts it. Staged transfers read
-twice what they want at worst, and place it with a second copy; two threads that read in turn keep
-two processors at it where one thread would read alone. READs that need no staging stay with the
-caller: they copy each byte once, and the engine's steps need the processors, too.
+twice what they want at worst, and place it with a second copy; two threads that each read and place
+every other chunk keep two processors at it. READs that need no staging stay with the caller: they
+copy each byte once, and the engine's steps need the processors, too.
 """
 
 import logging
@@ -22,7 +22,6 @@ from kvcache.transfer.agent import (
     TransferAgent,
 )
 from kvcache.transfer.copy_thread import copy_thread
-from protocol.errors import BatonError
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,9 @@ class _Lane:
 @dataclass(eq=False)
 class _Posted:
     lane: _Lane
-    future: "Future[ReadHandle] | None"  # while it is not known to have been posted
+    future: "Future[None] | None" = None  # while it is not known to have been posted
     inner: ReadHandle | None = None
+    failed: bool = False  # what followed the READ did
 
 
 class LanedAgent(TransferAgent):
@@ -107,7 +107,7 @@ class LanedAgent(TransferAgent):
                 remote_device=remote_device,
                 kinds=kinds,
             )
-        return ReadHandle(peer, inner.state, _Posted(lane, None, inner))
+        return ReadHandle(peer, inner.state, _Posted(lane, inner=inner))
 
     def read_beside(
         self,
@@ -116,17 +116,22 @@ class LanedAgent(TransferAgent):
         local_addresses: Addresses,
         remote_addresses: Addresses,
         lengths: Addresses,
+        then: Callable[[ReadState], None],
         **options: Any,
     ) -> ReadHandle:
         chosen = self._lanes[lane % len(self._lanes)]
 
-        def post() -> ReadHandle:
+        posted = _Posted(chosen)
+
+        def post() -> None:
             with chosen.lock:
-                return chosen.agent.read(
+                posted.inner = chosen.agent.read(
                     peer, local_addresses, remote_addresses, lengths, **options
                 )
+            then(posted.inner.state)
 
-        return ReadHandle(peer, ReadState.ACTIVE, _Posted(chosen, chosen.thread.submit(post)))
+        posted.future = chosen.thread.submit(post)
+        return ReadHandle(peer, ReadState.ACTIVE, posted)
 
     def poll(self, handle: ReadHandle) -> ReadState:
         if not handle.ended:
@@ -137,19 +142,24 @@ class LanedAgent(TransferAgent):
         if posted.future is not None:
             if not posted.future.done():
                 return ReadState.ACTIVE
-            try:
-                posted.inner = posted.future.result()
-            except BatonError as error:  # nothing was posted
-                logger.warning("%s", error)
-                return ReadState.ERROR
+            failed = posted.future.exception()
             posted.future = None
-        assert posted.inner is not None
-        if posted.inner.ended or not posted.lane.lock.acquire(blocking=False):
-            return posted.inner.state
+            if failed is not None:
+                logger.warning("posting a READ: %s", failed)
+                posted.failed = True
+        if posted.inner is None:  # nothing was posted
+            return ReadState.ERROR
+        state = self._inner_state(posted.lane, posted.inner)
+        return ReadState.ERROR if posted.failed and state is ReadState.DONE else state
+
+    @staticmethod
+    def _inner_state(lane: _Lane, inner: ReadHandle) -> ReadState:
+        if inner.ended or not lane.lock.acquire(blocking=False):
+            return inner.state
         try:
-            return posted.lane.agent.poll(posted.inner)
+            return lane.agent.poll(inner)
         finally:
-            posted.lane.lock.release()
+            lane.lock.release()
 
     def release(self, handle: ReadHandle) -> None:
         if not handle.ended:

@@ -35,7 +35,7 @@ class ProbeJob(PullJob):
     ) -> None:
         room = staging.nbytes // 2 // ALIGN_BYTES * ALIGN_BYTES
         long, short = probe_reads(remote, min(room, _CPU_BYTES) if staging.on_cpu else room)
-        self._reads = (short, long, short, long)  # each into the slot that it warmed
+        self._reads = (short, long, short, long)
         self._on_cpu = staging.on_cpu
         self._steps: list[Step] = []
         self.waiting: dict[str, Pull] = {}  # begun when the probe has ended
@@ -45,6 +45,7 @@ class ProbeJob(PullJob):
         nbytes = sum(int(read.lengths.sum()) for read in self._reads)
         plan = TransferPlan("staged", (), chunks, count, nbytes, 0, 0.0, "measures the peer")
         super().__init__(name, plan, 0, staging, limits)
+        self._num_slots = 1  # one read after the other
 
     def delays(self, pull: Pull) -> bool:
         """Keeps a pull until the probe has ended; False where it has run for too long."""
@@ -65,11 +66,15 @@ class ProbeJob(PullJob):
         except ValueError as error:  # a null block too small to tell runs apart
             logger.debug("%s: %s", self.pull_id, error)
             return None
-        copying = self._on_cpu and all(step.at_once for step in self._steps)
-        return replace(costs, copying_threads=COPYING_THREADS if copying else 1)
+        copying = self._on_cpu and all(step.at_once for step in self._steps[2:])
+        if not copying:
+            return costs
+        # Placing is such a copy as well; what was measured of it was in the cache.
+        place = min(costs.reformat_bytes_per_s, costs.bytes_per_s)
+        return replace(costs, reformat_bytes_per_s=place, copying_threads=COPYING_THREADS)
 
     def _begin(self, step: Step) -> Step:
-        step.lane = None  # one after the other
+        step.lane = None
         self._steps.append(step)
         return super()._begin(step)
 

@@ -1,9 +1,11 @@
 """One pull on one rank: which posts go out next, which READs are active, when it has ended."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.pace import Pace
 from kvcache.transfer.plan import TransferPlan
 from kvcache.transfer.posts import Post, PostLimits, cut
@@ -22,6 +24,8 @@ class Step:
     slot: int = -1  # of staging memory, where there is a chunk
     lane: int | None = None  # of the agent; None: the worker's own thread posts
     at_once: bool = True  # every READ had ended when it was posted
+    left: int = 0  # posts that a lane has not made yet
+    placed: bool = False  # by a lane
     active: int = 0
     posted: bool = False  # all of them
     seconds: float = 0.0  # from each post to its end, together
@@ -128,7 +132,29 @@ class PullJob:
             return None
         self._waiting = None
         base = self._staging.base_address + slot * self._slot_bytes
-        return self._begin(Step(cut(chunk.reads, self._limits), base, chunk, slot, lane=slot))
+        posts = list(cut(chunk.reads, self._limits))
+        step = Step(iter(posts), base, chunk, slot, lane=slot, left=len(posts))
+        return self._begin(step)
+
+    def read_with(self, agent: TransferAgent, step: Step) -> Callable[..., ReadHandle]:
+        """The agent's `read` for the posts of a step."""
+        if step.lane is None:
+            return agent.read
+        return partial(agent.read_beside, step.lane, then=partial(self._lane_posted, step))
+
+    def read_posted(self, step: Step, handle: ReadHandle) -> None:
+        step.active += 1
+        if step.lane is None:
+            step.at_once &= handle.ended
+
+    def _lane_posted(self, step: Step, state: ReadState) -> None:
+        """Places a chunk whose READs ended while the calling thread, a lane, posted them."""
+        step.left -= 1
+        step.at_once &= state is ReadState.DONE
+        placing = step.at_once and not step.left and not self.stopping
+        if placing and self._staging is not None and step.chunk is not None:
+            self._staging.place_now(step.chunk, step.slot, self._slot_bytes)
+            step.placed = True
 
     def _slot_is_free(self, staging: Staging, slot: int) -> bool:
         filling = any(step.slot == slot for step in self._open)
@@ -138,8 +164,9 @@ class PullJob:
         if not step.posted or step.active:
             return
         self._open.remove(step)
-        if step.chunk is not None and self._staging is not None and not self.stopping:
-            self._staging.place(step.chunk, step.slot, self._slot_bytes)
+        if step.chunk is None or self._staging is None or self.stopping or step.placed:
+            return
+        self._staging.place(step.chunk, step.slot, self._slot_bytes)
 
     def _copies_finished(self) -> bool:
         staging = self._staging

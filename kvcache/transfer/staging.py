@@ -77,17 +77,22 @@ class Staging:
 
     def place(self, chunk: Chunk, slot: int, slot_bytes: int) -> None:
         """Begins to copy what was read into the slot to the pool; see `is_free`."""
-        memory = self._memory[slot * slot_bytes : (slot + 1) * slot_bytes]
         if self._thread is not None:
-            self._copies[slot] = self._thread.submit(
-                reformat.apply, chunk, memory, self._pool.tensor
-            )
+            self._copies[slot] = self._thread.submit(self.place_now, chunk, slot, slot_bytes)
             return
+        memory = self._slot(slot, slot_bytes)
         with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
             reformat.apply(chunk, memory, self._pool.tensor)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._copies[slot] = event
+
+    def place_now(self, chunk: Chunk, slot: int, slot_bytes: int) -> None:
+        """The same on a CPU, in the calling thread."""
+        reformat.apply(chunk, self._slot(slot, slot_bytes), self._pool.tensor)
+
+    def _slot(self, slot: int, slot_bytes: int) -> torch.Tensor:
+        return self._memory[slot * slot_bytes : (slot + 1) * slot_bytes]
 
     def close(self) -> None:
         """Waits for the copy that runs; nothing is placed any more."""

@@ -18,6 +18,8 @@ NBYTES = 4096
 class SlowToPost(MemoryAgent):
     """Posting takes until it is allowed to end, as where posting copies."""
 
+    copies = False  # posting ends the READ, too
+
     def __init__(self) -> None:
         super().__init__()
         self.posting, self.may_end = threading.Event(), threading.Event()
@@ -27,7 +29,10 @@ class SlowToPost(MemoryAgent):
         self.thread = threading.current_thread().name
         self.posting.set()
         assert self.may_end.wait(30)
-        return super().read(*args, **options)
+        handle = super().read(*args, **options)
+        if self.copies:
+            self.poll(handle)
+        return handle
 
 
 class Rig:
@@ -41,10 +46,12 @@ class Rig:
         self.agent.register(self.into.ctypes.data, NBYTES)
         self.name = self.agent.add_peer(self.peer.metadata())
 
-    def post(self, lane: int, start: int, length: int, *, name: str | None = None) -> ReadHandle:
+    def post(
+        self, lane: int, start: int, length: int, then: Any = lambda state: None
+    ) -> ReadHandle:
         at = np.array([start]), np.array([length])
         local, remote = at[0] + self.into.ctypes.data, at[0] + self.source.ctypes.data
-        return self.agent.read_beside(lane, name or self.name, local, remote, at[1])
+        return self.agent.read_beside(lane, self.name, local, remote, at[1], then)
 
     def close(self) -> None:
         for lane in self.lanes:
@@ -102,6 +109,33 @@ def test_a_stalled_read_stays_active_after_it_was_posted(rig: Rig) -> None:
     assert rig.agent.poll(handle) is ReadState.ACTIVE and not rig.into.any()
     rig.lanes[1].resume()
     wait_until(lambda: rig.agent.poll(handle) is ReadState.DONE)
+
+
+def test_the_lane_that_read_goes_on_with_what_follows(rig: Rig) -> None:
+    found: list[tuple[ReadState, str, bool]] = []
+
+    def then(state: ReadState) -> None:
+        arrived = np.array_equal(rig.into[:100], rig.source[:100])
+        found.append((state, threading.current_thread().name, arrived))
+
+    rig.lanes[0].copies = True
+    handle = rig.post(0, 0, 100, then)
+    assert rig.agent.poll(handle) is ReadState.ACTIVE
+    rig.lanes[0].may_end.set()
+    wait_until(lambda: rig.agent.poll(handle) is ReadState.DONE)
+    assert found == [(ReadState.DONE, "post-0_0", True)]
+
+
+def test_a_read_has_failed_when_what_follows_it_fails(rig: Rig) -> None:
+    def then(state: ReadState) -> None:
+        raise RuntimeError("no room")
+
+    rig.lanes[0].copies = True
+    rig.lanes[0].may_end.set()
+    handle = rig.post(0, 0, 100, then)
+    wait_until(lambda: rig.agent.poll(handle) is not ReadState.ACTIVE)
+    assert handle.state is ReadState.ERROR
+    rig.agent.release(handle)
 
 
 def test_memory_is_registered_with_every_lane_and_given_back(rig: Rig) -> None:

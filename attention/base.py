@@ -131,6 +131,26 @@ class AttentionBackend(ABC):
             [T, num_q_heads, head_dim] in q's dtype.
         """
 
+    @property
+    def rotates(self) -> bool:
+        """Whether there is `forward_rotating`."""
+        return False
+
+    def forward_rotating(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """`forward` of q and k before rope; q is changed in place.
+
+        Args:
+            cos_sin: float32 [T, head_dim], what to rotate halves by: cosines, then sines.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not rotate")
+
     def forward_with_lse(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ import torch
 from flashinfer.decode import fast_decode_plan
 from flashinfer.page import append_paged_kv_cache
 
+from attention import rotate_kernel
 from attention.base import AttentionBatch, UnsupportedPool
 from attention.flashinfer_base import (
     CapturedBuffers,
@@ -163,6 +164,25 @@ class FlashInferBackend(FlashInferBase):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         self._append(layer, k, v)
+        return self._attend(layer, q)
+
+    @property
+    def rotates(self) -> bool:
+        return self.dtype == self.pool.tensor.dtype
+
+    def forward_rotating(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        slots = self.append_indices()[1]
+        rotate_kernel.rotate_and_store(q, k, v, cos_sin, slots, *self._caches[layer])
+        return self._attend(layer, q)
+
+    def _attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in self._parts:
             rows = slice(part.start, part.stop)

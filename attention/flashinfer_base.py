@@ -130,6 +130,7 @@ class FlashInferBase(AttentionBackend):
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
         self.buffers = CapturedBuffers(max_seqs, max_blocks, self.device)
+        self._captured.clear()  # kernels of other buffers
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
         assert self.buffers is not None, "reserve_captured comes first"

@@ -221,7 +221,7 @@ class ModelRunner:
                 launched = self._launch(step)
                 drawn_ids = launched.greedy_ids
                 if drawn_ids is None:
-                    drawn_ids = greedy(launched.logits)
+                    drawn_ids = greedy(launched.raw_logits)
                 return SampledTokens(drawn_ids), launched.scores
         batch = self._sampling_batch(step)
         launched = self._launch(step)
@@ -243,7 +243,7 @@ class ModelRunner:
             self.last_drawn.check(int(step.token_ids.min()))
             return self.graphs.run(step)
         hidden = self._forward(self.memory.backend, step)
-        logits = self.model.logits(hidden[self._to_device(step.last_token_rows)])
+        logits = self.model.raw_logits(hidden[self._to_device(step.last_token_rows)])
         return DecodeOutput(logits, None, score(self.model, hidden, step.scores))
 
     def _forward(self, backend: AttentionBackend, step: StepInput) -> torch.Tensor:

@@ -49,3 +49,8 @@ class CausalLM(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [S, vocab] of hidden [S, hidden], the whole vocabulary on every rank."""
+
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`logits` as computed, perhaps in 16 bits: what is largest can be told without widening
+        them."""
+        return self.logits(hidden)

@@ -84,3 +84,6 @@ class Decoder(CausalLM):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._vocab.head(hidden)
+
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._vocab.head.raw(hidden)

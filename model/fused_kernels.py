@@ -10,12 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+AHEAD = True  # False in an interpreter, which knows no launches
 MAX_SILU_ROWS: Final = 256
 _SILU_COLUMNS: Final = 1024  # of one program
 _SEARCHED_COLUMNS: Final = 8192  # of one program of `first_largest`
 
 
-def _silu_and_mul(gate_up, out, width, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_and_mul(gate_up, out, width, COLUMNS: tl.constexpr, AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    if AHEAD:  # it begins while the matrix product before it ends
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -33,7 +36,10 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(width, _SILU_COLUMNS))
-    _silu_kernel[grid](gate_up, out, width, COLUMNS=_SILU_COLUMNS, num_warps=4)
+    options = {"launch_pdl": True} if AHEAD else {}
+    _silu_kernel[grid](
+        gate_up, out, width, COLUMNS=_SILU_COLUMNS, AHEAD=AHEAD, num_warps=4, **options
+    )
     return out
 
 
@@ -56,10 +62,10 @@ def fill_in(token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _first_largest(logits, values, indices, width, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _first_largest(logits, values, indices, width, stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
-    value = tl.load(logits + row * width + column, mask=column < width, other=float("-inf"))
+    value = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf"))
     value = tl.where(value == value, value, float("-inf")).to(tl.float32)
     largest, first = tl.max(value, axis=0, return_indices=True, return_indices_tie_break_left=True)
     at = row * tl.num_programs(1) + part
@@ -81,14 +87,14 @@ _first_largest_part_kernel: Any = triton.jit(_first_largest_part)
 
 
 def first_largest(logits: torch.Tensor) -> torch.Tensor:
-    """[R, V], rows of stride V -> int64 [R], see fused_ops."""
+    """[R, V], rows contiguous -> int64 [R], see fused_ops."""
     rows, width = logits.shape
     parts = triton.cdiv(width, _SEARCHED_COLUMNS)
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     indices = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _first_largest_kernel[(rows, parts)](
-        logits, values, indices, width, COLUMNS=_SEARCHED_COLUMNS, num_warps=8
+        logits, values, indices, width, logits.stride(0), COLUMNS=_SEARCHED_COLUMNS, num_warps=8
     )
     PARTS = triton.next_power_of_2(parts)
     _first_largest_part_kernel[(rows,)](values, indices, out, parts, PARTS=PARTS, num_warps=1)

@@ -94,8 +94,8 @@ def rotate_in_place(
 
 
 def first_largest(logits: torch.Tensor) -> torch.Tensor:
-    """float32 [R, V] -> int64 [R], the first of the largest; NaN is smaller than any number. On a
-    GPU of any dtype."""
+    """[R, V] of any float dtype, on a GPU -> int64 [R], the first of the largest; NaN is smaller
+    than any number."""
     return kernels().first_largest(logits)  # type: ignore[no-any-return]
 
 

@@ -108,13 +108,17 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden] -> float32 [S, vocab]."""
+        return self.raw(hidden).float()
+
+    def raw(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] -> [S, vocab] as computed, perhaps in 16 bits."""
         if self._is_packed:
             local = packed.linear(hidden, self._weight, None)
         elif hidden.device.type == "cpu" and hidden.shape[0] in _CHUNKED_ROWS:
             local = self._in_chunks(hidden)
         else:
             local = F.linear(hidden, self._weight)
-        return self._parallel.all_gather_last_dim(local.float())[:, : self._vocab_size]
+        return self._parallel.all_gather_last_dim(local)[:, : self._vocab_size]
 
     def _in_chunks(self, hidden: torch.Tensor) -> torch.Tensor:
         rows = self._weight.shape[0]

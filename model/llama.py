@@ -70,8 +70,12 @@ class LlamaAttention:
         q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in self._qkv(hidden, norm))
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
-        q, k = self._rope.rotate_pair(q, k, angles)
-        attended = attention.forward(self._layer, q, k, v)
+        cos_sin = self._rope.cos_sin(angles)
+        if cos_sin is not None and attention.rotates:
+            attended = attention.forward_rotating(self._layer, q, k, v, cos_sin)
+        else:
+            q, k = self._rope.rotate_pair(q, k, angles)
+            attended = attention.forward(self._layer, q, k, v)
         return self._out(attended.reshape(num_tokens, -1), hidden)
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 _ROWS: Final = 4  # of the matrix, of one program
+_GATED_ROWS: Final = 2  # of either half of a gated one: 2 and 4 take 4.01 and 4.09 ms a step of 8B
 _MAX_COLUMNS: Final = 1024  # loaded at a time
 _MIN_COLUMNS: Final = 128
 _WARPS: Final = 4
@@ -36,10 +37,10 @@ def _product(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     tile_at = weight + row[:, None].to(tl.int64) * WIDTH + column[None, :]
-    tile = tl.load(tile_at)
+    tile = tl.load(tile_at, eviction_policy="evict_first")
     if GATED:
         up_at = tile_at + NUM_OUT * WIDTH
-        up_tile = tl.load(up_at)
+        up_tile = tl.load(up_at, eviction_policy="evict_first")
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
     _wait(AHEAD)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -51,10 +52,14 @@ def _product(  # type: ignore[no-untyped-def]
             squares += value * value
             value *= tl.load(norm + start + column).to(tl.float32)
         sums += tile.to(tl.float32) * value[None, :]
-        tile = tl.load(tile_at + start + COLUMNS, mask=more, other=0.0)
+        tile = tl.load(
+            tile_at + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first"
+        )
         if GATED:
             up += up_tile.to(tl.float32) * value[None, :]
-            up_tile = tl.load(up_at + start + COLUMNS, mask=more, other=0.0)
+            up_tile = tl.load(
+                up_at + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first"
+            )
     scale = 1.0
     if NORM:
         scale = 1 / tl.sqrt(tl.sum(squares) / WIDTH + eps)
@@ -103,9 +108,10 @@ def product(
     if out is None:
         out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
     options = {"launch_pdl": True} if AHEAD else {}
-    _kernel[(num_out // _ROWS,)](
+    rows = _GATED_ROWS if gated else _ROWS
+    _kernel[(num_out // rows,)](
         x, weight, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,
         NORM=norm is not None, GATED=gated, ADD=residual is not None, AHEAD=AHEAD,
-        ROWS=_ROWS, COLUMNS=_columns(width), num_warps=_WARPS, **options,
+        ROWS=rows, COLUMNS=_columns(width), num_warps=_WARPS, **options,
     )  # fmt: skip
     return out

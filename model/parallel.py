@@ -110,6 +110,7 @@ def _make_group(
         torch.cuda.set_device(device)
         nccl_options = distributed.ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
+        nccl_options.is_high_priority_stream = True  # like the stream that steps run on
         return distributed.ProcessGroupNCCL(store, rank, size, nccl_options)
     options = distributed.ProcessGroupGloo._Options()
     options._timeout = timeout

@@ -115,6 +115,11 @@ class Rope:
         sin = torch.cat((-sin, sin), dim=-1)
         return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
 
+    def cos_sin(self, angles: Angles) -> torch.Tensor | None:
+        """float32 [T, dim], cosines beside sines of halves, for an attention backend that rotates;
+        None where `rotate_pair` is not fused."""
+        return angles[0] if self._is_fused else None
+
     def rotate_pair(
         self, q: torch.Tensor, k: torch.Tensor, angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor]:

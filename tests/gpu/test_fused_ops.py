@@ -4,9 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
 from model import fused_ops
 from model.config import RopeConfig
 from model.rope import Rope
+
+rotate_kernel = pytest.importorskip("attention.rotate_kernel", reason="needs triton")
 
 pytestmark = pytest.mark.gpu
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -97,3 +101,26 @@ def test_products_of_one_row_follow_each_other(num_out: int, width: int) -> None
         assert_close(x, expected)
         plain = product(x, weight)
         assert_close(plain, x.float() @ weight.float().t())
+
+
+@pytest.mark.parametrize("order", ["BHLCND", "LCBNHD"])
+@pytest.mark.parametrize(("num_q", "num_kv", "dim"), [(32, 8, 128), (3, 1, 64), (20, 10, 128)])
+def test_rotating_and_storing_in_one_kernel(num_q: int, num_kv: int, dim: int, order: str) -> None:
+    layout = KVLayout(order, 6, num_kv, 2, 2, 16, dim, "bfloat16")
+    pool = KVPool(layout, device="cuda")
+    pool.tensor.fill_(-9.0)
+    heads = torch.randn(5, (num_q + 2 * num_kv) * dim, **BF16).view(5, -1, dim)
+    q, k, v = heads.split([num_q, num_kv, num_kv], dim=1)
+    rope = Rope(RopeConfig(dim=dim, theta=1e4), **BF16)
+    angles = rope.angles(torch.tensor([0, 3, 70, 900, 31_000], device="cuda"))
+    expected_q, expected_k = rope.rotate_pair(q.clone(), k.clone(), angles)
+    slots = torch.tensor([95, 17, 16, 40, 3], dtype=torch.int32, device="cuda")
+    cos_sin = rope.cos_sin(angles)
+    assert cos_sin is not None
+    keys, values = pool.component(1, 0), pool.component(1, 1)
+    rotate_kernel.rotate_and_store(q, k, v, cos_sin, slots, keys, values)
+    assert_close(q, expected_q)
+    for token, slot in enumerate(slots.tolist()):
+        assert_close(keys[slot // 16, :, slot % 16], expected_k[token])
+        assert torch.equal(values[slot // 16, :, slot % 16], v[token])
+    assert int((pool.tensor != -9.0).sum()) == 2 * 5 * num_kv * dim

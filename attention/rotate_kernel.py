@@ -1,0 +1,94 @@
+"""One Triton kernel that rotates a step's queries and keys and stores keys and values.
+
+The libraries take two kernels and two passes over the keys for it. Its
+successor may begin before it has ended (programmatic dependent launch), as it begins before its
+predecessor has: it waits before it reads anything.
+"""
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+_HEADS: Final = 8  # of one program
+AHEAD = True  # False in an interpreter, which knows no launches
+
+
+def _rotate_and_store(  # type: ignore[no-untyped-def]
+    q, k, v, cos_sin, slots, keys, values,
+    q_token, k_token, v_token, block_stride, head_stride, slot_stride, block_size,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
+    kv_parts: tl.constexpr = (NUM_KV + HEADS - 1) // HEADS
+    half = tl.arange(0, HALF)[None, :]
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(slots + token).to(tl.int64)
+    at = (slot // block_size) * block_stride + (slot % block_size) * slot_stride
+    cos = tl.load(cos_sin + token * 2 * HALF + half)
+    sin = tl.load(cos_sin + token * 2 * HALF + HALF + half)
+    if part < q_parts:
+        head = (part * HEADS + tl.arange(0, HEADS))[:, None]
+        source = q + token * q_token + head * 2 * HALF + half
+        low = tl.load(source, mask=head < NUM_Q, other=0.0).to(tl.float32)
+        high = tl.load(source + HALF, mask=head < NUM_Q, other=0.0).to(tl.float32)
+        dtype = q.dtype.element_ty
+        tl.store(source, (low * cos - high * sin).to(dtype), mask=head < NUM_Q)
+        tl.store(source + HALF, (high * cos + low * sin).to(dtype), mask=head < NUM_Q)
+    elif part < q_parts + kv_parts:
+        head = ((part - q_parts) * HEADS + tl.arange(0, HEADS))[:, None]
+        source = k + token * k_token + head * 2 * HALF + half
+        low = tl.load(source, mask=head < NUM_KV, other=0.0).to(tl.float32)
+        high = tl.load(source + HALF, mask=head < NUM_KV, other=0.0).to(tl.float32)
+        into = keys + at + head * head_stride + half
+        dtype = keys.dtype.element_ty
+        tl.store(into, (low * cos - high * sin).to(dtype), mask=head < NUM_KV)
+        tl.store(into + HALF, (high * cos + low * sin).to(dtype), mask=head < NUM_KV)
+    else:
+        head = ((part - q_parts - kv_parts) * HEADS + tl.arange(0, HEADS))[:, None]
+        source = v + token * v_token + head * 2 * HALF + half
+        into = values + at + head * head_stride + half
+        tl.store(into, tl.load(source, mask=head < NUM_KV), mask=head < NUM_KV)
+        tl.store(into + HALF, tl.load(source + HALF, mask=head < NUM_KV), mask=head < NUM_KV)
+
+
+_kernel: Any = triton.jit(_rotate_and_store)
+
+
+def rotate_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Rotates q in place, and stores k, rotated, and v by slot; k itself stays as it is.
+
+    Args:
+        q: [T, HQ, D]; k, v: [T, H, D]; views whose last two dimensions are contiguous.
+        cos_sin: float32 [T, D], cosines then sines of half the elements each.
+        slots: int32 [T].
+        keys, values: [B, H, N, D], of equal strides, the last of them 1.
+    """
+    num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
+    block_stride, head_stride, slot_stride, element_stride = keys.stride()
+    assert keys.stride() == values.stride() and element_stride == 1, (
+        keys.stride(),
+        values.stride(),
+    )
+    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (dim, 1), q.stride()
+    grid = (q.shape[0], triton.cdiv(num_q, _HEADS) + 2 * triton.cdiv(num_kv, _HEADS))
+    options = {"launch_pdl": True} if AHEAD else {}
+    _kernel[grid](
+        q, k, v, cos_sin, slots, keys, values,
+        q.stride(0), k.stride(0), v.stride(0), block_stride, head_stride, slot_stride,
+        keys.shape[2], NUM_Q=num_q, NUM_KV=num_kv, HALF=dim // 2, HEADS=_HEADS, AHEAD=AHEAD,
+        num_warps=2, **options,
+    )  # fmt: skip

@@ -4,13 +4,14 @@
 
 One process holds the KV of all ranks of P, another is rank 0 of D and pulls. Every case is planned
 and moved by Baton (out of P's mapped memory, as servers of one host do, or over NIXL with
-`--transfer nixl`), then over NIXL by the field's scheme: one descriptor per layer, component and
-block, of the smaller block size, and one per token where token-major blocks are cut by heads. That
-scheme is given equal scattered runs and no copy afterwards: its figure is an upper bound.
+`--transfer nixl`, by the pull job and the staging memory of a server, with costs measured as at a
+server's first contact), then over NIXL by the field's scheme: one descriptor per layer, component
+and block, of the smaller block size, and one per token where token-major blocks are cut by heads.
+That scheme is given equal scattered runs and no copy afterwards: its figure is an upper bound.
 
 Blocks are scattered on both sides; what arrives is compared with what was sent, byte for byte.
 Seconds are the best of the repetitions and cover planning, posting, reading and placing. GB/s
-counts useful bytes.
+counts useful bytes. Without `--only` the slowest plan of 32,768 tokens is looked for as well.
 The last line is one JSON document.
 """
 
@@ -21,10 +22,11 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,27 +34,33 @@ import torch
 from kvcache.layout import NAMED_ORDERS, KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
-from kvcache.transfer.agent import MemoryKind, ReadState
+from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.copy_thread import copy_thread
 from kvcache.transfer.gather import launches, make_gathers
 from kvcache.transfer.host_mapper import CHUNK_BYTES, HostMapper, make_chunk
+from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.mapper import offer
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
+    CostModel,
     Endpoint,
-    RankRead,
     check_transfer,
     heads_of,
     plan_transfer,
 )
-from kvcache.transfer.staged import Chunk
+from kvcache.transfer.posts import Post, PostLimits
+from kvcache.transfer.probe_job import ProbeJob
+from kvcache.transfer.pull_job import PullJob, Step
+from kvcache.transfer.staging import Staging
 from kvcache.transfer.topology import IntArray
 from protocol.handshake import RankMetadata
 
 GEOMETRIES = ("same", "1->2", "2->1", "16->64", "64->16")
 MIXED = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
 PAGE_BYTES = 4096
+NAP_S = 0.0002
+PLANNED_TOKENS = 32_768
 
 
 @dataclass(frozen=True)
@@ -155,31 +163,24 @@ def buffer_bytes(size: Size) -> int:
     return size.kv_bytes + 2 * size.kv_bytes // size.tokens * 64 + 2 * PAGE_BYTES
 
 
-def allocate(nbytes: int, device: str) -> KVPool:
+def allocate(nbytes: int) -> KVPool:
     """`nbytes` or a little more, as a server's KV pool allocates it."""
     rows = -(-nbytes // PAGE_BYTES)
-    return KVPool(KVLayout("BHLCND", rows, 1, 1, 1, 1, PAGE_BYTES, "float8_e4m3fn"), device)
+    return KVPool(KVLayout("BHLCND", rows, 1, 1, 1, 1, PAGE_BYTES, "float8_e4m3fn"))
 
 
 class Memory:
-    """A buffer, registered with an agent of its own."""
+    """A buffer as a server's pool, registered with an agent."""
 
-    def __init__(self, device: str, *nbytes: int) -> None:
-        self.kind: MemoryKind = "VRAM" if device == "cuda" else "DRAM"
-        self.agent = NixlAgent(
-            "bench", device_id=0 if device == "cuda" else None, set_device=torch.cuda.set_device
-        )
-        self.pools = [allocate(count, device) for count in nbytes]
-        self.buffers = [pool.flat_bytes for pool in self.pools]
-        for buffer in self.buffers:
-            self.agent.register(buffer.data_ptr(), buffer.nbytes, kind=self.kind)
-
-    def close(self) -> None:
-        self.agent.close()
+    def __init__(self, nbytes: int, agent: TransferAgent) -> None:
+        self.agent = agent
+        self.pool = allocate(nbytes)
+        self.buffer = self.pool.flat_bytes
+        self.agent.register(self.buffer.data_ptr(), self.buffer.nbytes)
 
 
 def announce(memory: Memory) -> RankMetadata:
-    pool = memory.pools[0]
+    pool = memory.pool
     return RankMetadata(
         rank=0,
         agent_metadata=memory.agent.metadata(),
@@ -192,21 +193,19 @@ def announce(memory: Memory) -> RankMetadata:
     )
 
 
-def serve(connection: Connection, device: str, size: Size) -> None:
+def serve(connection: Connection, size: Size) -> None:
     """Process P: fills its pools for each case it is told, and lets itself be read."""
-    memory = Memory(device, buffer_bytes(size))
-    buffer, kv = memory.buffers[0], reference_kv(size).to(device)
+    memory = Memory(buffer_bytes(size), NixlAgent("bench"))
+    kv = reference_kv(size)
     connection.send(announce(memory))
     while (side := connection.recv()) is not None:
-        blocks = torch.from_numpy(side.blocks(size)).to(device)
+        blocks = torch.from_numpy(side.blocks(size))
         for end, offset in zip(side.endpoints(size), rank_offsets(side, size), strict=True):
             heads = end.heads(size.heads)
-            pool = pool_view(buffer[offset:], end.layout)
+            pool = pool_view(memory.buffer[offset:], end.layout)
             pool[blocks] = by_block(kv, side.block_size, heads)
-        if device == "cuda":
-            torch.cuda.synchronize()
         connection.send("filled")
-    memory.close()
+    memory.agent.close()
 
 
 class Pulled(NamedTuple):
@@ -215,43 +214,81 @@ class Pulled(NamedTuple):
     nbytes: int  # wanted
 
 
+@dataclass
+class View:
+    """The part of the buffer that is the pool of a case."""
+
+    tensor: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+
+class Result(NamedTuple):
+    rows: list[Row]
+    costs: CostModel
+
+
 class Puller:
     """Process D's side: plans, reads, places, checks."""
 
-    def __init__(
-        self, device: str, size: Size, staging_bytes: int, peer: RankMetadata, transfer: str
-    ) -> None:
-        self.device, self.size, self.staging_bytes = device, size, staging_bytes
-        self.costs = DEFAULT_COSTS[device]
-        self.memory = Memory(device, buffer_bytes(size), staging_bytes)
-        self.pool, self.staging = self.memory.buffers
+    def __init__(self, size: Size, staging_bytes: int, peer: RankMetadata, transfer: str) -> None:
+        self.size = size
+        self.agent = LanedAgent([NixlAgent("bench"), NixlAgent("bench")])
+        self.memory = Memory(buffer_bytes(size), self.agent)
+        self.pool = self.memory.buffer
+        self.view = View(self.pool)
+        self.staging = Staging(staging_bytes, cast(KVPool, self.view))
+        self.agent.register(self.staging.base_address, self.staging.nbytes)
         self.kv = reference_kv(size)
         self.peer_base = peer.base_address
-        self.mapper = HostMapper(self.memory.pools[0])
+        self.mapper = HostMapper(self.memory.pool)
         self.mapped: torch.Tensor | None = None  # P's memory
-        if transfer == "auto" and device == "cpu":
+        if transfer == "auto":
             memory = (ctypes.c_ubyte * peer.nbytes).from_address(self.mapper.map(peer).address)
             self.mapped = torch.frombuffer(memory, dtype=torch.uint8)
         self.copier = copy_thread("copy")
-        # The agent belongs to one thread; planning happens in this one.
-        self.thread = ThreadPoolExecutor(1, initializer=self.memory.agent.bind_thread)
-        add_peer = self.memory.agent.add_peer
-        self.peer = self.thread.submit(add_peer, peer.agent_metadata).result()
+        self.peer = self.agent.add_peer(peer.agent_metadata)
+        self.costs = DEFAULT_COSTS["cpu"]
 
-    def read(self, offsets: list[int], base: int, reads: tuple[RankRead, ...]) -> None:
-        """Posts reads and waits for their end; runs in the reading thread."""
-        for read in reads:
-            remote = read.remote_offsets + (self.peer_base + offsets[read.remote_rank])
-            self.wait(read.local_offsets + base, remote, read.lengths)
+    def calibrate(self, remote: Endpoint, local: Endpoint) -> None:
+        """As a server's worker does at first contact."""
+        self.view.tensor = self.pool_of(local.layout)
+        job = ProbeJob("probe", local, remote, self.staging, PostLimits())
+        self.drive(job, [0] * remote.tp)
+        self.costs = job.costs(self.copier.submit(reformat.measure).result()) or self.costs
 
-    def wait(self, local: IntArray, remote: IntArray, lengths: IntArray) -> None:
-        agent, kind = self.memory.agent, self.memory.kind
-        handle = agent.read(self.peer, local, remote, lengths, kinds=(kind, kind))
-        while agent.poll(handle) is ReadState.ACTIVE:
-            time.sleep(0)
+    def drive(self, job: PullJob, offsets: list[int]) -> None:
+        """Carries out a job, as a server's worker does."""
+        active: list[tuple[ReadHandle, Step, float]] = []
+        while not job.ended:
+            found = job.next_post() if len(active) < PostLimits().max_active else None
+            if found is not None:
+                step, post = found
+                started = time.perf_counter()
+                handle = self.post(job, step, post, offsets)
+                job.read_posted(step, handle)
+                active.append((handle, step, started))
+            ended = [each for each in active if self.agent.poll(each[0]) is not ReadState.ACTIVE]
+            for handle, step, started in ended:
+                active.remove((handle, step, started))
+                self.release(handle)
+                step.seconds += time.perf_counter() - started
+                job.read_ended(step)
+            if found is None and not ended:
+                time.sleep(NAP_S)
+        job.leave()
+
+    def post(self, job: PullJob, step: Step, post: Post, offsets: list[int]) -> ReadHandle:
+        local = post.local_offsets + step.base_address
+        remote = post.remote_offsets + (self.peer_base + offsets[post.remote_rank])
+        return job.read_with(self.agent, step)(self.peer, local, remote, post.lengths)
+
+    def release(self, handle: ReadHandle) -> None:
         if handle.state is not ReadState.DONE:
             raise RuntimeError("a READ failed")
-        agent.release(handle)
+        self.agent.release(handle)
 
     def pull(self, case: Case) -> Pulled:
         return self.pull_reads(case) if self.mapped is None else self.pull_mapped(case, self.mapped)
@@ -268,7 +305,8 @@ class Puller:
         for gather in make_gathers(transfer):
             theirs = source[offsets[gather.remote_rank] :]
             for first, count in launches(gather, CHUNK_BYTES):
-                self.place(make_chunk(gather, transfer, first, count), theirs, pool)
+                chunk = make_chunk(gather, transfer, first, count)
+                self.copier.submit(reformat.apply, chunk, theirs, pool).result()
         return Pulled("mapped", 0, transfer.useful_bytes)
 
     def pull_reads(self, case: Case) -> Pulled:
@@ -282,37 +320,13 @@ class Puller:
             case.d.blocks(self.size),
             case.p.blocks(self.size),
             costs=self.costs,
-            staging_bytes=self.staging_bytes,
+            staging_bytes=self.staging.nbytes,
             allow_mixed=True,
         )
-        offsets = rank_offsets(case.p, self.size)
-        self.thread.submit(self.read, offsets, self.pool.data_ptr(), plan.reads).result()
-        pool = self.pool_of(local.layout)
-        half = self.staging_bytes // 2
-        slots = [self.staging[:half], self.staging[half:]]
-        reading: list[Future[None]] = []
-        for number, chunk in enumerate(plan.chunks[:1]):
-            reading.append(
-                self.thread.submit(self.read, offsets, slots[number].data_ptr(), chunk.reads)
-            )
-        for number, chunk in enumerate(plan.chunks):
-            reading.pop().result()
-            for following in plan.chunks[number + 1 : number + 2]:
-                base = slots[(number + 1) % 2].data_ptr()
-                reading.append(self.thread.submit(self.read, offsets, base, following.reads))
-            self.place(chunk, slots[number % 2], pool)
+        self.view.tensor = self.pool_of(local.layout)
+        job = PullJob(case.name, plan, self.pool.data_ptr(), self.staging, PostLimits())
+        self.drive(job, rank_offsets(case.p, self.size))
         return Pulled(plan.path, plan.descriptors, plan.useful_bytes)
-
-    def place(self, chunk: Chunk, source: torch.Tensor, pool: torch.Tensor) -> None:
-        if self.device == "cpu":
-            self.copier.submit(reformat.apply, chunk, source, pool).result()
-        else:
-            reformat.apply(chunk, source, pool)
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
     def pull_per_layer(self, case: Case, useful_bytes: int) -> int:
         """The field's scheme: that many equal runs, scattered on both sides."""
@@ -322,29 +336,32 @@ class Puller:
         local = rng.permutation(count) * length + self.pool.data_ptr()
         remote = rng.permutation(count) * length + self.peer_base
         lengths = np.full(count, length, np.int64)
-        self.thread.submit(self.wait, local, remote, lengths).result()
+        handle = self.agent.read(self.peer, local, remote, lengths)
+        while self.agent.poll(handle) is ReadState.ACTIVE:
+            time.sleep(0)
+        self.release(handle)
         return count
 
     def check(self, case: Case) -> None:
         layout = case.d.layout(self.size, 0)
-        blocks = torch.from_numpy(case.d.blocks(self.size)).to(self.device)
-        found = pool_view(self.pool, layout)[blocks].cpu()
+        blocks = torch.from_numpy(case.d.blocks(self.size))
+        found = pool_view(self.pool, layout)[blocks]
         heads = heads_of(0, case.d.tp, self.size.heads)
         if not torch.equal(found, by_block(self.kv, case.d.block_size, heads)):
             raise RuntimeError(f"{case.name}: what arrived is not what was sent")
 
     def copy_gb_per_s(self, nbytes: int, repeat: int) -> float:
-        target = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        target = torch.zeros(nbytes, dtype=torch.uint8)
 
         def copy() -> None:
             self.copier.submit(target.copy_, self.pool[:nbytes]).result()
-            self.synchronize()
 
         return nbytes / best_s(copy, repeat) / 1e9
 
     def close(self) -> None:
-        self.thread.shutdown()
-        self.memory.close()
+        self.copier.shutdown()
+        self.staging.close()
+        self.agent.close()
 
 
 def per_layer_descriptors(case: Case, size: Size) -> int:
@@ -392,14 +409,33 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
-def run(
-    device: str, size: Size, staging_bytes: int, repeat: int, only: str, transfer: str = "auto"
-) -> list[Row]:
+def slowest_plan(size: Size, costs: CostModel, staging_bytes: int) -> tuple[str, float]:
+    """Which of all named pairs of orders, block sizes and tp takes the longest to plan, and ms."""
+    found = ("", 0.0)
+    sizes = (("same", 64, 64), ("16->64", 16, 64), ("64->16", 64, 16))
+    for p_order, d_order in product(NAMED_ORDERS, repeat=2):
+        for (name, p_size, d_size), (p_tp, d_tp) in product(sizes, ((1, 1), (1, 2), (2, 1))):
+            p, d = Side(p_order, p_tp, p_size, 1), Side(d_order, d_tp, d_size, 2)
+            remote, local = p.endpoints(size), d.endpoints(size)[0]
+            tables = d.blocks(size), p.blocks(size)
+            plan = partial(
+                plan_transfer, local, remote, size.heads, 0, size.tokens, *tables,
+                costs=costs, staging_bytes=staging_bytes, allow_mixed=True,
+            )  # fmt: skip
+            milliseconds = best_s(plan, 3) * 1e3
+            if milliseconds > found[1]:
+                found = (f"{p_order}->{d_order} {name} TP {p_tp}->{d_tp}", milliseconds)
+    return found
+
+
+def run(size: Size, staging_bytes: int, repeat: int, only: str, transfer: str = "auto") -> Result:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, device, size), daemon=True)
+    process = context.Process(target=serve, args=(there, size), daemon=True)
     process.start()
-    puller = Puller(device, size, staging_bytes, here.recv(), transfer)
+    puller = Puller(size, staging_bytes, here.recv(), transfer)
+    first = next(cases())
+    puller.calibrate(first.p.endpoints(size)[0], first.d.endpoints(size)[0])
     rows: list[Row] = []
     try:
         for case in cases():
@@ -411,7 +447,7 @@ def run(
         here.send(None)
         puller.close()
         process.join(30)
-    return rows
+    return Result(rows, puller.costs)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -445,8 +481,13 @@ def main(argv: list[str] | None = None) -> int:
 
         print(json.dumps(transfer_cuda.run(args, size)))
         return 0
-    rows = run(args.device, size, args.staging_bytes, args.repeat, args.only, args.transfer)
+    rows, costs = run(size, args.staging_bytes, args.repeat, args.only, args.transfer)
     print_table(rows)
+    print(f"costs measured: {costs}")
+    if not args.only:
+        size = replace(size, tokens=PLANNED_TOKENS)
+        name, plan_ms = slowest_plan(size, costs, args.staging_bytes)
+        print(f"slowest plan of {PLANNED_TOKENS} tokens: {name}, {plan_ms:.1f} ms")
     print(json.dumps({"rows": [asdict(row) for row in rows]}))
     return 0
 

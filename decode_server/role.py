@@ -19,10 +19,14 @@ from engine.worker import RankContext, RankService, RoleFactory, main
 from kvcache.blocks import BlockState
 from kvcache.pool import KVPool
 from kvcache.transfer import host_mapper
+from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.cost import COPYING_THREADS
 from kvcache.transfer.host_mapper import HostMapper
+from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.mapper import CudaMapper
+from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.pull import (
     PeerFailed,
     PeerReady,
@@ -292,6 +296,14 @@ def _mapped_path(transfer: str, pool: KVPool) -> MappedPath | None:
     return MappedPath(HostMapper(pool), required=required, chunk_bytes=host_mapper.CHUNK_BYTES)
 
 
+def _agent(context: RankContext) -> TransferAgent:
+    """The rank's agent; between CPUs, where READs copy, with threads that post beside it."""
+    if context.pool.device.type == "cuda":
+        return context.agent
+    name = f"{context.config.engine_id}-{context.rank}"
+    return LanedAgent([context.agent, *(NixlAgent(name) for _ in range(1, COPYING_THREADS))])
+
+
 class DecodeRoleFactory(RoleFactory):
     def __init__(self) -> None:
         self._inside = InsideLink()  # between the coordinator and the worker of rank 0
@@ -303,7 +315,7 @@ class DecodeRoleFactory(RoleFactory):
                 context.rank,
                 config.tp,
                 context.compat.total_kv_heads,
-                context.agent,
+                _agent(context),
                 context.pool,
                 config.transfer_address,
                 staging_bytes=config.staging_bytes,

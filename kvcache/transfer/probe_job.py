@@ -9,14 +9,16 @@ come later than `_WAIT_S` do not wait.
 
 import logging
 import time
+from dataclasses import replace
 
 from kvcache.transfer.calibrate import Sample, fit_costs, probe_reads
+from kvcache.transfer.cost import COPYING_THREADS
 from kvcache.transfer.plan import CostModel, Endpoint, TransferPlan
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import Pull
 from kvcache.transfer.pull_job import PullJob, Step
 from kvcache.transfer.runs import RankRead
-from kvcache.transfer.staged import Chunk
+from kvcache.transfer.staged import ALIGN_BYTES, Chunk, aligned
 from kvcache.transfer.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -31,9 +33,10 @@ class ProbeJob(PullJob):
     def __init__(
         self, name: str, local: Endpoint, remote: Endpoint, staging: Staging, limits: PostLimits
     ) -> None:
-        room = staging.nbytes // 2
+        room = staging.nbytes // 2 // ALIGN_BYTES * ALIGN_BYTES
         long, short = probe_reads(remote, min(room, _CPU_BYTES) if staging.on_cpu else room)
-        self._reads = (short, long, short, long)  # each into the slot that it warmed
+        self._reads = (short, long, short, long)
+        self._on_cpu = staging.on_cpu
         self._steps: list[Step] = []
         self.waiting: dict[str, Pull] = {}  # begun when the probe has ended
         self._late_at = time.monotonic() + _WAIT_S
@@ -42,6 +45,7 @@ class ProbeJob(PullJob):
         nbytes = sum(int(read.lengths.sum()) for read in self._reads)
         plan = TransferPlan("staged", (), chunks, count, nbytes, 0, 0.0, "measures the peer")
         super().__init__(name, plan, 0, staging, limits)
+        self._num_slots = 1  # one read after the other
 
     def delays(self, pull: Pull) -> bool:
         """Keeps a pull until the probe has ended; False where it has run for too long."""
@@ -58,12 +62,19 @@ class ProbeJob(PullJob):
             for read, step in list(zip(self._reads, self._steps, strict=True))[2:]
         )
         try:
-            return fit_costs(long, short, reformat_bytes_per_s=reformat_bytes_per_s)
+            costs = fit_costs(long, short, reformat_bytes_per_s=reformat_bytes_per_s)
         except ValueError as error:  # a null block too small to tell runs apart
             logger.debug("%s: %s", self.pull_id, error)
             return None
+        copying = self._on_cpu and all(step.at_once for step in self._steps[2:])
+        if not copying:
+            return costs
+        # Placing is such a copy as well; what was measured of it was in the cache.
+        place = min(costs.reformat_bytes_per_s, costs.bytes_per_s)
+        return replace(costs, reformat_bytes_per_s=place, copying_threads=COPYING_THREADS)
 
     def _begin(self, step: Step) -> Step:
+        step.lane = None
         self._steps.append(step)
         return super()._begin(step)
 
@@ -71,4 +82,4 @@ class ProbeJob(PullJob):
 def _chunk(read: RankRead, local: Endpoint) -> Chunk:
     """Read, and placed nowhere."""
     end = int((read.local_offsets + read.lengths).max())
-    return Chunk((read,), end, (), (), local.layout)
+    return Chunk((read,), aligned(end), (), (), local.layout)

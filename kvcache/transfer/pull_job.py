@@ -1,9 +1,11 @@
 """One pull on one rank: which posts go out next, which READs are active, when it has ended."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.pace import Pace
 from kvcache.transfer.plan import TransferPlan
 from kvcache.transfer.posts import Post, PostLimits, cut
@@ -20,6 +22,10 @@ class Step:
     base_address: int  # of the memory that local offsets count from
     chunk: Chunk | None = None
     slot: int = -1  # of staging memory, where there is a chunk
+    lane: int | None = None  # of the agent; None: the worker's own thread posts
+    at_once: bool = True  # every READ had ended when it was posted
+    left: int = 0  # posts that a lane has not made yet
+    placed: bool = False  # by a lane
     active: int = 0
     posted: bool = False  # all of them
     seconds: float = 0.0  # from each post to its end, together
@@ -50,7 +56,10 @@ class PullJob:
         self._posting: Step | None = None
         self._waiting: tuple[int, Chunk] | None = None  # for its slot
         self._exhausted = False
+        self._slot_bytes = max((chunk.nbytes for chunk in plan.chunks), default=0)
+        self._num_slots = 0
         if self._staging is not None:
+            self._num_slots = self._staging.num_slots(self._slot_bytes)
             self._staging.enter(pull_id)
         if plan.reads:  # first: they wait for no slot
             self._begin(Step(cut(plan.reads, limits), pool_address))
@@ -118,11 +127,34 @@ class PullJob:
             self._exhausted = True
             return None
         index, chunk = self._waiting
-        if not self._slot_is_free(self._staging, index % 2):
+        slot = index % self._num_slots
+        if not self._slot_is_free(self._staging, slot):
             return None
         self._waiting = None
-        base = self._staging.slot_address(index % 2)
-        return self._begin(Step(cut(chunk.reads, self._limits), base, chunk, index % 2))
+        base = self._staging.base_address + slot * self._slot_bytes
+        posts = list(cut(chunk.reads, self._limits))
+        step = Step(iter(posts), base, chunk, slot, lane=slot, left=len(posts))
+        return self._begin(step)
+
+    def read_with(self, agent: TransferAgent, step: Step) -> Callable[..., ReadHandle]:
+        """The agent's `read` for the posts of a step."""
+        if step.lane is None:
+            return agent.read
+        return partial(agent.read_beside, step.lane, then=partial(self._lane_posted, step))
+
+    def read_posted(self, step: Step, handle: ReadHandle) -> None:
+        step.active += 1
+        if step.lane is None:
+            step.at_once &= handle.ended
+
+    def _lane_posted(self, step: Step, state: ReadState) -> None:
+        """Places a chunk whose READs ended while the calling thread, a lane, posted them."""
+        step.left -= 1
+        step.at_once &= state is ReadState.DONE
+        placing = step.at_once and not step.left and not self.stopping
+        if placing and self._staging is not None and step.chunk is not None:
+            self._staging.place_now(step.chunk, step.slot, self._slot_bytes)
+            step.placed = True
 
     def _slot_is_free(self, staging: Staging, slot: int) -> bool:
         filling = any(step.slot == slot for step in self._open)
@@ -132,11 +164,12 @@ class PullJob:
         if not step.posted or step.active:
             return
         self._open.remove(step)
-        if step.chunk is not None and self._staging is not None and not self.stopping:
-            self._staging.place(step.chunk, step.slot)
+        if step.chunk is None or self._staging is None or self.stopping or step.placed:
+            return
+        self._staging.place(step.chunk, step.slot, self._slot_bytes)
 
     def _copies_finished(self) -> bool:
         staging = self._staging
         if staging is None or not staging.owned_by(self.pull_id):
             return True
-        return staging.is_free(0) and staging.is_free(1)
+        return all(staging.is_free(slot) for slot in range(self._num_slots))

@@ -414,11 +414,11 @@ class PullWorker:
     def _post(self, job: PullJob, peer: _Peer, step: Step, post: Post) -> None:
         try:
             started = time.perf_counter()
-            handle = self._read(peer, step, post)
+            handle = self._read(peer, job, step, post)
         except BatonError as error:
             self._fail(job, error)
             return
-        step.active += 1
+        job.read_posted(step, handle)
         self.counters["posts"] += 1
         read = _Read(handle, job, step, started)
         if handle.ended:
@@ -426,12 +426,12 @@ class PullWorker:
         else:
             self._reads.append(read)
 
-    def _read(self, peer: _Peer, step: Step, post: Post) -> ReadHandle:
+    def _read(self, peer: _Peer, job: PullJob, step: Step, post: Post) -> ReadHandle:
         remote = peer.metadata.ranks[post.remote_rank]
         name = peer.names.get(remote.rank)
         if name is None:
             name = peer.names[remote.rank] = self._agent.add_peer(remote.agent_metadata)
-        return self._agent.read(
+        return job.read_with(self._agent, step)(
             name,
             post.local_offsets + step.base_address,
             post.remote_offsets + remote.base_address,

@@ -1,9 +1,9 @@
 """The staged path: read the peer's KV as it lies, then place it with strided copies.
 
-Staging memory is two slots of equal size: one fills while the other is placed. A chunk is a stretch
-of P's blocks that fits a slot. Inside a slot each head group has a region, an array in P's own
-order of axes, so reading into it is a direct transfer between two layouts of one order, planned by
-the same code; several owners of one group fill one region block by block, so placing it need not
+Staging memory is two or more slots of equal size: some fill while another is placed. A chunk is a
+stretch of P's blocks that fits a slot. Inside a slot each head group has a region, an array in P's
+own order of axes, so reading into it is a direct transfer between two layouts of one order, planned
+by the same code; several owners of one group fill one region block by block, so placing it need not
 know who read what. What is read may be more than what is wanted: all heads of a rank, or whole
 blocks at the ends of the token range, where that makes fewer runs at less cost. It never leaves
 the leased blocks.
@@ -33,7 +33,7 @@ ALIGN_BYTES = 64
 _WANTED_CHUNKS = 8
 _MAX_CHUNKS = 32  # each takes 20 us to plan
 _MIN_CHUNK_S = 0.25e-3
-_MAX_CHUNK_S = 1.5e-3
+_MAX_CHUNK_S = 0.75e-3
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Staging(NamedTuple):
 
     @property
     def slot_bytes(self) -> int:
-        return sum(_aligned(region.source.nbytes) for region in self.regions)
+        return sum(aligned(region.source.nbytes) for region in self.regions)
 
     @property
     def pitch(self) -> int:
@@ -106,13 +106,14 @@ class StagedEstimate(NamedTuple):
     seconds: float
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGN_BYTES."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def least_staging_bytes(layout: KVLayout) -> int:
     """Staging memory that two blocks of `layout` need: less is refused."""
-    return 2 * _aligned(layout.block_bytes)
+    return 2 * aligned(layout.block_bytes)
 
 
 def estimate_staged(transfer: Transfer, costs: CostModel, staging_bytes: int) -> StagedEstimate:
@@ -147,7 +148,7 @@ def _block_bytes(transfer: Transfer, region_heads: tuple[range, ...]) -> int:
     """Bytes of a slot that one block of P takes."""
     layout = transfer.remote[0].layout
     head_bytes = layout.block_bytes // layout.num_heads
-    return sum(_aligned(len(heads) * head_bytes) for heads in region_heads)
+    return sum(aligned(len(heads) * head_bytes) for heads in region_heads)
 
 
 def _staging(
@@ -184,7 +185,7 @@ def _regions(
         skipped = (group.heads.start - heads.start) * byte_strides(layout)["H"]
         target = (group.heads.start - first) * ours.strides["H"]
         regions.append(Region(layout, offset + skipped, target, len(group.heads)))
-        offset += _aligned(layout.nbytes)
+        offset += aligned(layout.nbytes)
     return tuple(regions)
 
 
@@ -194,9 +195,8 @@ def _estimate(staging: Staging, costs: CostModel) -> StagedEstimate:
     nbytes = sum(part.nbytes for part in boxes)
     read_s = costs.read_s(descriptors, nbytes)
     place_s = costs.reformat_s(staging.transfer.useful_bytes)
-    # Reading and placing overlap, but for the first chunk's read or the last one's placing.
-    alone_s = min(read_s, place_s) / staging.num_chunks
-    return StagedEstimate(staging, descriptors, nbytes, max(read_s, place_s) + alone_s)
+    seconds = costs.staged_s(read_s, place_s, staging.num_chunks)
+    return StagedEstimate(staging, descriptors, nbytes, seconds)
 
 
 def _staged_boxes(staging: Staging) -> Iterator[tuple[int, Boxes]]:
@@ -213,7 +213,7 @@ def _staged_boxes(staging: Staging) -> Iterator[tuple[int, Boxes]]:
         strides = byte_strides(region.source)
         target = offset + slot_block * strides["B"] + starts % size * strides["N"]
         yield from _group_boxes(staging, group, heads, region, (blocks, starts, target, tokens))
-        offset = offset + _aligned(region.source.nbytes)
+        offset = offset + aligned(region.source.nbytes)
 
 
 def _group_boxes(

@@ -1,7 +1,7 @@
-"""A rank's staging memory: two slots that fill and empty in turn, for one pull at a time.
+"""A rank's staging memory: slots that fill and empty in turn, for one pull at a time.
 
 READs bring a peer's KV into a slot as it lies there; `place` then copies it to its places in the
-pool while the other slot fills: on a GPU by a low-priority stream beside the decode batch, on a CPU
+pool while other slots fill: on a GPU by a low-priority stream beside the decode batch, on a CPU
 in a thread of its own, since a READ there copies in the thread that posts it. Pulls that need
 staging queue up: the memory is bounded, whatever the number of pulls (I8: a slot is reused only
 after the copies out of it have finished).
@@ -21,19 +21,19 @@ from kvcache.transfer.copy_thread import copy_thread
 from kvcache.transfer.staged import Chunk
 
 _HUGE_PAGE_BYTES = 2 << 20
+_MOST_SLOTS = {"cpu": 4, "cuda": 2}  # on a CPU two threads read, another one places
 
 
 class Staging:
-    """`nbytes` of memory on the pool's device, in two slots of half that size."""
+    """`nbytes` of memory on the pool's device, at least two slots for the pull that owns it."""
 
     def __init__(self, nbytes: int, pool: KVPool) -> None:
         self.nbytes = nbytes
         self._pool = pool
-        self._slot_bytes = nbytes // 2
         self._memory = _allocate(nbytes, pool.device)
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
         # Of the last copies out of each slot: CUDA events, or futures
-        self._copies: list[Any] = [None, None]
+        self._copies: list[Any] = [None] * _MOST_SLOTS[pool.device.type]
         self._stream: Any = None
         self._thread: ThreadPoolExecutor | None = None
         if pool.device.type == "cpu":
@@ -49,8 +49,9 @@ class Staging:
     def on_cpu(self) -> bool:
         return self._stream is None
 
-    def slot_address(self, slot: int) -> int:
-        return self.base_address + slot * self._slot_bytes
+    def num_slots(self, slot_bytes: int) -> int:
+        """How many slots of that size there are; a plan's chunk takes at most half the memory."""
+        return min(self.nbytes // slot_bytes, len(self._copies))
 
     def enter(self, pull_id: str) -> None:
         """Joins the queue."""
@@ -74,20 +75,24 @@ class Staging:
             copies.result()
         return copies.done()
 
-    def place(self, chunk: Chunk, slot: int) -> None:
+    def place(self, chunk: Chunk, slot: int, slot_bytes: int) -> None:
         """Begins to copy what was read into the slot to the pool; see `is_free`."""
-        start = slot * self._slot_bytes
-        memory = self._memory[start : start + self._slot_bytes]
         if self._thread is not None:
-            self._copies[slot] = self._thread.submit(
-                reformat.apply, chunk, memory, self._pool.tensor
-            )
+            self._copies[slot] = self._thread.submit(self.place_now, chunk, slot, slot_bytes)
             return
+        memory = self._slot(slot, slot_bytes)
         with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
             reformat.apply(chunk, memory, self._pool.tensor)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._copies[slot] = event
+
+    def place_now(self, chunk: Chunk, slot: int, slot_bytes: int) -> None:
+        """The same on a CPU, in the calling thread."""
+        reformat.apply(chunk, self._slot(slot, slot_bytes), self._pool.tensor)
+
+    def _slot(self, slot: int, slot_bytes: int) -> torch.Tensor:
+        return self._memory[slot * slot_bytes : (slot + 1) * slot_bytes]
 
     def close(self) -> None:
         """Waits for the copy that runs; nothing is placed any more."""

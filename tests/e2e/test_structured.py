@@ -12,7 +12,7 @@ import pydantic
 import pytest
 
 from tests.e2e.client import MODEL
-from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.cluster import Cluster, cluster, wait_until
 
 _MESSAGES: Any = [{"role": "user", "content": "Tell a story about Anna and the red ball."}]
 _SCHEMA = {
@@ -124,6 +124,38 @@ def test_completions_match(client: openai.OpenAI, demand: dict[str, Any], matche
         assert answer.choices[0].finish_reason == "stop"
 
 
+def test_every_choice_matches_by_itself(client: openai.OpenAI, tiny_cluster: Cluster) -> None:
+    options: Any = {
+        "model": MODEL,
+        "prompt": "Anna found",
+        "max_tokens": 30,
+        "n": 4,
+        "seed": 3,
+        "extra_body": {"structured_outputs": {"regex": "[a-z]{2,8}( [a-z]{2,8}){0,3}[.]"}},
+    }
+    with _on(tiny_cluster.decode[0].url) as alone:
+        answers = [asked.completions.create(**options) for asked in (client, alone)]
+    both = [[(c.text, c.finish_reason) for c in answer.choices] for answer in answers]
+    assert both[0] == both[1] and len(set(both[0])) > 1
+    for text, reason in both[0]:
+        if reason == "stop":
+            assert re.fullmatch("[a-z]{2,8}( [a-z]{2,8}){0,3}[.]", text)
+
+
+def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL,
+        prompt="Anna found",
+        max_tokens=40,
+        temperature=0,
+        frequency_penalty=2,
+        extra_body={"structured_outputs": {"regex": "[ab]{1,40}"}, "min_tokens": 12},
+    )
+    (choice,) = answer.choices
+    assert re.fullmatch("[ab]{1,40}", choice.text) and {"a", "b"} <= set(choice.text)
+    assert answer.usage is not None and answer.usage.completion_tokens >= 12
+
+
 def test_what_cannot_be_satisfied_within_max_tokens_ends_with_length(
     client: openai.OpenAI,
 ) -> None:
@@ -182,3 +214,31 @@ def test_a_named_tool_gets_its_arguments_and_the_answer_goes_on(client: openai.O
         max_tokens=5,
     )
     assert follow_up.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+@pytest.mark.slow
+def test_tensor_parallel_servers_answer_the_same(
+    tiny_cluster: Cluster, client: openai.OpenAI
+) -> None:
+    """Masks are made on rank 0 and sent to the others."""
+    options: Any = {
+        "model": MODEL,
+        "messages": _MESSAGES,
+        "max_tokens": 80,
+        "presence_penalty": 0.5,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "it", "schema": _SCHEMA},
+        },
+    }
+    two = ("--tp", "2")
+    with (
+        cluster(tiny_cluster.model, prefill_argv=two, decode_argv=two) as pair,
+        _on(pair.url) as wide,
+    ):
+        for seed in range(3):
+            answers = [
+                asked.chat.completions.create(**options, seed=seed).choices[0].message.content
+                for asked in (client, wide)
+            ]
+            assert answers[0] == answers[1]

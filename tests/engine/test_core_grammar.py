@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from engine.batch import StepInput, StepOutput, step_from_bytes, step_to_bytes
 from engine.core import EngineCore
@@ -209,3 +210,36 @@ def test_an_engine_without_a_compiler_refuses_grammars() -> None:
     (end,) = out.terminals("a")
     assert end.error is not None and end.error.code == "grammar_failed"
     assert core.is_idle
+
+
+def test_every_choice_has_a_place_of_its_own(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    core, out = core_with(compiler)
+    compiled(compiler, choice(*CHOICES))
+    one = constrained("a", choice(*CHOICES))
+    core.round([replace(one, num_choices=3)])
+    run_until_idle(core)
+    ends = out.terminals("a")
+    assert sorted(end.choice for end in ends) == [0, 1, 2]
+    assert {end.finish_reason for end in ends} == {"stop"}
+    for index in range(3):
+        mine = [d for d in out.deltas if d.request_id == "a" and d.choice == index]
+        ids = [token for delta in mine for token in delta.token_ids]
+        assert tokenizer.decode(ids) in CHOICES
+    assert_all_blocks_home(core)
+
+
+def test_a_dead_end_of_one_choice_is_one_error_of_the_request(compiler: GrammarCompiler) -> None:
+    core, out = core_with(compiler)
+    grammar = Grammar("regex", "a?")
+    compiled(compiler, grammar)
+    stuck = constrained("a", grammar)
+    sampling = replace(stuck.sampling, min_tokens=3)
+    stops = list(range(2, 512))
+    core.round([replace(stuck, num_choices=2, sampling=sampling, stop_token_ids=stops)])
+    run_until_idle(core)
+    (end,) = out.terminals("a")
+    assert end.error is not None and end.error.code == "grammar_failed"
+    assert core.is_idle
+    assert_all_blocks_home(core)

@@ -8,6 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvcache.layout import KVLayout
+from kvcache.transfer.agent import ReadState
+from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
     Endpoint,
@@ -115,15 +117,23 @@ def memory_of(case: Case, side: Side, rank: int, start: int = 0) -> np.ndarray:
 
 
 def execute_reads(reads, sources: list[np.ndarray], into: np.ndarray) -> None:
-    target = into.view(np.uint8)
+    """By the in-memory agent, which refuses what lies outside the memory registered with it."""
+    agent = MemoryAgent("D")
+    agent.register(into.ctypes.data, into.nbytes)
     for read in reads:
-        source = sources[read.remote_rank].view(np.uint8)
-        for remote, local, length in zip(
-            read.remote_offsets, read.local_offsets, read.lengths, strict=True
-        ):
-            assert remote >= 0 and local >= 0 and length > 0
-            assert remote + length <= len(source) and local + length <= len(target)
-            target[local : local + length] = source[remote : remote + length]
+        assert (read.lengths > 0).all()
+        source = sources[read.remote_rank]
+        peer = MemoryAgent("P")
+        peer.register(source.ctypes.data, source.nbytes)
+        handle = agent.read(
+            agent.add_peer(peer.metadata()),
+            read.local_offsets + into.ctypes.data,
+            read.remote_offsets + source.ctypes.data,
+            read.lengths,
+        )
+        assert agent.poll(handle) is ReadState.DONE
+        peer.close()
+    agent.close()
 
 
 def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarray:

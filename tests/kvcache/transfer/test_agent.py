@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.memory_agent import MemoryAgent
 from protocol.errors import TransferFailed
 
@@ -106,6 +107,11 @@ def nixl_agent(**options: Any) -> TransferAgent:
     return NixlAgent("reader", **options)
 
 
+def another(reader: Reader) -> TransferAgent:
+    """An agent of the same transport."""
+    return MemoryAgent() if isinstance(reader.agent, MemoryAgent) else nixl_agent()
+
+
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[ProcessPeer]]:
     """The process that serves this module's tests; a test that kills it gets the next a new one."""
@@ -115,21 +121,26 @@ def processes() -> Iterator[list[ProcessPeer]]:
         peer.close()
 
 
-@pytest.fixture(params=["memory", "nixl", "nixl-processes"])
+def make_agent(kind: str) -> TransferAgent:
+    lanes = kind.startswith("lanes")
+    return LanedAgent([nixl_agent(), nixl_agent()]) if lanes else nixl_agent()
+
+
+@pytest.fixture(params=["memory", "nixl", "nixl-processes", "lanes", "lanes-processes"])
 def reader(request: pytest.FixtureRequest, processes: list[ProcessPeer]) -> Iterator[Reader]:
     agent: TransferAgent
     peer: Any
     if request.param == "memory":
         agent, peer = MemoryAgent(), LocalPeer(MemoryAgent())
-    elif request.param == "nixl":
-        agent, peer = nixl_agent(), LocalPeer(nixl_agent())
+    elif request.param in ("nixl", "lanes"):
+        agent, peer = make_agent(request.param), LocalPeer(nixl_agent())
     else:
         if not processes or processes[-1].process.poll() is not None:
             processes.append(ProcessPeer())
-        agent, peer = nixl_agent(), processes[-1]
+        agent, peer = make_agent(request.param), processes[-1]
     yield Reader(agent, peer)
     agent.close()
-    if request.param != "nixl-processes":
+    if not request.param.endswith("processes"):
         peer.close()
 
 
@@ -203,7 +214,7 @@ def test_a_dead_peer_ends_in_an_error_and_harms_no_other(reader: Reader) -> None
 
     wait_until(fails)  # a transport may need a moment to notice
     reader.agent.remove_peer(reader.name)
-    second = LocalPeer(type(reader.agent)())
+    second = LocalPeer(another(reader))
     try:
         reader.peer, reader.name = second, reader.agent.add_peer(second.metadata)
         assert reader.finish(reader.post([(8, 8, 8)])) is ReadState.DONE
@@ -226,7 +237,7 @@ def test_an_agent_can_be_handed_to_another_thread(reader: Reader) -> None:
 
 
 def test_names_are_unique(reader: Reader) -> None:
-    other = type(reader.agent)()
+    other = another(reader)
     assert other.name != reader.agent.name
     other.close()
 

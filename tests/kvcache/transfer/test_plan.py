@@ -1,4 +1,4 @@
-"""Plans, executed by plain copies over memory in which every element names itself."""
+"""Plans, executed by the in-memory agent over memory in which every element names itself."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def check_direct(case: Case, d_rank: int) -> None:
     assert moved == plan.bytes_read == plan.useful_bytes
 
 
-PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=600)
+PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=1000)
 
 
 @PROPERTY

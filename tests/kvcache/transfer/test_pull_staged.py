@@ -11,6 +11,7 @@ import pytest
 
 from kvcache.transfer import reformat
 from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 
@@ -59,6 +60,33 @@ def test_staged_pulls_share_one_small_buffer(rig: Any, make_agent: Any) -> None:
         assert isinstance(done, PullDone) and done.path == "staged", done
         assert_pulled(decode, remote, blocks, 3, 41)
     assert prefill.outcomes(5) == ["completed"] * 5
+
+
+def laned_agent() -> TransferAgent:
+    return LanedAgent([nixl_agent(), nixl_agent()])
+
+
+@pytest.mark.parametrize("make_agent", [MemoryAgent, laned_agent])
+def test_many_requests_at_once_wait_for_staging_memory_and_none_fails(
+    rig: Any, make_agent: Any
+) -> None:
+    pools = {"num_blocks": 256, "block_size": 16}
+    transport = MemoryAgent if make_agent is MemoryAgent else nixl_agent
+    prefill = rig(Prefill, transport, order="LBCNHD", **pools)
+    # Room for two blocks of P, where 48 pulls of three blocks each are under way.
+    staging_bytes = 2 * 16 * layout().token_bytes
+    decode = rig(Decode, make_agent, staging_bytes=staging_bytes, **pools)
+    pulls = {}
+    for index in range(48):
+        blocks = [5 * index + 1 + i for i in (4, 0, 2)]
+        remote = prefill.lease([5 * index + 1 + i for i in (1, 3, 0)], 41)
+        pulls[f"pull-{index}"] = (remote, blocks)
+        decode.coordinator.pull(f"pull-{index}", remote, 0, 41, blocks)
+    for pull_id, (remote, blocks) in pulls.items():
+        done = decode.wait(*ENDINGS, pull_id=pull_id)
+        assert isinstance(done, PullDone) and done.path in ("staged", "mixed"), done
+        assert_pulled(decode, remote, blocks, 0, 41)
+    assert prefill.outcomes(48) == ["completed"] * 48
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (2, 1)])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from engine.detokenizer import (
     ByteDetokenizer,
+    Detokenizer,
     StopFinder,
     WindowDetokenizer,
     create_detokenizer,
@@ -23,7 +24,10 @@ class PieceTokenizer:
         self.pieces = pieces
 
     def decode(self, token_ids: list[int]) -> str:
-        pieces = [self.pieces[i] for i in token_ids if i not in self.special_ids]
+        return self.decode_all([i for i in token_ids if i not in self.special_ids])
+
+    def decode_all(self, token_ids: list[int]) -> str:
+        pieces = [self.pieces[i] for i in token_ids]
         data = b"".join(p if isinstance(p, bytes) else p.encode() for p in pieces)
         return data.decode("utf-8", "replace").replace("▁", " ").removeprefix(" ")
 
@@ -35,7 +39,7 @@ TOKENIZER = PieceTokenizer(PIECES)
 TOKEN_BYTES = [bytes([byte]) for byte in range(256)] + [b"", "🙂".encode(), b"ab\xe2", b"\x82\xac"]
 
 
-def run(detokenizer: ByteDetokenizer | WindowDetokenizer, ids: list[int]) -> str:
+def run(detokenizer: Detokenizer, ids: list[int]) -> str:
     return "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
 
 
@@ -105,6 +109,20 @@ def test_special_tokens_have_no_text() -> None:
     assert [detokenizer.push(i) for i in (0, 2, 0, 2)] == ["", "he", "", " he"]
 
 
+def test_special_tokens_are_text_where_they_are_wanted() -> None:
+    detokenizer = create_detokenizer(TOKENIZER, skip_special_tokens=False)
+    assert run(detokenizer, [2, 0, 2]) == "he<s> he"
+    raw = create_detokenizer(Bytes(), skip_special_tokens=False)
+    assert run(raw, [0x41, 256, 0x42]) == "A<end>B"
+
+
+class Bytes:
+    """A byte-level vocabulary with one special token."""
+
+    special_ids = frozenset([256])
+    token_bytes = (*TOKEN_BYTES[:256], b"<end>")
+
+
 def test_the_vocabulary_decides_how() -> None:
     assert isinstance(create_detokenizer(TOKENIZER), WindowDetokenizer)
 
@@ -145,6 +163,26 @@ def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
 )
 def test_a_stop_is_found_across_any_border(stops: list[str], pieces: list[str]) -> None:
     assert feed(stops, pieces) == expected_cut(tuple(stops), "".join(pieces))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text("ab\n", max_size=4), max_size=8),
+)
+def test_a_stop_that_is_kept_follows_the_text_before_it(
+    stops: list[str], pieces: list[str]
+) -> None:
+    finder, text = StopFinder(stops, keeps_stop=True), ""
+    for piece in pieces:
+        emitted, found = finder.push(piece)
+        text += emitted
+        if found:
+            break
+    before, found = expected_cut(tuple(stops), "".join(pieces))
+    assert (finder.found is not None) == found
+    assert text + finder.flush() == before + (finder.found or "")
+    assert finder.found is None or finder.found in stops
 
 
 def test_what_may_begin_a_stop_is_held_and_nothing_else() -> None:

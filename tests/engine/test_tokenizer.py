@@ -255,6 +255,38 @@ def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
     assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": ""}]) == "plain"
 
 
+@pytest.mark.parametrize("content", ["Well, ", "Well,", " a b "])
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_message_is_continued_as_transformers_does(
+    tmp_path: Path, content: str, strips: bool
+) -> None:
+    write_byte_level(tmp_path)
+    path = tmp_path / "chat_template.jinja"
+    shown = "m.content | trim" if strips else "m.content"
+    path.write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ " + shown + " }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}{% if shout %}!{% endif %}"
+    )
+    transformers = pytest.importorskip("transformers")
+    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    for options in (
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": True},
+    ):
+        found = ours.render_chat(messages, **options, variables={"shout": True})
+        assert found == theirs.apply_chat_template(messages, tokenize=False, **options, shout=True)
+
+
+def test_a_template_that_drops_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}]
+    with pytest.raises(InvalidRequest, match="continue_final_message"):
+        Tokenizer(tmp_path).render_chat(messages, continue_final_message=True)
+
+
 def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")

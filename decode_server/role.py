@@ -21,7 +21,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer import host_mapper
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.cost import COPYING_THREADS
+from kvcache.transfer.cost import COPYING_THREADS, CostModel
 from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.mapped import MappedPath
@@ -320,6 +320,7 @@ class DecodeRoleFactory(RoleFactory):
                 config.transfer_address,
                 staging_bytes=config.staging_bytes,
                 convert=config.kv_convert,
+                costs=CostModel.configured(config.transfer_costs, context.pool.device.type),
                 mapped=_mapped_path(config.transfer, context.pool),
                 inside=self._inside if context.rank == 0 else None,
             )

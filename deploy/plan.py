@@ -8,9 +8,16 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from kvcache.transfer.explain import Explanation, Geometry, Model, explain
-from kvcache.transfer.plan import DEFAULT_COSTS
+from kvcache.transfer.plan import DEFAULT_COSTS, CostModel
 from model.config import load_config
-from protocol.settings import DEFAULT_MODEL, BatonSettings, DType, GeometryOptions, parse
+from protocol.settings import (
+    DEFAULT_MODEL,
+    BatonSettings,
+    DType,
+    GeometryOptions,
+    LinkOptions,
+    parse,
+)
 
 
 class PlanGroup(GeometryOptions):
@@ -27,7 +34,7 @@ class PlanGroup(GeometryOptions):
         return Geometry(self.tp, self.kv_layout, self.block_size, dtype)
 
 
-class PlanSettings(BatonSettings):
+class PlanSettings(LinkOptions, BatonSettings):
     """What would move from a prefill to a decode server, how, and why."""
 
     model: str = Field(DEFAULT_MODEL, min_length=1, description="a local directory or a hub id")
@@ -57,7 +64,8 @@ def plan(settings: PlanSettings) -> Explanation:
         settings.decode.geometry(auto_dtype),
         tokens=settings.tokens,
         hit_tokens=settings.hit_tokens,
-        costs=DEFAULT_COSTS[settings.device],
+        costs=CostModel.configured(settings.transfer_costs, settings.device)
+        or DEFAULT_COSTS[settings.device],
         staging_bytes=settings.staging_bytes,
         convert=settings.kv_convert,
     )

@@ -300,6 +300,7 @@ def _role_options(settings: EngineSettings, device: str) -> dict[str, Any]:
         "pull_timeout_s",
         "fence_timeout_s",
         "staging_bytes",
+        "transfer_costs",
     )
     options = {name: getattr(settings, name) for name in names}
     return {**options, "transfer": settings.transfer_for(device)}

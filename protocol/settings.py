@@ -194,7 +194,29 @@ class PrefillOptions(EngineOptions):
     )
 
 
-class DecodeOptions(EngineOptions):
+class LinkOptions(BaseModel):
+    """What moving KV costs, where that is not to be measured."""
+
+    transfer_costs: Annotated[tuple[float, ...], NoDecode] = Field(
+        (),
+        description="of every link: us per descriptor, GB/s of reading, GB/s of placing, such as "
+        "3,8,7 (none: each is measured at first contact)",
+    )
+
+    @field_validator("transfer_costs", mode="before")
+    @classmethod
+    def _split_costs(cls, value: Any) -> Any:
+        return sources.split_list(value)
+
+    @field_validator("transfer_costs")
+    @classmethod
+    def _costs_are_three(cls, costs: tuple[float, ...]) -> tuple[float, ...]:
+        if costs and (len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs)):
+            raise ValueError(f"{costs} are not three numbers above 0; write such as 3,8,7")
+        return costs
+
+
+class DecodeOptions(EngineOptions, LinkOptions):
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute", description="what to do when KV cannot be pulled: recompute here, or fail"
     )

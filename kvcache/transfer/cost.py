@@ -1,5 +1,6 @@
 """What moving bytes costs, so that the planner can choose between ways of moving them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,6 +18,24 @@ class CostModel:
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"{name} is {value}; use a number above 0")
+
+    def __str__(self) -> str:
+        read, place = self.bytes_per_s / 1e9, self.reformat_bytes_per_s / 1e9
+        microseconds = self.per_descriptor_s * 1e6
+        return f"{microseconds:.2f} us per descriptor, {read:.2f} GB/s, reformat {place:.2f} GB/s"
+
+    @classmethod
+    def configured(cls, numbers: Sequence[float], device: str) -> "CostModel | None":
+        """From us per descriptor, GB/s of reading and GB/s of placing; None where there are none.
+
+        Args:
+            device: "cpu" or "cuda", whose number of copying threads is taken.
+        """
+        if not numbers:
+            return None
+        per_descriptor_us, read, place = numbers
+        threads = DEFAULT_COSTS[device].copying_threads
+        return cls(per_descriptor_us * 1e-6, read * 1e9, place * 1e9, threads)
 
     def read_s(self, descriptors: int, nbytes: int) -> float:
         """Seconds to read `nbytes` in `descriptors` pieces."""

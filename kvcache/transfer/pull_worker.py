@@ -120,6 +120,8 @@ class PullWorker:
         self._staging = Staging(staging_bytes, pool) if staging_bytes else None
         self._convert = convert
         self._costs = costs
+        if costs is not None:
+            logger.info("every link, as configured: %s", costs)
         self._limits = limits or PostLimits()
         self._mapped = mapped
         self._reformat_bytes_per_s = DEFAULT_COSTS["cuda"].reformat_bytes_per_s
@@ -279,13 +281,7 @@ class PullWorker:
         if costs is None:
             logger.info("%s came to nothing; the usual costs are assumed", job.pull_id)
             return
-        logger.info(
-            "prefill server %s: %.2f us per descriptor, %.2f GB/s, reformat %.2f GB/s",
-            peer.metadata.engine_id,
-            costs.per_descriptor_s * 1e6,
-            costs.bytes_per_s / 1e9,
-            costs.reformat_bytes_per_s / 1e9,
-        )
+        logger.info("prefill server %s: %s", peer.metadata.engine_id, costs)
 
     def _owners(self, remote_tp: int) -> set[int]:
         """Ranks of a peer that hold heads of ours."""

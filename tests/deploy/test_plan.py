@@ -49,6 +49,17 @@ def test_a_hit_is_not_moved_and_the_text_says_why(
     assert text.count("why: ") == 2
 
 
+def test_the_costs_of_the_link_decide_the_path(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", model, "--tokens=256", "--prefill.kv-layout=LBCNHD", "--as-json"]
+    paths = []
+    for costs in ("1000,1000,1000", "0.000001,1000,0.001"):  # slow descriptors, slow placing
+        assert main([*argv, f"--transfer-costs={costs}"]) == 0
+        paths.append(json.loads(capsys.readouterr().out)["ranks"][0]["path"])
+    assert paths == ["staged", "direct"]
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [

@@ -30,6 +30,13 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.mark.parametrize("costs", ["3,8", "3,8,0", "3,8,x", "nan,8,7", "inf,8,7"])
+def test_costs_of_links_are_three_numbers_above_0(costs: str) -> None:
+    assert load(DecodeSettings, ["--transfer-costs", "3,8,7.5"]).transfer_costs == (3, 8, 7.5)
+    with pytest.raises(ConfigError, match="transfer-costs"):
+        load(DecodeSettings, ["--transfer-costs", costs])
+
+
 def test_kv_moves_over_nixl_on_the_cpu_unless_told_otherwise() -> None:
     assert load(DecodeSettings, []).transfer_for("cpu") == "nixl"
     assert load(DecodeSettings, []).transfer_for("cuda") == "auto"

@@ -26,7 +26,7 @@ from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.mapper import offer
-from kvcache.transfer.plan import heads_of
+from kvcache.transfer.plan import CostModel, heads_of
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import Event, PullSettings
 from kvcache.transfer.pull_worker import PullWorker
@@ -191,6 +191,7 @@ class Decode:
         device: str = "cpu",
         make_mapped: Callable[[KVPool], MappedPath | None] = lambda pool: None,
         convert: bool = False,
+        costs: CostModel | None = None,
         **changes: Any,
     ) -> None:
         self.tp = tp
@@ -219,6 +220,7 @@ class Decode:
                 limits=limits,
                 staging_bytes=staging_bytes,
                 convert=convert,
+                costs=costs,
                 mapped=make_mapped(self.pools[rank]),
             )
             for rank in range(tp)

@@ -133,6 +133,17 @@ def test_costs_are_measured_and_logged_once(rig: Any, make_agent: Any, caplog: A
     assert decode.settle() == []
 
 
+def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
+    rig: Any, planned_with: list[CostModel], caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO, "kvcache.transfer.pull_worker")
+    costs = CostModel.configured((3, 8, 7), "cpu")
+    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, costs=costs)
+    pull(decode, prefill, "a")
+    assert planned_with == [costs] and measured(decode) is None
+    assert "configured: 3.00 us per descriptor, 8.00 GB/s, reformat 7.00 GB/s" in caplog.text
+
+
 def test_measuring_writes_nothing_into_the_pool(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20)
     decode.pools[0].tensor.fill_(-1.0)

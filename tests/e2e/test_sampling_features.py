@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.client import MODEL, TIMEOUT_S, complete, stream, streamed_token_ids
 from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.reference import Reference
-from tests.e2e.sampling_reference import draw
+from tests.e2e.sampling_reference import draw, logits_of
 
 _TEXT = "Clara found the silver clock behind the house. Clara"
 _MESSAGES = [{"role": "user", "content": "Tell a story about Ben and the white door."}]
@@ -168,3 +168,43 @@ def test_logprobs_of_a_chat_are_those_of_the_logits(url: str, tiny_reference: Re
         likeliest = row.topk(3).values.tolist()
         told = [e["logprob"] for e in entry["top_logprobs"]]
         assert told == pytest.approx(likeliest, abs=_TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", [{}, {"frequency_penalty": 1.2, "logit_bias": {"60": 2}}])
+def test_each_choice_is_drawn_by_its_own_noise(
+    url: str, prompt: list[int], tiny_reference: Reference, shape: dict[str, Any]
+) -> None:
+    members = {"temperature": 1.2, "seed": 11, **shape}
+    expected = [draw(tiny_reference, prompt, 10, choice=k, **members).ids for k in range(4)]
+    assert len({tuple(ids) for ids in expected}) == 4
+    body = {"prompt": prompt, "max_tokens": 10, "ignore_eos": True, "return_token_ids": True}
+    answer = _post(url, "/v1/completions", n=4, **body, **members)
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    assert [choice["token_ids"] for choice in choices] == expected
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert answer["usage"]["completion_tokens"] == 40
+
+
+def test_the_best_of_several_are_the_likeliest_by_the_logits(
+    url: str, prompt: list[int], tiny_reference: Reference
+) -> None:
+    members = {"temperature": 1.5, "seed": 3}
+    drawn = [draw(tiny_reference, prompt, 8, choice=k, **members) for k in range(5)]
+    drawn.sort(key=lambda one: -sum(one.chosen))  # of equal lengths: sums rank as means do
+    body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    answer = _post(url, "/v1/completions", n=2, best_of=5, **body, **members)
+    assert [choice["token_ids"] for choice in answer["choices"]] == [d.ids for d in drawn[:2]]
+
+
+def test_the_prompt_of_a_chat_is_scored_by_the_logits(url: str, tiny_reference: Reference) -> None:
+    tokenizer = tiny_reference.tokenizer
+    prompt = tokenizer.apply_chat_template(_MESSAGES, add_generation_prompt=True, return_dict=False)
+    rows = logits_of(tiny_reference, prompt).log_softmax(-1)
+    body = {"messages": _MESSAGES, "max_tokens": 4, "temperature": 0, "prompt_logprobs": 2}
+    first, *scored = _post(url, "/v1/chat/completions", **body)["prompt_logprobs"]
+    assert first is None
+    for row, token_id, entry in zip(rows, prompt[1:], scored, strict=False):
+        assert set(entry) == {str(token_id), *map(str, row.topk(2).indices.tolist())}
+        for key, told in entry.items():
+            assert told["logprob"] == pytest.approx(float(row[int(key)]), abs=_TOLERANCE)
+    assert len(scored) == len(prompt) - 1

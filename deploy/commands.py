@@ -26,8 +26,9 @@ PROGRAMS: Mapping[Kind, tuple[str, ...]] = {
 }
 
 LOOPBACK = "127.0.0.1"
-# Servers see a request with kv_transfer_params added by the proxy, which enforces the limit.
-KV_PARAMS_BYTES = 2**20
+# Servers see a request with kv_transfer_params added by the proxy, which enforces the limit. They
+# carry a prompt's logprobs where those are wanted: 27 bytes each, 20 of them at every token.
+KV_PARAMS_BYTES = 2**26
 # Below this many cores a prefill and a decode server are rarely busy at once in earnest, and
 # halving them would double the time to first token: each server may use them all.
 MIN_CORES_PER_SERVER = 4

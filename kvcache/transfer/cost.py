@@ -11,7 +11,8 @@ class CostModel:
     per_descriptor_s: float
     bytes_per_s: float
     reformat_bytes_per_s: float
-    copying_threads: int = 1  # that share the work of a staged transfer, where READs are copies
+    # Where READs are copies, threads that read and place in turn are this much faster than one.
+    shared_speedup: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("per_descriptor_s", "bytes_per_s", "reformat_bytes_per_s"):
@@ -29,13 +30,13 @@ class CostModel:
         """From us per descriptor, GB/s of reading and GB/s of placing; None where there are none.
 
         Args:
-            device: "cpu" or "cuda", whose number of copying threads is taken.
+            device: "cpu" or "cuda".
         """
         if not numbers:
             return None
         per_descriptor_us, read, place = numbers
-        threads = DEFAULT_COSTS[device].copying_threads
-        return cls(per_descriptor_us * 1e-6, read * 1e9, place * 1e9, threads)
+        speedup = DEFAULT_COSTS[device].shared_speedup
+        return cls(per_descriptor_us * 1e-6, read * 1e9, place * 1e9, speedup)
 
     def read_s(self, descriptors: int, nbytes: int) -> float:
         """Seconds to read `nbytes` in `descriptors` pieces."""
@@ -47,14 +48,16 @@ class CostModel:
 
     def staged_s(self, read_s: float, place_s: float, chunks: int) -> float:
         """Seconds of a staged transfer whose parts take so long alone."""
-        if self.copying_threads > 1:
-            return (read_s + place_s) * (1 + 1 / chunks) / self.copying_threads
+        if self.shared_speedup > 1:
+            return (read_s + place_s) / min(self.shared_speedup, chunks)
         # Reading and placing overlap, but for the first chunk's read or the last one's placing.
         return max(read_s, place_s) + min(read_s, place_s) / chunks
 
 
 COPYING_THREADS = 2  # see lanes.py
+# Measured on two cores, which share their memory's bandwidth.
+COPYING_SPEEDUP = 1.5
 DEFAULT_COSTS = {
-    "cpu": CostModel(3e-6, 8e9, 8e9, COPYING_THREADS),
+    "cpu": CostModel(3e-6, 8e9, 8e9, COPYING_SPEEDUP),
     "cuda": CostModel(6e-6, 300e9, 700e9),
 }

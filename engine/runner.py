@@ -158,7 +158,7 @@ class ModelRunner:
         )
         hidden = self._forward(memory.backend, step)
         rows = min(self.config.max_num_seqs, num_tokens)
-        params = [SamplingParams(temperature=1.0)] * rows
+        params = [SamplingParams(temperature=1.0, top_k=50, top_p=0.9)] * rows
         batch = SamplingBatch.from_params(params, [0] * rows, self.device)
         sample(self.model.logits(hidden[:rows]), batch)
         torch.cuda.synchronize(self.device)

@@ -141,12 +141,36 @@ def sample(
         shaping: what to do to the logits first; logprobs are those of the logits as given.
     """
     assert logits.dtype == torch.float32 and logits.shape[0] == len(batch.temperature)
+    on_gpu = logits.device.type == "cuda"
+    if on_gpu and shaping is None and batch.max_logprobs is None:
+        return SampledTokens(_draw_on_gpu(logits, batch))
     largest, token_ids = logits.max(-1)
     logits, largest, token_ids = _without_non_numbers(logits, largest, token_ids)
     unshaped = logits
     if shaping is not None:
         logits = shaping.apply(logits)
         largest, token_ids = logits.max(-1)
+    if on_gpu:
+        token_ids = _draw_on_gpu(logits, batch)
+    else:
+        _draw_on_cpu(logits, largest, token_ids, batch)
+    if shaping is not None:
+        shaping.drew(token_ids)
+    if batch.max_logprobs is None:
+        return SampledTokens(token_ids)
+    return _with_logprobs(unshaped, token_ids, batch.max_logprobs)
+
+
+def _draw_on_gpu(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    from engine import sample_kernels  # needs Triton, which only GPU machines have
+
+    return sample_kernels.draw(logits, batch)
+
+
+def _draw_on_cpu(
+    logits: torch.Tensor, largest: torch.Tensor, token_ids: torch.Tensor, batch: SamplingBatch
+) -> None:
+    """Replaces, in `token_ids`, those of rows of a temperature."""
     for rows, draw in (
         (batch.free_rows, _draw_freely),
         (batch.restricted_rows, _draw_restricted),
@@ -156,11 +180,6 @@ def sample(
             scaled = logits[rows] - largest[rows, None]
             scaled.div_(batch.temperature[rows, None].clamp(min=_MIN_TEMPERATURE))
             token_ids[rows] = draw(scaled, rows, batch)
-    if shaping is not None:
-        shaping.drew(token_ids)
-    if batch.max_logprobs is None:
-        return SampledTokens(token_ids)
-    return _with_logprobs(unshaped, token_ids, batch.max_logprobs)
 
 
 def _without_non_numbers(

@@ -1,0 +1,58 @@
+"""Tokens drawn on a GPU are those drawn on the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.sampler import SamplingBatch, sample
+from protocol.messages import SamplingParams
+
+pytestmark = pytest.mark.gpu
+_KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 5},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.5},
+    {"temperature": 0.7, "min_p": 0.2},
+    {"temperature": 1.0, "top_p": 0.3, "min_p": 0.05, "top_k": 900},
+    {"temperature": 1e-30, "top_p": 0.5},
+    {"temperature": 2.0, "top_k": 10**6, "top_p": 0.999},
+]
+
+
+def drawn(logits: torch.Tensor, device: str, **options: Any) -> tuple[torch.Tensor, Any]:
+    params = [
+        SamplingParams(seed=31 * row, choice_index=row % 3, **_KINDS[row % len(_KINDS)], **options)
+        for row in range(len(logits))
+    ]
+    batch = SamplingBatch.from_params(params, [7 * row for row in range(len(logits))], device)
+    found = sample(logits.to(device), batch)
+    return found.token_ids.cpu(), found.logprobs
+
+
+@pytest.mark.parametrize("vocab", [128256, 4099, 7])
+@pytest.mark.parametrize("width", [0.3, 3.0])
+def test_any_mix_of_rows_draws_what_the_cpu_draws(vocab: int, width: float) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(45, vocab, generator=generator) * width
+    logits[9:] = (logits[9:] * 8).round() / 8  # ties, at the borders of what is allowed too
+    on_gpu, _ = drawn(logits, "cuda")
+    on_cpu, _ = drawn(logits, "cpu")
+    assert on_gpu.tolist() == on_cpu.tolist()
+
+
+def test_logits_that_are_no_numbers_and_logprobs() -> None:
+    logits = torch.randn(27, 1000, generator=torch.Generator().manual_seed(1))
+    for kind in range(9):
+        logits[kind, 11], logits[kind, 500] = float("nan"), float("-inf")
+        logits[9 + kind, [3, 900]] = float("inf")
+        logits[18 + kind] = float("nan") if kind % 2 else float("-inf")
+    on_cpu, _ = drawn(logits, "cpu")
+    on_gpu, _ = drawn(logits, "cuda")
+    assert on_gpu.tolist() == on_cpu.tolist()
+    _, expected = drawn(logits, "cpu", num_logprobs=2)
+    with_logprobs, logprobs = drawn(logits, "cuda", num_logprobs=2)
+    assert with_logprobs.tolist() == on_cpu.tolist()
+    torch.testing.assert_close(logprobs.cpu(), expected, atol=1e-4, rtol=1e-4)

@@ -186,10 +186,14 @@ class Api:
             messages = [message.model_dump(exclude_none=True) for message in parsed.messages]
             messages, tools = with_tools(messages, parsed.toolset, self.tokenizer)
             options = {**parsed.template_options, "tools": tools}
-            return [self.tokenizer.encode_chat(messages, **options)]
+            adds = parsed.add_special_tokens
+            return [self.tokenizer.encode_chat(messages, add_special_tokens=adds, **options)]
         assert isinstance(parsed, CompletionRequest)
+        adds = parsed.add_special_tokens
         return [
-            self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            self.tokenizer.encode(prompt, add_special_tokens=adds)
+            if isinstance(prompt, str)
+            else prompt
             for prompt in parsed.prompts
         ]
 

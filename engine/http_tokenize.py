@@ -59,8 +59,8 @@ def _encode(parsed: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     if parsed.messages is None:
         return tokenizer.encode(parsed.prompt or "", add_special_tokens=adds is not False)
     messages = [message.model_dump(exclude_none=True) for message in parsed.messages]
-    text = tokenizer.render_chat(messages, **as_chat(parsed).template_options)
-    return tokenizer.encode(text, add_special_tokens=bool(adds))
+    options = as_chat(parsed).template_options
+    return tokenizer.encode_chat(messages, add_special_tokens=bool(adds), **options)
 
 
 def _detokenize(members: dict[str, Any], api: Api) -> dict[str, Any]:

@@ -116,9 +116,16 @@ class Tokenizer:
             )
         return self.chat_template.render(messages, self.special_tokens, **options)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        **options: Any,
+    ) -> list[int]:
         """The ids of `render_chat`: the template itself writes the special tokens."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+        text = self.render_chat(messages, **options)
+        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def _token_text(self, token_id: int) -> TokenText:
         """How one token alone is shown: special tokens by name, a part of a character as

@@ -59,6 +59,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int = Field(
         0, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}"
     )
+    add_special_tokens: Switch = False  # beside those that the chat template writes
     add_generation_prompt: bool | None = Field(None, description="true or false")
     continue_final_message: Switch = False
     chat_template_kwargs: dict[str, Any] = Field(

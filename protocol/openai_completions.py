@@ -70,6 +70,7 @@ class CompletionRequest(GenerationRequest):
         None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}"
     )
     echo: Switch = False
+    add_special_tokens: Switch = True  # those that the model expects around a text
     best_of: int | None = Field(
         None, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}"
     )

@@ -35,7 +35,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
 NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
     **_BOTH,
     "suffix": ("",),
-    "add_special_tokens": (True,),
     "continue_final_message": (False,),
 }
 
@@ -43,7 +42,6 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **_BOTH,
     "best_of": (1,),
     "echo": (False,),
-    "add_special_tokens": (False,),
     "documents": ([],),
     "modalities": (["text"],),
     "functions": ([],),

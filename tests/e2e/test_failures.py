@@ -56,6 +56,21 @@ def test_a_reference_is_good_once(
     assert again.token_ids == expected and again.kv["transferred"] == 0
 
 
+def test_kv_that_was_released_comes_home_at_once_and_is_not_used(
+    tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
+) -> None:
+    server = tiny_cluster.prefill[0]
+    params = prefill(server.url, prompt)
+    assert not server.all_blocks_home()
+    for offered, released in (({**params, "lease_id": "0" * 32}, 0), (params, 1), (params, 1)):
+        body = {"kv_transfer_params": offered}
+        answer = httpx.post(f"{server.url}/release_kv", json=body, timeout=30)
+        assert (answer.status_code, answer.json()) == (200, {"released": released})
+    wait_until(server.all_blocks_home, 10)  # the lease would last for 30 s
+    expected = tiny_reference.generate(prompt, 6)
+    _assert_recomputed(tiny_cluster.decode[0], prompt, params, expected)
+
+
 def test_an_expired_lease_is_never_used(
     tiny_model: Path, tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
 ) -> None:

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.tokenizer import Tokenizer
-from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
+from protocol.messages import AddRequest, EngineReady, TokenDelta, TokenLogprobs
 from tests.engine.http_server import USAGE, chunks, run, saying, serving
+from tests.engine.test_tokenizer import write_sentencepiece_like
 
 
 def scripted(*deltas: dict[str, Any]) -> Any:
@@ -136,6 +138,28 @@ def test_special_tokens_are_text_when_they_are_not_skipped(tokenizer: Tokenizer)
             for skips, text in ((True, "ab"), (False, "a<end>b")):
                 asked = {"skip_special_tokens": skips, "ignore_eos": True}
                 assert (await server.post(**asked)).json()["choices"][0]["text"] == text
+
+    run(main)
+
+
+_ROOMY = EngineReady(num_blocks=64, block_size=16, max_model_len=4096, vocab_size=4096)
+
+
+def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path: Path) -> None:
+    write_sentencepiece_like(tmp_path)  # puts a token before every text
+    tokenizer = Tokenizer(tmp_path)
+    bare = tokenizer.encode("Hi", add_special_tokens=False)
+    assert tokenizer.encode("Hi") != bare
+
+    async def main() -> None:
+        async with serving(tokenizer, ready=_ROOMY) as server:
+            for adds in (False, True):
+                await server.post(prompt="Hi", add_special_tokens=adds)
+            await server.chat(add_special_tokens=True)
+            await server.chat()
+            first, second, third, fourth = (add.token_ids for add in server.engine.added)
+            assert first == bare and second == tokenizer.encode("Hi")
+            assert len(third) == len(fourth) + len(second) - len(first)
 
     run(main)
 

@@ -1,0 +1,121 @@
+"""A decode engine whose request waits for its grammar while the lease runs on."""
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from engine.grammar import GrammarCompiler
+from engine.tokenizer import Tokenizer
+from protocol import kv_params
+from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
+from tests.decode_server.conftest import MakePair
+from tests.decode_server.pair import SECRET, Pair
+from tests.engine.shadow import expected_output
+from tests.make_models import ensure_model
+
+
+class Waiting:
+    """A pair whose decode engine compiles nothing before `go_on` is set."""
+
+    def __init__(self, pair: Pair, compiler: GrammarCompiler) -> None:
+        self.pair = pair
+        self.go_on = threading.Event()
+        compiler._compiling.submit(self.go_on.wait)
+        pair.d.core.grammars = compiler
+
+    def ask(self, prompt: list[int], grammar: Grammar) -> str:
+        params = kv_params.parse(self.pair.prefill(prompt))
+        params.verify(SECRET)
+        request = AddRequest(
+            request_id="a",
+            token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, grammar=grammar),
+            max_tokens=6,
+            remote=kv_params.to_remote_prefill(params),
+        )
+        self.pair.d.core.round([request])
+        for _ in range(5):
+            self.pair.d.core.round([])
+        assert not self.pair.d.out.deltas
+        return request.request_id
+
+    def end(self, name: str) -> tuple[list[int], str | None, str | None]:
+        """Tokens, finish reason and error of the one end of a request."""
+        out = self.pair.d.out
+        self.pair.until(lambda: bool(out.terminals(name)))
+        (end,) = out.terminals(name)
+        return out.tokens(name), end.finish_reason, end.error and end.error.code
+
+
+@pytest.fixture
+def waiting(make_pair: MakePair) -> Iterator[Waiting]:
+    compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
+    waiting = Waiting(make_pair(), compiler)
+    yield waiting
+    waiting.go_on.set()
+    compiler.close()
+
+
+@pytest.fixture(scope="module")
+def told() -> tuple[list[int], int, str]:
+    """A prompt whose first token, as the prefill server draws it, is a plain character."""
+    tokenizer = Tokenizer.from_directory(ensure_model("gqa"))
+    prompts = ([n, 1, 2, 3, 4] for n in range(100))
+    drawn = ((prompt, expected_output(prompt, 1)[0]) for prompt in prompts)
+    texts = ((prompt, token, tokenizer.decode([token])) for prompt, token in drawn)
+    return next(one for one in texts if one[2].isascii() and one[2].isalnum())
+
+
+def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(
+    waiting: Waiting, told: tuple[list[int], int, str]
+) -> None:
+    prompt, token, text = told
+    name = waiting.ask(prompt, Grammar("choice", json.dumps([text])))
+    waiting.go_on.set()
+    assert waiting.end(name) == ([token], "stop", None)
+    assert waiting.pair.usage(name) == (0, 0, 0)
+    waiting.pair.settle()
+
+
+def test_a_lease_that_ends_meanwhile_changes_nothing(
+    waiting: Waiting, told: tuple[list[int], int, str]
+) -> None:
+    prompt, token, text = told
+    name = waiting.ask(prompt, Grammar("choice", json.dumps([text])))
+    waiting.pair.now_s += 1e6
+    waiting.pair.until(waiting.pair.p.blocks_home)
+    waiting.go_on.set()
+    assert waiting.end(name) == ([token], "stop", None)
+    waiting.pair.settle()
+
+
+def test_a_first_token_that_the_grammar_refuses_is_one_error(
+    waiting: Waiting, told: tuple[list[int], int, str]
+) -> None:
+    prompt, token, _ = told
+    name = waiting.ask(prompt, Grammar("regex", "[!]+"))
+    waiting.go_on.set()
+    assert waiting.end(name) == ([token], None, "grammar_failed")
+    waiting.pair.settle()
+
+
+def test_a_grammar_with_a_mistake_gives_the_lease_back(
+    waiting: Waiting, told: tuple[list[int], int, str]
+) -> None:
+    name = waiting.ask(told[0], Grammar("regex", "[!"))
+    waiting.go_on.set()
+    assert waiting.end(name) == ([], None, "grammar_failed")
+    waiting.pair.settle()
+
+
+def test_an_abort_meanwhile_gives_the_lease_back(
+    waiting: Waiting, told: tuple[list[int], int, str]
+) -> None:
+    name = waiting.ask(told[0], Grammar("regex", "a+"))
+    waiting.pair.d.core.round([AbortRequest(name)])
+    assert waiting.end(name) == ([], "abort", None)
+    waiting.pair.settle()
+    waiting.go_on.set()
+    waiting.pair.settle()

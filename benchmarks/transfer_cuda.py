@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from benchmarks.transfer_cuda_rig import Answers, DecodeEnd, kind_of, new_agent,
 from kvcache.transfer.agent import ReadState
 from kvcache.transfer.plan import DEFAULT_COSTS, Endpoint, plan_transfer
 from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.pull import PullDone
 from kvcache.transfer.runs import RankRead
 from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
@@ -41,10 +42,11 @@ class Row:
     path: str
     descriptors: int
     bytes: int
-    milliseconds: float  # median
+    milliseconds: float  # median, from the order until the fence was passed
     gb_per_s: float
     of_copy: float
     of_bare: float | None = None  # what bare NIXL reaches with the same runs
+    told_ms: float | None = None  # until the thread that ordered it has been woken
 
 
 def _case(name: str, p: tuple[str, int, int], d: tuple[str, int, int], scattered: bool) -> Case:
@@ -108,6 +110,13 @@ class Bench:
         rate = nbytes / median_s / 1e9
         return Row(case, path, descriptors, nbytes, median_s * 1e3, rate, rate / self.copy_gb_per_s)
 
+    def pulls(self, case: str, results: list[tuple[float, PullDone]]) -> Row:
+        """A row of pulls, with the seconds that their caller saw."""
+        done = results[-1][1]
+        seconds = [each.seconds for _, each in results]
+        row = self.row(case, done.path, done.descriptors, done.nbytes, seconds)
+        return replace(row, told_ms=statistics.median(seen for seen, _ in results) * 1e3)
+
 
 def measure_case(bench: Bench, case: Case, *, mapped: bool) -> list[Row]:
     metadata, decode = bench.open(case, mapped=mapped)
@@ -116,9 +125,7 @@ def measure_case(bench: Bench, case: Case, *, mapped: bool) -> list[Row]:
         decode.check(bench.kv)
         results = [decode.pull(bench.lease(), bench.size.tokens) for _ in range(bench.repeat)]
         done = results[-1][1]
-        row = bench.row(
-            case.name, done.path, done.descriptors, done.nbytes, [s for s, _ in results]
-        )
+        row = bench.pulls(case.name, results)
         if mapped:
             return [row]
         bare = bench.row(
@@ -135,9 +142,7 @@ def measure_short(bench: Bench, *, mapped: bool) -> list[Row]:
     _, decode = bench.open(case, mapped=mapped)
     try:
         results = [decode.pull(bench.lease(128), 128) for _ in range(30)]
-        done = results[-1][1]
-        seconds = [s for s, _ in results[5:]]
-        return [bench.row("128 tokens", done.path, done.descriptors, done.nbytes, seconds)]
+        return [bench.pulls("128 tokens", results[5:])]
     finally:
         decode.close()
 
@@ -299,15 +304,19 @@ class DecodeStep:
             self.hidden @ up
             self.wide @ down
 
-    def run_ms(self, until: Callable[[], bool]) -> list[float]:
-        """Times of steps, one after the other."""
+    def run_ms(self, until: Callable[[], bool]) -> list[tuple[float, float]]:
+        """Times of steps, one after the other: as seen here, and on the device alone."""
         times = []
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self.stream):
             while not until():
                 started = time.perf_counter()
+                start.record()
                 self.graph.replay()
+                stop.record()
                 self.stream.synchronize()
-                times.append((time.perf_counter() - started) * 1e3)
+                seen_ms = (time.perf_counter() - started) * 1e3
+                times.append((seen_ms, start.elapsed_time(stop)))
         return times
 
 
@@ -331,14 +340,16 @@ def measure_decode(bench: Bench, *, mapped: bool) -> dict[str, float]:
         thread.join()
     finally:
         decode.close()
-    base = statistics.median(alone[5:])
+    base, device_base = (statistics.mean(column) for column in zip(*alone[5:], strict=True))
+    seen, device = (list(column) for column in zip(*beside, strict=True))
     return {
         "step_ms": base,
-        "step_beside_pulls_ms": statistics.median(beside),
-        "step_beside_pulls_p90_ms": float(np.quantile(beside, 0.9)),
-        "slower": statistics.mean(beside) / statistics.mean(alone[5:]) - 1,
+        "step_beside_pulls_ms": statistics.mean(seen),
+        "step_beside_pulls_p90_ms": float(np.quantile(seen, 0.9)),
+        "slower": statistics.mean(seen) / base - 1,
+        "slower_on_the_device": statistics.mean(device) / device_base - 1,
         "pull_ms": statistics.median(pulls[2:]) * 1e3,
-        "pulls_duty": sum(pulls) * 1e3 / sum(beside),
+        "pulls_duty": sum(pulls) * 1e3 / sum(seen),
     }
 
 
@@ -346,12 +357,15 @@ def measure_decode(bench: Bench, *, mapped: bool) -> dict[str, float]:
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"{'case':18} {'path':12} {'descriptors':>11} {'ms':>9} {'GB/s':>7} {'copy':>6} bare")
+    print(
+        f"{'case':18} {'path':12} {'descriptors':>11} {'ms':>9} {'GB/s':>7} {'copy':>6}  bare told"
+    )
     for row in rows:
         bare = f"{row.of_bare:.0%}" if row.of_bare is not None else ""
+        told = f"{row.told_ms:.3f}" if row.told_ms is not None else ""
         print(
             f"{row.case:18} {row.path:12} {row.descriptors:11} {row.milliseconds:9.3f} "
-            f"{row.gb_per_s:7.1f} {row.of_copy:6.0%} {bare}",
+            f"{row.gb_per_s:7.1f} {row.of_copy:6.0%} {bare:>5} {told}",
             flush=True,
         )
 

@@ -15,6 +15,7 @@ USAGE = """usage: baton <command> [options]
   decode   a decode server
   proxy    one endpoint in front of prefill and decode servers
   plan     what would move between two KV geometries, how, and why
+  doctor   how KV would move between servers of this machine, how fast, and what is missing
 
 baton <command> --help explains every option; each may also be given as BATON_* variable or in
 the file named by --config. baton --version prints the version."""
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "decode": _program("decode_server.__main__"),
     "proxy": _program("proxy.__main__"),
     "plan": _program("deploy.plan"),
+    "doctor": _program("deploy.doctor"),
 }
 
 

@@ -240,6 +240,12 @@ class AbortLease(msgspec.Struct, frozen=True, tag="abort", kw_only=True):
     lease_id: str
 
 
+class Alert(msgspec.Struct, frozen=True, tag="alert", kw_only=True):
+    """A Complete will follow within a millisecond or two: be awake. It has no reply."""
+
+    nonce: str
+
+
 class Metadata(msgspec.Struct, frozen=True, tag="metadata", kw_only=True):
     nonce: str
     engine: EngineMetadata
@@ -263,7 +269,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     reason: str = ""
 
 
-Request = GetMetadata | Renew | Complete | AbortLease
+Request = GetMetadata | Renew | Complete | AbortLease | Alert
 Reply = Metadata | Ok | Gone | Refused
 
 _encode = msgspec.msgpack.Encoder().encode

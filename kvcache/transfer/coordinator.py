@@ -44,6 +44,7 @@ from kvcache.transfer.pull_state import (
     Phase,
     PullState,
     SendAbort,
+    SendAlert,
     SendComplete,
     SendRenew,
     StopRanks,
@@ -62,6 +63,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
 _CLOSE_LINGER_S = 0.2
+_LOOK_S = 0.25
 _EVENT_COUNTERS: dict[type, str] = {
     PullDone: "pulls_done",
     PullFailed: "pulls_failed",
@@ -205,8 +207,9 @@ class PullCoordinator:
         unconnected = (self._unconnected_in_use(), self._gone_peers())
         deadlines = [since + lost_s for found in unconnected for since in found.values()]
         deadlines += [state.deadline() for state in self._states()]
-        retry = self._clock() + self._side_channel.retry_in_s()
-        return min(self._peers.deadline(), retry, *deadlines, float("inf"))
+        in_use_s = _LOOK_S if self._pulls else float("inf")  # no waking for each new timeout then
+        deadlines.append(self._clock() + min(self._side_channel.retry_in_s(), in_use_s))
+        return min(self._peers.deadline(), *deadlines)
 
     def _turn(self) -> None:
         try:
@@ -306,14 +309,13 @@ class PullCoordinator:
         self._peer_decided(peer)
 
     def _do_hold(self, pull_id: str, remote: RemotePrefill) -> None:
-        if pull_id in self._ended:
-            return
-        if pull_id not in self._pulls:
+        if pull_id not in self._ended and pull_id not in self._pulls:
             self._refresh_connection(address_of(remote))
             self._pulls[pull_id] = PullState(
                 pull_id, remote, self._num_ranks, self._settings, new_id(), self._clock()
             )
             self._counters["pulls"] += 1
+            self._ranks.expect()
 
     def _do_pull(
         self, pull_id: str, remote: RemotePrefill, span: tuple[int, int, list[int]]
@@ -426,7 +428,7 @@ class PullCoordinator:
     def _send(self, state: PullState, action: Action) -> None:
         remote = state.remote
         match action:
-            case SendRenew() | SendComplete() | SendAbort():
+            case SendRenew() | SendComplete() | SendAbort() | SendAlert():
                 request = self._questions.lease(state.pull_id, remote, action)
                 self._post(address_of(remote), request)
             case FanOut():

@@ -65,6 +65,17 @@ def close_handle(address: int) -> None:
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
+def upload(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Queues a copy from pinned host memory to the device on a stream of the current device."""
+    _call(
+        "cuMemcpyHtoDAsync_v2",
+        ctypes.c_uint64(target),
+        ctypes.c_void_p(source),
+        ctypes.c_size_t(nbytes),
+        ctypes.c_void_p(stream),
+    )
+
+
 def allocation(address: int) -> tuple[int, int]:
     """(address, bytes) of the allocation that device memory at `address` is in."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()

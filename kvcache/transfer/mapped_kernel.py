@@ -14,12 +14,13 @@ import triton.language as tl
 
 from kvcache.transfer.gather import Gather
 
-TILE_UNITS = 1024
+TILE_UNITS = 2048  # 32 KiB
+CONVERTED_TILE_UNITS = 512
 NUM_WARPS = 8
 _WORDS = {16: (tl.int32, 4), 8: (tl.int32, 2), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
-# By device, dtypes, width of a unit and whether elements are scaled: the compiled kernel and its
-# constants.
-_compiled: dict[tuple[int, str, str, int, bool], tuple[Any, tuple[Any, ...]]] = {}
+# By device, dtypes, width of a unit, whether elements are scaled and thread blocks: what launches
+# the compiled kernel, and its constants.
+_compiled: dict[tuple[int, str, str, int, bool, int], tuple[Any, tuple[Any, ...]]] = {}
 _DTYPES = {
     "float32": tl.float32,
     "bfloat16": tl.bfloat16,
@@ -39,8 +40,9 @@ def launch(
     count: int,
     *,
     num_programs: int,
+    stream: int,
 ) -> None:
-    """Queues one launch on the current stream of the current device.
+    """Queues one launch on a stream (CUDA's handle) of the current device.
 
     Args:
         source_address: of the peer's allocation as mapped here.
@@ -50,8 +52,14 @@ def launch(
         first, count: of `launches`.
     """
     device = torch.cuda.current_device()
-    is_scaled = gather.factors is not None
-    key = (device, gather.source_dtype, gather.target_dtype, gather.unit_elements, is_scaled)
+    key = (
+        device,
+        gather.source_dtype,
+        gather.target_dtype,
+        gather.unit_elements,
+        gather.factors is not None,
+        num_programs,
+    )
     numbers = (
         source_address,
         target_address,
@@ -63,13 +71,15 @@ def launch(
     )
     variant = _compiled.get(key)
     if variant is None:
-        constants = (*_types(gather), TILE_UNITS, is_scaled)
-        kernel = _kernel[(num_programs,)](*numbers, *constants, num_warps=NUM_WARPS)
-        _compiled[key] = (kernel, constants)
+        tile = CONVERTED_TILE_UNITS if gather.converts else TILE_UNITS
+        constants = (*_types(gather), tile, gather.factors is not None)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):  # type: ignore[no-untyped-call]
+            kernel = _kernel[(num_programs,)](*numbers, *constants, num_warps=NUM_WARPS)
+        _compiled[key] = kernel[(num_programs, 1, 1)], constants
     else:
         # Triton's own dispatch takes some 50 us; nothing of what it looks at ever changes here.
-        kernel, constants = variant
-        kernel[(num_programs, 1, 1)](*numbers, *constants)
+        run, constants = variant
+        run(*numbers, *constants, stream=stream)
 
 
 def _types(gather: Gather) -> tuple[Any, Any, int]:
@@ -101,6 +111,32 @@ def _step(number, source, target, token, factor, axis):  # type: ignore[no-untyp
     token += index * tl.load(axis + 5).to(tl.int32)
     factor += index * tl.load(axis + 6).to(tl.int32)
     return number, source, target, token, factor
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _locate(  # type: ignore[no-untyped-def]
+    p, remote_blocks, local_blocks, first, start, num_units, TILE: tl.constexpr
+):
+    """Source, target, whether it is wanted and its factor, of the units from `start` on."""
+    number = start + tl.arange(0, TILE)[:, None]
+    wanted = number < num_units
+    number, unit = _divide(number, p + 13)
+    source = tl.load(p) + unit
+    target = tl.load(p + 1) + unit
+    token = number * 0
+    factor = number * 0
+    number, source, target, token, factor = _step(number, source, target, token, factor, p + 16)
+    number, source, target, token, factor = _step(number, source, target, token, factor, p + 23)
+    number, source, target, token, factor = _step(number, source, target, token, factor, p + 30)
+    number, source, target, token, factor = _step(number, source, target, token, factor, p + 37)
+    ordinal = tl.load(p + 7).to(tl.int32) + (first + number) * tl.load(p + 8).to(tl.int32)
+    token += ordinal * tl.load(p + 9).to(tl.int32)
+    wanted &= (token >= tl.load(p + 5).to(tl.int32)) & (token < tl.load(p + 6).to(tl.int32))
+    target_ordinal, target_offset = _divide(token, p + 10)
+    source += tl.load(remote_blocks + ordinal, mask=wanted, other=0) * tl.load(p + 2)
+    target += tl.load(local_blocks + target_ordinal, mask=wanted, other=0) * tl.load(p + 3)
+    target += target_offset.to(tl.int64) * tl.load(p + 4)
+    return source, target, wanted, factor
 
 
 @triton.jit(  # type: ignore[untyped-decorator, unused-ignore]
@@ -135,26 +171,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     source_base = tl.multiple_of(source_address.to(tl.pointer_type(SOURCE)), 16)
     target_base = tl.multiple_of(target_address.to(tl.pointer_type(TARGET)), 16)
     lanes = tl.arange(0, WIDTH)[None, :]
-    tile_numbers = tl.arange(0, TILE)[:, None]
     for start in range(tl.program_id(0) * TILE, num_units, tl.num_programs(0) * TILE):
-        number = start + tile_numbers
-        wanted = number < num_units
-        number, unit = _divide(number, p + 13)
-        source = tl.load(p) + unit
-        target = tl.load(p + 1) + unit
-        token = number * 0
-        factor = number * 0
-        number, source, target, token, factor = _step(number, source, target, token, factor, p + 16)
-        number, source, target, token, factor = _step(number, source, target, token, factor, p + 23)
-        number, source, target, token, factor = _step(number, source, target, token, factor, p + 30)
-        number, source, target, token, factor = _step(number, source, target, token, factor, p + 37)
-        ordinal = tl.load(p + 7).to(tl.int32) + (first + number) * tl.load(p + 8).to(tl.int32)
-        token += ordinal * tl.load(p + 9).to(tl.int32)
-        wanted &= (token >= tl.load(p + 5).to(tl.int32)) & (token < tl.load(p + 6).to(tl.int32))
-        target_ordinal, target_offset = _divide(token, p + 10)
-        source += tl.load(remote_blocks + ordinal, mask=wanted, other=0) * tl.load(p + 2)
-        target += tl.load(local_blocks + target_ordinal, mask=wanted, other=0) * tl.load(p + 3)
-        target += target_offset.to(tl.int64) * tl.load(p + 4)
+        source, target, wanted, factor = _locate(
+            p, remote_blocks, local_blocks, first, start, num_units, TILE
+        )
         value = tl.load(source_base + (source * WIDTH + lanes), mask=wanted)
         if SCALED:
             bits = tl.load(p + 44 + factor, mask=wanted, other=0).to(tl.int32)

@@ -48,6 +48,8 @@ __all__ = [
     "plan_transfer",
 ]
 
+_LONG_RUN_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class TransferPlan:
@@ -118,6 +120,8 @@ def _choose(
         staged = _staged(transfer, costs, staging_bytes)
         return _build([staged], f"{theirs} becomes {ours}{other}")
     direct = _direct(transfer, costs)
+    if _reads_whole_blocks(transfer, direct):
+        return _build([direct], "no way reads longer runs")
     try:
         staged = _staged(transfer, costs, staging_bytes)
     except PlanError as error:  # the peer's blocks are larger than ours: slow is better than not
@@ -129,6 +133,16 @@ def _choose(
     others = [part for part in (direct, staged) if best != [part]]
     reasons = (f"{part.path} would read {part.summary}" for part in others)
     return _build(best, "; ".join(reasons))
+
+
+def _reads_whole_blocks(transfer: Transfer, direct: "_Part") -> bool:
+    """The direct way has a run for each of the peer's blocks and long ones: all else costs more
+    time to work out than it could save."""
+    size = transfer.remote[0].layout.block_size
+    blocks = -(-transfer.token_stop // size) - transfer.token_start // size
+    owners = sum(len(group.owners) for group in transfer.groups)
+    is_long = direct.bytes_read >= _LONG_RUN_BYTES * direct.descriptors
+    return is_long and direct.descriptors <= blocks * owners
 
 
 class _Part(NamedTuple):

@@ -20,6 +20,10 @@ class PostLimits:
     max_active: int = 8  # posts of one worker that have not ended
 
 
+# Between GPUs a post copies nothing by itself, and a run that is cut is slower than a whole one.
+GPU_LIMITS = PostLimits(max_bytes=1 << 30)
+
+
 @dataclass(frozen=True)
 class Post:
     """Runs from one rank of P; offsets in bytes from the bases of the two memories."""

@@ -13,6 +13,10 @@ from kvcache.transfer.staged import Chunk
 from kvcache.transfer.staging import Staging
 from protocol.errors import BatonError
 
+# On a GPU. The transport wants to be called now and then; a slot that has filled waits to be placed
+# and filled again, and the link with it.
+_READ_NAP_S, _STAGED_NAP_S = 0.00005, 0.00001
+
 
 @dataclass
 class Step:
@@ -47,7 +51,8 @@ class PullJob:
         self.error: BatonError | None = None
         self.failure_told = False
         self.end_announced = False
-        self.pace = Pace(time.perf_counter(), 0.0)
+        nap_s = _STAGED_NAP_S if plan.chunks else _READ_NAP_S
+        self.pace = Pace(time.perf_counter(), longest_nap_s=nap_s)
         self._limits = limits
         self._staging = staging if plan.chunks else None
         self.stopping = False

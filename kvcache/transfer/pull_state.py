@@ -54,6 +54,11 @@ class SendAbort:
 
 
 @dataclass(frozen=True)
+class SendAlert:
+    """Let P be awake for the fence."""
+
+
+@dataclass(frozen=True)
 class FanOut:
     """Tell every rank to read its share."""
 
@@ -73,7 +78,7 @@ class Emit:
     event: Event
 
 
-Action = SendRenew | SendComplete | SendAbort | FanOut | StopRanks | SuspectPeer | Emit
+Action = SendRenew | SendComplete | SendAbort | SendAlert | FanOut | StopRanks | SuspectPeer | Emit
 
 
 class PullState:
@@ -100,7 +105,7 @@ class PullState:
         self._error: BatonError | None = None
         self._failure_told = False
         self._cancelled = False
-        self._announced_end = False
+        self._alerted = False
         self._began = now
         self._next_renewal = now  # the first one finds out whether the lease still is
         self._timeout = float("inf")  # of the phase
@@ -132,15 +137,14 @@ class PullState:
         self.phase = Phase.READING
         self._reading = set(range(self._num_ranks))
         self._timeout = now + self._settings.pull_timeout_s
-        return [FanOut(), SendRenew()]  # if it is short, the fence is near
+        return [FanOut()]
 
     def rank_ending(self) -> list[Action]:
-        """A rank has nearly read all. A renewal now finds P awake for the fence (see LeaseServer),
-        and tells a lease that is gone before the last bytes have come."""
-        if self.phase is not Phase.READING or self._announced_end:
+        """A rank will have read all within a millisecond."""
+        if self.phase is not Phase.READING or self._alerted:
             return []
-        self._announced_end = True
-        return [SendRenew()]
+        self._alerted = True
+        return [SendAlert()]
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
         """Something outside found that this pull cannot succeed."""

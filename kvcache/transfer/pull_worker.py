@@ -4,7 +4,6 @@ It blocks while there is nothing to do, and looks at commands between any two po
 stops within one post. A READ that does not end keeps its pull here until it does (I7).
 """
 
-import ctypes
 import logging
 import threading
 import time
@@ -17,8 +16,9 @@ from kvcache.prefault import Prefault
 from kvcache.transfer import reformat
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.copy_thread import use_one_core
+from kvcache.transfer.link_log import log_first_pull, log_measured
 from kvcache.transfer.mapped import MappedJob, MappedPath
-from kvcache.transfer.pace import ENDING_S, Pace, Speed
+from kvcache.transfer.pace import Speed, allow_short_naps
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
     CostModel,
@@ -27,7 +27,7 @@ from kvcache.transfer.plan import (
     check_transfer,
     plan_transfer,
 )
-from kvcache.transfer.posts import Post, PostLimits
+from kvcache.transfer.posts import GPU_LIMITS, Post, PostLimits
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import (
     AddPeer,
@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
 _MIN_PROBE_BYTES = 4 << 20  # of staging memory: less tells nothing
-_PR_SET_TIMERSLACK = 29  # in ns
-_FENCE_S = 0.0005  # after a pull the thread looks for the fence's answer so long without sleeping
+_FENCE_S = 0.0005  # so long after a pull the thread looks for the fence's answer itself
+_ALERT_NAP_S = 0.000003
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
 
@@ -122,7 +122,7 @@ class PullWorker:
         self._costs = costs
         if costs is not None:
             logger.info("every link, as configured: %s", costs)
-        self._limits = limits or PostLimits()
+        self._limits = limits or (GPU_LIMITS if self._kind == "VRAM" else PostLimits())
         self._mapped = mapped
         self._reformat_bytes_per_s = DEFAULT_COSTS["cuda"].reformat_bytes_per_s
         self._link: WorkerLink = inside or OutsideLink(connect_address)
@@ -163,7 +163,7 @@ class PullWorker:
             )
 
     def _run(self) -> None:
-        _allow_short_naps()
+        allow_short_naps()
         use_one_core()
         self._agent.bind_thread()
         if self._measures and self._kind == "DRAM":
@@ -191,13 +191,20 @@ class PullWorker:
             self._idle_s = self._poll_min_s
         elif self._jobs:
             time.sleep(self._nap_s())
-        elif self._ended_at + _FENCE_S > time.perf_counter() and self._link.awaits_fence():
-            time.sleep(0)  # lets others have the interpreter
+        elif self._is_alert():
+            time.sleep(_ALERT_NAP_S)
         elif self._prefault is not None and not self._prefault.done:
             self._link.wait(0.001)
             self._prefault.step()
         else:
             self._link.wait(None)
+
+    def _is_alert(self) -> bool:
+        """Whether a command or a fence's answer is so near that to sleep would take longer."""
+        now = time.perf_counter()
+        if self._ended_at + _FENCE_S > now and self._link.awaits_fence():
+            return True
+        return self._kind == "VRAM" and now < self._link.expected_until
 
     def _nap_s(self) -> float:
         now = time.perf_counter()
@@ -281,7 +288,8 @@ class PullWorker:
         if costs is None:
             logger.info("%s came to nothing; the usual costs are assumed", job.pull_id)
             return
-        logger.info("prefill server %s: %s", peer.metadata.engine_id, costs)
+        between_gpus = self._kind == "VRAM" and peer.metadata.ranks[0].device_kind == "cuda"
+        log_measured(peer.metadata.engine_id, costs, between_gpus=between_gpus)
 
     def _owners(self, remote_tp: int) -> set[int]:
         """Ranks of a peer that hold heads of ours."""
@@ -303,7 +311,7 @@ class PullWorker:
             logger.exception("planning pull %s", pull.pull_id)
             self._tell_end(pull.pull_id, None, InternalError(f"planning failed: {error!r}"))
         else:
-            job.pace = Pace.begin(peer.speed, job.plan.bytes_read)
+            job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
             peer.users += 1
             self._jobs[pull.pull_id] = (job, peer)
 
@@ -363,8 +371,7 @@ class PullWorker:
         for job, _ in self._jobs.values():
             if job.all_begun and not job.end_announced and job.pace.is_ending(now):
                 job.end_announced = True
-                if now - job.pace.began > ENDING_S:  # else the coordinator's own renewal serves
-                    self._link.report(RankEnding(job.pull_id, self._endpoint.rank))
+                self._link.report(RankEnding(job.pull_id, self._endpoint.rank))
 
     def _advance(self) -> bool:
         """Lets every mapped pull go on."""
@@ -455,8 +462,14 @@ class PullWorker:
             self._probed(job, peer)
         else:
             if job.complete:
-                peer.speed.learn(job.plan.bytes_read, time.perf_counter() - job.pace.began)
+                self._learn_speed(job, peer)
             self._tell_end(job.pull_id, job, job.error)
+
+    def _learn_speed(self, job: Job, peer: _Peer) -> None:
+        was_known = peer.speed.bytes_per_s > 0
+        peer.speed.learn(job.plan.bytes_read, time.perf_counter() - job.pace.began)
+        if not was_known and peer.speed.bytes_per_s > 0:
+            log_first_pull(peer.metadata.engine_id, job.plan.path, peer.speed.bytes_per_s)
 
     def _clean(self, peer: _Peer) -> None:
         if peer.users or not (peer.stale or peer.dropped):
@@ -483,10 +496,3 @@ class PullWorker:
         )
         self._link.report(ended)
         self._ended_at = time.perf_counter()
-
-
-def _allow_short_naps() -> None:
-    """Naps of this thread end within 1 us of their time, not within Linux's usual 50."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,16 +19,22 @@ from kvcache.transfer.pull import Command, Hello, Report, command_decoder, encod
 from kvcache.transfer.waker import Waker
 from kvcache.transfer.wire import Wire, WireClosed, listen, tune, wait_readable
 
+_EXPECTED_S = 0.003  # after `expect`
 _MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
 _RETRY_S = 0.05
 _Item = TypeVar("_Item")
 
 
 class WorkerLink(ABC):
-    """A worker's end. `waker` is woken when a command may have come; all else is its thread's."""
+    """A worker's end. `waker` is woken when a command may have come; all else is its thread's.
+
+    Attributes:
+        expected_until: by `time.perf_counter`, a command is likely to come; not worth sleeping.
+    """
 
     def __init__(self) -> None:
         self.waker = Waker()
+        self.expected_until = 0.0
 
     @abstractmethod
     def open(self, rank: int, stopping: threading.Event) -> None:
@@ -88,6 +95,10 @@ class InsideLink(WorkerLink):
 
     def send(self, command: Command) -> None:
         self._commands.append(command)
+        self.waker.wake()
+
+    def expect(self) -> None:
+        self.expected_until = time.perf_counter() + _EXPECTED_S
         self.waker.wake()
 
     def reports(self) -> list[Report]:
@@ -173,6 +184,11 @@ class RankLinks:
                 self._unsent[rank].append(command)
         for link in self._inside.values():  # last: it makes others wait for the interpreter's lock
             link.send(command)
+
+    def expect(self) -> None:
+        """A command is likely to follow within milliseconds: ranks inside stay awake for it."""
+        for link in self._inside.values():
+            link.expect()
 
     def receive(self) -> list[Report]:
         """All waiting reports; greetings are answered here."""

@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
+from kvcache.transfer.pace import allow_short_naps
 from kvcache.transfer.side_client import Address, SideChannelClient, split
 from kvcache.transfer.wire import Wire, WireClosed, listen, tune, wait_readable
 from protocol.errors import PeerUnreachable
 from protocol.handshake import (
     AbortLease,
+    Alert,
     Complete,
     EngineMetadata,
     FrameError,
@@ -42,9 +44,9 @@ ENDED_STATES = (LeaseState.COMPLETED, LeaseState.EXPIRED, LeaseState.ABORTED)
 _SWEEP_S = 0.1  # expired leases are collected at most this late
 _MAX_REQUEST_BYTES = 64 << 10
 _MAX_UNSENT_BYTES = 64 << 20  # of answers to one peer
-# After a renewal the thread looks for more without sleeping: a reader renews when it is about to
-# ask for the fence, and waking a thread takes longer than all the rest of the fence.
-_ALERT_S = 0.0005
+# After an alert the thread naps for microseconds only: a sleeping one takes longer to wake than all
+# the rest of a fence. After a renewal too: a reader's first one comes shortly before its pull.
+_ALERT_S, _ALERT_NAP_S = 0.003, 0.000005
 
 
 def new_id() -> str:
@@ -137,11 +139,15 @@ class LeaseServer:
         self._epoll.close()
 
     def _run(self) -> None:
+        allow_short_naps()
         next_sweep = 0.0
         while not self._stopping.is_set():
             try:
                 now = time.monotonic()
-                served = self._serve(0.0 if now < self._alert_until else _SWEEP_S)
+                is_alert = now < self._alert_until
+                served = self._serve(0.0 if is_alert else _SWEEP_S)
+                if is_alert and not served:
+                    time.sleep(_ALERT_NAP_S)
                 if served or now >= next_sweep:
                     next_sweep = now + _SWEEP_S
                     self._sweep()
@@ -184,7 +190,8 @@ class LeaseServer:
         if wire.unsent_bytes > _MAX_UNSENT_BYTES:
             raise WireClosed("the peer asks but does not read")
         reply = self._answer(split(message))
-        wire.send(b"".join(seal_reply(reply, self._secret)))
+        if reply is not None:
+            wire.send(b"".join(seal_reply(reply, self._secret)))
 
     def _sweep(self) -> None:
         with self._lock:
@@ -193,7 +200,7 @@ class LeaseServer:
         if ended and self._on_event is not None:
             self._on_event()
 
-    def _answer(self, frames: list[bytes]) -> Reply:
+    def _answer(self, frames: list[bytes]) -> Reply | None:
         try:
             request = open_request(frames, self._secret)
         except FrameError as error:
@@ -205,6 +212,10 @@ class LeaseServer:
             with self._lock:
                 self._counters["metadata_sent"] += 1
             return Metadata(nonce=request.nonce, engine=self._metadata)
+        if isinstance(request, (Alert, Renew)):
+            self._alert_until = time.monotonic() + _ALERT_S
+        if isinstance(request, Alert):
+            return None
         if request.incarnation != self._metadata.incarnation:
             return self._gone(request.nonce, "this prefill server was restarted")
         return self._about_a_lease(request)
@@ -213,8 +224,6 @@ class LeaseServer:
         with self._lock:
             ok = self._decide(request, self._clock())
             self._counters["renewed"] += ok and isinstance(request, Renew)
-        if isinstance(request, Renew):
-            self._alert_until = time.monotonic() + _ALERT_S
         return Ok(nonce=request.nonce) if ok else self._gone(request.nonce, "unknown or ended")
 
     def _decide(self, request: Renew | Complete | AbortLease, now: float) -> bool:

@@ -120,7 +120,7 @@ def test_no_pull_waits_for_a_probe_that_takes_too_long(
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_costs_are_measured_and_logged_once(rig: Any, make_agent: Any, caplog: Any) -> None:
-    caplog.set_level(logging.INFO, "kvcache.transfer.pull_worker")
+    caplog.set_level(logging.INFO, "kvcache.transfer.link_log")
     prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent, staging_bytes=4 << 20)
     pull(decode, prefill, "a")
     costs = measured(decode)

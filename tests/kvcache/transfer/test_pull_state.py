@@ -14,6 +14,7 @@ from kvcache.transfer.pull_state import (
     Phase,
     PullState,
     SendAbort,
+    SendAlert,
     SendComplete,
     SendRenew,
     StopRanks,
@@ -51,7 +52,7 @@ def reading(ranks: int = 2) -> PullState:
     pull = state(ranks)
     assert pull.tick(0.0) == [SendRenew()]
     assert pull.pull(16, now=1.0) == []
-    assert pull.peer_ready(now=1.0) == [FanOut(), SendRenew()]
+    assert pull.peer_ready(now=1.0) == [FanOut()]
     return pull
 
 
@@ -84,7 +85,7 @@ def test_the_fence_waits_for_every_rank() -> None:
 def test_an_end_that_nears_is_told_to_the_peer_once_and_only_while_reading() -> None:
     assert state().rank_ending() == []
     pull = reading()
-    assert pull.rank_ending() == [SendRenew()] and pull.rank_ending() == []
+    assert pull.rank_ending() == [SendAlert()] and pull.rank_ending() == []
     pull = reading(1)
     pull.rank_ended(ended(0), now=2.0)
     assert pull.rank_ending() == []

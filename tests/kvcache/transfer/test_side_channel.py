@@ -17,6 +17,7 @@ from protocol.errors import PeerUnreachable
 from protocol.handshake import (
     PROTOCOL_VERSION,
     AbortLease,
+    Alert,
     CompatRecord,
     Complete,
     EngineMetadata,
@@ -249,6 +250,15 @@ def test_a_message_may_come_in_pieces_and_several_at_once(server: Server) -> Non
 def test_unknown_fields_are_ignored(server: Server) -> None:
     payload = msgspec.msgpack.encode({"type": "get_metadata", "nonce": "n", "new": [1, 2]})
     assert raw_exchange(server, b"".join(signed(payload)))["type"] == "metadata"
+
+
+def test_an_alert_has_no_answer(server: Server) -> None:
+    messages = [
+        seal_request(Alert(nonce="n"), SECRET),
+        seal_request(GetMetadata(nonce="n"), SECRET),
+    ]
+    answer = raw_exchange(server, *(b"".join(frames) for frames in messages))
+    assert answer["type"] == "metadata" and server.counters()["refused"] == 0
 
 
 def test_answers_do_not_wait_for_the_engine(server: Server) -> None:

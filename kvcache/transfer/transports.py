@@ -1,0 +1,255 @@
+"""What this machine offers to move KV between two servers on it, and how fast each way is.
+
+What is there is only looked at; `measure` moves bytes, out of a process of its own, through the
+same agent and mappers as the servers.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+from kvcache.transfer.agent import MemoryKind, ReadState
+from kvcache.transfer.gather import launches, make_gathers
+from kvcache.transfer.host_mapper import CHUNK_BYTES, HostMapper
+from kvcache.transfer.mapper import CudaMapper, Mapper, NotMappable, Work, offer
+from kvcache.transfer.plan import Endpoint, check_transfer
+from protocol.handshake import RankMetadata
+
+_WAIT_S = 60.0
+_HEADS, _LAYERS, _TOKENS, _HEAD_DIM = 8, 8, 64, 64
+
+
+@dataclass(frozen=True)
+class Host:
+    """What is there."""
+
+    cores: int
+    gpus: tuple[str, ...]
+    peer_access: tuple[tuple[int, int], ...]  # (reads, from), all pairs that can
+    packages: dict[str, str | None]  # versions; None: not installed
+    ucx_modules: tuple[str, ...]  # that NIXL brings
+    ucx_environment: dict[str, str]
+    shm_bytes: int
+    memlock_bytes: int  # -1: unlimited
+    can_read_peers: bool  # memory of this user's other processes: what mapping on a CPU needs
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way from one device to another; `bytes_per_s` is None where it does not work."""
+
+    path: str  # "mapped" | "nixl"
+    source: str
+    target: str
+    bytes_per_s: float | None
+    reason: str = ""
+
+
+def look() -> Host:
+    count = torch.cuda.device_count()
+    names = ("nixl", "triton", "flashinfer-python", "torch")
+    return Host(
+        cores=len(os.sched_getaffinity(0)),
+        gpus=tuple(torch.cuda.get_device_name(index) for index in range(count)),
+        peer_access=tuple(
+            (reader, owner)
+            for reader in range(count)
+            for owner in range(count)
+            if reader != owner and torch.cuda.can_device_access_peer(reader, owner)
+        ),
+        packages={name: _version(name) for name in names},
+        ucx_modules=_ucx_modules(),
+        ucx_environment={k: v for k, v in os.environ.items() if k.startswith("UCX_")},
+        shm_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
+        memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        can_read_peers=_ptrace_scope() < 2,
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _ucx_modules() -> tuple[str, ...]:
+    """Transports beside the built-in ones (shared memory, TCP) by the files that NIXL brings."""
+    spec = importlib.util.find_spec("nixl")
+    if spec is None or spec.origin is None:
+        return ()
+    site = Path(spec.origin).parents[1]
+    found = {path.name.split(".")[0] for path in site.glob("*nixl*.libs/**/libuct_*.so*")}
+    return tuple(sorted(name.removeprefix("libuct_").split("-")[0] for name in found))
+
+
+def _ptrace_scope() -> int:
+    try:
+        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def measure(path: str, source: str, target: str, nbytes: int) -> Link:
+    """Moves about `nbytes` out of a pool of another process, three times; the best counts.
+
+    Args:
+        path: "mapped" or "nixl".
+        source, target: torch devices, of the process that owns the KV and of this one.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    layout = _layout(nbytes)
+    process = context.Process(target=_own, args=(there, source, layout, path), daemon=True)
+    process.start()
+    try:
+        if not here.poll(_WAIT_S):
+            raise RuntimeError(f"no answer from the process on {source} within {_WAIT_S} s")
+        rank = here.recv()
+        if isinstance(rank, str):
+            raise RuntimeError(rank)
+        way = _mapped if path == "mapped" else _read
+        return Link(path, source, target, way(rank, layout, target))
+    except Exception as error:  # whatever it is, it is what the user has to know
+        return Link(path, source, target, None, str(error) or repr(error))
+    finally:
+        here.close()  # ends the other process
+        process.join(5)
+        process.kill()
+
+
+def _layout(nbytes: int) -> KVLayout:
+    block = _HEADS * _LAYERS * 2 * _TOKENS * _HEAD_DIM * 2
+    return KVLayout(
+        "BHLCND", max(2, nbytes // block + 1), _HEADS, _LAYERS, 2, _TOKENS, _HEAD_DIM, "bfloat16"
+    )
+
+
+def _agent(name: str, device: torch.device) -> Any:
+    from kvcache.transfer.nixl_agent import NixlAgent  # loads UCX
+
+    return NixlAgent(name, device_id=device.index, set_device=torch.cuda.set_device)
+
+
+def _kind(device: torch.device) -> MemoryKind:
+    return "VRAM" if device.type == "cuda" else "DRAM"
+
+
+def _own(connection: Connection, device_name: str, layout: KVLayout, path: str) -> None:
+    """The other process: a pool, until the connection ends."""
+    try:
+        device = torch.device(device_name)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        pool = KVPool(layout, device_name)
+        pool.flat_bytes.fill_(1)
+        data = b"none"
+        if path == "nixl":
+            agent = _agent("doctor-p", device)
+            agent.register(
+                pool.base_address, pool.nbytes, device_id=pool.device_id, kind=_kind(device)
+            )
+            data = agent.metadata()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        rank = RankMetadata(
+            rank=0,
+            agent_metadata=data,
+            base_address=pool.base_address,
+            nbytes=pool.nbytes,
+            device_id=pool.device_id,
+            device_kind=device.type,
+            layout=layout.to_record(),
+            extra=offer(pool),
+        )
+        connection.send(rank)
+    except Exception as error:
+        connection.send(str(error) or repr(error))
+    try:
+        connection.recv()
+    except EOFError:
+        os._exit(0)  # neither CUDA nor UCX need to be taken down
+
+
+def _best(nbytes: int, action: Callable[[], None]) -> float:
+    """Bytes a second of the best of four; the first one connects and makes memory resident."""
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - started)
+    return nbytes / min(seconds)
+
+
+def _read(rank: RankMetadata, layout: KVLayout, target: str) -> float:
+    import numpy as np
+
+    device = torch.device(target)
+    pool, agent, kind = KVPool(layout, target), _agent("doctor-d", device), _kind(device)
+    agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
+    peer = agent.add_peer(rank.agent_metadata)
+    theirs: MemoryKind = "VRAM" if rank.device_kind == "cuda" else "DRAM"
+
+    def read() -> None:
+        handle = agent.read(
+            peer,
+            np.array([pool.base_address]),
+            np.array([rank.base_address]),
+            np.array([layout.nbytes]),
+            local_device=pool.device_id,
+            remote_device=rank.device_id,
+            kinds=(kind, theirs),
+        )
+        while (state := agent.poll(handle)) is ReadState.ACTIVE:
+            pass
+        agent.release(handle)
+        if state is not ReadState.DONE:
+            raise RuntimeError("a READ failed")
+
+    try:
+        return _best(layout.nbytes, read)
+    finally:
+        agent.close()
+
+
+def _mapped(rank: RankMetadata, layout: KVLayout, target: str) -> float:
+    pool = KVPool(layout, target)
+    mapper: Mapper = CudaMapper(pool) if pool.device.type == "cuda" else HostMapper(pool)
+    mapper.bind_thread()
+    try:
+        memory = mapper.map(rank)
+    except NotMappable as error:
+        raise RuntimeError(f"it cannot be mapped: {error}") from error
+    end = Endpoint(layout, 0, 1)
+    blocks = list(range(1, layout.num_blocks))
+    tokens = (0, len(blocks) * layout.block_size)
+    transfer = check_transfer(end, (end,), layout.num_heads, tokens, blocks, blocks)
+
+    def gather() -> None:
+        gathers = make_gathers(transfer)
+        work = mapper.begin(Work(gathers, [memory], transfer))
+        chunk_bytes = CHUNK_BYTES if pool.device.type == "cpu" else layout.nbytes
+        running = [mapper.launch(work, 0, *part) for part in launches(gathers[0], chunk_bytes)]
+        for token in running:
+            while not mapper.finished(token):
+                pass
+        mapper.end(work)
+
+    try:
+        return _best(transfer.useful_bytes, gather)
+    finally:
+        mapper.close()
+        mapper.unmap(memory)

@@ -1,0 +1,65 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deploy.doctor import advice, main, text, used
+from kvcache.transfer.transports import Host, Link, measure
+
+GPU_HOST = Host(
+    cores=16,
+    gpus=("H200", "H200"),
+    peer_access=((0, 1), (1, 0)),
+    packages={"nixl": "1", "triton": "3", "flashinfer-python": "1", "torch": "2"},
+    ucx_modules=("cuda",),
+    ucx_environment={},
+    shm_bytes=1 << 30,
+    memlock_bytes=-1,
+    can_read_peers=True,
+)
+FAST = Link("mapped", "cuda:0", "cuda:1", 360e9)
+SLOW = Link("nixl", "cuda:0", "cuda:1", 6e9)
+
+
+def test_a_machine_with_all_it_needs_gets_no_advice() -> None:
+    assert advice(GPU_HOST, [FAST]) == []
+    assert "nothing is missing" in text(GPU_HOST, [FAST], [])
+
+
+@pytest.mark.parametrize(
+    ("host", "word"),
+    [
+        (replace(GPU_HOST, peer_access=()), "CUDA_VISIBLE_DEVICES"),
+        (replace(GPU_HOST, packages={**GPU_HOST.packages, "nixl": None}), "pip install nixl"),
+        (replace(GPU_HOST, packages={**GPU_HOST.packages, "triton": None}), "pip install triton"),
+        (replace(GPU_HOST, ucx_environment={"UCX_TLS": "tcp"}), "unset UCX_TLS"),
+        (replace(GPU_HOST, shm_bytes=1 << 20), "shm_size"),
+        (replace(GPU_HOST, gpus=(), can_read_peers=False), "ptrace_scope"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_fix(host: Host, word: str) -> None:
+    (note,) = advice(host, [FAST])
+    assert word in note
+
+
+def test_a_slow_way_between_gpus_is_a_warning_with_the_fix() -> None:
+    (note,) = advice(GPU_HOST, [FAST, SLOW])
+    assert "6.0 GB/s" in note and "ipc: host" in note
+    assert used([FAST, SLOW]) == "mapped"
+    assert used([replace(FAST, bytes_per_s=None, reason="no peer access"), SLOW]) == "nixl"
+
+
+def test_a_way_that_does_not_work_says_why() -> None:
+    link = measure("mapped", "cpu", "cuda:0", 1 << 20)  # no GPU, or not mappable from there
+    assert link.bytes_per_s is None and link.reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CPU")
+def test_both_ways_between_processes_of_this_machine_are_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--nbytes", str(4 << 20), "--as-json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [link["path"] for link in report["links"]] == ["mapped", "nixl"]
+    assert all(link["bytes_per_s"] > 0 for link in report["links"]), report["links"]

@@ -1,0 +1,34 @@
+import logging
+
+import pytest
+
+from kvcache.transfer.cost import CostModel
+from kvcache.transfer.link_log import log_first_pull, log_measured
+
+
+def costs(bytes_per_s: float) -> CostModel:
+    return CostModel(per_descriptor_s=6e-6, bytes_per_s=bytes_per_s, reformat_bytes_per_s=7e11)
+
+
+def test_a_slow_link_between_gpus_is_a_warning_with_the_fix(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    log_measured("P", costs(300e9), between_gpus=True)
+    log_measured("P", costs(3e9), between_gpus=False)
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    log_measured("P", costs(3e9), between_gpus=True)
+    warning = caplog.records[-1]
+    assert warning.levelname == "WARNING" and "ipc: host" in warning.message
+
+
+def test_the_transport_really_used_is_logged_with_its_speed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    log_first_pull("P", "mapped", 350e9)
+    log_first_pull("P", "staged", 20e9)
+    assert [record.message for record in caplog.records] == [
+        "prefill server P: mapped memory, 350.00 GB/s",
+        "prefill server P: NIXL, staged, 20.00 GB/s",
+    ]

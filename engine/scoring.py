@@ -57,7 +57,7 @@ def _largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     num_pieces, rest = divmod(values.shape[1], _PIECE)
     if 8 * k > num_pieces:
         return values.topk(k)
-    pieces = values[:, : num_pieces * _PIECE].unflatten(1, (num_pieces, _PIECE))
+    pieces = values[:, : num_pieces * _PIECE].view(-1, num_pieces, _PIECE)
     best = pieces.amax(-1).topk(k).indices  # [rows, k]
     ids = best[:, :, None] * _PIECE + torch.arange(_PIECE, device=values.device)
     tail = torch.arange(num_pieces * _PIECE, values.shape[1], device=values.device)

@@ -20,8 +20,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence as Sequenceable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from llguidance import LLMatcher
 
 from engine.batch import PendingStep, StepInput, StepOutput, build_step
 from engine.grammar import GrammarCompiler, StepMasks
@@ -106,7 +109,8 @@ class EngineCore(CoreServices):
         self.grammars = grammars
         self.sequences: dict[str, Sequence] = {}
         self._shape_book = ShapeBook()
-        self._compiling: dict[Sequence, None] = {}  # to be enqueued once their grammars are there
+        # To be enqueued once their grammars are there.
+        self._compiling: dict[Sequence, Future[LLMatcher]] = {}
         self._outbox = Outbox()
         self._launched: deque[_Launched] = deque()
         self._last_finish_s = 0.0
@@ -264,12 +268,13 @@ class EngineCore(CoreServices):
             return True
         if self.grammars is None:
             raise GrammarFailed("this engine follows no grammars")
-        if not self.grammars.is_compiled(grammar):
-            self._compiling[sequence] = None
+        compiled = self._compiling.get(sequence) or self.grammars.compiled(grammar)
+        if not compiled.done():
+            self._compiling[sequence] = compiled
             return False
         self._compiling.pop(sequence, None)
         for choice in sequence.choices:
-            choice.grammar = self.grammars.state(sequence.request)
+            choice.grammar = self.grammars.state(sequence.request, compiled)
         return True
 
     def _masks(self, scheduled: Sequenceable[Scheduled]) -> StepMasks | None:

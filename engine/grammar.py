@@ -165,12 +165,16 @@ class GrammarCompiler:
         end_ids = list(tokenizer.eos_ids) or None
         return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids)
 
-    def is_compiled(self, grammar: Grammar) -> bool:
-        """Whether `state` would not wait; if not, the grammar is on its way."""
-        return self._future(grammar).done()
+    def compiled(self, grammar: Grammar) -> Future[LLMatcher]:
+        """The grammar, perhaps still on its way. Who waits for it keeps it: there may be more that
+        wait than the cache holds."""
+        return self._future(grammar)
 
-    def state(self, request: AddRequest) -> GrammarState:
+    def state(self, request: AddRequest, compiled: Future[LLMatcher] | None = None) -> GrammarState:
         """A state at the beginning of the request's grammar; waits where it is not compiled.
+
+        Args:
+            compiled: the grammar, where the caller has it.
 
         Raises:
             GrammarFailed: the grammar cannot be used with this model.
@@ -178,7 +182,7 @@ class GrammarCompiler:
         grammar = request.sampling.grammar
         assert grammar is not None
         try:
-            matcher = self._future(grammar).result().deep_copy()
+            matcher = (compiled or self._future(grammar)).result().deep_copy()
         except Exception as error:
             if not isinstance(error, GrammarError):
                 logger.exception("a grammar could not be compiled", exc_info=error)

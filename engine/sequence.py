@@ -195,7 +195,9 @@ class Sequence:
         """The choice, which has ended, goes on to its prompt's end for those that it carries."""
         self.only_carries = True
         self.first_token = None
-        del self.token_ids[self.num_prompt_tokens :]
+        # A launched step may compute its first token, too: what is computed stays known.
+        under_way = self.num_computed + self.num_launched
+        del self.token_ids[max(self.num_prompt_tokens, under_way) :]
 
     def fork_from(self, carrier: "Sequence") -> None:
         """Takes over what is known of the prompt; the blocks are the scheduler's business."""

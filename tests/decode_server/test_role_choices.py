@@ -142,3 +142,22 @@ def test_a_reference_that_lacks_what_is_asked_for_is_not_used(
         (end,) = pair.d.out.terminals(name)
         assert end.error is not None and end.error.code == "kv_transfer_params_rejected"
     pair.settle()
+
+
+@pytest.mark.parametrize("length", [3, 6, 7, 11])
+def test_an_abort_of_the_first_choice_while_its_prompt_is_computed_again(
+    make_pair: MakePair, length: int
+) -> None:
+    """Its first token, which a launched step computes with the prompt, may fill a block."""
+    pair, prompt = make_pair(), PROMPT[:length]
+    for rounds in range(4):
+        prompt = [rounds, *prompt[1:]]
+        params = pair.prefill(prompt, num_choices=2)
+        pair.d.agent.fail(1)
+        name = pair.ask(prompt, params, num_choices=2)
+        pair.until(lambda: bool(pair.d.core.scheduler.running))
+        for _ in range(rounds):
+            pair.d.core.round([])
+        pair.d.core.round([AbortRequest(name, 0)])
+        assert pair.answers(name, 2)[1] == expected_output(prompt, 6, choice=1)
+        pair.settle()

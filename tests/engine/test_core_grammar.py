@@ -243,3 +243,16 @@ def test_a_dead_end_of_one_choice_is_one_error_of_the_request(compiler: GrammarC
     assert end.error is not None and end.error.code == "grammar_failed"
     assert core.is_idle
     assert_all_blocks_home(core)
+
+
+def test_more_grammars_may_be_waited_for_than_are_kept(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    core, out = core_with(compiler)
+    texts = [f"text {number}" for number in range(150)]
+    core.round([constrained(text, choice(text)) for text in texts])
+    compiler._compiling.submit(int).result()  # after all that was asked for
+    run_until_idle(core)
+    for text in texts:
+        assert tokenizer.decode(out.tokens(text)) == text
+    assert core.is_idle

@@ -216,9 +216,9 @@ def test_compiling_happens_elsewhere_and_once(model_dir: Path) -> None:
     called = threading.Event()
     compiler = GrammarCompiler(model_dir, VOCAB, called.set)
     grammar = Grammar("regex", "[ab]+")
-    compiler.is_compiled(grammar)
+    compiler.compiled(grammar)
     assert called.wait(30)
-    assert compiler.is_compiled(grammar)
+    assert compiler.compiled(grammar).done()
     first, second = (compiler.state(request("regex", "[ab]+")) for _ in range(2))
     first.follow([5], 0)
     assert first.ending is not None and second.follow([], 0) is None

@@ -4,11 +4,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from model.default_model import prepare_default_model
 from model.hub import ModelNotAvailable
-from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.cluster import Cluster, cluster, wait_until
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
 
@@ -31,6 +32,22 @@ def tiny_cluster(tiny_model: Path) -> Iterator[Cluster]:
     """One prefill server, one decode server, one proxy; tests leave it as they found it."""
     with cluster(tiny_model) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
+    """Holds a module to it: once its tests have ended, no server keeps a block for them."""
+    yield
+    for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
+        wait_until(server.all_blocks_home)
+
+
+@pytest.fixture(scope="session")
+def client(tiny_cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=120
+    ) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """n, best_of, echo and prompt_logprobs: the same through P/D, from D alone and from P alone."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -9,8 +8,10 @@ import pytest
 import torch
 
 from tests.e2e.client import MODEL, TIMEOUT_S
-from tests.e2e.cluster import Cluster, Server, wait_until
+from tests.e2e.cluster import Cluster, Server
 from tests.e2e.reference import Reference
+
+pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
 _TEXT = "Ida painted the wooden boat near the old river. Then"
 _TOLERANCE = 1e-4  # nats, in float32
@@ -20,13 +21,6 @@ _DRAWN: dict[str, Any] = {"temperature": 1.2, "seed": 11, "ignore_eos": True}
 def _servers(cluster: Cluster) -> list[Server]:
     """The proxy first."""
     return [cluster.proxy, cluster.decode[0], cluster.prefill[0]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
-    yield
-    for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
-        wait_until(server.all_blocks_home)
 
 
 def _post(url: str, **body: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """OpenAI's own client against the proxy: what it sends is understood, what it gets it can read."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -11,6 +10,8 @@ from tests.e2e.client import MODEL, complete
 from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.reference import Reference
 
+pytestmark = pytest.mark.usefixtures("all_blocks_return")
+
 _PROMPT = "Emma painted the green boat near the river. Emma"
 _MESSAGES = [
     {"role": "system", "content": "You tell stories."},
@@ -18,21 +19,6 @@ _MESSAGES = [
 ]
 _GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 _PAST_THE_END = {"ignore_eos": True}  # not OpenAI's, so it goes as extra_body
-
-
-@pytest.fixture(scope="module")
-def client(tiny_cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=60
-    ) as made:
-        yield made
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
-    yield
-    for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
-        wait_until(server.all_blocks_home)
 
 
 def _text(reference: Reference, prompt: str, num_tokens: int) -> str:

@@ -5,7 +5,7 @@ import enum
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network
@@ -19,7 +19,7 @@ import pytest
 from langchain_core.messages import ToolMessage
 
 from tests.e2e.client import MODEL
-from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.cluster import Cluster
 from tests.e2e.reference import Reference
 
 # litellm reads a deprecated attribute of pydantic's models on every chunk.
@@ -77,13 +77,6 @@ def lite(tiny_cluster: Cluster) -> dict[str, Any]:
         "temperature": 0,
         "max_tokens": _LIMIT,
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
-    yield
-    for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
-        wait_until(server.all_blocks_home)
 
 
 def test_langchain_chats(chat: Callable[..., Any], answer: str) -> None:

@@ -1,7 +1,5 @@
 """/v1/responses through a prefill and a decode server, with OpenAI's own client."""
 
-from collections.abc import Iterator
-
 import openai
 import pydantic
 import pytest
@@ -14,14 +12,6 @@ _INPUT = "Tell a story about Anna and the red ball."
 
 class Ball(pydantic.BaseModel):
     is_round: bool
-
-
-@pytest.fixture(scope="module")
-def client(tiny_cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=60
-    ) as made:
-        yield made
 
 
 def test_a_response_has_the_chats_text_and_usage(

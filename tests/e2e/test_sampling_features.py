@@ -1,15 +1,16 @@
 """Every feature of sampling: through P/D as by D alone as by transformers' logits."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.client import MODEL, TIMEOUT_S, complete, stream, streamed_token_ids
-from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.cluster import Cluster
 from tests.e2e.reference import Reference
 from tests.e2e.sampling_reference import draw, logits_of
+
+pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
 _TEXT = "Clara found the silver clock behind the house. Clara"
 _MESSAGES = [{"role": "user", "content": "Tell a story about Ben and the white door."}]
@@ -26,13 +27,6 @@ def url(request: pytest.FixtureRequest, tiny_cluster: Cluster) -> str:
 def prompt(tiny_reference: Reference) -> list[int]:
     ids: list[int] = tiny_reference.tokenizer(_TEXT).input_ids
     return ids
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
-    yield
-    for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
-        wait_until(server.all_blocks_home)
 
 
 def _post(url: str, path: str, **body: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -12,7 +11,9 @@ import pydantic
 import pytest
 
 from tests.e2e.client import MODEL
-from tests.e2e.cluster import Cluster, cluster, wait_until
+from tests.e2e.cluster import Cluster, cluster
+
+pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
 _MESSAGES: Any = [{"role": "user", "content": "Tell a story about Anna and the red ball."}]
 _SCHEMA = {
@@ -45,21 +46,6 @@ class Ball(pydantic.BaseModel):
     owner: Literal["Anna", "Ben"]
     colour: Literal["red", "blue"]
     is_round: bool
-
-
-@pytest.fixture(scope="module")
-def client(tiny_cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=120
-    ) as made:
-        yield made
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
-    yield
-    for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
-        wait_until(server.all_blocks_home)
 
 
 def _on(url: str) -> openai.OpenAI:

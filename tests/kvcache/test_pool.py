@@ -135,6 +135,7 @@ def test_a_layout_needs_no_torch() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gpu_pool_has_the_same_views() -> None:
     pool = KVPool(BASE, device="cuda")
     fill(pool)

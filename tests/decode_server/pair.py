@@ -209,7 +209,12 @@ class Pair:
         return params
 
     def ask(
-        self, prompt: Sequence[int], params: dict[str, Any], max_tokens: int = 6, **members: Any
+        self,
+        prompt: Sequence[int],
+        params: dict[str, Any],
+        max_tokens: int = 6,
+        sampling: SamplingParams | None = None,
+        **members: Any,
     ) -> str:
         """Gives D the request with its reference; returns its name."""
         name = f"d{next(_names)}"
@@ -218,7 +223,7 @@ class Pair:
         request = AddRequest(
             request_id=name,
             token_ids=list(prompt),
-            sampling=SamplingParams(temperature=0.0),
+            sampling=sampling or SamplingParams(temperature=0.0),
             max_tokens=max_tokens,
             remote=kv_params.to_remote_prefill(parsed),
             **members,

@@ -16,6 +16,7 @@ from engine.batch import ScoredRows, StepInput, StepOutput, step_from_bytes, ste
 from engine.core import EngineCore
 from engine.role import KVRole
 from engine.scheduler import Scheduler, SchedulerLimits
+from engine.shaping import NO_ROW, RowSetup
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
 from protocol.messages import (
@@ -34,6 +35,13 @@ def next_token(context: Sequence[int], choice: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") % VOCAB
 
 
+def allowed(token: int, banned: Sequence[int]) -> int:
+    """What is drawn instead of banned tokens, which must not be all."""
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
 def expected_score(context: Sequence[int], target: int, num_top: int) -> TokenLogprobs:
     value = -float(next_token([*context, target]))
     return TokenLogprobs(value, [target] * num_top, [value] * num_top)
@@ -46,11 +54,15 @@ def expected_scores(prompt: Sequence[int], num_top: int) -> list[TokenLogprobs |
 
 
 def expected_output(
-    prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), choice: int = 0
+    prompt: Sequence[int],
+    max_tokens: int,
+    stop: Sequence[int] = (),
+    choice: int = 0,
+    min_tokens: int = 0,
 ) -> list[int]:
     tokens = list(prompt)
-    for _ in range(max_tokens):
-        tokens.append(next_token(tokens, choice))
+    for num_outputs in range(max_tokens):
+        tokens.append(allowed(next_token(tokens, choice), stop if num_outputs < min_tokens else ()))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -84,6 +96,8 @@ class ShadowExecutor:
         self.under_way: deque[_ShadowStep] = deque()
         self.num_steps_ahead = 0
         self._drawn: list[int] = []  # by the last step that ran
+        self._setups: dict[int, RowSetup] = {}  # by state row
+        self._counted: dict[int, list[int]] = {}  # by state row: prompt, then drawn tokens
         self.pool = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.block_size = block_size
         self.num_steps = 0
@@ -119,10 +133,26 @@ class ShadowExecutor:
             assert NULL_BLOCK not in (source, target), "copied the null block"
             self.pool[target] = self.pool[source]
         self.pool.reshape(-1)[batch.slot_mapping] = step.token_ids
-        rows = zip(step.sample_rows.tolist(), step.sampling, strict=True)
-        tokens = [next_token(self.context(step, row), p.choice_index) for row, p in rows]
+        for setup in step.shapes.setups if step.shapes else []:
+            self._setups[setup.row] = setup
+            self._counted[setup.row] = [*setup.prompt_ids, *setup.output_ids]
+        tokens = [self._draw(step, at) for at in range(len(step.sampling))]
         scores = [self._score(step, wanted) for wanted in step.scores]
         return StepOutput(tokens, [None] * len(tokens), scores)
+
+    def _draw(self, step: StepInput, at: int) -> int:
+        """A token by the context; its state row, if any, must have counted just that."""
+        context = self.context(step, int(step.sample_rows[at]))
+        token = next_token(context, step.sampling[at].choice_index)
+        row = step.shapes.rows[at] if step.shapes else NO_ROW
+        if step.shapes is None or row == NO_ROW:
+            return token
+        setup = self._setups[row]
+        token = allowed(token, setup.stop_token_ids if step.shapes.bans[at] else ())
+        if setup.penalties is not None:
+            assert self._counted[row] == context, "penalties of another text"
+            self._counted[row].append(token)
+        return token
 
     def _score(self, step: StepInput, wanted: ScoredRows) -> list[TokenLogprobs]:
         """Each target's "logprob" says what context it was found in, as KV has it."""
@@ -221,11 +251,17 @@ def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
     allocator.allocate = checked  # type: ignore[method-assign]
 
 
-def add(request_id: str, prompt: Sequence[int], max_tokens: int, **members: object) -> AddRequest:
+def add(
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: SamplingParams | None = None,
+    **members: object,
+) -> AddRequest:
     return AddRequest(
         request_id=request_id,
         token_ids=list(prompt),
-        sampling=SamplingParams(temperature=0.0),
+        sampling=sampling or SamplingParams(temperature=0.0),
         max_tokens=max_tokens,
         **members,  # type: ignore[arg-type]
     )

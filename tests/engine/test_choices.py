@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.scheduler import Plan
 from kvcache.blocks import BlockState
-from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage
+from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, SamplingParams
 from tests.engine.shadow import (
     MemoryTransport,
     add,
@@ -200,6 +200,12 @@ def test_a_prompt_that_is_preempted_while_it_is_scored_goes_on_where_it_was(cach
 
 # -- any mixture ---------------------------------------------------------------------------------
 
+_SAMPLING = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5),
+    SamplingParams(temperature=0.0, repetition_penalty=2.0, min_tokens=3),
+    SamplingParams(temperature=0.0, min_tokens=2),
+]
 _PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [6] * 13]
 
 
@@ -217,6 +223,7 @@ def _workloads(draw: st.DrawFn) -> list[list[EngineInput]]:
                     str(next(names)),
                     prompt,
                     draw(st.integers(0, 8)),
+                    sampling=draw(st.sampled_from(_SAMPLING)),
                     num_choices=draw(st.integers(1, 4)),
                     num_prompt_logprobs=draw(st.sampled_from([None, None, 0, 2])),
                     stop_token_ids=draw(st.lists(st.integers(0, 49), max_size=6)),
@@ -283,7 +290,8 @@ def _check_answer(
         assert end.error is None
         tokens = out.tokens(name, end.choice)
         limit = min(request.max_tokens, max_len - len(prompt))
-        expected = expected_output(prompt, limit, request.stop_token_ids, choice=end.choice)
+        min_tokens = request.sampling.min_tokens
+        expected = expected_output(prompt, limit, request.stop_token_ids, end.choice, min_tokens)
         if end.finish_reason == "abort":
             assert tokens == expected[: len(tokens)]
         else:

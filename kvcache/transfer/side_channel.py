@@ -44,6 +44,7 @@ ENDED_STATES = (LeaseState.COMPLETED, LeaseState.EXPIRED, LeaseState.ABORTED)
 _SWEEP_S = 0.1  # expired leases are collected at most this late
 _MAX_REQUEST_BYTES = 64 << 10
 _MAX_UNSENT_BYTES = 64 << 20  # of answers to one peer
+_MAX_STRANGERS = 256  # connections over which nothing authentic has come yet
 # After an alert the thread naps for microseconds only: a sleeping one takes longer to wake than all
 # the rest of a fence. After a renewal too: a reader's first one comes shortly before its pull.
 _ALERT_S, _ALERT_NAP_S = 0.003, 0.000005
@@ -90,6 +91,7 @@ class LeaseServer:
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._wires: dict[int, Wire] = {}  # by file descriptor
+        self._strangers: dict[int, None] = {}  # of those, who never proved to know the secret
         self._alert_until = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease-server", daemon=True)
@@ -173,9 +175,12 @@ class LeaseServer:
                 self._epoll.modify(fd, wanted)
             except WireClosed as error:
                 logger.debug("side channel: %s", error)
-                del self._wires[fd]
-                wire.close()
+                self._drop(fd)
         return served
+
+    def _drop(self, fd: int) -> None:
+        self._strangers.pop(fd, None)
+        self._wires.pop(fd).close()
 
     def _accept(self) -> None:
         try:
@@ -185,11 +190,16 @@ class LeaseServer:
         tune(sock)
         wire = self._wires[sock.fileno()] = Wire(sock, _MAX_REQUEST_BYTES)
         self._epoll.register(wire.fileno(), select.EPOLLIN)
+        self._strangers[wire.fileno()] = None
+        if len(self._strangers) > _MAX_STRANGERS:  # they must not use up the descriptors
+            self._drop(next(iter(self._strangers)))
 
     def _reply(self, wire: Wire, message: bytes) -> None:
         if wire.unsent_bytes > _MAX_UNSENT_BYTES:
             raise WireClosed("the peer asks but does not read")
         reply = self._answer(split(message))
+        if not isinstance(reply, Refused):
+            self._strangers.pop(wire.fileno(), None)
         if reply is not None:
             wire.send(b"".join(seal_reply(reply, self._secret)))
 

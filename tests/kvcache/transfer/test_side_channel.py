@@ -3,7 +3,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -245,6 +245,27 @@ def test_a_message_may_come_in_pieces_and_several_at_once(server: Server) -> Non
             wait_readable(wire, timeout_s=DEADLINE_S)
             found += len(wire.receive())
     assert server.counters()["metadata_sent"] == 3
+
+
+def test_strangers_who_say_nothing_do_not_keep_others_out(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache.transfer.side_channel._MAX_STRANGERS", 3)
+    request = framed(b"".join(seal_request(GetMetadata(nonce="n"), SECRET)))
+    with ExitStack() as stack:
+        known = stack.enter_context(socket.create_connection(server.address, DEADLINE_S))
+        known.sendall(request)
+        assert known.recv(1)
+        strangers = [
+            stack.enter_context(socket.create_connection(server.address, DEADLINE_S))
+            for _ in range(5)
+        ]
+        for gone in strangers[:2]:
+            assert gone.recv(1) == b"", "the oldest make room"
+        assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
+        known.sendall(request)
+        strangers[4].sendall(request)
+        assert known.recv(1) and strangers[4].recv(1)
 
 
 def test_unknown_fields_are_ignored(server: Server) -> None:

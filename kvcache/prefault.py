@@ -1,4 +1,4 @@
-"""Gives a CPU pool's first pages their memory before a pull needs them.
+"""Gives a CPU pool's next pages their memory before a pull needs them.
 
 A page gets its memory when it is first written. When the writer is a transport that writes through
 the kernel, each such page costs 10 us or more: a pull of 24 MB takes 76 ms instead of 6. Whoever
@@ -7,32 +7,66 @@ has nothing else to do calls `step` until `done`; no byte changes.
 
 import ctypes
 import mmap
+from collections.abc import Iterator
 from typing import Final
+
+from kvcache.layout import KVLayout
 
 # From Linux 5.14 on; older kernels refuse it, and pages get their memory when they are written.
 _MADV_POPULATE_WRITE: Final = 23
 _SLICE_BYTES: Final = 2 << 20
-# A pool may be sized larger than what its container can really have; blocks are used from the first
-# one on and then over and over, so the first part is what counts.
-_MOST_BYTES: Final = 512 << 20
+# A pool may be sized larger than what its container can really have, and idle memory is others' to
+# use: only so much is prepared beyond the blocks that pulls have reached.
+_AHEAD_BYTES: Final = 512 << 20
 
 
 class Prefault:
-    """Pages of [address, address + nbytes), a part at a time; may run beside writers."""
+    """Pages of a pool's blocks, from the first on, a part at a time; may run beside writers.
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        self._next = address // mmap.PAGESIZE * mmap.PAGESIZE
-        self._stop = address + min(nbytes, _MOST_BYTES)
+    Args:
+        address: where a pool of this layout begins.
+    """
+
+    def __init__(self, address: int, layout: KVLayout) -> None:
+        self._address = address
+        self._num_blocks = layout.num_blocks
+        self._block_bytes = layout.byte_strides["B"]  # what lies together of a block
+        self._plane_bytes = self._num_blocks * self._block_bytes
+        self._num_planes = layout.nbytes // self._plane_bytes
+        self._ahead = max(1, _AHEAD_BYTES // (self._block_bytes * self._num_planes))
+        self._reached = self._target = 0
+        self._parts: Iterator[tuple[int, int]] = iter(())
+        self._next: tuple[int, int] | None = None
         self._libc = ctypes.CDLL(None)
+        self.reach(-1)
 
     @property
     def done(self) -> bool:
-        return self._next >= self._stop
+        """Whether nothing is left to do until `reach` says otherwise."""
+        return self._next is None and self._reached >= self._target
+
+    def reach(self, block_id: int) -> None:
+        """Blocks up to this one are in use; those after it come next."""
+        self._target = max(self._target, min(self._num_blocks, block_id + 1 + self._ahead))
 
     def step(self) -> None:
         """Takes about a millisecond or a few; other threads run meanwhile."""
-        size = min(_SLICE_BYTES, self._stop - self._next)
-        failed = self._libc.madvise(
-            ctypes.c_void_p(self._next), ctypes.c_size_t(size), _MADV_POPULATE_WRITE
-        )
-        self._next = self._stop if failed else self._next + size
+        if self._next is None:
+            begin, self._reached = self._reached, self._target
+            self._parts = self._slices(begin, self._reached)
+            self._next = next(self._parts, None)
+        if self._next is None:
+            return
+        address, nbytes = map(ctypes.c_size_t, self._next)
+        self._next = next(self._parts, None)
+        if self._libc.madvise(address, nbytes, _MADV_POPULATE_WRITE):  # refused: never again
+            self._next, self._num_blocks, self._target = None, 0, 0
+
+    def _slices(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Address and size (bytes) of the pages of blocks [begin, end), a slice at a time."""
+        for plane in range(self._num_planes):
+            start = self._address + plane * self._plane_bytes + begin * self._block_bytes
+            stop = start + (end - begin) * self._block_bytes
+            start = start // mmap.PAGESIZE * mmap.PAGESIZE
+            for at in range(start, stop, _SLICE_BYTES):
+                yield at, min(_SLICE_BYTES, stop - at)

@@ -136,7 +136,7 @@ class PullWorker:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"pull-{rank}", daemon=True)
         on_cpu = self._kind == "DRAM"
-        self._prefault = Prefault(pool.base_address, pool.nbytes) if on_cpu else None
+        self._prefault = Prefault(pool.base_address, pool.layout) if on_cpu else None
         self._register()
 
     def start(self) -> None:
@@ -314,6 +314,8 @@ class PullWorker:
             job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
             peer.users += 1
             self._jobs[pull.pull_id] = (job, peer)
+            if self._prefault is not None:
+                self._prefault.reach(max(pull.local_block_ids, default=-1))
 
     def _plan(self, pull: Pull, peer: _Peer) -> Job:
         try:

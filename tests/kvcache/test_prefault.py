@@ -1,36 +1,64 @@
-"""Pages get their memory without a byte changing."""
+"""Pages get their memory without a byte changing, ahead of the blocks in use."""
 
 import mmap
 
 import numpy as np
+import pytest
 
+from kvcache import prefault as module
+from kvcache.layout import KVLayout
 from kvcache.prefault import Prefault
 
+_SHAPE = {"num_heads": 2, "num_layers": 4, "num_components": 2, "block_size": 64, "head_dim": 64}
 
-def _resident_pages(memory: mmap.mmap, address: int) -> int:
+
+def _layout(order: str, num_blocks: int) -> KVLayout:
+    return KVLayout(order=order, num_blocks=num_blocks, dtype="float32", **_SHAPE)
+
+
+def _resident(memory: mmap.mmap, address: int) -> np.ndarray:
+    """bool [pages]"""
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(address // mmap.PAGESIZE * 8)
         entries = np.frombuffer(pagemap.read(len(memory) // mmap.PAGESIZE * 8), dtype=np.uint64)
-    return int((entries >> np.uint64(63)).sum())
+    return (entries >> np.uint64(63)).astype(bool)
 
 
-def test_every_page_is_resident_and_keeps_its_bytes() -> None:
-    memory = mmap.mmap(-1, 5 << 20)
+def _finish(prefault: Prefault) -> None:
+    for _ in range(1000):
+        if prefault.done:
+            return
+        prefault.step()
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("order", ["BHLCND", "LBCHND", "LCBNHD"])
+def test_blocks_ahead_of_those_in_use_are_resident_and_keep_their_bytes(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = _layout(order, 20)
+    monkeypatch.setattr(module, "_AHEAD_BYTES", layout.nbytes // 4)  # five blocks
+    memory = mmap.mmap(-1, layout.nbytes)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
     view = np.frombuffer(memory, dtype=np.uint8)
     view[12345] = 7
     address = int(view.ctypes.data)
-    assert _resident_pages(memory, address) < 600
-    prefault = Prefault(address, len(memory))
-    steps = 0
-    while not prefault.done:
-        prefault.step()
-        steps += 1
-    assert steps == 3
-    assert _resident_pages(memory, address) == len(memory) // mmap.PAGESIZE
+    stride = layout.byte_strides["B"] // mmap.PAGESIZE
+    prefault = Prefault(address, layout)
+    for reached, blocks in ((None, 5), (2, 8), (1, 8), (19, 20)):
+        if reached is not None:
+            prefault.reach(reached)
+        _finish(prefault)
+        by_block = _resident(memory, address).reshape(-1, 20, stride)
+        assert by_block[:, :blocks].all()
+        assert not by_block[:, blocks:].any()
     assert view[12345] == 7 and int(view.sum()) == 7
 
 
 def test_memory_that_cannot_be_had_ends_it() -> None:
-    prefault = Prefault(1 << 46, 1 << 30)  # nobody's address
+    prefault = Prefault(1 << 46, _layout("BHLCND", 20))  # nobody's address
+    assert not prefault.done
     prefault.step()
+    assert prefault.done
+    prefault.reach(10)
     assert prefault.done

@@ -6,8 +6,8 @@ from engine.batch import ScoredRows
 from model.base import CausalLM
 from protocol.messages import TokenLogprobs
 
-# Enough for the matmul to run at full speed; at 49,152 tokens 13 MB of logits, which the allocator
-# keeps from chunk to chunk (of 25 MB it takes the pages back, and page faults then cost 60 us a row).
+# Enough for the matmul to run at full speed. At 49,152 tokens 13 MB of logits, which the allocator
+# keeps from chunk to chunk; 25 MB it gives back, and page faults then cost 60 us a row.
 _CHUNK_ROWS = 64
 _PIECE = 128  # values of a row that are compared before the rest, see _largest
 

@@ -11,6 +11,7 @@ Everything here runs on one event loop; only `fail` may be called from another t
 
 import asyncio
 import contextlib
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
@@ -39,6 +40,8 @@ from protocol.messages import (
 )
 
 log = get_logger(__name__)
+
+_CONTEXT_END_S = 1.0  # longer than the sockets linger
 
 
 def is_terminal(delta: TokenDelta) -> bool:
@@ -291,7 +294,7 @@ class EngineClient(Engine):
             if socket is not None:
                 socket.close(linger=200)
         if self._context is not None:
-            self._context.term()
+            await _end_context(self._context)
         self._inputs = self._outputs = self._context = self._reader = None
 
     async def wait_ready(self, timeout_s: float) -> EngineReady:
@@ -319,6 +322,22 @@ class EngineClient(Engine):
         except Exception as error:
             log.exception("the engine's messages cannot be read")
             self._fail(f"its messages cannot be read: {error}")
+
+
+async def _end_context(context: zmq.asyncio.Context) -> None:
+    """Ends what the closed sockets left. libzmq can wait for ever here when an engine ended while
+    it was connecting (seen in one of 80 starts that failed), so nobody waits for it for long."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def end() -> None:
+        context.term()
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=end, name="zmq-end", daemon=True).start()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(ended.wait(), _CONTEXT_END_S)
 
 
 def _last_endpoint(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> str:

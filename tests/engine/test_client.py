@@ -261,6 +261,27 @@ def test_nobody_connected_is_a_dead_engine_not_a_hang(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
+def test_a_transport_that_never_ends_does_not_hold_up_the_end(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+
+    async def main() -> None:
+        client = EngineClient(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
+        await client.start()
+        assert client._context is not None
+        end = client._context.term
+        # As libzmq was seen to.
+        monkeypatch.setattr(client._context, "term", lambda: never.wait() and end())
+        await asyncio.wait_for(client.close(), WAIT_S)
+
+    asyncio.run(main())
+    never.set()
+    for thread in threading.enumerate():
+        if thread.name == "zmq-end":
+            thread.join(WAIT_S)
+
+
 def test_wildcard_ports_are_resolved() -> None:
     async def main() -> None:
         client = EngineClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")

@@ -103,6 +103,7 @@ def main(factory: RoleFactory) -> None:
     except SystemExit:
         logger.info("rank %d ends on SIGTERM", rank)
     except Exception as error:
+        _end_undisturbed()
         code = 1
         if not isinstance(error, ValueError | MemoryTooSmall):  # those explain themselves
             logger.exception("rank %d ends", rank)
@@ -118,6 +119,12 @@ def _on_sigterm(_number: int, _frame: object) -> NoReturn:
     raise SystemExit(0)
 
 
+def _end_undisturbed() -> None:
+    """Once others hear that this rank ends, they end it, too: a SIGTERM then must not break into
+    what is being closed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -128,6 +135,7 @@ def _lead(config: EngineConfig, factory: RoleFactory) -> None:
     try:
         core, role, service, ready = _build_leader(config, factory, leader, transport)
     except Exception as error:
+        _end_undisturbed()
         transport.send_failed(_reason(error))
         transport.close()
         raise

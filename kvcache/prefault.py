@@ -18,6 +18,10 @@ _SLICE_BYTES: Final = 2 << 20
 # A pool may be sized larger than what its container can really have, and idle memory is others' to
 # use: only so much is prepared beyond the blocks that pulls have reached.
 _AHEAD_BYTES: Final = 512 << 20
+# Between two slices, each of which keeps a core busy for some 5 ms: at first nobody computes yet,
+# later somebody may be decoding.
+_FIRST_PAUSE_S: Final = 0.001
+_LATER_PAUSE_S: Final = 0.1
 
 
 class Prefault:
@@ -34,11 +38,12 @@ class Prefault:
         self._plane_bytes = self._num_blocks * self._block_bytes
         self._num_planes = layout.nbytes // self._plane_bytes
         self._ahead = max(1, _AHEAD_BYTES // (self._block_bytes * self._num_planes))
+        self.pause_s = _FIRST_PAUSE_S  # that the caller should let pass before each step
         self._reached = self._target = 0
         self._parts: Iterator[tuple[int, int]] = iter(())
         self._next: tuple[int, int] | None = None
         self._libc = ctypes.CDLL(None)
-        self.reach(-1)
+        self._extend(-1)
 
     @property
     def done(self) -> bool:
@@ -47,6 +52,10 @@ class Prefault:
 
     def reach(self, block_id: int) -> None:
         """Blocks up to this one are in use; those after it come next."""
+        self.pause_s = _LATER_PAUSE_S
+        self._extend(block_id)
+
+    def _extend(self, block_id: int) -> None:
         self._target = max(self._target, min(self._num_blocks, block_id + 1 + self._ahead))
 
     def step(self) -> None:

@@ -194,7 +194,7 @@ class PullWorker:
         elif self._is_alert():
             time.sleep(_ALERT_NAP_S)
         elif self._prefault is not None and not self._prefault.done:
-            self._link.wait(0.001)
+            self._link.wait(self._prefault.pause_s)
             self._prefault.step()
         else:
             self._link.wait(None)

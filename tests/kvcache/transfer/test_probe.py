@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer import probe_job, pull_worker
+from kvcache.transfer import job_maker, probe_job
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
@@ -63,13 +63,13 @@ def measured(decode: Decode) -> Any:
 def planned_with(monkeypatch: Any) -> list[CostModel]:
     """The costs of each plan, in order."""
     found: list[CostModel] = []
-    plan_transfer = pull_worker.plan_transfer
+    plan_transfer = job_maker.plan_transfer
 
     def plan(*args: Any, costs: CostModel, **options: Any) -> Any:
         found.append(costs)
         return plan_transfer(*args, costs=costs, **options)
 
-    monkeypatch.setattr(pull_worker, "plan_transfer", plan)
+    monkeypatch.setattr(job_maker, "plan_transfer", plan)
     return found
 
 
@@ -136,7 +136,7 @@ def test_costs_are_measured_and_logged_once(rig: Any, make_agent: Any, caplog: A
 def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
     rig: Any, planned_with: list[CostModel], caplog: Any
 ) -> None:
-    caplog.set_level(logging.INFO, "kvcache.transfer.pull_worker")
+    caplog.set_level(logging.INFO, "kvcache.transfer.job_maker")
     costs = CostModel.configured((3, 8, 7), "cpu")
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, costs=costs)
     pull(decode, prefill, "a")

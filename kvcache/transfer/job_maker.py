@@ -1,0 +1,152 @@
+"""From a pull's order to the job that carries it out on one rank: mapped, or READs by a plan."""
+
+import logging
+
+from kvcache.pool import KVPool
+from kvcache.transfer import reformat
+from kvcache.transfer.job_peer import JobPeer
+from kvcache.transfer.link_log import log_measured
+from kvcache.transfer.mapped import MappedJob, MappedPath
+from kvcache.transfer.plan import (
+    DEFAULT_COSTS,
+    CostModel,
+    Endpoint,
+    PlanError,
+    check_transfer,
+    plan_transfer,
+)
+from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.probe_job import ProbeJob
+from kvcache.transfer.pull import Pull
+from kvcache.transfer.pull_job import PullJob
+from kvcache.transfer.staging import Staging
+from kvcache.transfer.topology import head_groups
+from protocol.errors import PeerIncompatible
+
+logger = logging.getLogger(__name__)
+
+_MIN_PROBE_BYTES = 4 << 20  # of staging memory: less tells nothing
+
+Job = PullJob | MappedJob
+
+
+class JobMaker:
+    """Plans one rank's pulls, and measures the links that plans depend on.
+
+    Args:
+        endpoint, total_kv_heads: geometry of this rank and of the model.
+        convert: accept a peer with another KV dtype.
+        costs: of every link; None measures each peer at first contact.
+        mapped: takes the pulls from peers that it can map.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        total_kv_heads: int,
+        pool: KVPool,
+        staging: Staging | None,
+        limits: PostLimits,
+        *,
+        convert: bool,
+        costs: CostModel | None,
+        mapped: MappedPath | None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._total_kv_heads = total_kv_heads
+        self._pool = pool
+        self._on_gpu = pool.device.type == "cuda"
+        self._staging = staging
+        self._limits = limits
+        self._convert = convert
+        self._costs = costs
+        self._mapped = mapped
+        self._reformat_bytes_per_s = DEFAULT_COSTS["cuda"].reformat_bytes_per_s
+        if costs is not None:
+            logger.info("every link, as configured: %s", costs)
+
+    @property
+    def _measures(self) -> bool:
+        room = self._staging.nbytes if self._staging else 0
+        return self._costs is None and room >= _MIN_PROBE_BYTES
+
+    def measure_copies(self) -> None:
+        """Takes some ms on a CPU, where plans depend on it."""
+        if self._measures and not self._on_gpu:
+            self._reformat_bytes_per_s = reformat.measure()
+
+    def owners(self, remote_tp: int) -> set[int]:
+        """Ranks of a peer that hold heads of ours."""
+        ours = self._endpoint.heads(self._total_kv_heads)
+        groups = head_groups(ours, remote_tp, self._total_kv_heads)
+        return {owner for group in groups for owner in group.owners}
+
+    def probe(self, peer: JobPeer, rank: int) -> ProbeJob | None:
+        """What measures the link to a peer, unless its costs are configured."""
+        staging = self._staging
+        if staging is None or not self._measures:
+            return None
+        name = f"probe {peer.metadata.engine_id} {peer.metadata.incarnation}"
+        try:
+            return ProbeJob(name, self._endpoint, peer.endpoints[rank], staging, self._limits)
+        except Exception:
+            logger.exception("%s; the usual costs are assumed", name)
+            return None
+
+    def learn(self, probe: ProbeJob, peer: JobPeer) -> None:
+        """Takes in what a probe has found."""
+        costs = peer.costs = probe.costs(self._reformat_bytes_per_s)
+        if costs is None:
+            logger.info("%s came to nothing; the usual costs are assumed", probe.pull_id)
+            return
+        log_measured(peer.metadata.engine_id, costs, between_gpus=self._between_gpus(peer))
+
+    def make(self, pull: Pull, peer: JobPeer) -> Job:
+        """The job of a pull.
+
+        Raises:
+            PeerIncompatible: no plan bridges the geometries, or the mapped path is required.
+        """
+        try:
+            job: Job = self._map(pull, peer) or self._plan_reads(pull, peer)
+        except PlanError as error:
+            raise PeerIncompatible(str(error)) from error
+        logger.debug("pull %s: %s", pull.pull_id, job.plan.why)
+        job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
+        return job
+
+    def _map(self, pull: Pull, peer: JobPeer) -> MappedJob | None:
+        if self._mapped is None:
+            return None
+        transfer = check_transfer(
+            self._endpoint,
+            peer.endpoints,
+            self._total_kv_heads,
+            (pull.token_start, pull.token_stop),
+            pull.local_block_ids,
+            pull.remote_block_ids,
+            lease_hash=pull.lease_hash,
+            convert=self._convert,
+        )
+        return self._mapped.job(pull.pull_id, peer.metadata, transfer)
+
+    def _plan_reads(self, pull: Pull, peer: JobPeer) -> PullJob:
+        usual = DEFAULT_COSTS["cuda" if self._between_gpus(peer) else "cpu"]
+        plan = plan_transfer(
+            self._endpoint,
+            peer.endpoints,
+            self._total_kv_heads,
+            pull.token_start,
+            pull.token_stop,
+            pull.local_block_ids,
+            pull.remote_block_ids,
+            costs=self._costs or peer.costs or usual,
+            lease_hash=pull.lease_hash,
+            staging_bytes=self._staging.nbytes if self._staging else None,
+            convert=self._convert,
+            allow_mixed=True,
+        )
+        return PullJob(pull.pull_id, plan, self._pool.base_address, self._staging, self._limits)
+
+    def _between_gpus(self, peer: JobPeer) -> bool:
+        return self._on_gpu and peer.metadata.ranks[0].device_kind == "cuda"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch import PendingStep, StepInput, StepOutput
+from engine.batch import Int32s, PendingStep, StepInput, StepOutput
 from engine.core import EngineCore
 from engine.role import KVRole
 from engine.runner import ModelRunner
@@ -36,6 +36,9 @@ class _TimedStep:
     decode_steps: list[tuple[int, float]]
     step: StepInput
     pending: PendingStep
+
+    def draw(self, masks: Int32s) -> None:
+        self.pending.draw(masks)
 
     def result(self) -> StepOutput:
         output, num_seqs = self.pending.result(), len(self.step.query_lens)

@@ -21,23 +21,6 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
-class Masks(Protocol):
-    """Which tokens a step's rows may draw, perhaps still being found out."""
-
-    def result(self) -> Int32s:
-        """[R, ceil(V / 32)], waited for: bit t % 32 of word t // 32 is set where token t may be."""
-
-
-@dataclass(frozen=True, eq=False)
-class KnownMasks:
-    """Masks as they came from rank 0."""
-
-    bits: Int32s
-
-    def result(self) -> Int32s:
-        return self.bits
-
-
 class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens whose logprobs are wanted: that of targets[i] from row first_row + i of T."""
 
@@ -55,9 +38,9 @@ class StepInput:
     context_lens: Int32s  # [S] tokens of KV once they are computed
     block_tables: Int32s  # [S, max_blocks], padded with the null block
     sample_rows: Int32s  # [R] indices into S; a row that several choices draw from is repeated
-    sampling: list[SamplingParams]  # [R], without what travels in `shapes` and `masks`
+    sampling: list[SamplingParams]  # [R], without what travels in `shapes`
     shapes: StepShapes | None = None  # None: no row has a bias, penalty or ban
-    masks: Masks | None = None  # None: no row has a grammar
+    is_masked: bool = False  # some row has a grammar: nothing is drawn before PendingStep.draw
     copies: list[tuple[int, int]] = field(default_factory=list)  # source, target blocks; made first
     scores: list[ScoredRows] = field(default_factory=list)
 
@@ -100,6 +83,13 @@ class StepOutput:
 class PendingStep(Protocol):
     """A launched step."""
 
+    def draw(self, masks: Int32s) -> None:
+        """Has the tokens of a masked step drawn; to be called before anything else is launched.
+
+        Args:
+            masks: [R, ceil(V / 32)], bit t % 32 of word t // 32 set where a row may draw token t.
+        """
+
     def result(self) -> StepOutput:
         """Waits until the step has finished on every rank; what it drew. Called once."""
 
@@ -107,11 +97,10 @@ class PendingStep(Protocol):
 def build_step(
     scheduled: Sequenceable[Scheduled],
     book: ShapeBook,
-    masks: Masks | None = None,
     copies: Sequenceable[BlockCopy] = (),
 ) -> StepInput:
-    """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences, `masks`
-    are those of the rows that draw, `copies` what the scheduler wants copied first."""
+    """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences, `copies`
+    is what the scheduler wants copied first."""
     sequences = [item.sequence for item in scheduled]
     starts = [item.start for item in scheduled]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
@@ -135,7 +124,7 @@ def build_step(
         sample_rows=np.array(drawing, dtype=np.int32),
         sampling=[sequence.sampling for sequence in draws],
         shapes=book.plan(draws, context_lens[drawing].tolist()),
-        masks=masks,
+        is_masked=any(sequence.grammar is not None for sequence in draws),
         copies=[(copy.source, copy.target) for copy in copies],
         scores=_scores(scheduled),
     )
@@ -163,7 +152,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
     sample_rows: bytes
     sampling: list[SamplingParams]
     shapes: StepShapes | None
-    masks: bytes | None
+    is_masked: bool
     copies: list[tuple[int, int]]
     scores: list[ScoredRows]
 
@@ -183,7 +172,7 @@ def step_to_bytes(step: StepInput) -> bytes:
             sample_rows=step.sample_rows.tobytes(),
             sampling=step.sampling,
             shapes=step.shapes,
-            masks=None if step.masks is None else step.masks.result().tobytes(),
+            is_masked=step.is_masked,
             copies=step.copies,
             scores=step.scores,
         )
@@ -192,9 +181,6 @@ def step_to_bytes(step: StepInput) -> bytes:
 
 def step_from_bytes(data: bytes) -> StepInput:
     wire = _decode(data)
-    masks: KnownMasks | None = None
-    if wire.masks is not None:
-        masks = KnownMasks(np.frombuffer(wire.masks, np.int32).reshape(len(wire.sampling), -1))
     return StepInput(
         token_ids=np.frombuffer(wire.token_ids, dtype=np.int64),
         query_lens=np.frombuffer(wire.query_lens, dtype=np.int32),
@@ -203,7 +189,7 @@ def step_from_bytes(data: bytes) -> StepInput:
         sample_rows=np.frombuffer(wire.sample_rows, dtype=np.int32),
         sampling=wire.sampling,
         shapes=wire.shapes,
-        masks=masks,
+        is_masked=wire.is_masked,
         copies=wire.copies,
         scores=wire.scores,
     )

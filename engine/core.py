@@ -9,10 +9,11 @@ When nothing can be computed the loop sleeps on its sockets; the role's threads 
 
 An executor says how many steps may be under way while the next one is planned and launched (its
 `depth`): none on a CPU, one on a GPU, where the work of a round hides behind it. A step is then
-planned as if no sequence ended in the one before; one that did has its extra token dropped. Where
-that cannot be (a preemption may be due, a grammar wants the last token) the round first takes in
-the result. The scheduler keeps a released block from everyone until no launched step refers to it
-(I8).
+planned as if no sequence ended in the one before; one that did has its extra token dropped. A
+sequence that cannot be planned so (its choices fork off with the result) sits a step out. Where a
+preemption may be due the round first takes in the result. A step with grammars is launched up to
+its logits; its tokens are drawn once the masks are known, which follow from the step before. The
+scheduler keeps a released block from everyone until no launched step refers to it (I8).
 """
 
 import logging
@@ -150,30 +151,37 @@ class EngineCore(CoreServices):
         for sequence in list(self._compiling):
             self.enqueue(sequence)
         was_under_way = bool(self._launched)
-        if was_under_way and self._must_know():
+        if was_under_way and self.scheduler.may_preempt():
             self._finish_steps(0)
         plan = self.scheduler.schedule()
         self._begin(plan)
         if plan.scheduled:
-            masks = self._masks(plan.scheduled)
-            step = build_step(plan.scheduled, self._shape_book, masks, self.scheduler.take_copies())
+            step = build_step(plan.scheduled, self._shape_book, self.scheduler.take_copies())
             self._flush()  # first tokens do not wait for the step
-            self._launch(plan.scheduled, step)
+            if step.is_masked:
+                self._launch_masked(plan.scheduled, step)
+            else:
+                self._launch(plan.scheduled, step)
         self._finish_steps(self.executor.depth if plan.scheduled else 0)
         self._flush()
         return bool(was_under_way or plan.scheduled or plan.receiving or plan.preempted)
 
-    def _must_know(self) -> bool:
-        """Whether the next step cannot be planned before the launched one has finished."""
-        if not all(sequence.runs_ahead for sequence in self.scheduler.running):
-            return True
-        return self.scheduler.may_preempt()
+    def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
+        """The masks are found while the step computes its logits: at once, or when the tokens of
+        the step before are there."""
+        masks = None if self._launched else self._masks(scheduled)
+        pending = self._launch(scheduled, step)
+        if masks is None:
+            self._finish_steps(1)
+            masks = self._masks(scheduled)
+        pending.draw(masks.result())
 
-    def _launch(self, scheduled: list[Scheduled], step: StepInput) -> None:
+    def _launch(self, scheduled: list[Scheduled], step: StepInput) -> PendingStep:
         started_s = time.perf_counter()
         pending = self.executor.launch(step)
         self.scheduler.launched(scheduled)
         self._launched.append(_Launched(scheduled, pending, len(step.token_ids), started_s))
+        return pending
 
     def _finish_steps(self, num_left: int) -> None:
         """Takes in the results of all launched steps but the last `num_left`."""
@@ -277,11 +285,9 @@ class EngineCore(CoreServices):
             choice.grammar = self.grammars.state(sequence.request, compiled)
         return True
 
-    def _masks(self, scheduled: Sequenceable[Scheduled]) -> StepMasks | None:
-        drawing = [sequence for item in scheduled for sequence in item.draws]
-        if self.grammars is None or all(s.request.sampling.grammar is None for s in drawing):
-            return None
-        return self.grammars.masks([s.grammar for s in drawing])
+    def _masks(self, scheduled: Sequenceable[Scheduled]) -> StepMasks:
+        assert self.grammars is not None, "enqueue lets no sequence with a grammar through"
+        return self.grammars.masks([s.grammar for item in scheduled for s in item.draws])
 
     # -- a round's work ----------------------------------------------------------------------
 

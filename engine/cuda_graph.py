@@ -21,8 +21,8 @@ from attention.base import AttentionBackend, AttentionBatch
 from engine.batch import StepInput
 from engine.launched import LastDrawn
 from engine.sampler import greedy
+from engine.scoring import PendingScores
 from model.base import CausalLM
-from protocol.messages import TokenLogprobs
 
 logger = logging.getLogger("baton.engine")
 
@@ -51,7 +51,7 @@ class DecodeOutput:
 
     raw_logits: torch.Tensor  # [rows, vocab], see CausalLM.raw_logits
     greedy_ids: torch.Tensor | None  # int64 [rows] in LastDrawn; None: not computed yet
-    scores: list[list[TokenLogprobs]] = field(default_factory=list)  # of StepInput.scores
+    scores: PendingScores = field(default_factory=lambda: PendingScores([], []))
 
     @property
     def logits(self) -> torch.Tensor:

@@ -205,10 +205,8 @@ class GrammarCompiler:
         self._compiled.move_to_end(grammar)
         return future
 
-    def masks(self, states: Sequenceable[GrammarState | None]) -> "StepMasks | None":
-        """Begins to fill the masks of a step's rows; None where no row has a grammar."""
-        if not any(states):
-            return None
+    def masks(self, states: Sequenceable[GrammarState | None]) -> "StepMasks":
+        """Begins to fill the masks of a step's rows; a None may draw anything."""
         return StepMasks(states, self._num_words, self._vocab_size, self._filling)
 
     def close(self) -> None:

@@ -1,37 +1,60 @@
 """A step that a rank has launched, and the tokens that the next one takes from the device."""
 
+from collections.abc import Callable
+
 import torch
 
-from engine.batch import StepOutput
+from engine.batch import Int32s, StepOutput
 from engine.sampler import SampledTokens
+from engine.scoring import PendingScores
 from model import fused_ops
 from protocol.messages import SamplingParams, TokenLogprobs
 
 
 class LaunchedStep:
-    """See batch.PendingStep. Copies what was drawn to the host without waiting for it."""
+    """See batch.PendingStep. Copies what was drawn to the host without waiting for it.
+
+    Args:
+        drawn: None where nothing is, or not yet.
+        params: of each draw.
+        draw: draws the tokens of a masked step.
+    """
 
     def __init__(
         self,
         drawn: SampledTokens | None,
         params: list[SamplingParams],
         device: torch.device,
-        scores: list[list[TokenLogprobs]],
+        scores: PendingScores,
+        draw: Callable[[Int32s], SampledTokens] | None = None,
     ) -> None:
         self._params = params
+        self._device = device
         self._scores = scores
-        self._drawn = None if drawn is None else _on_host(drawn)
+        self._draw = draw
+        self._drawn: SampledTokens | None = None
         self._finished: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        if draw is None:
+            self._take(drawn)
+
+    def draw(self, masks: Int32s) -> None:
+        assert self._draw is not None, "the step has no masks"
+        self._take(self._draw(masks))
+        self._draw = None
+
+    def _take(self, drawn: SampledTokens | None) -> None:
+        self._drawn = None if drawn is None else _on_host(drawn)
+        if self._device.type == "cuda":
             self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-            self._finished.record(torch.cuda.current_stream(device))
+            self._finished.record(torch.cuda.current_stream(self._device))
 
     def result(self) -> StepOutput:
+        assert self._draw is None, "the tokens of a masked step are to be drawn first"
         if self._finished is not None:
             self._finished.synchronize()
         if self._drawn is None:
-            return StepOutput([], [], self._scores)
-        return _to_output(self._drawn, self._params, self._scores)
+            return StepOutput([], [], self._scores.result())
+        return _to_output(self._drawn, self._params, self._scores.result())
 
 
 class LastDrawn:

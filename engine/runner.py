@@ -8,6 +8,7 @@ tokens waits for the step, and a step that draws nothing is waited for.
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,14 @@ import torch
 
 from attention.base import AttentionBackend
 from attention.registry import create_backend
-from engine.batch import Int64s, PendingStep, StepInput, StepOutput
+from engine.batch import Int32s, Int64s, PendingStep, StepInput, StepOutput
 from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
 from engine.launched import LastDrawn, LaunchedStep
 from engine.memory import MemoryTooSmall, check_weights_fit, free_gpu_bytes
 from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
-from engine.scoring import score
-from engine.shaping import LogitShaper
+from engine.scoring import PendingScores, score
+from engine.shaping import LogitShaper, Shaping
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from model.base import CausalLM
@@ -30,7 +31,7 @@ from model.config import ModelConfig
 from model.files import num_weights
 from model.parallel import Parallel
 from model.registry import load_model
-from protocol.messages import SamplingParams, TokenLogprobs
+from protocol.messages import SamplingParams
 
 logger = logging.getLogger("baton.engine")
 
@@ -209,28 +210,53 @@ class ModelRunner:
             hidden = self._forward(self.memory.backend, step)
             scores = score(self.model, hidden, step.scores)
             return LaunchedStep(None, [], self.device, scores)
+        if step.is_masked:
+            return self._launch_masked(step)
         drawn, scores = self._draw(step)
         self.last_drawn.keep(drawn.token_ids)
         return LaunchedStep(drawn, step.sampling, self.device, scores)
 
-    def _draw(self, step: StepInput) -> tuple[SampledTokens, list[list[TokenLogprobs]]]:
-        if step.masks is None:
-            # Uploads come before the step, whose launch they might wait for.
-            shaping = self.shaper.prepare(step.shapes)
-            if shaping is None and is_greedy(step.sampling):
-                launched = self._launch(step)
-                drawn_ids = launched.greedy_ids
-                if drawn_ids is None:
-                    drawn_ids = greedy(launched.raw_logits)
-                return SampledTokens(drawn_ids), launched.scores
+    def _draw(self, step: StepInput) -> tuple[SampledTokens, PendingScores]:
+        # Uploads come before the step, whose launch they might wait for.
+        shaping = self.shaper.prepare(step.shapes)
+        if shaping is None and is_greedy(step.sampling):
+            launched = self._launch(step)
+            drawn_ids = launched.greedy_ids
+            if drawn_ids is None:
+                drawn_ids = greedy(launched.raw_logits)
+            return SampledTokens(drawn_ids), launched.scores
         batch = self._sampling_batch(step)
         launched = self._launch(step)
-        if step.masks is not None:  # they are filled while the step runs
-            shaping = self.shaper.prepare(step.shapes, step.masks.result())
         drawn = sample(launched.logits, batch, shaping)
-        if self.depth:  # every rank feeds the next step what rank 0 drew
-            self.model.parallel.broadcast(drawn.token_ids)
+        self._share(drawn)
         return drawn, launched.scores
+
+    def _launch_masked(self, step: StepInput) -> PendingStep:
+        """Rank 0 alone learns the masks; the others take what it draws."""
+        shaping = self.shaper.prepare(step.shapes)
+        batch = self._sampling_batch(step)
+        launched = self._launch(step)
+        if self.model.parallel.rank:
+            drawn = SampledTokens(torch.zeros_like(batch.seed))
+            self._share(drawn)
+            self.last_drawn.keep(drawn.token_ids)
+            return LaunchedStep(drawn, step.sampling, self.device, launched.scores)
+        draw = partial(self._draw_masked, launched, batch, shaping)
+        return LaunchedStep(None, step.sampling, self.device, launched.scores, draw)
+
+    @torch.inference_mode()
+    def _draw_masked(
+        self, launched: DecodeOutput, batch: SamplingBatch, shaping: Shaping | None, masks: Int32s
+    ) -> SampledTokens:
+        drawn = sample(launched.logits, batch, self.shaper.masked(shaping, masks))
+        self._share(drawn)
+        self.last_drawn.keep(drawn.token_ids)
+        return drawn
+
+    def _share(self, drawn: SampledTokens) -> None:
+        """Where steps are launched ahead, every rank feeds the next one what rank 0 drew."""
+        if self.depth:
+            self.model.parallel.broadcast(drawn.token_ids)
 
     def _sampling_batch(self, step: StepInput) -> SamplingBatch:
         positions = step.context_lens[step.sample_rows]

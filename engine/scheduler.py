@@ -122,7 +122,7 @@ class Scheduler:
         plan = Plan()
         self._forget_unwanted_copies()
         budget = self.limits.max_num_batched_tokens
-        going_on = [s for s in self.running if not s.awaits_last(self.limits.max_model_len)]
+        going_on = [s for s in self.running if not s.awaits_result(self.limits.max_model_len)]
         decoding = [s for s in going_on if s.is_decoding]
         prefilling = [s for s in going_on if not s.is_decoding]
         for sequence in (*decoding, *prefilling):

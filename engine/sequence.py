@@ -129,22 +129,6 @@ class Sequence:
         return self.num_uncomputed == 1 and self.num_outputs + self.num_awaited > 0
 
     @property
-    def runs_ahead(self) -> bool:
-        """Whether a step can be built while the token before it is known to the device only."""
-        sampling = self.request.sampling
-        # The sampler waits for the device to learn how many tokens top_p or min_p allow.
-        waits = sampling.temperature > 0 and bool(
-            sampling.top_k or sampling.top_p < 1 or sampling.min_p
-        )
-        needs_result = (
-            sampling.grammar is not None
-            or self.request.max_tokens == 0
-            or self.is_scoring
-            or bool(self.carried)
-        )
-        return not (waits or needs_result)
-
-    @property
     def carried(self) -> list["Sequence"]:
         """The choices that are to fork off this one."""
         if len(self.choices) == 1 or self.choice:
@@ -166,11 +150,19 @@ class Sequence:
         first = [other for other in self.carried if not other.num_outputs]
         return (*first,) if self.has_ended else (self, *first)
 
-    def awaits_last(self, max_model_len: int) -> bool:
-        """Whether the awaited token ends the sequence by its length, whatever it is."""
-        return self.num_awaited > 0 and (
+    def awaits_result(self, max_model_len: int) -> bool:
+        """Whether it can go on only when its launched step has finished: all is computed, the
+        awaited token ends it by its length, or other choices fork off its prompt then."""
+        if not self.num_launched:
+            return False
+        if not self.num_uncomputed:
+            return True
+        if not self.num_awaited:
+            return False  # the prompt goes on
+        return (
             self.num_outputs + self.num_awaited >= self.request.max_tokens
             or len(self.token_ids) + self.num_awaited >= max_model_len
+            or bool(self.carried)
         )
 
     def num_blocks_for(self, num_tokens: int, block_size: int) -> int:

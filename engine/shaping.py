@@ -17,7 +17,7 @@ counts drawn tokens on its device, as they are drawn.
 """
 
 from collections.abc import Sequence as Sequenceable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -163,17 +163,10 @@ class LogitShaper:
         self.seen = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._rows: dict[int, _Row] = {}
 
-    def prepare(
-        self, shapes: StepShapes | None, masks: npt.NDArray[np.int32] | None = None
-    ) -> "Shaping | None":
-        """Takes in a step's setups and uploads what its draws need; None if they need nothing.
-
-        Args:
-            masks: int32 [R, ceil(V / 32)], bit t % 32 of word t // 32 set where token t is allowed.
-        """
-        if shapes is None and masks is None:
+    def prepare(self, shapes: StepShapes | None) -> "Shaping | None":
+        """Takes in a step's setups and uploads what its draws need; None if they need nothing."""
+        if shapes is None:
             return None
-        shapes = shapes or StepShapes([], [], [])
         for setup in shapes.setups:
             self._set_up(setup)
         rows = [(at, row) for at, row in enumerate(shapes.rows) if row != NO_ROW]
@@ -187,8 +180,15 @@ class LogitShaper:
             bias_at=self._flat([(at, shape.bias_ids) for at, shape in biased]),
             bias=self._join([shape.bias for _, shape in biased]),
             bans_at=self._flat([(at, shape.stop_ids) for at, shape in banned]),
-            allowed=None if masks is None else self._unpack(masks),
         )
+
+    def masked(self, shaping: "Shaping | None", masks: npt.NDArray[np.int32]) -> "Shaping":
+        """`shaping` with masks, which are uploaded.
+
+        Args:
+            masks: int32 [R, ceil(V / 32)], bit t % 32 of word t // 32 set where token t is allowed.
+        """
+        return replace(shaping or Shaping(self.seen), allowed=self._unpack(masks))
 
     def _set_up(self, setup: RowSetup) -> None:
         self._rows[setup.row] = _Row(
@@ -242,12 +242,12 @@ class Shaping:
     """One step's shaping, on the device."""
 
     seen: torch.Tensor  # see LogitShaper
-    penalised: torch.Tensor | None  # int64 [P, 2]: row of the step, state row
-    penalties: torch.Tensor | None  # float32 [P, 3]: presence, frequency, repetition
-    bias_at: torch.Tensor | None  # int64 [n], into the flattened logits
-    bias: torch.Tensor | None  # float32 [n]
-    bans_at: torch.Tensor | None  # int64 [m], into the flattened logits
-    allowed: torch.Tensor | None  # bool [R, V]
+    penalised: torch.Tensor | None = None  # int64 [P, 2]: row of the step, state row
+    penalties: torch.Tensor | None = None  # float32 [P, 3]: presence, frequency, repetition
+    bias_at: torch.Tensor | None = None  # int64 [n], into the flattened logits
+    bias: torch.Tensor | None = None  # float32 [n]
+    bans_at: torch.Tensor | None = None  # int64 [m], into the flattened logits
+    allowed: torch.Tensor | None = None  # bool [R, V]
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """A shaped copy of logits, float32 [R, V] without NaN and +inf; a maximum is finite."""

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.batch import ScoredRows, StepInput, StepOutput, step_from_bytes, step_to_bytes
+from engine.batch import (
+    Int32s,
+    ScoredRows,
+    StepInput,
+    StepOutput,
+    step_from_bytes,
+    step_to_bytes,
+)
 from engine.core import EngineCore
 from engine.role import KVRole
 from engine.scheduler import Scheduler, SchedulerLimits
@@ -40,6 +47,14 @@ def allowed(token: int, banned: Sequence[int]) -> int:
     while token in banned:
         token = (token + 1) % VOCAB
     return token
+
+
+def _masked(token: int, mask: Int32s) -> int:
+    """Of the tokens a mask allows the one that `token` picks; itself where it allows all."""
+    if (mask == -1).all():
+        return token
+    found = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+    return int(found[token % len(found)])
 
 
 def expected_score(context: Sequence[int], target: int, num_top: int) -> TokenLogprobs:
@@ -74,6 +89,12 @@ class _ShadowStep:
     def __init__(self, executor: "ShadowExecutor", step: StepInput) -> None:
         self.step = step
         self._executor = executor
+        self._masks: Int32s | None = None
+
+    def draw(self, masks: Int32s) -> None:
+        assert self.step.is_masked and self._masks is None
+        assert self._executor.under_way[-1] is self, "drawn before anything else is launched"
+        self._masks = masks.copy()
 
     @property
     def blocks(self) -> set[int]:
@@ -85,7 +106,8 @@ class _ShadowStep:
 
     def result(self) -> StepOutput:
         assert self._executor.under_way.popleft() is self, "results are asked for in order"
-        return self._executor.execute(self.step)
+        assert self.step.is_masked == (self._masks is not None), "it cannot know what to draw"
+        return self._executor.execute(self.step, self._masks)
 
 
 class ShadowExecutor:
@@ -114,9 +136,12 @@ class ShadowExecutor:
     def blocks_under_way(self) -> set[int]:
         return {block for step in self.under_way for block in step.blocks}
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def execute(self, step: StepInput, masks: Int32s | None) -> StepOutput:
         ids = [self._drawn[-1 - token] if token < 0 else token for token in step.token_ids.tolist()]
         output = self.run(dataclasses.replace(step, token_ids=np.array(ids, dtype=np.int64)))
+        if masks is not None:
+            pairs = zip(output.token_ids, masks, strict=True)
+            output = dataclasses.replace(output, token_ids=[_masked(*pair) for pair in pairs])
         self._drawn = output.token_ids
         return output
 

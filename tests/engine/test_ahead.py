@@ -18,6 +18,7 @@ from tests.engine.shadow import (
     add,
     assert_all_blocks_home,
     expected_output,
+    expected_scores,
     make_core,
     run_until_idle,
 )
@@ -135,18 +136,37 @@ def test_an_abort_under_a_launched_step_answers_once_and_frees_the_blocks_later(
     assert_all_blocks_home(core)
 
 
-def test_what_must_know_its_last_token_is_not_run_ahead() -> None:
+def test_whatever_restricts_a_draw_is_run_ahead() -> None:
     core, executor, out = make_core(depth=1)
-    waiting = SamplingParams(temperature=1.0, top_p=0.5)  # which the sampler waits for
-    core.round(
-        [
-            AddRequest(request_id="a", token_ids=PROMPT, sampling=waiting, max_tokens=3),
-            add("b", PROMPT[::-1], 9),
-        ]
+    restricted = SamplingParams(
+        temperature=1.0, top_k=9, top_p=0.5, min_p=0.1, presence_penalty=0.5, logit_bias={3: 1.0}
     )
-    while not out.terminals("a"):
-        core.round([])
-    assert len(out.tokens("a")) == 3 and executor.num_steps_ahead == 0
+    core.round([add("a", PROMPT, 9, restricted, stop_token_ids=[3])])
     run_until_idle(core)
-    assert executor.num_steps_ahead > 0, "the other one alone runs ahead"
-    assert out.tokens("b") == expected_output(PROMPT[::-1], 9)
+    assert out.tokens("a") == expected_output(PROMPT, 9)
+    assert (executor.num_steps, executor.num_steps_ahead) == (9, 8)
+
+
+def test_choices_that_fork_off_hold_up_only_themselves() -> None:
+    core, executor, out = make_core(depth=1)
+    core.round([add("a", PROMPT, 20)])
+    while len(out.tokens("a")) < 4:
+        core.round([])
+    prompt = list(range(20, 30))
+    core.round([add("b", prompt, 6, num_choices=3)])
+    run_until_idle(core)
+    assert out.tokens("a") == expected_output(PROMPT, 20)
+    for choice in range(3):
+        assert out.tokens("b", choice) == expected_output(prompt, 6, choice=choice)
+    assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
+    assert_all_blocks_home(core)
+
+
+def test_a_prompt_that_is_only_scored_is_run_ahead() -> None:
+    core, executor, out = make_core(depth=1, max_num_batched_tokens=6)
+    prompt = list(range(20, 40))
+    core.round([add("a", prompt, 0, num_prompt_logprobs=1)])
+    run_until_idle(core)
+    assert out.prompt_logprobs("a") == expected_scores(prompt, 1)
+    assert (executor.num_steps, executor.num_steps_ahead) == (4, 3)
+    assert_all_blocks_home(core)

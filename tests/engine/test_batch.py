@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from msgspec.structs import replace
 
-from engine.batch import KnownMasks, build_step, step_from_bytes, step_to_bytes
+from engine.batch import build_step, step_from_bytes, step_to_bytes
 from engine.scheduler import Scheduled
 from engine.sequence import Sequence
 from engine.shaping import RowSetup, ShapeBook
@@ -42,7 +42,7 @@ def test_a_step_is_the_same_after_its_trip() -> None:
     )
     sequence.request = replace(sequence.request, sampling=params)
     step = build_step([Scheduled.next_of(sequence, 3)], ShapeBook())
-    step = dataclasses.replace(step, masks=KnownMasks(np.array([[7, -1]], np.int32)))
+    step = dataclasses.replace(step, is_masked=True)
     copy = step_from_bytes(step_to_bytes(step))
     for name in ("token_ids", "query_lens", "context_lens", "block_tables", "sample_rows"):
         ours, theirs = getattr(step, name), getattr(copy, name)
@@ -50,7 +50,7 @@ def test_a_step_is_the_same_after_its_trip() -> None:
     assert copy.sampling == step.sampling == [SamplingParams(temperature=0.0)]
     assert copy.shapes == step.shapes and copy.shapes is not None
     assert copy.shapes.setups == [RowSetup(0, [1, 2, 3], [], (0.5, 0.0, 1.0), {3: 1.5}, [])]
-    assert copy.masks is not None and copy.masks.result().tolist() == [[7, -1]]
+    assert copy.is_masked
 
 
 def test_a_token_that_only_the_device_knows_is_named_by_the_row_that_draws_it() -> None:

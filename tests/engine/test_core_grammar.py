@@ -4,11 +4,9 @@ import json
 import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from engine.batch import StepInput, StepOutput, step_from_bytes, step_to_bytes
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.tokenizer import Tokenizer
@@ -16,7 +14,6 @@ from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
 from tests.engine.shadow import (
     VOCAB,
     MemoryTransport,
-    ShadowExecutor,
     add,
     assert_all_blocks_home,
     expected_output,
@@ -26,22 +23,6 @@ from tests.engine.shadow import (
 from tests.make_models import ensure_model
 
 CHOICES = ["Anna found a red ball", "Ben lost a blue kite", "Anna found a key"]
-
-
-class MaskedExecutor(ShadowExecutor):
-    """Takes of the allowed tokens the one that the shadow model's hash names."""
-
-    def execute(self, step: StepInput) -> StepOutput:
-        masks = step_from_bytes(step_to_bytes(step)).masks
-        output = super().execute(step)
-        if masks is None:
-            return output
-        tokens = []
-        for free, row in zip(output.token_ids, masks.result(), strict=True):
-            allowed = np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0]
-            is_free = bool((row == -1).all())
-            tokens.append(free if is_free else int(allowed[free % len(allowed)]))
-        return StepOutput(tokens, output.logprobs)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +37,17 @@ def compiler() -> Iterator[GrammarCompiler]:
     compiler.close()
 
 
-def core_with(compiler: GrammarCompiler, **limits: int) -> tuple[EngineCore, MemoryTransport]:
-    core, executor, out = make_core(**limits)  # type: ignore[arg-type]
+@pytest.fixture(params=[0, 1])
+def depth(request: pytest.FixtureRequest) -> int:
+    """Whether a step may be under way while the next one is planned and launched."""
+    return int(request.param)
+
+
+def core_with(
+    compiler: GrammarCompiler, depth: int, **limits: int
+) -> tuple[EngineCore, MemoryTransport]:
+    core, _, out = make_core(depth=depth, **limits)  # type: ignore[arg-type]
     core.grammars = compiler
-    core.executor = MaskedExecutor(len(executor.pool), executor.block_size)
     return core, out
 
 
@@ -87,9 +75,9 @@ def compiled(compiler: GrammarCompiler, *grammars: Grammar) -> None:
 
 
 def test_a_constrained_and_a_free_sequence_share_steps(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
+    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    core, out = core_with(compiler)
+    core, out = core_with(compiler, depth)
     compiled(compiler, choice(*CHOICES))
     core.round([constrained("a", choice(*CHOICES)), add("b", [4, 5, 6], 9)])
     run_until_idle(core)
@@ -100,10 +88,10 @@ def test_a_constrained_and_a_free_sequence_share_steps(
 
 
 def test_a_sequence_waits_for_its_grammar_and_holds_up_nobody(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
+    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     go_on = threading.Event()
-    core, out = core_with(compiler)
+    core, out = core_with(compiler, depth)
     compiler._compiling.submit(go_on.wait)  # the compiler is busy
     core.round([constrained("a", choice(*CHOICES)), add("b", [4, 5, 6], 9)])
     run_until_idle(core)
@@ -114,9 +102,9 @@ def test_a_sequence_waits_for_its_grammar_and_holds_up_nobody(
     assert tokenizer.decode(out.tokens("a")) in CHOICES
 
 
-def test_an_abort_while_the_grammar_is_compiled(compiler: GrammarCompiler) -> None:
+def test_an_abort_while_the_grammar_is_compiled(depth: int, compiler: GrammarCompiler) -> None:
     go_on = threading.Event()
-    core, out = core_with(compiler)
+    core, out = core_with(compiler, depth)
     compiler._compiling.submit(go_on.wait)
     core.round([constrained("a", choice(*CHOICES))])
     core.round([AbortRequest("a")])
@@ -128,18 +116,18 @@ def test_an_abort_while_the_grammar_is_compiled(compiler: GrammarCompiler) -> No
 
 
 def test_preemption_does_not_lose_the_place(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
+    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     pattern = Grammar("regex", "([a-z]{3} ){12}")
     compiled(compiler, pattern)
-    tight, out = core_with(compiler, num_blocks=11, prefix_caching=False)
+    tight, out = core_with(compiler, depth, num_blocks=11, prefix_caching=False)
     prompts = [(7, 8, 9), (10, 11), (12,)]
     for i, prompt in enumerate(prompts):
         tight.round([constrained(f"s{i}", pattern, 60, prompt)])
     run_until_idle(tight)
     assert tight.scheduler.num_preemptions > 0
     for i, prompt in enumerate(prompts):
-        alone, expected = core_with(compiler)
+        alone, expected = core_with(compiler, depth)
         alone.round([constrained("x", pattern, 60, prompt)])
         run_until_idle(alone)
         assert out.tokens(f"s{i}") == expected.tokens("x")
@@ -147,8 +135,10 @@ def test_preemption_does_not_lose_the_place(
     assert_all_blocks_home(tight)
 
 
-def test_max_tokens_before_the_grammar_is_satisfied_is_length(compiler: GrammarCompiler) -> None:
-    core, out = core_with(compiler)
+def test_max_tokens_before_the_grammar_is_satisfied_is_length(
+    depth: int, compiler: GrammarCompiler
+) -> None:
+    core, out = core_with(compiler, depth)
     compiled(compiler, Grammar("regex", "[a-z]{1000}"))
     core.round([constrained("a", Grammar("regex", "[a-z]{1000}"), 5)])
     run_until_idle(core)
@@ -157,10 +147,10 @@ def test_max_tokens_before_the_grammar_is_satisfied_is_length(compiler: GrammarC
 
 
 def test_the_last_allowed_token_that_completes_the_grammar_is_stop(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
+    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     (token,) = tokenizer.encode("a")
-    core, out = core_with(compiler)
+    core, out = core_with(compiler, depth)
     compiled(compiler, choice("a"))
     core.round([constrained("a", choice("a"), 1)])
     run_until_idle(core)
@@ -168,8 +158,10 @@ def test_the_last_allowed_token_that_completes_the_grammar_is_stop(
     assert out.terminals("a")[0].finish_reason == "stop"
 
 
-def test_a_dead_end_is_one_error_and_frees_everything(compiler: GrammarCompiler) -> None:
-    core, out = core_with(compiler)
+def test_a_dead_end_is_one_error_and_frees_everything(
+    depth: int, compiler: GrammarCompiler
+) -> None:
+    core, out = core_with(compiler, depth)
     grammar = Grammar("regex", "a?")
     compiled(compiler, grammar)
     stuck = constrained("a", grammar)
@@ -193,8 +185,8 @@ def test_a_dead_end_is_one_error_and_frees_everything(compiler: GrammarCompiler)
     assert_all_blocks_home(core)
 
 
-def test_a_grammar_with_a_mistake_is_one_error(compiler: GrammarCompiler) -> None:
-    core, out = core_with(compiler)
+def test_a_grammar_with_a_mistake_is_one_error(depth: int, compiler: GrammarCompiler) -> None:
+    core, out = core_with(compiler, depth)
     compiled(compiler, Grammar("regex", "[a"))
     core.round([constrained("a", Grammar("regex", "[a")), add("b", [4, 5], 3)])
     run_until_idle(core)
@@ -213,9 +205,9 @@ def test_an_engine_without_a_compiler_refuses_grammars() -> None:
 
 
 def test_every_choice_has_a_place_of_its_own(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
+    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    core, out = core_with(compiler)
+    core, out = core_with(compiler, depth)
     compiled(compiler, choice(*CHOICES))
     one = constrained("a", choice(*CHOICES))
     core.round([replace(one, num_choices=3)])
@@ -230,8 +222,10 @@ def test_every_choice_has_a_place_of_its_own(
     assert_all_blocks_home(core)
 
 
-def test_a_dead_end_of_one_choice_is_one_error_of_the_request(compiler: GrammarCompiler) -> None:
-    core, out = core_with(compiler)
+def test_a_dead_end_of_one_choice_is_one_error_of_the_request(
+    depth: int, compiler: GrammarCompiler
+) -> None:
+    core, out = core_with(compiler, depth)
     grammar = Grammar("regex", "a?")
     compiled(compiler, grammar)
     stuck = constrained("a", grammar)
@@ -246,9 +240,9 @@ def test_a_dead_end_of_one_choice_is_one_error_of_the_request(compiler: GrammarC
 
 
 def test_more_grammars_may_be_waited_for_than_are_kept(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
+    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    core, out = core_with(compiler)
+    core, out = core_with(compiler, depth)
     texts = [f"text {number}" for number in range(150)]
     core.round([constrained(text, choice(text)) for text in texts])
     compiler._compiling.submit(int).result()  # after all that was asked for
@@ -256,3 +250,15 @@ def test_more_grammars_may_be_waited_for_than_are_kept(
     for text in texts:
         assert tokenizer.decode(out.tokens(text)) == text
     assert core.is_idle
+
+
+def test_a_grammar_slows_nobody_and_itself_least(compiler: GrammarCompiler) -> None:
+    """The forward pass of its next step is launched before the last token is known."""
+    core, executor, out = make_core(depth=1)
+    core.grammars = compiler
+    pattern = Grammar("regex", "([a-z]{3} ){30}")
+    compiled(compiler, pattern)
+    core.round([constrained("a", pattern, 20), add("b", [4, 5, 6], 20)])
+    run_until_idle(core)
+    assert (len(out.tokens("a")), len(out.tokens("b"))) == (20, 20)
+    assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)

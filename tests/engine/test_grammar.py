@@ -59,9 +59,7 @@ def request(
 
 
 def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
-    masks = compiler.masks([None, state])
-    assert masks is not None
-    bits = masks.result()
+    bits = compiler.masks([None, state]).result()
     assert bits.shape == (2, VOCAB // 32) and bits.dtype == np.int32
     assert (bits[0] == -1).all()
     return set(np.unpackbits(bits[1].view(np.uint8), bitorder="little").nonzero()[0].tolist())
@@ -244,6 +242,5 @@ def test_a_vocabulary_larger_than_the_logits(model_dir: Path, tokenizer: Tokeniz
     """Masks have the logits' width; ids beyond it cannot be drawn."""
     compiler = GrammarCompiler(model_dir, 300, lambda: None)
     state = compiler.state(request("regex", "[a-z]+"))
-    masks = compiler.masks([state])
-    assert masks is not None and masks.result().shape == (1, 10)
+    assert compiler.masks([state]).result().shape == (1, 10)
     compiler.close()

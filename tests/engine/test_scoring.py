@@ -48,7 +48,7 @@ def test_each_sequence_gets_its_own_scores_from_bounded_chunks(num_top: int) -> 
         ScoredRows(210, list(range(180)), 0),
     ]
     model = _Model()
-    scores = scoring.score(model, hidden, wanted)  # type: ignore[arg-type]
+    scores = scoring.score(model, hidden, wanted).result()  # type: ignore[arg-type]
     assert model.most_rows <= 128, "never all rows of a long prompt at once"
     expected = hidden.log_softmax(-1)
     for part, found in zip(wanted, scores, strict=True):
@@ -64,6 +64,6 @@ def test_each_sequence_gets_its_own_scores_from_bounded_chunks(num_top: int) -> 
 
 def test_logits_that_are_no_numbers_score_as_impossible() -> None:
     hidden = torch.tensor([[float("nan"), 0.0], [0.0, 0.0]])
-    ((first, second),) = scoring.score(_Model(), hidden, [ScoredRows(0, [1, 1], 0)])  # type: ignore[arg-type]
+    ((first, second),) = scoring.score(_Model(), hidden, [ScoredRows(0, [1, 1], 0)]).result()  # type: ignore[arg-type]
     assert first.logprob == float("-inf")
     assert second.logprob == pytest.approx(-0.6931, abs=1e-3)

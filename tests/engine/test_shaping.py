@@ -181,7 +181,7 @@ def test_only_allowed_tokens_are_drawn(temperature: float, limits: dict[str, flo
     for seed in range(50):
         params = [SamplingParams(temperature=temperature, seed=seed, **limits)] * 3  # type: ignore[arg-type]
         batch = SamplingBatch.from_params(params, [seed] * 3)
-        drawn = sample(logits, batch, shaper.prepare(None, _mask(*allowed))).token_ids.tolist()
+        drawn = sample(logits, batch, shaper.masked(None, _mask(*allowed))).token_ids.tolist()
         assert all(token in row for token, row in zip(drawn, allowed, strict=True))
 
 
@@ -189,7 +189,9 @@ def test_a_ban_gives_way_to_a_grammar_that_allows_nothing_else() -> None:
     sequence = _sequence([1], stop=[2], min_tokens=5)
     plan = ShapeBook().plan([sequence], [1])
     batch = SamplingBatch.from_params([SamplingParams(seed=3)], [1])
-    drawn = sample(torch.zeros(1, VOCAB), batch, LogitShaper(VOCAB).prepare(plan, _mask([2])))
+    shaper = LogitShaper(VOCAB)
+    shaping = shaper.masked(shaper.prepare(plan), _mask([2]))
+    drawn = sample(torch.zeros(1, VOCAB), batch, shaping)
     assert drawn.token_ids.tolist() == [2]
 
 

@@ -54,9 +54,11 @@ def _continue(
             block_tables=tables,
             sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
             sampling=[sampling] * len(PROMPTS),
-            masks=compiler.masks(states),
+            is_masked=True,
         )
-        for row, token in enumerate(runner.execute(step).token_ids):
+        launched = runner.launch(step)
+        launched.draw(compiler.masks(states).result())
+        for row, token in enumerate(launched.result().token_ids):
             outputs[row].append(token)
             if (state := states[row]) is not None:
                 state.follow(outputs[row], 0)

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.batch import StepInput
 from engine.config import EngineConfig
 from engine.memory import MemoryTooSmall, size_pool
 from engine.runner import ModelRunner
+from engine.shaping import NO_ROW, RowSetup, StepShapes
 from model.config import load_config
 from model.parallel import Parallel
 from protocol.messages import SamplingParams
@@ -27,6 +29,8 @@ MODELS = {path.name: path for path in model_dirs()}
 SERVED = [name for name in MODELS if "stories" not in name]  # whose head_dim the kernels have
 LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
 _ADDRESSES = ("input_address", "output_address", "control_address", "transfer_address")
+GREEDY = SamplingParams(temperature=0.0)
+RESTRICTED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=5)
 PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 33, 130, 1)]
 
 
@@ -63,9 +67,12 @@ def tables_for(num_tokens: int) -> np.ndarray:
 
 @torch.inference_mode()
 def decode(
-    runner: ModelRunner, num_steps: int, forced: list[list[int]] | None = None
+    runner: ModelRunner,
+    num_steps: int,
+    forced: list[list[int]] | None = None,
+    sampling: SamplingParams = GREEDY,
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """Greedy continuation of PROMPTS: tokens [step][sequence], logits [step, sequence, vocab]."""
+    """Continuation of PROMPTS: tokens [step][sequence], logits [step, sequence, vocab]."""
     tables = tables_for(160)
     tokens: list[list[int]] = []
     all_logits = []
@@ -79,7 +86,7 @@ def decode(
             context_lens=np.array(done, np.int32) + lens,
             block_tables=tables,
             sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
-            sampling=[SamplingParams(temperature=0.0)] * len(PROMPTS),
+            sampling=[sampling] * len(PROMPTS),
         )
         tokens.append(runner.execute(step).token_ids)
         all_logits.append(runner._launch(step).logits.clone())
@@ -148,9 +155,59 @@ def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(
     with runner_for(MODELS[name], enforce_eager=enforce_eager) as runner:
         assert runner.depth == 1
         expected, _ = decode(runner, 24)
-        assert continue_ahead(runner, 24, SamplingParams(temperature=0.0)) == expected
+        assert continue_ahead(runner, 24, GREEDY) == expected
+        expected, _ = decode(runner, 12, sampling=RESTRICTED)
+        assert continue_ahead(runner, 12, RESTRICTED) == expected
         sampled = SamplingParams(temperature=0.8, seed=5, num_logprobs=2)
         assert continue_ahead(runner, 12, sampled) == continue_ahead(runner, 12, sampled)
+
+
+_SETUP = RowSetup(0, [1, 2, 3], [3], (0.5, 0.7, 1.3), {9: 4.0}, [5, 6])
+_ROWS = [0, *[NO_ROW] * (len(PROMPTS) - 1)]
+_BANS = [True, *[False] * (len(PROMPTS) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "shaped", "masked"),
+    [
+        pytest.param(GREEDY, False, False, id="greedy"),
+        pytest.param(RESTRICTED, False, False, id="restricted"),
+        pytest.param(replace(RESTRICTED, num_logprobs=3), False, False, id="logprobs"),
+        pytest.param(RESTRICTED, True, False, id="penalties, bias and bans"),
+        pytest.param(GREEDY, True, True, id="masks"),
+    ],
+)
+def test_launching_a_decode_step_waits_for_nothing(
+    sampling: SamplingParams, shaped: bool, masked: bool
+) -> None:
+    def step(index: int, *, first: bool) -> StepInput:
+        ones = np.ones(len(PROMPTS), np.int32)
+        return StepInput(
+            token_ids=np.arange(5, dtype=np.int64) if first else -1 - np.arange(5, dtype=np.int64),
+            query_lens=ones,
+            context_lens=ones * (40 + index),
+            block_tables=tables_for(160),
+            sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
+            sampling=[sampling] * len(PROMPTS),
+            shapes=StepShapes(_ROWS, _BANS, [_SETUP] if first else []) if shaped else None,
+            is_masked=masked,
+        )
+
+    with runner_for(MODELS[SERVED[0]]) as runner:
+        words = -(-runner.model_config.vocab_size // 32)
+        masks = np.full((len(PROMPTS), words), 0x5F5F5F5F, np.int32)
+        under_way = []
+        for index in range(6):
+            mode = "error" if index > 2 else "default"  # kernels are compiled by then
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                under_way.append(runner.launch(step(index, first=not index)))
+                if masked:
+                    under_way[-1].draw(masks)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            if len(under_way) > 1:
+                assert len(under_way.pop(0).result().token_ids) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -35,7 +35,9 @@ def _draws(device: str, masks: Any) -> list[list[int]]:
         logits = torch.randn(ROWS, VOCAB, generator=random).to(device)
         params = [SamplingParams(temperature=0.0)] * ROWS
         batch = SamplingBatch.from_params(params, [position] * ROWS, device)
-        shaping = shaper.prepare(_shapes(position == 0), masks)
+        shaping = shaper.prepare(_shapes(position == 0))
+        if masks is not None:
+            shaping = shaper.masked(shaping, masks)
         drawn.append(sample(logits, batch, shaping).token_ids.tolist())
     return drawn
 

@@ -99,8 +99,9 @@ def get(url: str, body: dict[str, Any] | None = None) -> tuple[int, Mapping[str,
 
 
 def until_ready(url: str) -> None:
+    """All of the proxy's servers; it answers "ready" when one decode server is."""
     pause, end = threading.Event(), time.monotonic() + DEADLINE_S
-    while get(f"{url}/ready")[0] != 200:
+    while not all(server["ready"] for server in json.loads(get(f"{url}/ready")[2])["servers"]):
         assert time.monotonic() < end, "the proxy never found its servers"
         pause.wait(0.05)
 

@@ -86,6 +86,7 @@ class ProxyApp:
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await self._poller.close()
+        await self._flow.close()
         await self._upstream.close()
         await send({"type": "lifespan.shutdown.complete"})
 

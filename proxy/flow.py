@@ -42,7 +42,7 @@ class ClientRequest:
 
 
 class Flow:
-    """Takes requests through the fleet. Holds nothing of a request between two calls."""
+    """Takes requests through the fleet."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class Flow:
         self._upstream = upstream
         self._metrics = metrics
         self._legs = Legs(fleet, metrics, policy or RetryPolicy())
+        self._giving_back: set[asyncio.Task[None]] = set()
 
     async def run(self, request: ClientRequest, reply: Reply, trace: Trace) -> None:
         """Serves `request`. Being cancelled aborts the leg in flight.
@@ -70,21 +71,38 @@ class Flow:
         prefilled = None if is_scoring else await self._prefill(request, trace)
         if isinstance(prefilled, Answer):
             await reply.relay_answer(prefilled.status, prefilled.headers, prefilled.body)
+        elif prefilled is None:
+            leg = bodies.decode_leg(request.body, None)
+            await self._decode("POST", request.path, request.headers, leg, reply, trace)
         else:
-            leg = bodies.decode_leg(request.body, prefilled)
-            try:
-                await self._decode("POST", request.path, request.headers, leg, reply, trace)
-            except BatonError:
-                if prefilled is not None:
-                    await self._give_back(request, prefilled, trace)
-                raise
+            await self._decode_prefilled(request, prefilled, reply, trace)
 
-    async def _give_back(self, request: ClientRequest, params: msgspec.Raw, trace: Trace) -> None:
+    async def _decode_prefilled(
+        self, request: ClientRequest, params: msgspec.Raw, reply: Reply, trace: Trace
+    ) -> None:
+        """The decode leg; unless it ends well, the prefill server is told to take its KV back."""
+        leg, ended = bodies.decode_leg(request.body, params), False
+        try:
+            ended = await self._decode("POST", request.path, request.headers, leg, reply, trace)
+        except asyncio.CancelledError:
+            ended = reply.finished
+            raise
+        finally:
+            if not ended:  # by a task of its own: neither the client nor its absence delays it
+                task = asyncio.create_task(self._give_back(request, params, trace.prefill))
+                self._giving_back.add(task)
+                task.add_done_callback(self._giving_back.discard)
+
+    async def close(self) -> None:
+        """Waits for what is still being given back, for `GIVE_BACK_TIMEOUT_S` at most."""
+        await asyncio.gather(*self._giving_back, return_exceptions=True)
+
+    async def _give_back(self, request: ClientRequest, params: msgspec.Raw, url: str) -> None:
         """Tells the prefill server that nobody will come for the KV; its lease runs out anyway."""
         try:
             async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):
                 response = await self._upstream.send(
-                    trace.prefill,
+                    url,
                     "POST",
                     RELEASE_PATH,
                     headers=request.headers,
@@ -92,7 +110,7 @@ class Flow:
                 )
                 await response.read()
         except (UpstreamError, TimeoutError) as error:
-            logger.info("KV was not given back to %s: %r", trace.prefill, error)
+            logger.info("KV was not given back to %s: %r", url, error)
 
     async def get(self, path: str, headers: Headers, reply: Reply, trace: Trace) -> None:
         """Answers a GET as a decode server does.
@@ -167,7 +185,8 @@ class Flow:
 
     async def _decode(
         self, method: str, path: str, headers: Headers, leg: bytes, reply: Reply, trace: Trace
-    ) -> None:
+    ) -> bool:
+        """Whether a decode server took the request; what the last one said of it is relayed."""
         send = self._sender(method, path, headers, leg)
         try:
             server, response = await self._legs.run(Kind.DECODE, send, trace)
@@ -177,10 +196,11 @@ class Flow:
             await reply.relay_answer(
                 failed.answer.status, failed.answer.headers, failed.answer.body
             )
-            return
+            return False
         assert isinstance(response, Response)
         trace.decode = server.url
         await self._relay(server, response, reply, trace)
+        return True
 
     def _sender(
         self, method: str, path: str, headers: Headers, body: bytes

@@ -149,23 +149,77 @@ def test_a_client_that_hangs_up_at_done_is_no_disconnect() -> None:
     run(test())
 
 
+async def _drops(call: Call) -> None:
+    raise Drop
+
+
+async def _is_busy(call: Call) -> None:
+    await call.answer(503, {"error": {"code": "overloaded"}})
+
+
+async def _fails(call: Call) -> None:
+    await call.answer(500, {"error": {"code": "engine_died"}})
+
+
 @pytest.mark.parametrize("answers_release", [True, False])
-def test_kv_is_given_back_when_no_decode_server_takes_the_request(answers_release: bool) -> None:
+@pytest.mark.parametrize(
+    ("decode", "status", "code"),
+    [
+        (_drops, 502, "decode_server_lost"),
+        (_is_busy, 503, "overloaded"),
+        (_fails, 500, "engine_died"),
+    ],
+)
+def test_kv_is_given_back_when_no_decode_server_takes_the_request(
+    decode: Any, status: int, code: str, answers_release: bool
+) -> None:
     async def prefills_and_hears(call: Call) -> None:
         if call.path == "/release_kv" and not answers_release:
             raise Drop
         await prefills(call)
 
-    async def drops(call: Call) -> None:
-        raise Drop
-
     async def test() -> None:
-        async with Rig(prefill=[Fake(prefills_and_hears)], decode=[Fake(drops)]) as rig:
+        async with Rig(prefill=[Fake(prefills_and_hears)], decode=[Fake(decode)]) as rig:
             response = await rig.complete()
-            assert response.status_code == 502
-            assert response.json()["error"]["code"] == "decode_server_lost"
+            assert response.status_code == status
+            assert response.json()["error"]["code"] == code
+            await until(lambda: len(rig.prefill[0].calls) == 2)
             released = rig.prefill[0].calls[1]
             assert released.path == "/release_kv"
             assert released.body == {"kv_transfer_params": KV_PARAMS}
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_kv_is_given_back_when_the_client_leaves_a_decode_server_that_is_silent(
+    stream: bool,
+) -> None:
+    """A stopped decode server cannot tell the prefill server that nobody waits any more."""
+    begun = asyncio.Event()
+
+    async def is_stopped(call: Call) -> None:
+        begun.set()
+        await call.gone()
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(is_stopped)]) as rig:
+            request = asyncio.create_task(rig.complete(stream=stream))
+            await begun.wait()
+            request.cancel()
+            await until(lambda: len(rig.prefill[0].calls) == 2)
+            assert rig.prefill[0].calls[1].path == "/release_kv"
+            with pytest.raises(asyncio.CancelledError):
+                await request
+
+    run(test())
+
+
+def test_kv_of_a_request_that_ended_well_is_not_given_back() -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            for stream in (False, True):
+                assert (await rig.complete(stream=stream)).status_code == 200
+        assert [call.path for call in rig.prefill[0].calls] == ["/v1/completions"] * 2
 
     run(test())

@@ -34,6 +34,7 @@ from kvcache.transfer.pull import (
     PullDrained,
     PullFailed,
     PullSettings,
+    PullStuck,
 )
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
@@ -176,6 +177,8 @@ class DecodeRole(KVRole):
                     self._on_done(event)
                 case PullFailed():
                     self._on_failed(event)
+                case PullStuck():
+                    self._on_stuck(event.pull_id)
                 case PullDrained():
                     self._on_drained(event.pull_id)
 
@@ -243,6 +246,14 @@ class DecodeRole(KVRole):
             self.core.scheduler.requeue(sequence)
         else:
             self.core.enqueue(sequence)
+
+    def _on_stuck(self, pull_id: str) -> None:
+        """An aborted sequence's READs hang: its blocks count like those of a pull that failed."""
+        blocks, quarantined = self._undrained.get(pull_id, ([], True))
+        if not quarantined:
+            self.core.scheduler.allocator.quarantine(blocks)
+            self._undrained[pull_id] = (blocks, True)
+            self._check_quarantine()
 
     def _on_drained(self, pull_id: str) -> None:
         blocks, quarantined = self._undrained.pop(pull_id, ([], False))

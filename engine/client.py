@@ -58,7 +58,10 @@ class Subscription:
     def __init__(self, engine: "Engine", requests: Iterable[AddRequest]) -> None:
         self._engine = engine
         # Choices without a terminal event, by request.
+        requests = tuple(requests)
         self._open = {request.request_id: request.num_choices for request in requests}
+        # Those that keep their KV for an answer that has not been given yet.
+        self._retaining = [request.request_id for request in requests if request.retain_kv]
         self._pending: list[TokenDelta] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -92,12 +95,21 @@ class Subscription:
         if request_id in self._open:
             self._engine.send_abort(request_id, choice)
 
+    def answered(self) -> None:
+        """The client is told where the KV of these requests is, and may come for it."""
+        self._retaining.clear()
+
     def close(self) -> None:
-        """Forgets every request and aborts those that have not ended. Idempotent."""
+        """Forgets every request, aborts those that have not ended, and lets go of KV that nobody
+        was told of. Idempotent."""
         for request_id in self._open:
             self._engine.forget(request_id)
             self._engine.send_abort(request_id)
+        for request_id in self._retaining:
+            if request_id not in self._open:
+                self._engine.send_abort(request_id)
         self._open.clear()
+        self._retaining.clear()
         self._pending.clear()
 
     async def __aenter__(self) -> "Subscription":

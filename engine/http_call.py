@@ -101,8 +101,12 @@ class Generation:
             piece.index = index
         return pieces
 
+    def answered(self) -> None:
+        """The answer is made, and says where retained KV is."""
+        self._subscription.answered()
+
     def close(self) -> None:
-        """Aborts whatever still runs. Idempotent."""
+        """Aborts whatever still runs, and KV kept for an answer that never came. Idempotent."""
         self._subscription.close()
 
     def _feed(self, delta: TokenDelta) -> ChoicePiece | None:
@@ -183,6 +187,7 @@ class Call:
         usage, extra = self._finish(choices[0].finish_reason)
         body = self._writer.full(choices, usage, extra)
         headers = {"x-baton-kv": kv_header(usage)}
+        self.generation.answered()
         return Response(body, media_type="application/json", headers=headers)
 
     def events(self, pieces: list[ChoicePiece]) -> bytes:

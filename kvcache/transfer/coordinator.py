@@ -31,6 +31,7 @@ from kvcache.transfer.pull import (
     PullDrained,
     PullFailed,
     PullSettings,
+    PullStuck,
     RankEnded,
     RankEnding,
     Report,
@@ -67,6 +68,7 @@ _LOOK_S = 0.25
 _EVENT_COUNTERS: dict[type, str] = {
     PullDone: "pulls_done",
     PullFailed: "pulls_failed",
+    PullStuck: "pulls_stuck",
     PullDrained: "pulls_drained",
 }
 _COUNTERS = (
@@ -465,13 +467,12 @@ class PullCoordinator:
         state = self._pulls.get(report.pull_id)
         if state is None:
             return
-        now = self._clock()
         if isinstance(report, RankEnding):
             self._perform(state, state.rank_ending())
         elif isinstance(report, RankEnded):
-            self._perform(state, state.rank_ended(report, now))
+            self._perform(state, state.rank_ended(report, self._clock()))
         else:
-            self._perform(state, state.rank_failing(report, now))
+            self._perform(state, state.rank_failing(report, self._clock()))
 
     def _take_reply(self, address: Address, reply: Reply) -> None:
         if isinstance(reply, Metadata):

@@ -14,7 +14,8 @@ Rules for the engine:
   come before `pull` was called, when the lease turns out to be gone; `pull` is then ignored.
 - PullFailed(drained=False): bytes may still arrive in the pull's blocks, until PullDrained comes.
 - `cancel` is always followed by exactly one PullDrained, even for a pull that has ended or was
-  never held. An event that was already on its way may come before it.
+  never held. An event that was already on its way may come before it, and a PullStuck when READs
+  do not end within the grace: their blocks are as undrained as those of a failed pull.
 """
 
 from dataclasses import dataclass
@@ -79,7 +80,14 @@ class PullDrained:
     pull_id: str
 
 
-Event = PeerReady | PeerFailed | PullDone | PullFailed | PullDrained
+@dataclass(frozen=True)
+class PullStuck:
+    """READs of a cancelled pull go on after the grace; PullDrained comes when they have ended."""
+
+    pull_id: str
+
+
+Event = PeerReady | PeerFailed | PullDone | PullFailed | PullStuck | PullDrained
 
 
 class AddPeer(msgspec.Struct, frozen=True, tag="add_peer"):

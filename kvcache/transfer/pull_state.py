@@ -18,6 +18,7 @@ from kvcache.transfer.pull import (
     PullDrained,
     PullFailed,
     PullSettings,
+    PullStuck,
     RankEnded,
     RankFailing,
     error_from,
@@ -188,14 +189,14 @@ class PullState:
         return [Emit(self._done(now)), *self._end()]
 
     def cancel(self, now: float) -> list[Action]:
-        """The engine gave up: no verdict any more, one PullDrained."""
+        """The engine gave up: no verdict any more, one PullDrained, perhaps a PullStuck before."""
         if self._cancelled or self.phase is Phase.ENDED:
             return []
         self._cancelled = True
         if self.phase is Phase.CLOSING:
             return self._tell_drained()
         if self.phase is Phase.DRAINING:
-            return []
+            return [Emit(PullStuck(self.pull_id))] if self._failure_told else []
         return self._stop(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -235,6 +236,8 @@ class PullState:
         if self.phase is Phase.CLOSING:
             return self._end()
         self._timeout = float("inf")  # DRAINING: the grace is over
+        if self._cancelled:
+            return [Emit(PullStuck(self.pull_id))]
         return self._tell_failure(drained=False)
 
     def _stop(self, now: float) -> list[Action]:

@@ -5,16 +5,18 @@ Whatever goes wrong, the output must be the continuation of the request's own pr
 
 import dataclasses
 import threading
+import time
 
 import msgspec
 import pytest
 
 from decode_server.role import QuarantineOverflow
+from kvcache.blocks import BlockState
 from kvcache.transfer.pull import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest, FirstToken, ReleaseRemote
 from tests.decode_server.conftest import MakePair
-from tests.decode_server.pair import COMPAT, SECRET
+from tests.decode_server.pair import COMPAT, SECRET, Pair
 from tests.engine.shadow import (
     VOCAB,
     add,
@@ -136,6 +138,46 @@ def test_an_engine_gives_up_when_half_its_pool_is_quarantined(make_pair: MakePai
             prompt = [first, *PROMPT, 7]  # full blocks: read directly, not through staging
             pair.answer(pair.ask(prompt, pair.prefill(prompt), max_tokens=2))
     pair.d.agent.resume()
+
+
+def test_aborted_pulls_that_hang_count_as_quarantined(make_pair: MakePair) -> None:
+    """Clients that leave must not be able to take the pool away from an engine for good."""
+    pair = make_pair(settings=PullSettings(drain_grace_s=0.01))
+    pair.d.agent.stall()
+    with pytest.raises(QuarantineOverflow, match=r"of 39 KV blocks are quarantined"):
+        for first in range(8):
+            name = _begin_read(pair, [first, *PROMPT, 7])
+            before = _num_quarantined(pair)
+            pair.d.core.round([AbortRequest(name)])
+            pair.until(lambda before=before: _num_quarantined(pair) > before)
+    pair.d.agent.resume()
+
+
+@pytest.mark.parametrize("failed_before", [False, True])
+def test_an_aborted_pulls_blocks_come_home_when_its_reads_end(
+    make_pair: MakePair, failed_before: bool
+) -> None:
+    pair = make_pair(settings=PullSettings(pull_timeout_s=0.3, drain_grace_s=0.01))
+    pair.d.agent.stall()
+    name = _begin_read(pair, [*PROMPT, 7, 7])
+    while failed_before and not pair.coordinator.counters()["pulls_failed"]:
+        time.sleep(0.001)  # the engine has not heard of it when the client leaves
+    pair.d.core.round([AbortRequest(name)])
+    pair.until(lambda: _num_quarantined(pair) == 4)
+    pair.d.agent.resume()
+    pair.settle()
+
+
+def _begin_read(pair: Pair, prompt: list[int]) -> str:
+    """A request whose READ is under way; its name."""
+    posts = pair.worker.counters["posts"]
+    name = pair.ask(prompt, pair.prefill(prompt))
+    pair.until(lambda: pair.worker.counters["posts"] > posts)
+    return name
+
+
+def _num_quarantined(pair: Pair) -> int:
+    return pair.d.core.scheduler.allocator.counts()[BlockState.QUARANTINED]
 
 
 def test_the_fail_policy_ends_with_the_error_and_no_block_lost(make_pair: MakePair) -> None:

@@ -13,6 +13,7 @@ from protocol.messages import (
     AddRequest,
     EngineFailed,
     ErrorInfo,
+    KVUsage,
     TokenDelta,
 )
 from tests.engine.http_server import (
@@ -278,5 +279,45 @@ def test_a_client_that_leaves_aborts_its_sequences(tokenizer: Tokenizer, stage: 
             while value("baton_requests", endpoint="completions", outcome="abort") != 1:
                 await asyncio.sleep(0)
             assert value("baton_requests_in_progress") == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(
+    tokenizer: Tokenizer, leaves: bool
+) -> None:
+    """The KV of a call's first prompts is leased while its last one is still computed."""
+
+    class Retaining(PlainHooks):
+        def prepare(self, request: Any, prompts: Any, sampling: Any, ids: Any = ()) -> Any:
+            return [{"retain_kv": True} for _ in prompts]
+
+    async def main() -> None:
+        told = asyncio.Event()
+
+        async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+            if request.token_ids == [1]:
+                yield TokenDelta(
+                    request_id=request.request_id, finish_reason="length", usage=KVUsage()
+                )
+                told.set()
+            elif leaves:
+                await asyncio.Event().wait()
+            else:
+                await told.wait()
+                error = ErrorInfo("overloaded", "full")
+                yield TokenDelta(request_id=request.request_id, error=error)
+
+        async with serving(tokenizer, script, Retaining()) as server:
+            pending = asyncio.create_task(server.post(prompt=[[1], [2]], max_tokens=1))
+            await told.wait()
+            if leaves:
+                pending.cancel()
+            else:
+                assert (await pending).status_code == 503
+            expected = {added.request_id for added in server.engine.added}
+            while set(server.engine.aborted) != expected:
+                await asyncio.sleep(0)
 
     run(main)

@@ -5,7 +5,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcache.transfer.pull import PullDone, PullDrained, PullFailed, PullSettings, RankEnded
+from kvcache.transfer.pull import (
+    PullDone,
+    PullDrained,
+    PullFailed,
+    PullSettings,
+    PullStuck,
+    RankEnded,
+)
 from kvcache.transfer.pull import RankFailing as Failing
 from kvcache.transfer.pull_state import (
     Action,
@@ -181,20 +188,21 @@ def test_cancel_in_each_phase_ends_in_one_drained() -> None:
     assert fencing.fence_answered(True, "", now=2.6) == []
     during = reading(2)
     assert during.cancel(2.0) == [StopRanks()]
-    assert during.cancel(2.1) == [] and during.tick(50.0) == []
+    assert during.cancel(2.1) == [] and during.tick(50.0) == [Emit(PullStuck("a"))]
+    assert during.deadline() == float("inf")
     during.rank_ended(ended(0), now=60.0)
     assert during.rank_ended(ended(1), now=60.0) == [Emit(PullDrained("a")), SendAbort()]
     told = reading(1)
     told.rank_failing(Failing("a", 0, ERROR), now=2.0)
     told.tick(2.5)
-    assert told.cancel(3.0) == []
+    assert told.cancel(3.0) == [Emit(PullStuck("a"))]
     assert events(told.rank_ended(ended(0), now=4.0)) == [PullDrained("a")]
 
 
 def test_a_cancel_takes_the_verdict_away() -> None:
     pull = reading(1)
     pull.rank_failing(Failing("a", 0, ERROR), now=2.0)
-    assert pull.cancel(2.1) == [] and pull.tick(2.3) == []
+    assert pull.cancel(2.1) == [] and pull.tick(2.3) == [Emit(PullStuck("a"))]
     assert events(pull.rank_ended(ended(0, complete=False), now=2.4)) == [PullDrained("a")]
 
 
@@ -251,13 +259,15 @@ class PullMachine(RuleBasedStateMachine):
                     self.told.append(event)
 
     def check(self, event: Any, fence_ok: bool) -> None:
-        verdicts = [e for e in self.told if not isinstance(e, PullDrained)]
+        verdicts = [e for e in self.told if isinstance(e, PullDone | PullFailed)]
         if isinstance(event, PullDone):
             assert not verdicts and not self.cancelled and not self.reading
             assert not self.incomplete and (fence_ok or event.path == "none")
         elif isinstance(event, PullFailed):
             assert not verdicts and not self.cancelled
             assert event.drained == (not self.reading)
+        elif isinstance(event, PullStuck):
+            assert event not in self.told and self.cancelled and self.reading
         else:
             assert event not in self.told and not self.reading
             undrained = any(isinstance(e, PullFailed) and not e.drained for e in self.told)
@@ -309,6 +319,13 @@ class PullMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.perform(self.pull.tick(self.now))
+
+    @invariant()
+    def reads_that_hang_are_told(self) -> None:
+        """Their blocks must count as out of reach, whoever gave the pull up."""
+        if self.pull.phase is Phase.DRAINING and self.pull.deadline() == float("inf"):
+            hung = PullStuck if self.cancelled else PullFailed
+            assert any(isinstance(event, hung) for event in self.told)
 
     @invariant()
     def an_ended_pull_has_told_its_end(self) -> None:

@@ -19,7 +19,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     q, k, v, cos_sin, slots, keys, values,
     q_token, k_token, v_token, block_stride, head_stride, slot_stride, block_size,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    KEEP_K: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
@@ -47,8 +47,12 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         high = tl.load(source + HALF, mask=head < NUM_KV, other=0.0).to(tl.float32)
         into = keys + at + head * head_stride + half
         dtype = keys.dtype.element_ty
-        tl.store(into, (low * cos - high * sin).to(dtype), mask=head < NUM_KV)
-        tl.store(into + HALF, (high * cos + low * sin).to(dtype), mask=head < NUM_KV)
+        new_low, new_high = (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
+        tl.store(into, new_low, mask=head < NUM_KV)
+        tl.store(into + HALF, new_high, mask=head < NUM_KV)
+        if KEEP_K:
+            tl.store(source, new_low, mask=head < NUM_KV)
+            tl.store(source + HALF, new_high, mask=head < NUM_KV)
     else:
         head = ((part - q_parts - kv_parts) * HEADS + tl.arange(0, HEADS))[:, None]
         source = v + token * v_token + head * 2 * HALF + half
@@ -68,14 +72,17 @@ def rotate_and_store(
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    *,
+    also_k: bool = False,
 ) -> None:
-    """Rotates q in place, and stores k, rotated, and v by slot; k itself stays as it is.
+    """Rotates q in place, and stores k, rotated, and v by slot.
 
     Args:
         q: [T, HQ, D]; k, v: [T, H, D]; views whose last two dimensions are contiguous.
         cos_sin: float32 [T, D], cosines then sines of half the elements each.
         slots: int32 [T].
         keys, values: [B, H, N, D], of equal strides, the last of them 1.
+        also_k: whether k is to be rotated in place, too; else it stays as it is.
     """
     num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
     block_stride, head_stride, slot_stride, element_stride = keys.stride()
@@ -89,6 +96,6 @@ def rotate_and_store(
     _kernel[grid](
         q, k, v, cos_sin, slots, keys, values,
         q.stride(0), k.stride(0), v.stride(0), block_stride, head_stride, slot_stride,
-        keys.shape[2], NUM_Q=num_q, NUM_KV=num_kv, HALF=dim // 2, HEADS=_HEADS, AHEAD=AHEAD,
-        num_warps=2, **options,
+        keys.shape[2], NUM_Q=num_q, NUM_KV=num_kv, HALF=dim // 2, HEADS=_HEADS, KEEP_K=also_k,
+        AHEAD=AHEAD, num_warps=2, **options,
     )  # fmt: skip

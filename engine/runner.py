@@ -207,7 +207,8 @@ class ModelRunner:
         if step.copies:
             self.memory.pool.copy_blocks(step.copies)
         if len(step.sample_rows) == 0:
-            hidden = self._forward(self.memory.backend, step)
+            rows = None if step.scores else np.zeros(1, np.int64)  # all that is wanted is its KV
+            hidden = self._forward(self.memory.backend, step, rows)
             scores = score(self.model, hidden, step.scores)
             return LaunchedStep(None, [], self.device, scores)
         if step.is_masked:
@@ -268,16 +269,24 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.can_run(step):
             self.last_drawn.check(int(step.token_ids.min()))
             return self.graphs.run(step)
+        if not step.scores:
+            hidden = self._forward(self.memory.backend, step, step.last_token_rows)
+            return DecodeOutput(self.model.raw_logits(hidden), None)
         hidden = self._forward(self.memory.backend, step)
         logits = self.model.raw_logits(hidden[self._to_device(step.last_token_rows)])
         return DecodeOutput(logits, None, score(self.model, hidden, step.scores))
 
-    def _forward(self, backend: AttentionBackend, step: StepInput) -> torch.Tensor:
+    def _forward(
+        self, backend: AttentionBackend, step: StepInput, rows: Int64s | None = None
+    ) -> torch.Tensor:
+        """Hidden states of all tokens of the step, or of those `rows` only."""
         backend.plan(step.attention_batch(self.config.block_size))
         token_ids = self._to_device(step.token_ids.copy())
         if self.last_drawn.check(int(step.token_ids.min())):
             token_ids = self.last_drawn.fill_in(token_ids)
-        return self.model.forward(token_ids, self._to_device(step.positions), backend)
+        positions = self._to_device(step.positions)
+        wanted = None if rows is None else self._to_device(rows)
+        return self.model.forward(token_ids, positions, backend, wanted)
 
     def _to_device(self, array: Int64s) -> torch.Tensor:
         """On a GPU without waiting for what it still computes."""

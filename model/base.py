@@ -33,7 +33,11 @@ class CausalLM(ABC):
 
     @abstractmethod
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs one step through all layers, writing its KV through `attention`.
 
@@ -41,9 +45,11 @@ class CausalLM(ABC):
             token_ids: int64 [T].
             positions: int64 [T], of each token in its sequence.
             attention: planned for this step.
+            rows: int64 [R], those of T to return, R >= 1; all where not given. The last layer
+                computes no others once their KV is stored.
 
         Returns:
-            [T, hidden], normed, in the model's dtype, equal on every rank.
+            [T, hidden] or [R, hidden], normed, in the model's dtype, equal on every rank.
         """
 
     @abstractmethod

@@ -16,9 +16,15 @@ from model.weights import WeightLoader
 
 class AttentionLayer(Protocol):
     def __call__(
-        self, hidden: torch.Tensor, norm: RMSNorm, angles: Angles, attention: AttentionBackend
+        self,
+        hidden: torch.Tensor,
+        norm: RMSNorm,
+        angles: Angles,
+        attention: AttentionBackend,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """hidden [T, hidden], changed in place and returned; `norm` comes first."""
+        """hidden [T, hidden], changed in place and returned, or only its `rows` [R, hidden];
+        `norm` comes first."""
         ...
 
 
@@ -46,10 +52,14 @@ class _Layer:
         self._feed_forward = feed_forward
 
     def __call__(
-        self, hidden: torch.Tensor, angles: Angles, attention: AttentionBackend
+        self,
+        hidden: torch.Tensor,
+        angles: Angles,
+        attention: AttentionBackend,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """hidden [T, hidden], changed in place and returned."""
-        hidden = self._attention(hidden, self._norm, angles, attention)
+        """hidden [T, hidden], changed in place and returned, or only its `rows` [R, hidden]."""
+        hidden = self._attention(hidden, self._norm, angles, attention, rows)
         return self._feed_forward(hidden, self._mlp_norm)
 
 
@@ -74,13 +84,17 @@ class Decoder(CausalLM):
     def make_feed_forward(self, loader: WeightLoader, layer: int) -> FeedForward: ...
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         hidden = self._vocab.embedding(token_ids)
         angles = self._rope.angles(positions)
-        for layer in self._layers:
-            hidden = layer(hidden, angles, attention)
-        return self._norm(hidden)
+        for layer in self._layers[:-1]:
+            hidden = layer(hidden, angles, attention, None)
+        return self._norm(self._layers[-1](hidden, angles, attention, rows))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._vocab.head(hidden)

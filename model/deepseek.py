@@ -91,9 +91,14 @@ class LatentAttention:
         )
 
     def __call__(
-        self, hidden: torch.Tensor, norm: RMSNorm, angles: Angles, attention: AttentionBackend
+        self,
+        hidden: torch.Tensor,
+        norm: RMSNorm,
+        angles: Angles,
+        attention: AttentionBackend,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """hidden [T, hidden], changed in place and returned."""
+        """See AttentionLayer."""
         mla, x = self._mla, norm(hidden)
         q = self._query(x)
         q_nope, q_rope = q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :]
@@ -110,8 +115,10 @@ class LatentAttention:
         attended = attention.forward_mla(
             self._layer, q_latent, self._rope.rotate(q_rope, angles), latent
         )
-        values = torch.bmm(attended.transpose(0, 1), self._value_up)  # [heads, T, v]
-        return self._out(values.transpose(0, 1).reshape(x.shape[0], -1), hidden)
+        if rows is not None:
+            attended, hidden = attended[rows], hidden[rows]
+        values = torch.bmm(attended.transpose(0, 1), self._value_up)  # [heads, T or R, v]
+        return self._out(values.transpose(0, 1).reshape(hidden.shape[0], -1), hidden)
 
 
 class DeepseekV2ForCausalLM(Decoder):

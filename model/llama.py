@@ -64,8 +64,9 @@ class LlamaAttention:
         norm: RMSNorm,
         angles: Angles,
         attention: AttentionBackend,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """hidden [T, hidden], changed in place and returned."""
+        """See AttentionLayer."""
         num_tokens = hidden.shape[0]
         q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in self._qkv(hidden, norm))
         if self._q_norm is not None and self._k_norm is not None:
@@ -76,7 +77,10 @@ class LlamaAttention:
         else:
             q, k = self._rope.rotate_pair(q, k, angles)
             attended = attention.forward(self._layer, q, k, v)
-        return self._out(attended.reshape(num_tokens, -1), hidden)
+        attended = attended.reshape(num_tokens, -1)
+        if rows is not None:
+            attended, hidden = attended[rows], hidden[rows]
+        return self._out(attended, hidden)
 
 
 class LlamaForCausalLM(Decoder):

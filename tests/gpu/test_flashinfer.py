@@ -22,6 +22,7 @@ from tests.attention.test_torch_backend import (
     make_pool,
     make_sequences,
     reference,
+    run_step,
 )
 
 pytestmark = pytest.mark.gpu
@@ -86,10 +87,78 @@ def test_any_ratio_of_query_to_kv_heads(num_q_heads: int, num_kv_heads: int) -> 
     check_step(backend, shape, seqs, [(0, 89, 90), (1, 59, 60)], tolerance=TOLERANCE)
 
 
-def test_log_sum_exp_is_that_of_the_torch_backend() -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(8, 2), (4, 4), (8, 1), (2, 1)])
+def test_long_new_prompts_read_the_keys_and_values_of_the_step(
+    num_q_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    if not is_hopper():
+        pytest.skip("fa3 needs a Hopper GPU")
+    shape = gpu_shape(
+        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=300
+    )
+    lens = [700, 513, 300, 1100, 40]
+    seqs = make_sequences(shape, lens)
+    backend = make(shape, make_pool(shape))
+    check_step(backend, shape, seqs, [(2, 0, 150), (4, 0, 39)], tolerance=TOLERANCE)
+    assert new_prompts(backend) == []
+    # A decode, a chunk with context, a whole prompt, the first chunk of another; padding is NaN.
+    mixed = [(4, 39, 40), (2, 150, 300), (0, 0, 700), (3, 0, 600)]
+    check_step(backend, shape, seqs, mixed, num_padding=3, tolerance=TOLERANCE)
+    assert new_prompts(backend) == [700, 600]
+    # What they stored is read by what follows: a chunk, a decode after a whole prompt.
+    check_step(backend, shape, seqs, [(0, 699, 700), (3, 600, 1100)], tolerance=TOLERANCE)
+    check_step(backend, shape, seqs, [(1, 0, 513)], tolerance=TOLERANCE)
+    assert new_prompts(backend) == [513]
+    # One that others follow is read from the pool like these.
+    check_step(backend, shape, seqs, [(0, 0, 700), (2, 0, 300)], tolerance=TOLERANCE)
+    assert new_prompts(backend) == []
+
+
+def new_prompts(backend: AttentionBackend) -> list[int]:
+    """Tokens of each prompt of the planned step that reads its own keys and values."""
+    return [part.stop - part.start for part in backend._parts if part.is_fresh]
+
+
+def test_a_new_prompt_of_nan_leaves_its_neighbours_alone() -> None:
+    if not is_hopper():
+        pytest.skip("fa3 needs a Hopper GPU")
+    shape = gpu_shape(num_blocks=300)
+    seqs = make_sequences(shape, [600, 530, 700])
+    for part in (seqs.k, seqs.v):
+        part[1].fill_(float("nan"))
+    backend = make(shape, make_pool(shape))
+    first, middle, last = run_step(
+        backend, shape, seqs, [(0, 0, 600), (1, 0, 530), (2, 0, 700)], num_padding=2
+    )
+    assert new_prompts(backend) == [600, 530, 700]
+    assert middle.isnan().all()
+    for seq, out in ((0, first), (2, last)):
+        expected = reference(shape, seqs, seq, 0, out.shape[1])
+        torch.testing.assert_close(out.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_prompts_read_from_the_pool_or_not_give_the_same() -> None:
+    if not is_hopper():
+        pytest.skip("fa3 needs a Hopper GPU")
+    shape = gpu_shape(num_blocks=300)
+    seqs = make_sequences(shape, [900])
+    outs = []
+    for direct in (True, False):
+        backend = make(shape, make_pool(shape))
+        backend._takes_fresh = direct
+        outs += run_step(backend, shape, seqs, [(0, 0, 900)])
+    torch.testing.assert_close(*outs, atol=5e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("num_tokens", [199, 600])
+def test_log_sum_exp_is_that_of_the_torch_backend(num_tokens: int) -> None:
     shape = gpu_shape()
-    seqs = make_sequences(shape, [200, 33, 5])
-    spans = [[(0, 0, 199), (1, 0, 32), (2, 0, 4)], [(0, 199, 200), (1, 32, 33), (2, 4, 5)]]
+    seqs = make_sequences(shape, [num_tokens + 1, 33, 5])
+    spans = [
+        [(1, 0, 32), (2, 0, 4), (0, 0, num_tokens)],
+        [(0, num_tokens, num_tokens + 1), (1, 32, 33), (2, 4, 5)],
+    ]
     pool = make_pool(shape)
     ours, plain = (
         make(shape, pool),

@@ -105,7 +105,10 @@ def test_products_of_one_row_follow_each_other(num_out: int, width: int) -> None
 
 @pytest.mark.parametrize("order", ["BHLCND", "LCBNHD"])
 @pytest.mark.parametrize(("num_q", "num_kv", "dim"), [(32, 8, 128), (3, 1, 64), (20, 10, 128)])
-def test_rotating_and_storing_in_one_kernel(num_q: int, num_kv: int, dim: int, order: str) -> None:
+@pytest.mark.parametrize("also_k", [False, True])
+def test_rotating_and_storing_in_one_kernel(
+    num_q: int, num_kv: int, dim: int, order: str, also_k: bool
+) -> None:
     layout = KVLayout(order, 6, num_kv, 2, 2, 16, dim, "bfloat16")
     pool = KVPool(layout, device="cuda")
     pool.tensor.fill_(-9.0)
@@ -118,8 +121,12 @@ def test_rotating_and_storing_in_one_kernel(num_q: int, num_kv: int, dim: int, o
     cos_sin = rope.cos_sin(angles)
     assert cos_sin is not None
     keys, values = pool.component(1, 0), pool.component(1, 1)
-    rotate_kernel.rotate_and_store(q, k, v, cos_sin, slots, keys, values)
+    before = heads.clone()
+    rotate_kernel.rotate_and_store(q, k, v, cos_sin, slots, keys, values, also_k=also_k)
     assert_close(q, expected_q)
+    if also_k:
+        assert_close(k, expected_k)
+    assert torch.equal(heads[:, num_q + also_k * num_kv :], before[:, num_q + also_k * num_kv :])
     for token, slot in enumerate(slots.tolist()):
         assert_close(keys[slot // 16, :, slot % 16], expected_k[token])
         assert torch.equal(values[slot // 16, :, slot % 16], v[token])

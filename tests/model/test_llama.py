@@ -50,8 +50,12 @@ def check_equal(model, reference, num_tokens: int = 20) -> None:
         wanted = reference(prompt).logits[0]
         attention = DenseAttention(model.attention_spec)
         logits = model.logits(model.forward(prompt[0], torch.arange(150), attention))
+        rows = torch.tensor([149, 0, 70, 149])
+        attention = DenseAttention(model.attention_spec)
+        some = model.forward(prompt[0], torch.arange(150), attention, rows)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.logits(some), wanted[rows], rtol=1e-4, atol=1e-4)
     generated = reference.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),

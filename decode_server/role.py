@@ -9,6 +9,7 @@ according to the events they left. A sequence's id is the id of its pull.
 """
 
 import logging
+import time
 from collections import defaultdict
 
 from decode_server.failure import FailurePolicy
@@ -16,7 +17,6 @@ from engine.role import KVRole
 from engine.sequence import Phase, Sequence
 from engine.transport import ZmqTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
-from kvcache.blocks import BlockState
 from kvcache.pool import KVPool
 from kvcache.transfer import host_mapper
 from kvcache.transfer.agent import TransferAgent
@@ -38,7 +38,7 @@ from kvcache.transfer.pull import (
 )
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
-from protocol.errors import BatonError, KVParamsRejected
+from protocol.errors import BatonError, KVParamsRejected, Overloaded
 from protocol.handshake import EngineMetadata
 from protocol.messages import AddRequest, RemotePrefill
 from protocol.metrics import stat_key
@@ -72,11 +72,23 @@ def _lack(request: AddRequest, remote: RemotePrefill) -> str | None:
 
 
 class DecodeRole(KVRole):
-    """Connects, pulls, recovers."""
+    """Connects, pulls, recovers.
 
-    def __init__(self, coordinator: PullCoordinator, policy: FailurePolicy) -> None:
+    Args:
+        quarantine_timeout_s: longest wait of a request for blocks that only the end of hanging
+            READs can give it.
+    """
+
+    def __init__(
+        self,
+        coordinator: PullCoordinator,
+        policy: FailurePolicy,
+        quarantine_timeout_s: float = 30.0,
+    ) -> None:
         self._coordinator = coordinator
         self._policy = policy
+        self._quarantine_timeout_s = quarantine_timeout_s
+        self._locked_out: dict[Sequence, float] = {}  # and since when
         self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
         self._connecting: dict[_PeerKey, list[Sequence]] = {}
         self._undrained: dict[str, tuple[list[int], bool]] = {}  # blocks, whether quarantined
@@ -181,6 +193,28 @@ class DecodeRole(KVRole):
                     self._on_stuck(event.pull_id)
                 case PullDrained():
                     self._on_drained(event.pull_id)
+        self._fail_locked_out()
+
+    def _fail_locked_out(self) -> None:
+        scheduler, now = self.core.scheduler, time.monotonic()
+        found = [s for s in scheduler.waiting if scheduler.is_locked_out(s)]
+        self._locked_out = {s: self._locked_out.get(s, now) for s in found}
+        for sequence, since in self._locked_out.items():
+            if now - since < self._quarantine_timeout_s or sequence.phase is not Phase.WAITING:
+                continue
+            if sequence.remote is not None:
+                self._release_remote(sequence)
+            scheduler.finish(sequence)
+            self._totals["baton_requests_locked_out"] += 1
+            self.core.fail(
+                sequence,
+                Overloaded(
+                    f"this request needs more KV blocks than are left: "
+                    f"{scheduler.allocator.num_quarantined} of {scheduler.allocator.capacity} are "
+                    "held by reads from a prefill server that hangs, for longer than "
+                    f"{self._quarantine_timeout_s:g} s (--quarantine-timeout-s)"
+                ),
+            )
 
     def _connected(self, event: PeerReady | PeerFailed) -> list[Sequence]:
         return self._connecting.pop((event.engine_id, event.incarnation), [])
@@ -227,7 +261,7 @@ class DecodeRole(KVRole):
     def _check_quarantine(self) -> None:
         """I7: memory that READs may still write to comes back only with a new process."""
         allocator = self.core.scheduler.allocator
-        num_blocks = allocator.counts()[BlockState.QUARANTINED]
+        num_blocks = allocator.num_quarantined
         if num_blocks > allocator.capacity * _MAX_QUARANTINED_SHARE:
             raise QuarantineOverflow(
                 f"{num_blocks} of {allocator.capacity} KV blocks are quarantined: READs from a "
@@ -357,7 +391,8 @@ class DecodeRoleFactory(RoleFactory):
             inside={0: self._inside},
         )
         coordinator.start()
-        return DecodeRole(coordinator, FailurePolicy(config.kv_load_failure_policy))
+        policy = FailurePolicy(config.kv_load_failure_policy)
+        return DecodeRole(coordinator, policy, config.quarantine_timeout_s)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Policy, in order:
 1. Sequences that decode go first, so that a long prompt delays them by one chunk at most.
 2. Prompts that are under way get what is left of the token budget, in order of admission.
 3. Waiting sequences are admitted first come, first served, when blocks for all their tokens are
-   available; each takes what the prefix index holds and only allocates the rest.
+   available; each takes what the prefix index holds and only allocates the rest. One that would
+   not even fit into what is not quarantined lets others pass until it does.
 When a running sequence needs a block and none is available, the latest admitted one is preempted:
 its blocks are released and it waits, at the head of the queue, to be computed again (cheaply,
 as long as its blocks are still cached). A sequence that fits the pool alone therefore always ends.
@@ -181,15 +182,19 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit_waiting(self, budget: int, plan: Plan) -> None:
-        while self.waiting:
-            sequence = self.waiting[0]
+        passed = 0
+        while passed < len(self.waiting):
+            sequence = self.waiting[passed]
             if self._num_choices() + 1 + len(sequence.carried) > self.limits.max_num_seqs:
                 return
             if sequence.remote is None and budget == 0:
                 return
+            if self.is_locked_out(sequence):
+                passed += 1
+                continue
             if not self._admit(sequence):
                 return
-            self.waiting.popleft()
+            del self.waiting[passed]
             plan.admitted.append(sequence)
             if sequence.remote is not None:
                 plan.receiving.append(sequence)
@@ -199,6 +204,14 @@ class Scheduler:
             num_tokens = min(sequence.num_uncomputed, budget)
             plan.scheduled.append(Scheduled.next_of(sequence, num_tokens))
             budget -= num_tokens
+
+    def is_locked_out(self, sequence: Sequence) -> bool:
+        """Whether only the end of READs that hang can give a waiting sequence its blocks."""
+        quarantined = self.allocator.num_quarantined
+        if not quarantined:
+            return False
+        needed = -(-len(sequence.token_ids) // self.limits.block_size)
+        return needed > self.allocator.capacity - quarantined
 
     def _num_choices(self) -> int:
         """Those that run, are pulled, or are carried by one that does."""

@@ -299,6 +299,7 @@ def _role_options(settings: EngineSettings, device: str) -> dict[str, Any]:
         "handshake_timeout_s",
         "pull_timeout_s",
         "fence_timeout_s",
+        "quarantine_timeout_s",
         "staging_bytes",
         "transfer_costs",
     )

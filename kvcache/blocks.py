@@ -102,6 +102,11 @@ class BlockAllocator:
         """Blocks that `allocate` could hand out now: FREE and CACHED."""
         return len(self._free) + len(self._evictable)
 
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks out of reach until READs that were given up have ended."""
+        return self._counts[BlockState.QUARANTINED]
+
     def counts(self) -> dict[BlockState, int]:
         """Blocks in each state; they add up to `capacity`."""
         return {state: self._counts[state] for state in BlockState}

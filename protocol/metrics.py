@@ -86,6 +86,8 @@ TABLE = (
          "Failed pulls by the error's code.", ("code",)),
     Spec("baton_kv_params_rejected", "counter", "engine",
          "Offered kv_transfer_params that were not used."),
+    Spec("baton_requests_locked_out", "counter", "engine",
+         "Requests refused because hanging reads held the KV blocks they needed."),
     Spec("baton_kv_recoveries", "counter", "engine",
          "Requests that went on after a failed pull, by policy.", ("policy",)),
     Spec("baton_handshakes", "counter", "engine", "Handshakes by outcome.", ("outcome",)),

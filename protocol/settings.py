@@ -231,6 +231,9 @@ class DecodeOptions(EngineOptions, LinkOptions):
     )
     pull_timeout_s: Seconds = Field(30.0, description="longest pull of one prompt's KV (s)")
     fence_timeout_s: Seconds = Field(5.0, description="longest wait for a lease to complete (s)")
+    quarantine_timeout_s: Seconds = Field(
+        30.0, description="longest wait for KV blocks that reads from a hung server hold (s)"
+    )
     staging_bytes: int = Field(
         256 * 2**20, ge=1, description="staging memory for KV in another geometry (bytes)"
     )

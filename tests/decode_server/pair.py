@@ -129,8 +129,10 @@ class Pair:
         settings: PullSettings | None = None,
         p_compat: CompatRecord | None = None,
         depth: int = 0,
+        quarantine_timeout_s: float = 30.0,
     ) -> None:
         self.depth = depth
+        self._quarantine_timeout_s = quarantine_timeout_s
         self.now_s = 1000.0  # P's clock, moved by hand
         self._start_prefill(p_block_size, p_order, lease_s, p_compat or self.compat)
         self._start_decode(d_block_size, d_order, policy, settings or PullSettings())
@@ -190,7 +192,7 @@ class Pair:
             0, 1, self.compat.total_kv_heads, agent, pool, address, staging_bytes=2**20
         )
         self.worker.start()
-        role = DecodeRole(self.coordinator, FailurePolicy(policy))
+        role = DecodeRole(self.coordinator, FailurePolicy(policy), self._quarantine_timeout_s)
         self.d = self._side(pool, role, agent)
 
     def close(self) -> None:

@@ -180,6 +180,41 @@ def _num_quarantined(pair: Pair) -> int:
     return pair.d.core.scheduler.allocator.counts()[BlockState.QUARANTINED]
 
 
+@pytest.mark.parametrize("ends", ["the read", "the wait"])
+def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_longer_than_told(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.setattr(Pair, "limits", {"max_model_len": 160})
+    pair = make_pair(
+        p_block_size=8,
+        settings=PullSettings(pull_timeout_s=0.1, drain_grace_s=0.01),
+        quarantine_timeout_s=0.2 if ends == "the wait" else 60.0,
+    )
+    pair.d.agent.stall()
+    hung = _begin_read(pair, [*PROMPT, 7, 7])
+    assert pair.answer(hung) == expected_output([*PROMPT, 7, 7], 6)
+    assert _num_quarantined(pair) == 4
+    large, remote = list(range(1, 145)), list(range(2, 146))  # 36 of 39 blocks each
+    pair.d.core.round([add("large", large, 2)])
+    other = pair.ask(remote, pair.prefill(remote), max_tokens=2)
+    pair.d.core.round([add("small", [1, 2, 3], 8)])
+    pair.until(lambda: bool(pair.d.out.terminals("small")))
+    assert pair.d.out.tokens("small") == expected_output([1, 2, 3], 8)
+    if ends == "the read":
+        pair.d.agent.resume()
+        assert pair.answer("large") == expected_output(large, 2)
+        assert pair.answer(other) == expected_output(remote, 2)
+    else:
+        for name in ("large", other):
+            pair.until(lambda name=name: bool(pair.d.out.terminals(name)))
+            (end,) = pair.d.out.terminals(name)
+            assert end.error is not None and end.error.code == "overloaded"
+            assert "4 of 39" in end.error.message and "--quarantine-timeout-s" in end.error.message
+        pair.until(lambda: pair.leases.counters()["aborted"] == 1)  # nobody will come for that
+        pair.d.agent.resume()
+    pair.settle()
+
+
 def test_the_fail_policy_ends_with_the_error_and_no_block_lost(make_pair: MakePair) -> None:
     pair = make_pair(policy="fail")
     params = pair.prefill(PROMPT)

@@ -47,6 +47,7 @@ from protocol.openai import (
     GenerationRequest,
     ResponseWriter,
     client_request,
+    decode_context,
     parse_chat,
     parse_completion,
     parse_json_object,
@@ -93,9 +94,10 @@ class Api:
         try:
             members = parse_json_object(await read_body(request, self.settings.max_body_bytes))
             parsed = endpoint.parse(members)
-            if (asked := client_request(members)) is not None:
-                endpoint.parse(asked)  # what the decode server would refuse after the prefill
-            call = await self._start(parsed, endpoint, tally)
+            asked, behind = client_request(members), None
+            if asked is not None:  # what the decode server would refuse after the prefill
+                behind = endpoint.parse(asked)
+            call = await self._start(parsed, endpoint, tally, behind, decode_context(members))
         except BatonError as error:
             for message in self.hooks.refused(members.get("kv_transfer_params")):
                 self.client.tell(message)
@@ -109,12 +111,28 @@ class Api:
             raise
         return await call.respond(request.receive)
 
-    async def _start(self, parsed: GenerationRequest, endpoint: Endpoint, tally: Tally) -> Call:
+    async def _start(
+        self,
+        parsed: GenerationRequest,
+        endpoint: Endpoint,
+        tally: Tally,
+        behind: GenerationRequest | None,
+        context: int | None,
+    ) -> Call:
+        """Takes a request on.
+
+        Args:
+            behind: the client's own request, where `parsed` is its prefill leg.
+            context: of the decode server that `behind` is for.
+        """
         check_model(parsed.model, self.model_names)
         ready = self.require_ready()
         check_against_server(parsed, ready.vocab_size, self.settings.max_num_seqs)
         await check_demands(parsed)
         prompts = await self._tokenize(parsed, ready)
+        if behind is not None and context is not None:
+            for ids in prompts:
+                token_limit(behind, len(ids), context)
         adds = self._plan(parsed, prompts, ready)
         tally.on_end(self.hooks.admit(adds, ready))
         writer = self._writer(parsed, endpoint)

@@ -45,6 +45,7 @@ __all__ = [
     "TokenText",
     "Usage",
     "client_request",
+    "decode_context",
     "kv_header",
     "model_list",
     "parse_chat",
@@ -83,3 +84,10 @@ def client_request(body: dict[str, Any]) -> dict[str, Any] | None:
     hidden = (*CLIENT_MEMBERS, "kv_transfer_params")
     kept = {name: value for name, value in body.items() if name not in hidden}
     return kept | {name: asked[name] for name in CLIENT_MEMBERS if name in asked}
+
+
+def decode_context(body: dict[str, Any]) -> int | None:
+    """The longest context of the decode servers behind a prefill leg, where the proxy said it."""
+    params = body.get("kv_transfer_params")
+    length = params.get("max_model_len") if isinstance(params, dict) else None
+    return length if type(length) is int and length > 0 else None

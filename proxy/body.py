@@ -27,6 +27,7 @@ def _raw(value: object) -> msgspec.Raw:
 _NULL = _raw(None)
 _ONE = _raw(1)
 _FALSE = _raw(False)
+_USUAL_LIMITS = ("max_tokens", "max_completion_tokens")
 _LIMITS = {"/v1/responses": ("max_output_tokens",)}  # where they have other names
 _BOOLEANS_OR_NULL = (b"true", b"false", b"null")
 
@@ -65,14 +66,15 @@ def sanitize(body: Body) -> tuple[Body, bool]:
     return clean, member(body, "kv_transfer_params") != b"null"
 
 
-def prefill_leg(body: Body, path: str = "/v1/completions") -> bytes:
+def prefill_leg(body: Body, path: str = "/v1/completions", context: int | None = None) -> bytes:
     """What the prefill server is asked: the same request, for one token.
 
-    What the client had said of that goes along as `client_request`, for the prefill server to
-    refuse what the decode server would, before there is any work.
+    What the client had said of that goes along as `client_request`, and the longest `context` of a
+    decode server as `max_model_len`, for the prefill server to refuse what the decode server
+    would, before there is any work.
     """
     leg = {name: value for name, value in body.items() if name != "stream_options"}
-    names = _LIMITS.get(path, ("max_tokens", "max_completion_tokens"))
+    names = _LIMITS.get(path, _USUAL_LIMITS)
     limits = [name for name in names if member(leg, name) != b"null"]
     for name in limits or names[:1]:
         if not limits or _is_token_limit(member(leg, name)):
@@ -80,7 +82,8 @@ def prefill_leg(body: Body, path: str = "/v1/completions") -> bytes:
     if member(leg, "stream") in _BOOLEANS_OR_NULL:
         leg["stream"] = _FALSE
     asked = {name: body[name] for name in CLIENT_MEMBERS if name in body}
-    leg["kv_transfer_params"] = _raw({**REMOTE_DECODE, "client_request": asked})
+    told = {} if context is None else {"max_model_len": context}
+    leg["kv_transfer_params"] = _raw({**REMOTE_DECODE, "client_request": asked, **told})
     return _encode(leg)
 
 
@@ -103,6 +106,44 @@ def decode_leg(body: Body, params: msgspec.Raw | None) -> bytes:
 def release_body(params: msgspec.Raw) -> bytes:
     """What a prefill server is told when nobody will come for the KV that it leased."""
     return _encode({"kv_transfer_params": params})
+
+
+class _Reference(msgspec.Struct):
+    remote_num_tokens: int = 0
+
+
+_decode_references = msgspec.json.Decoder(_Reference | list[_Reference]).decode
+
+
+def num_tokens(body: Body, params: msgspec.Raw) -> int:
+    """How long a context the longest sequence of a prefilled request needs, at least."""
+    try:
+        found = _decode_references(params)
+    except msgspec.DecodeError:
+        return 0
+    prompts = found if isinstance(found, list) else [found]
+    limits = [member(body, name) for names in (*_LIMITS.values(), _USUAL_LIMITS) for name in names]
+    asked = max((int(value) for value in limits if _is_token_limit(value)), default=1)
+    return max((prompt.remote_num_tokens for prompt in prompts), default=0) + asked
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: str = ""
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _Error = _Error()
+
+
+_decode_error = msgspec.json.Decoder(_ErrorAnswer).decode
+
+
+def error_code(answer: bytes) -> str:
+    """The `code` of an error answer; empty where there is none."""
+    try:
+        return _decode_error(answer).error.code
+    except (msgspec.DecodeError, RecursionError):
+        return ""
 
 
 class _PrefillAnswer(msgspec.Struct):

@@ -8,13 +8,13 @@ A request that only scores its prompt is the prefill server's alone; no KV moves
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from protocol import sse
-from protocol.errors import BatonError, NoServerAvailable
+from protocol.errors import BatonError, ContextLengthExceeded, NoServerAvailable
 from protocol.logging import get_logger
 from protocol.metrics import Metrics
 from protocol.openai import RELEASE_PATH
@@ -82,8 +82,11 @@ class Flow:
     ) -> None:
         """The decode leg; unless it ends well, the prefill server is told to take its KV back."""
         leg, ended = bodies.decode_leg(request.body, params), False
+        unfit = self._fleet.too_small(Kind.DECODE, bodies.num_tokens(request.body, params))
         try:
-            ended = await self._decode("POST", request.path, request.headers, leg, reply, trace)
+            ended = await self._decode(
+                "POST", request.path, request.headers, leg, reply, trace, unfit
+            )
         except asyncio.CancelledError:
             ended = reply.finished
             raise
@@ -147,7 +150,8 @@ class Flow:
 
     async def _prefill(self, request: ClientRequest, trace: Trace) -> Answer | msgspec.Raw | None:
         """The params of a prefill, None to do without, or the answer that refuses the request."""
-        leg = bodies.prefill_leg(request.body, request.path)
+        context = self._fleet.context(Kind.DECODE)
+        leg = bodies.prefill_leg(request.body, request.path, context)
 
         async def send(server: Server) -> Answer:
             return await read(
@@ -165,6 +169,9 @@ class Flow:
         self._legs.succeeded(server)
         trace.prefill, trace.prefill_s = server.url, trace.elapsed_s()
         self._metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
+        if answer.status != 200 and self._is_beyond(server, answer, context):
+            self._decode_only("prefill_context", trace)
+            return None
         if answer.status != 200:
             self._count("prefill", f"status_{answer.status}")
             return answer
@@ -175,6 +182,12 @@ class Flow:
             self._count("pd", "routed")
         return params
 
+    def _is_beyond(self, server: Server, answer: Answer, context: int | None) -> bool:
+        """Whether a request too long for a prefill server may fit a decode server's context."""
+        own = self._fleet.health(server).max_model_len
+        is_too_long = bodies.error_code(answer.body) == ContextLengthExceeded.code
+        return is_too_long and own is not None and context is not None and own < context
+
     def _decode_only(self, reason: str, trace: Trace) -> None:
         trace.decode_only = reason
         self._count("decode_only", reason)
@@ -184,12 +197,19 @@ class Flow:
         self._metrics.inc("baton_proxy_requests", path=path, reason=reason)
 
     async def _decode(
-        self, method: str, path: str, headers: Headers, leg: bytes, reply: Reply, trace: Trace
+        self,
+        method: str,
+        path: str,
+        headers: Headers,
+        leg: bytes,
+        reply: Reply,
+        trace: Trace,
+        unfit: Sequence[Server] = (),
     ) -> bool:
         """Whether a decode server took the request; what the last one said of it is relayed."""
         send = self._sender(method, path, headers, leg)
         try:
-            server, response = await self._legs.run(Kind.DECODE, send, trace)
+            server, response = await self._legs.run(Kind.DECODE, send, trace, unfit)
         except LegFailed as failed:
             if failed.answer is None:
                 raise failed.to_error() from None

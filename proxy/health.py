@@ -35,6 +35,7 @@ class Health:
 
     ready: bool = False
     reason: str = "not checked yet"  # why it is not ready
+    max_model_len: int | None = None  # tokens; None: it never said
     silences: int = 0  # health checks without an answer, in a row
     changed_at: float = float("-inf")  # when a connection error took readiness back
     failures: int = 0  # in a row
@@ -43,11 +44,20 @@ class Health:
     trial_until: float = float("-inf")  # a trial that has not reported by then is forgotten
 
 
-def polled(health: Health, *, ready: bool, reason: str, started_at: float) -> Health:
+def polled(
+    health: Health,
+    *,
+    ready: bool,
+    reason: str,
+    started_at: float,
+    max_model_len: int | None = None,
+) -> Health:
     """The answer to a health check begun at `started_at`; one older than a failure is void."""
     if ready and started_at < health.changed_at:
         return health
-    return replace(health, ready=ready, reason="" if ready else reason, silences=0)
+    told = max_model_len or health.max_model_len
+    reason = "" if ready else reason
+    return replace(health, ready=ready, reason=reason, silences=0, max_model_len=told)
 
 
 def silent(health: Health, reason: str, policy: HealthPolicy) -> Health:

@@ -1,7 +1,7 @@
 """One leg of a request: servers are tried until one answers, and what happened is remembered."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -89,9 +89,16 @@ class Legs:
         self._policy = policy
 
     async def run(
-        self, kind: Kind, send: Callable[[Server], Awaitable[ResultT]], trace: Trace
+        self,
+        kind: Kind,
+        send: Callable[[Server], Awaitable[ResultT]],
+        trace: Trace,
+        unfit: Sequence[Server] = (),
     ) -> tuple[Server, ResultT]:
         """The first answer that is not a server's failure, and whose it is: `release` that.
+
+        Args:
+            unfit: servers that cannot do this; asked only where no other is ready.
 
         Raises:
             LegFailed: no server is ready, or those that may be tried failed.
@@ -100,7 +107,9 @@ class Legs:
         tried: list[Server] = []
         failures: list[Failure] = []
         message, answer = f"no {kind.value} server is ready", None
-        while (server := self._fleet.choose(kind, tried)) is not None:
+        if self._fleet.num_ready(kind, unfit) == 0:
+            unfit = ()
+        while (server := self._fleet.choose(kind, [*unfit, *tried])) is not None:
             if tried:
                 self._metrics.inc("baton_proxy_retries", leg=kind.value)
             tried.append(server)

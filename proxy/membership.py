@@ -52,8 +52,8 @@ class Fleet:
     def health(self, server: Server) -> Health:
         return self._health.get(server, Health(reason="left"))
 
-    def num_ready(self, kind: Kind) -> int:
-        return sum(self._health[server].ready for server in self.servers(kind))
+    def num_ready(self, kind: Kind, exclude: Collection[Server] = ()) -> int:
+        return sum(self._health[s].ready for s in self.servers(kind) if s not in exclude)
 
     def choose(self, kind: Kind, exclude: Collection[Server] = ()) -> Server | None:
         """The server for the next request of this kind; None when no other is ready."""
@@ -72,9 +72,34 @@ class Fleet:
         self._set(server, health.began(known[url], now, self._policy))
         return server
 
-    def polled(self, server: Server, *, ready: bool, reason: str, started_at: float) -> None:
-        before = self.health(server)
-        self._set(server, health.polled(before, ready=ready, reason=reason, started_at=started_at))
+    def context(self, kind: Kind) -> int | None:
+        """The longest context of the ready servers of a kind; None unless all have said theirs."""
+        told = [self._health[s].max_model_len for s in self.servers(kind) if self._health[s].ready]
+        known = [length for length in told if length is not None]
+        return max(known) if known and len(known) == len(told) else None
+
+    def too_small(self, kind: Kind, num_tokens: int) -> list[Server]:
+        """The servers whose context is known to be shorter than that."""
+        lengths = {server: self._health[server].max_model_len for server in self.servers(kind)}
+        return [s for s, length in lengths.items() if length is not None and length < num_tokens]
+
+    def polled(
+        self,
+        server: Server,
+        *,
+        ready: bool,
+        reason: str,
+        started_at: float,
+        max_model_len: int | None = None,
+    ) -> None:
+        polled = health.polled(
+            self.health(server),
+            ready=ready,
+            reason=reason,
+            started_at=started_at,
+            max_model_len=max_model_len,
+        )
+        self._set(server, polled)
 
     def silent(self, server: Server, reason: str) -> None:
         self._set(server, health.silent(self.health(server), reason, self._policy))

@@ -59,38 +59,44 @@ class Poller:
             started_at = time.monotonic()
             hurry.clear()
             try:
-                ready, reason = await self._ask(server)
+                ready, reason, max_model_len = await self._ask(server)
             except (TimeoutError, TimedOut, Exhausted):
                 self._fleet.silent(server, f"no answer within {self._timeout_s:g} s")
             except Exception:  # our own bug must not leave a server unwatched
                 logger.exception("health check of %s", server)
                 self._fleet.silent(server, "the health check failed")
             else:
-                self._fleet.polled(server, ready=ready, reason=reason, started_at=started_at)
+                self._fleet.polled(
+                    server,
+                    ready=ready,
+                    reason=reason,
+                    started_at=started_at,
+                    max_model_len=max_model_len,
+                )
             interval_s = self._interval_s * random.uniform(1 - JITTER, 1 + JITTER)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await hurry.wait()
 
-    async def _ask(self, server: Server) -> tuple[bool, str]:
+    async def _ask(self, server: Server) -> tuple[bool, str, int | None]:
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._upstream.send(server.url, "GET", "/ready")
                 body = await response.read()
         except (Unreachable, Lost) as error:
-            return False, f"{error.reason}: {error}"
-        return response.status == 200, _reason(response.status, body)
+            return False, f"{error.reason}: {error}", None
+        return (response.status == 200, *_said(response.status, body))
 
 
-def _reason(status: int, body: bytes) -> str:
-    """Why a server says that it is not ready."""
+def _said(status: int, body: bytes) -> tuple[str, int | None]:
+    """Why a server says that it is not ready, and how long its context is."""
     try:
         said = msgspec.json.decode(body)
     except msgspec.DecodeError:
         said = None
-    if isinstance(said, dict):
-        error = said.get("error")
-        text = error.get("message") if isinstance(error, dict) else said.get("reason")
-        if isinstance(text, str):
-            return text[:200]
-    return f"status {status}"
+    if not isinstance(said, dict):
+        return f"status {status}", None
+    error, length = said.get("error"), said.get("max_model_len")
+    text = error.get("message") if isinstance(error, dict) else said.get("reason")
+    reason = text[:200] if isinstance(text, str) else f"status {status}"
+    return reason, length if type(length) is int and length > 0 else None

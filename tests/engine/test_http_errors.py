@@ -142,6 +142,30 @@ def test_a_prefill_is_refused_for_what_its_client_asked(
     run(main)
 
 
+@pytest.mark.parametrize(
+    ("context", "max_tokens", "refused"),
+    [(10, 7, False), (10, 8, True), (3, None, True), (None, 1000, False), ("10", 1000, False)],
+)
+def test_a_prefill_is_refused_for_what_no_decode_server_has_room_for(
+    tokenizer: Tokenizer, context: object, max_tokens: int | None, refused: bool
+) -> None:
+    asked = {} if max_tokens is None else {"max_tokens": max_tokens}
+    params = {"do_remote_decode": True, "client_request": asked, "max_model_len": context}
+
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            leg = {"prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": params}
+            response = await server.post(**leg)
+            assert response.status_code == (400 if refused else 200)
+            if refused:
+                error = response.json()["error"]
+                assert error["code"] == "context_length_exceeded"
+                assert f"maximum context length is {context} tokens" in error["message"]
+            assert len(server.engine.added) == (not refused)
+
+    run(main)
+
+
 # -- failures ----------------------------------------------------------------------------------
 
 

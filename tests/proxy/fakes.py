@@ -116,10 +116,16 @@ class Fake:
     """One server. `calls` are the generation requests it got."""
 
     def __init__(
-        self, behave: Behave, *, ready: bool = True, address: tuple[str, int] = ("127.0.0.1", 0)
+        self,
+        behave: Behave,
+        *,
+        ready: bool = True,
+        address: tuple[str, int] = ("127.0.0.1", 0),
+        max_model_len: int | None = None,
     ) -> None:
         self.behave = behave
         self.ready = ready
+        self.max_model_len = max_model_len
         self.calls: list[Call] = []
         self.polls = 0
         self.listener = socket.create_server(address)
@@ -136,8 +142,10 @@ class Fake:
         call = Call(scope["path"], headers, raw, receive, send)
         if call.path == "/ready":
             self.polls += 1
-            reason = {} if self.ready else {"reason": "the engine is starting"}
-            await call.answer(200 if self.ready else 503, reason)
+            told: dict[str, Any] = {} if self.ready else {"reason": "the engine is starting"}
+            if self.max_model_len is not None:
+                told["max_model_len"] = self.max_model_len
+            await call.answer(200 if self.ready else 503, told)
             return
         self.calls.append(call)
         try:

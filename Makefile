@@ -45,8 +45,8 @@ test-all: lint  ## also the long tests; the last line is JSON, for docs/log.md
 	@status=0; $(PY) -m pytest -m 'not gpu and not multi_gpu' --junitxml=build/test-all.xml \
 	  $(ARGS) || status=$$?; $(PY) tests/closing_line.py build/test-all.xml; exit $$status
 
-test-gpu: $(TEST_STAMP)  ## the tests that need GPUs
-	@$(PY) -m pytest -m 'gpu or multi_gpu' $(ARGS)
+test-gpu: $(TEST_STAMP)  ## the tests that need GPUs, side by side (ARGS= for pytest)
+	@$(PY) tests/gpu/parallel.py $(ARGS)
 
 lint: $(TEST_STAMP)  ## ruff and mypy
 	@$(PY) -m ruff format --check --quiet . || { echo 'run: make format' >&2; exit 1; }

@@ -1,9 +1,10 @@
 """Tests that need GPUs: skipped, with the reason, where there are none.
 
 FlashInfer and triton warn of their own affairs when they are imported and compiled, so warnings
-are not errors here.
+are not errors here. parallel.py runs them in shards: BATON_TEST_SHARD=I/N keeps every Nth test.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ import torch
 _HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(trylast=True)  # after -m has chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    index, _, num_shards = os.environ.get("BATON_TEST_SHARD", "0/1").partition("/")
+    items[:] = items[int(index) :: int(num_shards)]
     reason = _missing()
     for item in items:
         if not item.path.is_relative_to(_HERE):

@@ -229,6 +229,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 BIG = {"num_blocks": 4096, "block_size": 8}  # 24 MiB: a kernel of one thread block takes a while
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("source", "target"), DEVICES)
 def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
     made: list[Any], source: str, target: str

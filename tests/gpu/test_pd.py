@@ -6,13 +6,14 @@ there the tokens, and at each of them the certainty, must be the same.
 
 import zlib
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
 
 from tests.e2e.client import prefill
 from tests.e2e.cluster import wait_until
-from tests.e2e.matrix import NUM_TOKENS, Farm, Geometry, Reply, ask, farm, model_dir
+from tests.e2e.matrix import NUM_TOKENS, Farm, Geometry, Key, Reply, ask, farm, model_dir
 from tests.e2e.test_equality import make_prompt
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +25,7 @@ _FP8 = ("--kv-cache-dtype", "float8_e4m3fn", "--kv-scales", "0.03")
 _NIXL = ("--transfer", "nixl")
 _CONVERT = ("--kv-convert",)
 _CLOSE = 0.2  # of log probabilities: bfloat16
+_ROLES: tuple[Literal["prefill"], Literal["decode"]] = ("prefill", "decode")
 _LENGTHS = (5, 64, 300, 700)
 
 
@@ -51,8 +53,18 @@ _CELLS = [
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Farm]:
-    with farm(max_ranks=4) as made:
+def engines(request: pytest.FixtureRequest) -> Iterator[Farm]:
+    """Starts the servers of all cells at once: starting is most of what they take."""
+    cells = [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and not any(mark.args[0] for mark in item.iter_markers("skipif"))
+    ]
+    keys = {Key(role, model_dir(c["model"]), c[role[0]]) for c in cells for role in _ROLES}
+    with farm(max_ranks=64) as made:
+        made.get(*keys)
         yield made
 
 

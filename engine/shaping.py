@@ -204,7 +204,7 @@ class LogitShaper:
             grown[: len(self.seen)] = self.seen
             self.seen = grown
         row = self.seen[setup.row].zero_()
-        row[self._to_device(np.array(setup.prompt_ids, np.int64))] = 1
+        row.index_fill_(0, self._to_device(np.array(setup.prompt_ids, np.int64)), 1)
         outputs = self._to_device(np.array(setup.output_ids, np.int64))
         row.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
 
@@ -260,7 +260,7 @@ class Shaping:
         if self.bans_at is not None or self.allowed is not None:
             shaped.clamp_(min=_LOWEST)
         if self.bans_at is not None:
-            flat[self.bans_at] = _BANNED
+            flat.index_fill_(0, self.bans_at, _BANNED)  # assigning a number would wait on a GPU
         if self.allowed is not None:
             shaped.masked_fill_(~self.allowed, float("-inf"))
         return shaped

@@ -41,7 +41,7 @@ from kvcache.transfer.rank_links import InsideLink
 from protocol.errors import BatonError, KVParamsRejected, Overloaded
 from protocol.handshake import EngineMetadata
 from protocol.messages import AddRequest, RemotePrefill
-from protocol.metrics import stat_key
+from protocol.metrics import EngineHistogram, stat_key
 
 logger = logging.getLogger("baton.decode")
 
@@ -93,6 +93,7 @@ class DecodeRole(KVRole):
         self._connecting: dict[_PeerKey, list[Sequence]] = {}
         self._undrained: dict[str, tuple[list[int], bool]] = {}  # blocks, whether quarantined
         self._totals: defaultdict[str, float] = defaultdict(float)
+        self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ class DecodeRole(KVRole):
         self._totals[stat_key("baton_kv_transfers", outcome="done", path=event.path)] += 1
         self._totals["baton_kv_transfer_bytes"] += event.nbytes
         self._totals["baton_kv_transfer_descriptors"] += event.descriptors
-        self._totals["baton_kv_transfer_seconds"] += event.seconds
+        self._transfer_seconds.observe(event.seconds)
         self.core.scheduler.received(sequence)
 
     def _on_failed(self, event: PullFailed) -> None:
@@ -314,7 +315,7 @@ class DecodeRole(KVRole):
             stat_key("baton_handshakes", outcome=outcome): float(count)
             for outcome, count in handshakes.items()
         }
-        return {**self._totals, **counts}
+        return {**self._totals, **counts, **self._transfer_seconds.values()}
 
     def close(self) -> None:
         self._coordinator.close()

@@ -2,13 +2,15 @@
 
 Two applications in one process share nothing: each makes a `Metrics`. Metrics whose origin is
 "engine" are counted in the engine's process and arrive as EngineStats, keyed by `stat_key`; the
-others are counted where they are exposed. The engine core may also use the short keys of
-`ENGINE_KEYS`; a key that neither knows is exposed as the gauge `baton_engine_<key>`.
+others are counted where they are exposed. A key that the table does not know is exposed as the
+gauge `baton_engine_<key>`. docs/operations.md has the table for those who read dashboards.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from prometheus_client import (
@@ -16,14 +18,24 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
+    disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+
+from protocol.version import VERSION
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0, 5.0)
+_PULL = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 
 
@@ -33,13 +45,14 @@ class Spec:
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
-    origin: Literal["server", "engine", "proxy"]
+    origin: Literal["server", "engine", "proxy", "any"]  # any: the server and the proxy
     help: str
     labels: tuple[str, ...] = ()
     buckets_s: tuple[float, ...] = _SLOW
 
 
 TABLE = (
+    Spec("baton_build_info", "gauge", "any", "1, with the version of Baton.", ("version",)),
     # Servers, counted in the HTTP process.
     Spec("baton_requests", "counter", "server",
          "Finished requests; outcome: stop, length, abort (client gone), rejected (4xx), error "
@@ -80,8 +93,8 @@ TABLE = (
          ("outcome", "path")),
     Spec("baton_kv_transfer_bytes", "counter", "engine", "Useful KV bytes pulled."),
     Spec("baton_kv_transfer_descriptors", "counter", "engine", "READ descriptors posted."),
-    Spec("baton_kv_transfer_seconds", "counter", "engine",
-         "Time from the first READ of a pull to its fence."),
+    Spec("baton_kv_transfer_seconds", "histogram", "engine",
+         "Time from the first READ of a pull to its fence.", buckets_s=_PULL),
     Spec("baton_kv_transfer_failures", "counter", "engine",
          "Failed pulls by the error's code.", ("code",)),
     Spec("baton_kv_params_rejected", "counter", "engine",
@@ -122,6 +135,10 @@ TABLE = (
 )  # fmt: skip
 
 SPECS: Mapping[str, Spec] = {spec.name: spec for spec in TABLE}
+_ENGINE_HISTOGRAMS = [s for s in TABLE if (s.kind, s.origin) == ("histogram", "engine")]
+
+# The times at which counters were made: a third of all series, and nobody plots them.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 def stat_key(name: str, **labels: str) -> str:
@@ -138,27 +155,35 @@ def stat_key(name: str, **labels: str) -> str:
     return name + "{" + ",".join(f"{label}={labels[label]}" for label in spec.labels) + "}"
 
 
-# Short names that the engine core sends, by the series they stand for.
-ENGINE_KEYS: Mapping[str, str] = {
-    "running": "baton_requests_running",
-    "waiting": "baton_requests_waiting",
-    "receiving": "baton_requests_receiving",
-    "preemptions": "baton_preemptions",
-    "steps": "baton_engine_steps",
-    "prefix_query_tokens": "baton_prefix_cache_query_tokens",
-    "prefix_hit_tokens": "baton_prefix_cache_hit_tokens",
-    **{
-        f"blocks_{state}": stat_key("baton_kv_blocks", state=state)
-        for state in ("free", "used", "cached", "leased", "receiving", "quarantined")
-    },
-}
+class EngineHistogram:
+    """A histogram of the table that is counted in the engine's process."""
+
+    def __init__(self, name: str) -> None:
+        self._spec = SPECS[name]
+        self._counts = [0] * (len(self._spec.buckets_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._spec.buckets_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def values(self) -> dict[str, float]:
+        """For EngineStats.values: its sum, and for each bound how many were at most that."""
+        below = map(float, accumulate(self._counts))
+        names = [f"{self._spec.name}_bucket{{le={le}}}" for le in _bounds(self._spec)]
+        return {f"{self._spec.name}_sum": self._sum_s, **dict(zip(names, below, strict=True))}
+
+
+def _bounds(spec: Spec) -> list[str]:
+    return [*map(str, spec.buckets_s), "+Inf"]
+
 
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
 def _parse_key(key: str) -> tuple[Spec, list[str]]:
     """The spec and the label values of an engine's key; an unknown key gets a spec of its own."""
-    name, _, rest = ENGINE_KEYS.get(key, key).partition("{")
+    name, _, rest = key.partition("{")
     labels = [pair.partition("=")[2] for pair in rest.removesuffix("}").split(",") if pair]
     spec = SPECS.get(name)
     if spec is not None and spec.origin == "engine" and len(labels) == len(spec.labels):
@@ -175,13 +200,27 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for key, value in list(self.values.items()):
+        values = dict(self.values)
+        histograms = [_histogram_of(spec, values) for spec in _ENGINE_HISTOGRAMS]
+        for key, value in values.items():
             spec, labels = _parse_key(key)
             if spec.name not in families:
                 family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
                 families[spec.name] = family(spec.name, spec.help, labels=spec.labels)
             families[spec.name].add_metric(labels, value)
-        return families.values()
+        return [*families.values(), *filter(None, histograms)]
+
+
+def _histogram_of(spec: Spec, values: dict[str, float]) -> HistogramMetricFamily | None:
+    """What EngineHistogram.values sent of this one, taken out of `values`."""
+    sum_s = values.pop(f"{spec.name}_sum", None)
+    if sum_s is None:
+        return None
+    bounds = _bounds(spec)
+    buckets = [(le, values.pop(f"{spec.name}_bucket{{le={le}}}")) for le in bounds]
+    family = HistogramMetricFamily(spec.name, spec.help)
+    family.add_metric([], buckets, sum_s)
+    return family
 
 
 class Metrics:
@@ -195,9 +234,11 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
+        ProcessCollector(registry=self._registry)  # memory, CPU time, file descriptors: process_*
         self._own: dict[str, Any] = {
-            spec.name: self._make(spec) for spec in TABLE if spec.origin == origin
+            spec.name: self._make(spec) for spec in TABLE if spec.origin in (origin, "any")
         }
+        self.set("baton_build_info", 1, version=VERSION)
 
     def _make(self, spec: Spec) -> Counter | Gauge | Histogram:
         if spec.kind == "histogram":
@@ -225,7 +266,7 @@ class Metrics:
 
     def update_engine(self, values: Mapping[str, float]) -> None:
         """Takes over EngineStats.values; see `stat_key` for the keys."""
-        self._engine.values.update({ENGINE_KEYS.get(key, key): values[key] for key in values})
+        self._engine.values.update(values)
 
     def value(self, name: str, **labels: str) -> float:
         """The current value of a counter or gauge, 0 when it was never touched (for tests)."""

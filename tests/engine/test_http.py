@@ -315,7 +315,9 @@ def test_metrics_count_what_happened(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
             key = stat_key("baton_kv_blocks", state="free")
-            server.engine.say(EngineStats({key: 7.0, "running": 2.0, "odd.thing": 1.0}))
+            server.engine.say(
+                EngineStats({key: 7.0, "baton_requests_running": 2.0, "odd.thing": 1.0})
+            )
             await server.post()
             await server.post(temperature=-1)
             text = (await server.http.get("/metrics")).text

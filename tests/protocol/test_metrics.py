@@ -1,8 +1,10 @@
 """One table of metrics, exposed by whoever counts them."""
 
+from typing import Literal
+
 import pytest
 
-from protocol.metrics import ENGINE_KEYS, SPECS, TABLE, Metrics, stat_key
+from protocol.metrics import SPECS, TABLE, EngineHistogram, Metrics, stat_key
 
 
 def test_the_table_has_one_line_per_name_in_prometheus_style() -> None:
@@ -12,11 +14,6 @@ def test_the_table_has_one_line_per_name_in_prometheus_style() -> None:
         assert spec.help.endswith(".")
         if spec.kind == "histogram":
             assert list(spec.buckets_s) == sorted(spec.buckets_s)
-
-
-def test_short_keys_stand_for_series_of_the_engine() -> None:
-    for key, series in ENGINE_KEYS.items():
-        assert SPECS[series.partition("{")[0]].origin == "engine", key
 
 
 @pytest.mark.parametrize(
@@ -38,8 +35,10 @@ def test_a_process_counts_only_its_own_lines() -> None:
 
 def test_the_engine_s_newest_value_counts_and_gaps_stay() -> None:
     metrics = Metrics("server")
-    metrics.update_engine({"running": 3, stat_key("baton_leases", event="granted"): 1})
-    metrics.update_engine({"running": 2})
+    metrics.update_engine(
+        {"baton_requests_running": 3, stat_key("baton_leases", event="granted"): 1}
+    )
+    metrics.update_engine({"baton_requests_running": 2})
     text = metrics.expose().decode()
     assert "baton_requests_running 2.0" in text
     assert 'baton_leases_total{event="granted"} 1.0' in text
@@ -53,3 +52,32 @@ def test_an_unknown_value_of_the_engine_is_still_shown() -> None:
     assert "baton_engine_new_thing 4.0" in text
     assert "baton_prompt_tokens_total 0.0" in text  # the engine does not speak for this process
     assert "baton_engine_prompt_tokens 9.0" in text
+
+
+def test_the_engine_s_histogram_counts_what_is_at_most_each_bound() -> None:
+    histogram = EngineHistogram("baton_kv_transfer_seconds")
+    metrics = Metrics("server")
+    for seconds in (0.0001, 0.001, 0.0011, 99.0):
+        histogram.observe(seconds)
+        metrics.update_engine(histogram.values())
+    lines = metrics.expose().decode().splitlines()
+    assert "# TYPE baton_kv_transfer_seconds histogram" in lines
+    found = {}
+    for line in lines:
+        if line.startswith("baton_kv_transfer_seconds"):
+            series, value = line.rsplit(" ", 1)
+            found[series.removeprefix("baton_kv_transfer_seconds_")] = float(value)
+    bounds = [*SPECS["baton_kv_transfer_seconds"].buckets_s, float("inf")]
+    counts = [found.pop(f'bucket{{le="{b if b < 1e9 else "+Inf"}"}}') for b in bounds]
+    assert counts == [1, 1, 2] + [3] * (len(bounds) - 4) + [4]
+    assert found == {"count": 4, "sum": pytest.approx(99.0022)}
+
+
+@pytest.mark.parametrize("origin", ["server", "proxy"])
+def test_every_process_tells_its_version_and_its_memory_but_not_when_counters_were_made(
+    origin: Literal["server", "proxy"],
+) -> None:
+    text = Metrics(origin).expose().decode()
+    assert 'baton_build_info{version="' in text
+    assert "\nprocess_resident_memory_bytes " in text
+    assert "_created" not in text

@@ -3,10 +3,10 @@
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
+from protocol.near_names import suggestion
 from protocol.settings import UpSettings, parse
-from protocol.settings_sources import suggestion
+from protocol.version import VERSION
 
 USAGE = """usage: baton <command> [options]
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(USAGE)
             return 0 if words else 2
         case ["--version", *_]:
-            print(f"baton {metadata.version('baton')}")
+            print(f"baton {VERSION}")
             return 0
         case [name, *rest] if name in COMMANDS:
             try:

@@ -9,6 +9,7 @@ from collections.abc import Set
 from typing import Any
 
 from protocol.errors import InvalidRequest
+from protocol.near_names import suggestion
 
 # A float in the table accepts 0 and 0.0 alike; an int accepts that int only; True is never 1.
 _BOTH: dict[str, tuple[Any, ...]] = {
@@ -106,7 +107,8 @@ def drop_neutral(
             kept[name] = value
         elif name not in neutral:
             raise InvalidRequest(
-                f"`{where}{shown(name)[1:-1]}` is not supported; leave it out.",
+                f"`{where}{shown(name)[1:-1]}` is not supported{suggestion(name[:80], known)}; "
+                "leave it out.",
                 param=where + name[:80],
             )
         elif not changes_nothing(value, neutral[name]):

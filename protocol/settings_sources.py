@@ -3,17 +3,18 @@
 protocol/settings.py says what can be configured; this file knows no option by name.
 """
 
-import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
+
+from protocol.near_names import suggestion
 
 ENV_PREFIX = "BATON_"
 # Set by Baton itself from one process to the next.
@@ -73,12 +74,6 @@ def split_list(value: Any) -> Any:
         text = value.strip()
         return json.loads(text) if text.startswith("[") else [v for v in text.split(",") if v]
     return value
-
-
-def suggestion(wrong: str, known: Iterable[str]) -> str:
-    """ " (did you mean --x?)", or an empty string when nothing is near."""
-    near = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def check_environment(cls: type[BaseModel], programs: Sequence[type[BaseModel]]) -> None:

@@ -488,3 +488,8 @@ def test_pieces_add_up() -> None:
 def test_kv_usage_adds_up_over_prompts() -> None:
     one = KVUsage(transferred=1, recomputed=2, skipped=3, cached_tokens=4)
     assert msgspec.structs.astuple(add_kv([one, one])) == (2, 4, 6, 8)
+
+
+def test_a_misspelt_field_is_told_its_name() -> None:
+    with pytest.raises(InvalidRequest, match="did you mean max_tokens"):
+        chat(max_token=3)

@@ -155,7 +155,7 @@ class LocalCluster:
                     doing.pop(child, None)
                 case lifecycle.Progress(child, text) if child in doing:
                     doing[child] = text
-            notes.tell(", ".join(f"{child.name} {text}" for child, text in doing.items()))
+            notes.tell(", ".join(f"{child.name} ({text})" for child, text in doing.items()))
         return ready
 
     def _await_endpoint(self, deadline: float) -> None:

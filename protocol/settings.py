@@ -447,8 +447,11 @@ def parse(
 
 
 def describe(settings: BatonSettings) -> str:
-    """All values as one JSON line, secrets masked: printed by every process at its start."""
-    return json.dumps(settings.model_dump(mode="json"))
+    """One JSON line, secrets masked, that every process prints at its start: what differs from the
+    defaults, and with --log-level debug all of it."""
+    if getattr(settings, "log_level", None) == "debug":
+        return json.dumps(settings.model_dump(mode="json"))
+    return json.dumps(settings.model_dump(mode="json", exclude_defaults=True))
 
 
 def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[str]:

@@ -160,7 +160,7 @@ def test_waiting_is_explained() -> None:
     with launched("serve,hang,serve", "--start-timeout-s=2.5") as launcher:
         assert launcher.end() == 1
         notes = [line for line in launcher.lines if "waiting for" in line]
-        assert notes and notes[0] == "baton | 1 s, waiting for decode-0 starting"
+        assert notes and notes[0] == "baton | 1 s, waiting for decode-0 (starting)"
 
 
 def test_a_process_that_dies_later_ends_all_and_is_named() -> None:

@@ -1,5 +1,6 @@
 """What can be configured, where it comes from, and what is refused."""
 
+import json
 import os
 from pathlib import Path
 
@@ -199,6 +200,15 @@ def test_parse_prints_the_error_and_ends_with_2(capsys: pytest.CaptureFixture[st
         parse(PrefillSettings, ["--tp", "0"], prog="baton prefill")
     assert exit_.value.code == 2
     assert capsys.readouterr().err.startswith("baton prefill: error: --tp: ")
+
+
+def test_the_line_at_the_start_shows_what_differs_from_the_defaults_and_all_when_debugging() -> (
+    None
+):
+    settings = load(UpSettings, ["--port=1", "--prefill.tp=2"])
+    assert json.loads(describe(settings)) == {"port": 1, "prefill": {"tp": 2}}
+    everything = json.loads(describe(load(UpSettings, ["--port=1", "--log-level=debug"])))
+    assert everything == load(UpSettings, ["--port=1", "--log-level=debug"]).model_dump(mode="json")
 
 
 def test_secrets_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:

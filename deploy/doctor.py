@@ -92,7 +92,7 @@ def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
     lines = [f"{host.cores} cores, GPUs: {gpus}"]
     if pairs:
         lines.append(f"peer access: {len(host.peer_access)} of {pairs} pairs")
-    installed = (f"{name} {version or 'MISSING'}" for name, version in host.packages.items())
+    installed = (f"{name} {version or 'not installed'}" for name, version in host.packages.items())
     lines.append("packages: " + ", ".join(installed))
     lines.append(f"UCX modules: {', '.join(host.ucx_modules) or 'the built-in ones only'}")
     memlock = "unlimited" if host.memlock_bytes < 0 else f"{host.memlock_bytes >> 20} MiB"
@@ -102,7 +102,7 @@ def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
         lines.append(f"{link.path:7} {link.source} -> {link.target}: {rate}")
     if found:
         lines.append(f"--transfer auto uses on one host: {used(found)}")
-    lines += [f"WARNING: {note}" for note in notes] or ["nothing is missing"]
+    lines += [f"WARNING: {note}" for note in notes] or ["nothing needs mending"]
     return "\n".join(lines)
 
 

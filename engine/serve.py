@@ -230,7 +230,7 @@ class _Server:
             load_format=settings.load_format,
             seed=settings.seed,
             device=device,
-            devices=_devices(settings),
+            devices=_devices(settings, device),
             dtype=dtype,
             tp=settings.tp,
             block_size=settings.block_size,
@@ -277,8 +277,14 @@ def _kv_scales(settings: EngineSettings, model_dir: Path, model_config: ModelCon
     return list(scales)
 
 
-def _devices(settings: EngineSettings) -> list[int]:
-    """The GPU of each rank."""
+def _devices(settings: EngineSettings, device: str) -> list[int]:
+    """The GPU of each rank of an engine on `device`."""
+    if settings.devices and device != "cuda":
+        raise StartFailure(
+            f"--devices {','.join(map(str, settings.devices))} names GPUs and this server runs on "
+            f"the CPU (--device {settings.device}; is the driver there, and torch built with "
+            "CUDA?): leave it out, or see what `baton doctor` finds"
+        )
     if not settings.devices:
         return list(range(settings.tp))
     if len(settings.devices) != settings.tp:

@@ -87,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     lifecycle.watch_parent()
     settings = parse(ProxySettings, argv, prog="baton proxy")
     setup_logging("proxy", settings.log_level)
+    if not settings.decode:
+        lifecycle.report_failure("--decode: give the URL of at least one decode server")
+        return 2
     raise_file_limit()
     logger.info("settings %s", describe(settings))
     try:

@@ -158,7 +158,9 @@ class ProxyApp:
                 work = self._flow.get(raw_path.decode("latin-1"), headers, reply, trace)
                 await self._run(work, receive)
             case _:
-                raise UnknownPath(f"no such path: {method} {path}")
+                raise UnknownPath(
+                    f"no such path: {method} {path}; GET /docs lists those that there are"
+                )
 
     async def _generate(self, scope: Scope, receive: Receive, reply: Reply, trace: Trace) -> None:
         data = await read_body(scope, receive, self.settings.max_body_bytes)

@@ -24,7 +24,7 @@ SLOW = Link("nixl", "cuda:0", "cuda:1", 6e9)
 
 def test_a_machine_with_all_it_needs_gets_no_advice() -> None:
     assert advice(GPU_HOST, [FAST]) == []
-    assert "nothing is missing" in text(GPU_HOST, [FAST], [])
+    assert "nothing needs mending" in text(GPU_HOST, [FAST], [])
 
 
 @pytest.mark.parametrize(

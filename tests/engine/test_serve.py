@@ -11,7 +11,7 @@ import pytest
 
 from engine.client import ScriptedEngine
 from engine.http import PlainHooks
-from engine.serve import StartFailure, _bind, _Server
+from engine.serve import StartFailure, _bind, _devices, _Server
 from engine.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta
 from protocol.settings import PrefillSettings
@@ -90,6 +90,11 @@ def test_an_engine_that_ends_when_told_to_is_no_failure(
         return code
 
     assert asyncio.run(asyncio.wait_for(main(), 60)) == 0
+
+
+def test_gpus_are_not_named_to_a_server_on_the_cpu() -> None:
+    with pytest.raises(StartFailure, match=r"--devices 0,1 names GPUs .*`baton doctor`"):
+        _devices(PrefillSettings(_cli_parse_args=[], devices=(0, 1), tp=2), "cpu")
 
 
 async def _never(request: AddRequest) -> AsyncIterator[TokenDelta]:

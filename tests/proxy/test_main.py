@@ -40,7 +40,7 @@ def test_it_reports_its_port_serves_and_ends_with_a_signal() -> None:
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        child, events = start("--port", str(port))
+        child, events = start("--port", str(port), "--decode", "http://127.0.0.1:1")
         failed = events.get(timeout=60)
         assert isinstance(failed, lifecycle.Failed)
         assert str(port) in failed.reason
@@ -48,3 +48,13 @@ def test_a_port_that_is_taken_is_named() -> None:
         assert isinstance(ended, lifecycle.Exited)
         assert ended.returncode == 1
         assert child.failure == failed.reason
+
+
+def test_a_proxy_without_a_decode_server_could_answer_nothing() -> None:
+    _, events = start("--port", "0", "--prefill", "http://127.0.0.1:1")
+    failed = events.get(timeout=60)
+    assert isinstance(failed, lifecycle.Failed)
+    assert "--decode" in failed.reason
+    ended = events.get(timeout=60)
+    assert isinstance(ended, lifecycle.Exited)
+    assert ended.returncode == 2

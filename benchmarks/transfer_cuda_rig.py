@@ -21,6 +21,7 @@ from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.mapper import CudaMapper, offer
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.processes import own_record
 from kvcache.transfer.pull import Event, PeerReady, PullDone
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
@@ -112,6 +113,7 @@ class PrefillEnd:
             device_kind=pool.device.type,
             layout=pool.layout.to_record(),
             extra=offer(pool),
+            process=own_record(),
         )
 
     def lease(self, tokens: int) -> RemotePrefill:

@@ -225,6 +225,7 @@ class DecodeRole(KVRole):
         if sequence is None:
             return  # aborted meanwhile; PullDrained follows
         self._totals[stat_key("baton_kv_transfers", outcome="done", path=event.path)] += 1
+        self._totals[stat_key("baton_kv_fences", by=event.fence)] += 1
         self._totals["baton_kv_transfer_bytes"] += event.nbytes
         self._totals["baton_kv_transfer_descriptors"] += event.descriptors
         self._transfer_seconds.observe(event.seconds)

@@ -33,6 +33,7 @@ from kvcache.prefix import PrefixIndex
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.mapper import offer
 from kvcache.transfer.nixl_agent import NixlAgent
+from kvcache.transfer.processes import own_record
 from model.config import ModelConfig, load_config
 from model.fingerprint import fingerprint
 from model.parallel import Parallel
@@ -273,6 +274,7 @@ def _allocate(
         device_kind=config.device,
         layout=pool.layout.to_record(),
         extra=offer(pool),
+        process=own_record(),
     )
     return context, service, own
 

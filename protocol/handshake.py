@@ -64,6 +64,23 @@ class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_scales: tuple[float, ...] = ()
 
 
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A process, as others on its host find it and can tell it from its successors."""
+
+    host: str  # of one running kernel
+    pid_namespace: int
+    pid: int
+    started: int  # ticks since the host's start
+
+
+class HeldLeasesRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Where processes of the same host can see which leases are held (kvcache/lease_words.py)."""
+
+    process: ProcessRecord
+    fd: int  # of that process: the memory file
+    token: bytes  # that proves it is this file
+
+
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach one rank's KV allocation."""
 
@@ -75,6 +92,7 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     device_kind: str  # "cpu" | "cuda"
     layout: LayoutRecord
     extra: dict[str, Any] = {}
+    process: ProcessRecord | None = None
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +105,7 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     dcp_size: int = 1
     ranks: list[RankMetadata]
+    held_leases: HeldLeasesRecord | None = None
 
 
 def check_compatible(

@@ -9,9 +9,11 @@ What an engine or a worker in this process has to say is obeyed in their own thr
 
 import logging
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from kvcache.transfer.event_queue import EventQueue
+from kvcache.transfer.held_leases import HeldLeases
 from kvcache.transfer.peers import (
     Peer,
     PeerStatus,
@@ -27,11 +29,8 @@ from kvcache.transfer.pull import (
     PeerFailed,
     PeerKey,
     PeerReady,
-    PullDone,
     PullDrained,
-    PullFailed,
     PullSettings,
-    PullStuck,
     RankEnded,
     RankEnding,
     Report,
@@ -42,6 +41,7 @@ from kvcache.transfer.pull_state import (
     Action,
     Emit,
     FanOut,
+    LookAtWord,
     Phase,
     PullState,
     SendAbort,
@@ -65,23 +65,6 @@ logger = logging.getLogger(__name__)
 _MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
 _CLOSE_LINGER_S = 0.2
 _LOOK_S = 0.25
-_EVENT_COUNTERS: dict[type, str] = {
-    PullDone: "pulls_done",
-    PullFailed: "pulls_failed",
-    PullStuck: "pulls_stuck",
-    PullDrained: "pulls_drained",
-}
-_COUNTERS = (
-    *_EVENT_COUNTERS.values(),
-    "pulls",
-    "cancelled",
-    "bytes_pulled",
-    "descriptors",
-    "peer_restarts",
-    "connections_lost",
-    "refused",
-    "internal_errors",
-)
 
 
 class PullCoordinator:
@@ -133,10 +116,11 @@ class PullCoordinator:
         self._spans: dict[str, tuple[int, int, list[int]]] = {}  # of pulls begun
         self._ended: OrderedDict[str, bool] = OrderedDict()  # -> PullDrained was told
         self._questions = OpenQuestions()
+        self._held_leases = HeldLeases()
         self._awaiting_connect: set[PeerKey] = set()
         self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
-        self._events: deque[Event] = deque()
-        self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._events = EventQueue()
+        self._counters = self._events.counters
 
     @property
     def worker_address(self) -> str:
@@ -176,10 +160,7 @@ class PullCoordinator:
 
     def drain(self) -> list[Event]:
         """Events since the last call, in order."""
-        events: list[Event] = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
+        return self._events.drain()
 
     def counters(self) -> dict[str, int]:
         return {**self._counters, **self._side_channel.counters, "pulls_open": len(self._pulls)}
@@ -196,12 +177,13 @@ class PullCoordinator:
         for state in self._states():
             self._send(state, SendAbort())
         self._side_channel.close(_CLOSE_LINGER_S)
+        self._held_leases.close()
         self._ranks.close()
 
     def _awaits_fence(self) -> bool:
-        """See WorkerLink: takes what has come; whether an answer to a fence is still to come."""
-        self._turns.take(self._side_channel.has_something)
-        return any(state.phase is Phase.FENCING for state in self._states())
+        """See WorkerLink.awaits_fence."""
+        self._turns.take(lambda: self._side_channel.has_something() or self._ranks.has_something())
+        return any(state.is_ending for state in self._states())
 
     def _deadline(self) -> float:
         """When there will be something to do, whatever comes; infinity for never."""
@@ -264,6 +246,7 @@ class PullCoordinator:
         for key in [key for key, at in self._announced.items() if at == address]:
             del self._announced[key]
             self._peers.forget(key)
+            self._held_leases.forget(key)
             self._ranks.broadcast(DropPeer(*key))
         self._side_channel.forget(address)
 
@@ -339,8 +322,7 @@ class PullCoordinator:
             self._perform(state, state.cancel(self._clock()))
         elif not self._ended.get(pull_id, False):
             self._remember(pull_id, drained_told=True)
-            self._count(drained := PullDrained(pull_id))
-            self._events.append(drained)
+            self._events.append(PullDrained(pull_id))
 
     # -- peers
 
@@ -371,6 +353,7 @@ class PullCoordinator:
         self._counters["peer_restarts"] += 1
         self._peers.forget(key)
         if self._announced.pop(key, None):
+            self._held_leases.forget(key)
             self._ranks.broadcast(DropPeer(*key))
         gone = LeaseGone(f"prefill server {key[0]} was restarted")
         for state in self._states():
@@ -413,6 +396,7 @@ class PullCoordinator:
             return
         if peer.key not in self._announced:
             self._announced[peer.key] = peer.address
+            self._held_leases.meet(peer.metadata)
             self._ranks.broadcast(AddPeer(peer.metadata))
         self._perform(state, state.peer_ready(now))
 
@@ -430,6 +414,11 @@ class PullCoordinator:
     def _send(self, state: PullState, action: Action) -> None:
         remote = state.remote
         match action:
+            case LookAtWord():
+                held = self._held_leases.is_held(key_of(remote), remote.lease_id)
+                self._perform(state, state.word_seen(held, self._clock()))
+            case SendAlert() if self._held_leases.sees(key_of(remote)):
+                pass  # P will not be asked
             case SendRenew() | SendComplete() | SendAbort() | SendAlert():
                 request = self._questions.lease(state.pull_id, remote, action)
                 self._post(address_of(remote), request)
@@ -441,14 +430,7 @@ class PullCoordinator:
             case SuspectPeer():
                 self._peers.forget(key_of(remote))
             case Emit(event):
-                self._count(event)
                 self._events.append(event)
-
-    def _count(self, event: Event) -> None:
-        self._counters[_EVENT_COUNTERS[type(event)]] += 1
-        if isinstance(event, PullDone):
-            self._counters["bytes_pulled"] += event.nbytes
-            self._counters["descriptors"] += event.descriptors
 
     def _post(self, address: Address, request: Request) -> None:
         try:

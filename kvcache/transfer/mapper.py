@@ -8,13 +8,10 @@ tests and for reading along.
 import ctypes
 import logging
 import os
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +23,7 @@ from kvcache.pool import TORCH_DTYPES, KVPool
 from kvcache.transfer import cuda_ipc
 from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.gather import Gather, locate
+from kvcache.transfer.processes import host_id
 from kvcache.transfer.topology import IntArray
 from protocol.handshake import RankMetadata
 
@@ -130,15 +128,6 @@ def offer(pool: KVPool) -> dict[str, Any]:
         host=host_id(), pid=os.getpid(), handle=handle, offset=offset, fd=fd, token=token
     )
     return {EXTRA_KEY: msgspec.to_builtins(record, builtin_types=(bytes,))}
-
-
-@lru_cache(maxsize=1)
-def host_id() -> str:
-    """Equal for two processes on one running kernel, in whatever containers."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def offered(rank: RankMetadata) -> MappableRecord:

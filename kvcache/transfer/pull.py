@@ -38,6 +38,7 @@ class PullSettings:
     fence_timeout_s: float = 5.0
     connection_timeout_s: float = 2.0  # without a connection to the side channel
     fence_retry_s: float = 1.0  # COMPLETE is repeated, with the same attempt id
+    release_delay_s: float = 0.001  # of COMPLETE where nothing waits for it: first the next step
     renew_interval_s: float | None = None  # a third of the lease
     drain_grace_s: float = 0.25  # a failed pull's READs may end before its verdict is told
     backoff_min_s: float = 1.0  # after a failed handshake, doubling
@@ -59,13 +60,14 @@ class PeerFailed:
 
 @dataclass(frozen=True)
 class PullDone:
-    """Every rank has read, and P confirmed that the lease was held until then."""
+    """Every rank has read, and the lease was held until then."""
 
     pull_id: str
     nbytes: int  # useful bytes, all ranks
     descriptors: int
-    seconds: float  # from `pull` to the fence's answer
-    path: str  # "direct" | "staged" | "none" when there was nothing to read
+    seconds: float  # from `pull` until the fence was passed
+    path: str  # "direct" | "staged" | "mapped" | "none" when there was nothing to read
+    fence: str = "none"  # "word": P's word was seen standing; "asked": P said ok
 
 
 @dataclass(frozen=True)

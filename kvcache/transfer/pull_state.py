@@ -1,12 +1,15 @@
 """One pull's decisions: (state, event, now) -> actions. No I/O, no clock.
 
     HELD --pull--> WAITING --peer ready--> READING --every rank read all--> FENCING --ok--> ENDED
-      |               |                       |                                |
-      `---------------+-----------------------+---- failure or cancel ---------'
+      |               |                       |                               | |              |
+      |               |                       |           P's word still stands `-> CLOSING ---'
+      `---------------+-----------------------+---- failure or cancel --------'
                                               |
                                         DRAINING (READs still active) --the last one ended--> ENDED
 
-A pull of no tokens is done at once and only CLOSES its lease: nothing it read needs a fence.
+The fence is P's word where it can be seen (lease_words.py), else its answer to COMPLETE. What is
+done and only CLOSES its lease lets P have its blocks back; nothing waits for that. So does a pull
+of no tokens: nothing it read needs a fence.
 """
 
 from dataclasses import dataclass
@@ -37,6 +40,11 @@ class Phase(Enum):
     CLOSING = "closing"
     DRAINING = "draining"
     ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class LookAtWord:
+    """Tell by `word_seen` whether P's word says that the lease is held."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,17 @@ class Emit:
     event: Event
 
 
-Action = SendRenew | SendComplete | SendAbort | SendAlert | FanOut | StopRanks | SuspectPeer | Emit
+Action = (
+    LookAtWord
+    | SendRenew
+    | SendComplete
+    | SendAbort
+    | SendAlert
+    | FanOut
+    | StopRanks
+    | SuspectPeer
+    | Emit
+)
 
 
 class PullState:
@@ -107,6 +125,7 @@ class PullState:
         self._failure_told = False
         self._cancelled = False
         self._alerted = False
+        self._looking = False  # LookAtWord has not been answered
         self._began = now
         self._next_renewal = now  # the first one finds out whether the lease still is
         self._timeout = float("inf")  # of the phase
@@ -114,6 +133,11 @@ class PullState:
 
     def __repr__(self) -> str:
         return f"<PullState {self.pull_id} {self.phase.value}, {len(self._reading)} ranks reading>"
+
+    @property
+    def is_ending(self) -> bool:
+        """A rank has read its share, and others or the fence are awaited."""
+        return self.phase is Phase.FENCING or (self.phase is Phase.READING and bool(self._reports))
 
     def deadline(self) -> float:
         """When `tick` next has something to do; infinity for never."""
@@ -172,7 +196,20 @@ class PullState:
         if self._reading:
             return []
         self.phase = Phase.FENCING
-        return self._complete(now)
+        self._looking = True
+        return [LookAtWord()]
+
+    def word_seen(self, held: bool, now: float) -> list[Action]:
+        """The answer to LookAtWord: what was seen of the lease after the last byte had come."""
+        if self.phase is not Phase.FENCING or not self._looking:
+            return []
+        self._looking = False
+        if not held:
+            return self._complete(now)
+        self.phase = Phase.CLOSING
+        self._timeout = now + self._settings.fence_timeout_s
+        self._next_retry = now + self._settings.release_delay_s
+        return [Emit(self._done(now, "word"))]
 
     def renew_answered(self, ok: bool, reason: str, now: float) -> list[Action]:
         if ok or not self._renews:
@@ -186,7 +223,7 @@ class PullState:
             return []
         if not ok:
             return self.fail(self._lease_gone(reason), now)
-        return [Emit(self._done(now)), *self._end()]
+        return [Emit(self._done(now, "asked")), *self._end()]
 
     def cancel(self, now: float) -> list[Action]:
         """The engine gave up: no verdict any more, one PullDrained, perhaps a PullStuck before."""
@@ -277,9 +314,9 @@ class PullState:
             f"lease {self.remote.lease_id} on {self.remote.engine_id} is gone: {reason}"
         )
 
-    def _done(self, now: float) -> PullDone:
+    def _done(self, now: float, fence: str) -> PullDone:
         nbytes = sum(report.nbytes for report in self._reports)
         descriptors = sum(report.descriptors for report in self._reports)
         paths = sorted({report.path for report in self._reports} - {"none"})
         path = "+".join(paths) or "none"
-        return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path)
+        return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path, fence)

@@ -49,8 +49,9 @@ class WorkerLink(ABC):
         """Tells the coordinator."""
 
     def awaits_fence(self) -> bool:
-        """Takes an answer that has come; whether one to a fence is still to come. A worker with
-        nothing to do may ask this again and again instead of sleeping."""
+        """Takes what has come from other ranks or P; whether more is to come before a pull whose
+        share here has been read is over. A worker with nothing to do may ask this again and again
+        instead of sleeping."""
         return False
 
     def wait(self, timeout_s: float | None) -> None:
@@ -189,6 +190,10 @@ class RankLinks:
         """A command is likely to follow within milliseconds: ranks inside stay awake for it."""
         for link in self._inside.values():
             link.expect()
+
+    def has_something(self) -> bool:
+        """Whether a rank outside has said something."""
+        return self._listener is not None and bool(self._epoll.poll(0, 1))
 
     def receive(self) -> list[Report]:
         """All waiting reports; greetings are answered here."""

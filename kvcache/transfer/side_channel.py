@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
+from kvcache.transfer.held_leases import PublishedWords
 from kvcache.transfer.pace import allow_short_naps
 from kvcache.transfer.side_client import Address, SideChannelClient, split
 from kvcache.transfer.wire import Wire, WireClosed, listen, tune, wait_readable
@@ -75,12 +76,13 @@ class LeaseServer:
         bind_host: str | None = None,
     ) -> None:
         self._host = host
-        self._metadata = metadata
+        self._words = PublishedWords.create()
+        self._metadata = metadata if self._words is None else self._words.announced(metadata)
         self._secret = secret
         self._clock = clock
         self._on_event = on_event
         self._lock = threading.Lock()
-        self._table = LeaseTable()
+        self._table = LeaseTable(words=self._words)
         names = ("granted", "renewed", "gone", "refused", "metadata_sent", "internal_errors")
         self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
         try:

@@ -66,9 +66,9 @@ class Turns:
                 return
             self._turn()
             sooner = bool(self._calls) or self._deadline() < self._wakes_at
+        self._after()
         if sooner:
             self._waker.wake()
-        self._after()
 
     def close(self, last: Callable[[], None]) -> None:
         """Ends the thread and all turns; `last` is done under the lock."""

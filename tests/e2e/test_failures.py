@@ -143,10 +143,12 @@ def test_a_malformed_reference_is_a_400(
 
 @pytest.fixture
 def own_cluster(tiny_model: Path) -> Iterator[Cluster]:
-    """A cluster to break."""
-    prefiller = start_prefill(tiny_model)
+    """A cluster to break. Over TCP, where a stopped server's KV cannot be read."""
+    tcp = {"UCX_TLS": "tcp,self"}
+    prefiller = start_prefill(tiny_model, **tcp)
     with running(prefiller):
-        decode = start_decode(tiny_model, "--fence-timeout-s", "20", "--handshake-timeout-s", "3")
+        limits = ("--fence-timeout-s", "20", "--handshake-timeout-s", "3")
+        decode = start_decode(tiny_model, "--transfer", "nixl", *limits, **tcp)
         with running(decode):
             proxy = start_proxy([prefiller], [decode])
             with running(proxy):
@@ -160,7 +162,7 @@ def test_kill_of_the_prefill_server_in_mid_transfer(
     complete(own_cluster.url, make_prompt(next(_seeds), 70), 3)  # the handshake is done
     expected = tiny_reference.generate(prompt, 12)
     params = prefill(prefiller.url, prompt)
-    prefiller.signal_engine(signal.SIGSTOP)  # the fence cannot be passed
+    prefiller.signal_engine(signal.SIGSTOP)  # no READ can end
     first = threading.Event()
     events: list[Any] = []
 

@@ -28,6 +28,7 @@ from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.mapper import offer
 from kvcache.transfer.plan import CostModel, heads_of
 from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.processes import own_record
 from kvcache.transfer.pull import Event, PullSettings
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.side_channel import LeaseServer
@@ -100,6 +101,7 @@ class Prefill:
         edit: Callable[[EngineMetadata], EngineMetadata] = lambda metadata: metadata,
         secret: bytes = SECRET,
         device: str = "cpu",
+        shows_words: bool = True,
         **changes: Any,
     ) -> None:
         self.tp = tp
@@ -119,6 +121,9 @@ class Prefill:
         self.server = LeaseServer(
             "127.0.0.1", port, edit(self.metadata), secret, on_event=self.ended.set
         )
+        if not shows_words:  # as to a reader that cannot open them
+            shown = self.server._metadata
+            self.server._metadata = msgspec.structs.replace(shown, held_leases=None)
         self.server.start()
 
     def _rank(self, rank: int) -> RankMetadata:
@@ -138,6 +143,7 @@ class Prefill:
             device_kind=pool.device.type,
             layout=pool.layout.to_record(),
             extra=offer(pool),
+            process=own_record(),
         )
 
     def lease(
@@ -330,6 +336,8 @@ def serve_prefill(agent_kind: Callable[..., TransferAgent], options: dict[str, A
             prefill.pools.clear()
             torch.cuda.empty_cache()
             say({})
+        elif "counters" in question:
+            say(prefill.server.counters())
         else:
             say(msgspec.to_builtins(prefill.lease(**question)))
 

@@ -11,8 +11,9 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.mapper import EXTRA_KEY, MemoryMapper, NotMappable, host_id, offer, offered
+from kvcache.transfer.mapper import EXTRA_KEY, MemoryMapper, NotMappable, offer, offered
 from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.processes import host_id
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 from protocol.errors import (
     LeaseGone,

@@ -168,11 +168,13 @@ def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig: Any) -
     assert decode.wait(*ENDINGS) == PullDrained("a")
 
 
-def test_a_reference_used_twice_is_honoured_once(rig: Any) -> None:
-    prefill, decode = rig(Prefill), rig(Decode)
+@pytest.mark.parametrize("shows_words", [True, False])
+def test_a_reference_used_twice_is_honoured_once(rig: Any, shows_words: bool) -> None:
+    prefill, decode = rig(Prefill, shows_words=shows_words), rig(Decode)
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert prefill.outcomes() == ["completed"]
     decode.coordinator.pull("b", remote, 0, 8, [4])
     failed = decode.wait(*ENDINGS)
     assert isinstance(failed, PullFailed) and isinstance(failed.error, LeaseGone)
@@ -372,8 +374,10 @@ def test_a_dead_side_channel_fails_the_fence(rig: Any, timeout_s: float) -> None
     assert isinstance(failed.error, PeerUnreachable)
 
 
-def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
-    prefill, decode = rig(Prefill), rig(Decode, settings={"fence_retry_s": 0.1})
+@pytest.mark.parametrize("shows_words", [True, False])
+def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any, shows_words: bool) -> None:
+    prefill = rig(Prefill, shows_words=shows_words)
+    decode = rig(Decode, settings={"fence_retry_s": 0.1})
     answer, asked = prefill.server._answer, []
 
     def lose_the_first(frames: list[bytes]) -> Any:
@@ -386,6 +390,8 @@ def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
     prefill.server._answer = lose_the_first
     decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
+    while decode.coordinator.counters()["pulls_open"]:
+        decode.woken.wait(0.01)
     assert asked[0] == asked[1]
     assert prefill.outcomes() == ["completed"]
 

@@ -143,20 +143,27 @@ def test_a_stopped_peer_leaves_the_pull_undrained_until_it_is_certain() -> None:
     assert "as expected" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_peer_stopped_after_its_lease_ran_out_has_no_say(prefill: Child) -> None:
-    """Shared memory is readable although its owner is stopped; the fence is not."""
-    settings = {"fence_timeout_s": 0.3}
-    decode = Decode(agent, settings=settings, num_blocks=BLOCKS)
+@pytest.mark.parametrize("shows_words", [True, False])
+def test_a_peer_stopped_after_its_lease_ran_out(shows_words: bool) -> None:
+    """Shared memory is readable although its owner is stopped, and what the owner has not given
+    away is as it was: its word says so. Who cannot see the word has to ask, and fails."""
+    prefill = Child("prefill", num_blocks=BLOCKS, shows_words=shows_words)
+    decode = Decode(agent, settings={"fence_timeout_s": 0.3}, num_blocks=BLOCKS)
     first = prefill.lease([3, 4], 16)
     decode.coordinator.pull("a", first, 0, 16, [8, 7])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
     remote = prefill.lease([5], 8, lease_s=0.5)
     prefill.signal(signal.SIGSTOP)
     decode.coordinator.pull("b", remote, 0, 8, [1])
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and failed.drained, failed
+    ending = decode.wait(*ENDINGS)
+    if shows_words:
+        assert isinstance(ending, PullDone) and ending.fence == "word", ending
+        assert np.array_equal(decode.tokens([1], 0, 8), expected(remote, 0, 8))
+    else:
+        assert isinstance(ending, PullFailed) and ending.drained, ending
     prefill.signal(signal.SIGCONT)
     again = prefill.lease([6], 8)
     decode.coordinator.pull("c", again, 0, 8, [2])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
     decode.close()
+    prefill.close()

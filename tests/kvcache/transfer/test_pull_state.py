@@ -18,6 +18,7 @@ from kvcache.transfer.pull_state import (
     Action,
     Emit,
     FanOut,
+    LookAtWord,
     Phase,
     PullState,
     SendAbort,
@@ -63,6 +64,14 @@ def reading(ranks: int = 2) -> PullState:
     return pull
 
 
+def fencing() -> PullState:
+    """One that has asked."""
+    pull = reading(1)
+    pull.rank_ended(ended(0), now=2.0)
+    pull.word_seen(False, now=2.0)
+    return pull
+
+
 def ended(rank: int, complete: bool = True, error: ErrorInfo | None = None) -> RankEnded:
     return RankEnded(
         pull_id="a",
@@ -83,10 +92,52 @@ def test_the_fence_waits_for_every_rank() -> None:
     pull = reading()
     assert pull.rank_ended(ended(1), now=2.0) == []
     assert pull.rank_ended(ended(1), now=2.0) == []  # a report counts once
-    assert pull.rank_ended(ended(0), now=3.0) == [SendComplete("attempt")]
+    assert pull.rank_ended(ended(0), now=3.0) == [LookAtWord()]
+    assert pull.word_seen(False, now=3.0) == [SendComplete("attempt")]
     actions = pull.fence_answered(True, "", now=3.5)
-    assert events(actions) == [PullDone("a", 20, 4, 2.5, "direct")]
+    assert events(actions) == [PullDone("a", 20, 4, 2.5, "direct", "asked")]
     assert pull.phase is Phase.ENDED and pull.deadline() == float("inf")
+
+
+def test_a_word_that_stands_is_the_fence_and_the_lease_is_closed_afterwards() -> None:
+    pull = reading(1)
+    assert pull.rank_ended(ended(0), now=3.0) == [LookAtWord()]
+    done = PullDone("a", 10, 2, 2.25, "direct", "word")
+    assert pull.word_seen(True, now=3.25) == [Emit(done)]
+    assert pull.word_seen(True, now=3.25) == []
+    at = pull.deadline()
+    assert at == 3.25 + SETTINGS.release_delay_s  # P's answer stands in nobody's way
+    assert pull.tick(at) == [SendComplete("attempt")]
+    assert pull.tick(at + 1.0) == [SendComplete("attempt")]  # until it is answered
+    assert pull.fence_answered(False, "it ran out since", now=5.0) == []
+    assert pull.phase is Phase.ENDED
+
+
+def test_nothing_takes_a_passed_fence_back() -> None:
+    for what in ("failure", "gone", "silence", "cancel"):
+        pull = reading(1)
+        pull.rank_ended(ended(0), now=2.0)
+        pull.word_seen(True, now=2.0)
+        if what == "failure":
+            assert pull.fail(PeerUnreachable("x"), now=2.1) == []
+            assert pull.phase is Phase.CLOSING
+        elif what == "gone":
+            assert pull.renew_answered(False, "completed", now=2.1) == []
+        elif what == "cancel":
+            assert pull.cancel(2.1) == [Emit(PullDrained("a"))]
+        assert events(pull.tick(10.0)) == [] and pull.phase is Phase.ENDED
+
+
+def test_a_word_is_looked_at_only_after_the_last_byte() -> None:
+    early = reading(1)
+    assert early.word_seen(True, now=2.0) == []
+    assert early.rank_ended(ended(0), now=2.5) == [LookAtWord()]
+    late = fencing()
+    assert late.word_seen(True, now=3.0) == []  # P has been asked: its answer decides
+    cancelled = reading(1)
+    cancelled.rank_ended(ended(0), now=2.0)
+    cancelled.cancel(2.0)
+    assert cancelled.word_seen(True, now=2.0) == []
 
 
 def test_an_end_that_nears_is_told_to_the_peer_once_and_only_while_reading() -> None:
@@ -99,8 +150,7 @@ def test_an_end_that_nears_is_told_to_the_peer_once_and_only_while_reading() -> 
 
 
 def test_gone_at_the_fence_is_a_drained_failure_without_an_abort() -> None:
-    pull = reading(1)
-    pull.rank_ended(ended(0), now=2.0)
+    pull = fencing()
     actions = pull.fence_answered(False, "expired", now=2.0)
     (failed,) = events(actions)
     assert isinstance(failed.error, LeaseGone) and failed.drained
@@ -108,8 +158,7 @@ def test_gone_at_the_fence_is_a_drained_failure_without_an_abort() -> None:
 
 
 def test_a_lost_fence_is_repeated_with_the_same_attempt_until_its_timeout() -> None:
-    pull = reading(1)
-    pull.rank_ended(ended(0), now=2.0)
+    pull = fencing()
     assert pull.tick(2.9) == []
     for now in (3.0, 4.0, 5.0, 6.0):
         assert pull.deadline() == now
@@ -140,10 +189,9 @@ def test_a_renewal_answered_gone_fails_early_but_not_once_fencing() -> None:
     actions = pull.rank_ended(ended(0, complete=False), now=2.1)
     (failed,) = events(actions)
     assert isinstance(failed.error, LeaseGone)
-    fencing = reading(1)
-    fencing.rank_ended(ended(0), now=2.0)
-    assert fencing.renew_answered(False, "completed by us", now=2.0) == []
-    assert events(fencing.fence_answered(True, "", now=2.0)) != []
+    asked = fencing()
+    assert asked.renew_answered(False, "completed by us", now=2.0) == []
+    assert events(asked.fence_answered(True, "", now=2.0)) != []
 
 
 def test_a_rank_that_fails_stops_the_others_and_is_told_when_they_ended() -> None:
@@ -182,10 +230,9 @@ def test_the_pull_timeout_counts_from_the_first_read() -> None:
 def test_cancel_in_each_phase_ends_in_one_drained() -> None:
     held = state()
     assert held.cancel(1.0) == [Emit(PullDrained("a")), SendAbort()]
-    fencing = reading(1)
-    fencing.rank_ended(ended(0), now=2.0)
-    assert fencing.cancel(2.5) == [Emit(PullDrained("a")), SendAbort()]
-    assert fencing.fence_answered(True, "", now=2.6) == []
+    asked = fencing()
+    assert asked.cancel(2.5) == [Emit(PullDrained("a")), SendAbort()]
+    assert asked.fence_answered(True, "", now=2.6) == []
     during = reading(2)
     assert during.cancel(2.0) == [StopRanks()]
     assert during.cancel(2.1) == [] and during.tick(50.0) == [Emit(PullStuck("a"))]
@@ -225,9 +272,12 @@ def test_nothing_to_read_is_done_before_the_lease_is_closed() -> None:
 class PullMachine(RuleBasedStateMachine):
     """Property: whatever happens in whatever order, the promises of pull.py hold."""
 
-    @initialize(ranks=st.integers(1, 3), begun=st.sampled_from([True, True, False]))
-    def begin(self, ranks: int, begun: bool) -> None:
+    @initialize(
+        ranks=st.integers(1, 3), begun=st.sampled_from([True, True, False]), word=st.booleans()
+    )
+    def begin(self, ranks: int, begun: bool, word: bool) -> None:
         self.now = 0.0
+        self.word = word  # stands, when it is looked at
         self.pull = state(ranks)
         self.reading: set[int] = set()
         self.incomplete = False
@@ -247,6 +297,9 @@ class PullMachine(RuleBasedStateMachine):
                     self.reading = set(range(self.pull._num_ranks))
                 case StopRanks():
                     self.stopped = True
+                case LookAtWord():
+                    assert not self.reading and not self.incomplete and not self.cancelled
+                    self.perform(self.pull.word_seen(self.word, self.now), fence_ok=self.word)
                 case SendComplete(attempt):
                     assert attempt == "attempt"
                     assert not self.reading and not self.incomplete
@@ -263,6 +316,7 @@ class PullMachine(RuleBasedStateMachine):
         if isinstance(event, PullDone):
             assert not verdicts and not self.cancelled and not self.reading
             assert not self.incomplete and (fence_ok or event.path == "none")
+            assert event.path == "none" or (event.fence == "word") == self.word
         elif isinstance(event, PullFailed):
             assert not verdicts and not self.cancelled
             assert event.drained == (not self.reading)

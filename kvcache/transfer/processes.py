@@ -1,0 +1,91 @@
+"""Processes of this host by identity: a process id alone may be another's a moment later."""
+
+import os
+import select
+import socket
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from protocol.handshake import ProcessRecord
+
+_STARTED = 19  # field of /proc/PID/stat after the name: ticks since the host's start
+
+
+class ProcessGone(Exception):
+    """This process is not there, or cannot be seen from here; the text says which."""
+
+
+@lru_cache(maxsize=1)
+def host_id() -> str:
+    """Equal for two processes on one running kernel, in whatever containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def own_record() -> ProcessRecord | None:
+    """This process, for others to find; None on a system that does not say enough."""
+    try:
+        return ProcessRecord(
+            host=host_id(),
+            pid_namespace=_pid_namespace(),
+            pid=os.getpid(),
+            started=_started(os.getpid()),
+        )
+    except OSError:
+        return None
+
+
+class Watched:
+    """Processes that can be told from their successors.
+
+    Raises:
+        ProcessGone: one has ended, or lives where it cannot be watched from here.
+    """
+
+    def __init__(self, records: Iterable[ProcessRecord]) -> None:
+        self._fds: list[int] = []
+        self._poll = select.poll()
+        try:
+            for record in set(records):
+                self._watch(record)
+        except OSError as error:
+            self.close()
+            raise ProcessGone(f"its processes cannot be watched: {error}") from error
+        except ProcessGone:
+            self.close()
+            raise
+
+    def all_alive(self) -> bool:
+        """None has ended. As a process id is another's only after that, each was until now what
+        it is called."""
+        return bool(self._fds) and not self._poll.poll(0)
+
+    def close(self) -> None:
+        while self._fds:
+            fd = self._fds.pop()
+            self._poll.unregister(fd)
+            os.close(fd)
+
+    def _watch(self, record: ProcessRecord) -> None:
+        if record.host != host_id():
+            raise ProcessGone("it is on another host")
+        if record.pid_namespace != _pid_namespace():
+            raise ProcessGone("its processes have other numbers here")
+        fd = os.pidfd_open(record.pid)
+        self._fds.append(fd)
+        self._poll.register(fd, select.POLLIN)
+        # After the descriptor was had, so that it is this process's and no predecessor's.
+        if _started(record.pid) != record.started or self._poll.poll(0):
+            raise ProcessGone(f"process {record.pid} has ended")
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _started(pid: int) -> int:
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return int(text[text.rindex(")") + 2 :].split()[_STARTED])

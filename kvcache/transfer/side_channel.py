@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
 from kvcache.transfer.held_leases import PublishedWords
@@ -169,7 +170,8 @@ class LeaseServer:
                 self._accept()
                 continue
             try:
-                wire.flush()
+                with suppress(WireClosed):  # who asks no more may have said something before
+                    wire.flush()
                 for message in wire.receive():
                     served = True
                     self._reply(wire, message)
@@ -203,7 +205,8 @@ class LeaseServer:
         if not isinstance(reply, Refused):
             self._strangers.pop(wire.fileno(), None)
         if reply is not None:
-            wire.send(b"".join(seal_reply(reply, self._secret)))
+            with suppress(WireClosed):  # as above; `receive` meets the end when all is read
+                wire.send(b"".join(seal_reply(reply, self._secret)))
 
     def _sweep(self) -> None:
         with self._lock:

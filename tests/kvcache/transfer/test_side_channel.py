@@ -274,6 +274,26 @@ def test_unknown_fields_are_ignored(server: Server) -> None:
     assert raw_exchange(server, b"".join(signed(payload)))["type"] == "metadata"
 
 
+def test_what_was_said_before_the_connection_broke_is_heard(server: Server) -> None:
+    """A socket closed with an answer unread breaks at once, and with it what P would answer."""
+    leases = [server.grant("r", [block], 60.0) for block in (1, 2)]
+    frames = [seal_request(renew(leases[0]), SECRET)]
+    for lease_id in leases:
+        abort = AbortLease(nonce=new_id(), incarnation="first", lease_id=lease_id)
+        frames.append(seal_request(abort, SECRET))
+    asking, *aborting = [framed(b"".join(frame)) for frame in frames]
+    with socket.create_connection(server.address) as asker:
+        asker.sendall(asking)
+        wait_readable(asker, timeout_s=DEADLINE_S)
+        with server._lock:  # its thread cannot answer before all is said
+            asker.sendall(asking + b"".join(aborting))
+            asker.close()
+    ended: list[LeaseState] = []
+    while len(ended) < 2:
+        ended += server.outcomes()
+    assert ended == [LeaseState.ABORTED] * 2
+
+
 def test_an_alert_has_no_answer(server: Server) -> None:
     messages = [
         seal_request(Alert(nonce="n"), SECRET),

@@ -80,6 +80,11 @@ class StepOutput:
     scores: list[list[TokenLogprobs]] = field(default_factory=list)  # as StepInput.scores
 
 
+class StepFailed(Exception):
+    """A step could not be launched, and left nothing behind that taking it again, whole or one
+    sequence at a time, would not overwrite: the device is well, and no other rank has begun."""
+
+
 class PendingStep(Protocol):
     """A launched step."""
 

@@ -14,6 +14,11 @@ sequence that cannot be planned so (its choices fork off with the result) sits a
 preemption may be due the round first takes in the result. A step with grammars is launched up to
 its logits; its tokens are drawn once the masks are known, which follow from the step before. The
 scheduler keeps a released block from everyone until no launched step refers to it (I8).
+
+An exception that is one request's ends that request alone. A step that could not be launched, while
+the device is well and no other rank has begun it, is taken again one sequence at a time; who fails
+by itself is failed. So is a request whose tokens cannot be taken in. Everything else (the device, a
+collective, the books of the blocks) ends the engine: nobody could say what is right any more.
 """
 
 import logging
@@ -27,15 +32,15 @@ from typing import Any, Protocol
 
 from llguidance import LLMatcher
 
-from engine.batch import PendingStep, StepInput, StepOutput, build_step
+from engine.batch import PendingStep, StepFailed, StepInput, StepOutput, build_step
 from engine.grammar import GrammarCompiler, StepMasks
 from engine.outbox import Draw, Outbox
 from engine.role import CoreServices, KVRole
-from engine.scheduler import Plan, Scheduled, Scheduler, SchedulerLimits
+from engine.scheduler import Plan, Scheduled, Scheduler
 from engine.sequence import Phase, Sequence
 from engine.shaping import ShapeBook
-from kvcache.blocks import BlockState
-from protocol.errors import BatonError, ContextLengthExceeded, GrammarFailed, InvalidRequest
+from kvcache.blocks import BlockError
+from protocol.errors import BatonError, GrammarFailed, InternalError
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -44,7 +49,6 @@ from protocol.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from protocol.metrics import stat_key
 
 logger = logging.getLogger("baton.engine")
 
@@ -68,7 +72,12 @@ class Executor(Protocol):
     def depth(self) -> int:
         """Steps that may be under way when another is launched."""
 
-    def launch(self, step: StepInput) -> PendingStep: ...
+    def launch(self, step: StepInput) -> PendingStep:
+        """Begins a step.
+
+        Raises:
+            StepFailed: it did not begin, and others still can.
+        """
 
 
 @dataclass(frozen=True)
@@ -156,21 +165,55 @@ class EngineCore(CoreServices):
         plan = self.scheduler.schedule()
         self._begin(plan)
         if plan.scheduled:
-            step = build_step(plan.scheduled, self._shape_book, self.scheduler.take_copies())
-            self._flush()  # first tokens do not wait for the step
-            if step.is_masked:
-                self._launch_masked(plan.scheduled, step)
-            else:
-                self._launch(plan.scheduled, step)
+            try:
+                self._step(plan.scheduled)
+            except StepFailed as error:
+                self._step_one_by_one(plan.scheduled, error)
         self._finish_steps(self.executor.depth if plan.scheduled else 0)
         self._flush()
         return bool(was_under_way or plan.scheduled or plan.receiving or plan.preempted)
+
+    def _step(self, scheduled: list[Scheduled]) -> None:
+        copies = self.scheduler.take_copies()
+        try:
+            step = build_step(scheduled, self._shape_book, copies)
+        except Exception as error:
+            raise StepFailed(f"its arrays could not be made: {error!r}") from error
+        self._flush()  # first tokens do not wait for the step
+        if step.is_masked:
+            self._launch_masked(scheduled, step)
+        else:
+            self._launch(scheduled, step)
+
+    def _step_one_by_one(self, scheduled: list[Scheduled], error: StepFailed) -> None:
+        """Instead of a step that failed."""
+        logger.warning("a step of %d sequences is taken one by one", len(scheduled), exc_info=error)
+        self._finish_steps(0)
+        for item in scheduled:
+            sequence = item.sequence
+            if sequence.phase is not Phase.RUNNING or not sequence.num_uncomputed:
+                continue  # it ended with the step before
+            self._shape_book = ShapeBook()  # a failed step may have changed half of its rows
+            self.scheduler.put_back_copies()
+            try:
+                num_tokens = min(item.num_tokens, sequence.num_uncomputed)
+                self._step([Scheduled.next_of(sequence, num_tokens)])
+            except StepFailed as alone:
+                self._give_up(sequence, alone)
+            self._finish_steps(0)
+        self._shape_book = ShapeBook()
+        self.scheduler.put_back_copies()
 
     def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
         """The masks are found while the step computes its logits: at once, or when the tokens of
         the step before are there."""
         masks = None if self._launched else self._masks(scheduled)
-        pending = self._launch(scheduled, step)
+        try:
+            pending = self._launch(scheduled, step)
+        except StepFailed:
+            if masks is not None:
+                masks.result()  # another thread fills them: it shall not go on with these grammars
+            raise
         if masks is None:
             self._finish_steps(1)
             masks = self._masks(scheduled)
@@ -217,7 +260,7 @@ class EngineCore(CoreServices):
 
     def _add(self, request: AddRequest) -> None:
         sequence = Sequence.from_request(request)
-        error = _refusal(request, self.scheduler.limits)
+        error = self.scheduler.limits.refusal(request)
         if error is not None:
             self._outbox.error(sequence, error)
             return
@@ -306,21 +349,34 @@ class EngineCore(CoreServices):
         for item in scheduled:
             tokens = [next(drawn) for _ in item.draws]
             scored = next(scores) if item.scored else []
-            sequence = item.sequence
-            if sequence.phase is not Phase.RUNNING:
+            if item.sequence.phase is not Phase.RUNNING:
                 continue  # it ended after the step was launched
-            self.scheduler.computed(item)
-            self._take_prompt_logprobs(sequence, scored)
-            draws = [
-                self._draw(choice, *token)
-                for choice, token in zip(item.draws, tokens, strict=True)
-                if not choice.has_ended
-            ]
-            self.scheduler.fork_choices(sequence)
-            for draw in draws:
-                self._tell(draw)
-            if sequence.request.max_tokens == 0 and self._finish_reason(sequence):
-                self._end_choices([(choice, "length") for choice in sequence.choices])
+            try:
+                self._commit_one(item, tokens, scored)
+            except (BlockError, AssertionError):
+                raise
+            except Exception as error:
+                self._give_up(item.sequence, error)
+
+    def _commit_one(
+        self,
+        item: Scheduled,
+        tokens: list[tuple[int, TokenLogprobs | None]],
+        scored: list[TokenLogprobs],
+    ) -> None:
+        sequence = item.sequence
+        self.scheduler.computed(item)
+        self._take_prompt_logprobs(sequence, scored)
+        draws = [
+            self._draw(choice, *token)
+            for choice, token in zip(item.draws, tokens, strict=True)
+            if not choice.has_ended
+        ]
+        self.scheduler.fork_choices(sequence)
+        for draw in draws:
+            self._tell(draw)
+        if sequence.request.max_tokens == 0 and self._finish_reason(sequence):
+            self._end_choices([(choice, "length") for choice in sequence.choices])
 
     def _take_prompt_logprobs(self, sequence: Sequence, scored: list[TokenLogprobs]) -> None:
         if sequence.prompt_logprobs is not None:
@@ -385,6 +441,16 @@ class EngineCore(CoreServices):
         if all(other.has_ended for other in choice.choices):
             self.sequences.pop(choice.request_id, None)
 
+    def _give_up(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a request that the engine failed on, whatever became of its choices."""
+        logger.error("request %s is ended alone", sequence.request_id, exc_info=error)
+        for choice in sequence.choices:
+            choice.has_ended = True
+        for choice in sequence.choices:
+            self._stop(choice)
+        reason = str(error).partition("\n")[0]
+        self.fail(sequence, InternalError(f"The engine failed on this request: {reason}"))
+
     def _stop(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is."""
         if sequence.phase is Phase.FINISHED:
@@ -415,38 +481,5 @@ class EngineCore(CoreServices):
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
-        scheduler = self.scheduler
-        counts = scheduler.allocator.counts()
-        blocks = {
-            stat_key("baton_kv_blocks", state=state.name.lower()): float(counts[state])
-            for state in BlockState
-        }
-        return {
-            **blocks,
-            "baton_kv_blocks_capacity": float(scheduler.allocator.capacity),
-            "baton_kv_block_size_tokens": float(scheduler.limits.block_size),
-            "baton_requests_running": float(len(scheduler.running)),
-            "baton_requests_waiting": float(len(scheduler.waiting)),
-            "baton_requests_receiving": float(len(scheduler.receiving)),
-            "baton_preemptions": float(scheduler.num_preemptions),
-            **{name: float(value) for name, value in self._totals.items()},
-            **self.role.stats(),
-        }
-
-
-def _refusal(request: AddRequest, limits: SchedulerLimits) -> BatonError | None:
-    """What the HTTP process checks with a proper message; this is the engine's own guard."""
-    num_tokens = len(request.token_ids) + min(request.max_tokens, 1)
-    if num_tokens > limits.max_model_len:
-        return ContextLengthExceeded(
-            f"the prompt has {len(request.token_ids)} tokens and the context "
-            f"{limits.max_model_len}; shorten the prompt",
-            param="prompt",
-        )
-    if not 1 <= request.num_choices <= limits.max_num_seqs:
-        return InvalidRequest(
-            f"n is {request.num_choices}, this server draws 1 to {limits.max_num_seqs} choices; "
-            "lower it",
-            param="n",
-        )
-    return None
+        totals = {name: float(value) for name, value in self._totals.items()}
+        return {**self.scheduler.stats(), **totals, **self.role.stats()}

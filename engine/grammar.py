@@ -85,17 +85,23 @@ class GrammarState:
             self._num_consumed, self.ending = 0, None
         news = list(token_ids[num_prompt_tokens + self._num_consumed :])
         if news and self.ending is None:
-            self._matcher.consume_tokens(news)
-            self._num_consumed += len(news)
-            self.ending = self._look()
+            try:
+                self._matcher.consume_tokens(news)
+                self._num_consumed += len(news)
+                self.ending = self._look()
+            except Exception as error:
+                self.ending = self._broken(error)
         return self.ending
 
     def fill(self, row: Int32s) -> None:
         """Writes the allowed tokens' bits to `row` [W], W words of 32 tokens. Where nothing can be
         drawn, that sets `ending`, and `row` allows everything."""
         if self.ending is None:
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            self.ending = self._look() or self._restrict(row)
+            try:
+                self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                self.ending = self._look() or self._restrict(row)
+            except Exception as error:
+                self.ending = self._broken(error)
         if self.ending is not None:
             row.fill(-1)
 
@@ -118,6 +124,11 @@ class GrammarState:
         if self._matcher.is_accepting() and self._num_consumed > 0:
             return COMPLETE
         return self._failed(self._matcher.stop_reason())
+
+    def _broken(self, error: Exception) -> Ending:
+        """The matcher's own mistake ends one request, not all."""
+        logger.exception("a grammar's matcher failed", exc_info=error)
+        return self._failed(f"its matcher failed: {error}")
 
     def _failed(self, reason: str) -> Ending:
         return Ending(

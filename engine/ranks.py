@@ -111,6 +111,7 @@ class Leader:
 
     def launch(self, step: StepInput) -> PendingStep:
         assert self.runner is not None, "the runner is set once its pool is allocated"
+        self.runner.check(step)
         if self._identities:
             self._send_all(Step(step_to_bytes(step)))
         return self.runner.launch(step)

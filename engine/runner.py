@@ -16,7 +16,7 @@ import torch
 
 from attention.base import AttentionBackend
 from attention.registry import create_backend
-from engine.batch import Int32s, Int64s, PendingStep, StepInput, StepOutput
+from engine.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, StepOutput
 from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
 from engine.launched import LastDrawn, LaunchedStep
@@ -199,10 +199,42 @@ class ModelRunner:
         """A step, from its arrays to the drawn tokens."""
         return self.launch(step).result()
 
+    def check(self, step: StepInput) -> None:
+        """Finds what would end a GPU's context, or come after other ranks have begun the step.
+
+        Raises:
+            StepFailed: a token id that the model does not have.
+        """
+        ids = [int(step.token_ids.max())]
+        for setup in step.shapes.setups if step.shapes else ():
+            ids += [max(named) for named in (setup.bias, setup.prompt_ids) if named]
+        ids += [max(rows.targets) for rows in step.scores]
+        if max(ids) >= self.model_config.vocab_size:
+            raise StepFailed(
+                f"token {max(ids)} is none of the model's {self.model_config.vocab_size}"
+            )
+
     @torch.inference_mode()
     def launch(self, step: StepInput) -> PendingStep:
         """Begins a step that computes its tokens, writes their KV, and draws where a sequence
-        ends. Results are to be asked for in the order of the launches."""
+        ends. Results are to be asked for in the order of the launches.
+
+        Raises:
+            StepFailed: it did not begin, or only in part, and can be taken again.
+        """
+        try:
+            return self._begin(step)
+        except AssertionError:
+            raise
+        except Exception as error:
+            if self.model.parallel.size > 1:
+                raise  # the other ranks have begun it
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # raises where it is the device that failed
+                torch.cuda.empty_cache()
+            raise StepFailed(f"{type(error).__name__}: {error}") from error
+
+    def _begin(self, step: StepInput) -> PendingStep:
         assert self.memory is not None, "allocate() comes first"
         if step.copies:
             self.memory.pool.copy_blocks(step.copies)

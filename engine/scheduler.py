@@ -24,8 +24,11 @@ from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field
 
 from engine.sequence import Phase, Sequence
-from kvcache.blocks import BlockAllocator
+from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
+from protocol.errors import BatonError, ContextLengthExceeded, InvalidRequest
+from protocol.messages import AddRequest
+from protocol.metrics import stat_key
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,23 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int  # tokens, prompt and outputs
     block_size: int  # tokens
+
+    def refusal(self, request: AddRequest) -> BatonError | None:
+        """What the HTTP process checks with a proper message; this is the engine's own guard."""
+        num_tokens = len(request.token_ids) + min(request.max_tokens, 1)
+        if num_tokens > self.max_model_len:
+            return ContextLengthExceeded(
+                f"the prompt has {len(request.token_ids)} tokens and the context "
+                f"{self.max_model_len}; shorten the prompt",
+                param="prompt",
+            )
+        if not 1 <= request.num_choices <= self.max_num_seqs:
+            return InvalidRequest(
+                f"n is {request.num_choices}, this server draws 1 to {self.max_num_seqs} choices; "
+                "lower it",
+                param="n",
+            )
+        return None
 
 
 @dataclass(frozen=True)
@@ -343,6 +363,10 @@ class Scheduler:
         self._copying, self._copies = self._copies, []
         return self._copying
 
+    def put_back_copies(self) -> None:
+        """The step that was to make them was not launched."""
+        self._copies, self._copying = [*self._copying, *self._copies], []
+
     def _forget_unwanted_copies(self) -> None:
         """Of choices that were aborted or preempted before their step came."""
         for copy in [copy for copy in self._copies if not copy.is_wanted]:
@@ -428,6 +452,23 @@ class Scheduler:
         else:
             self.allocator.release(sequence.block_ids)
         sequence.forget_blocks()
+
+    def stats(self) -> dict[str, float]:
+        """Values by series (protocol.metrics)."""
+        counts = self.allocator.counts()
+        blocks = {
+            stat_key("baton_kv_blocks", state=state.name.lower()): float(counts[state])
+            for state in BlockState
+        }
+        return {
+            **blocks,
+            "baton_kv_blocks_capacity": float(self.allocator.capacity),
+            "baton_kv_block_size_tokens": float(self.limits.block_size),
+            "baton_requests_running": float(len(self.running)),
+            "baton_requests_waiting": float(len(self.waiting)),
+            "baton_requests_receiving": float(len(self.receiving)),
+            "baton_preemptions": float(self.num_preemptions),
+        }
 
     def check_integrity(self) -> None:
         """Blocks add up, and an idle scheduler leaves none in use."""

@@ -195,7 +195,7 @@ class LogitShaper:
             setup.penalties,
             np.fromiter(setup.bias.keys(), np.int64, len(setup.bias)),
             np.fromiter(setup.bias.values(), np.float32, len(setup.bias)),
-            np.array(setup.stop_token_ids, np.int64),
+            np.array([i for i in setup.stop_token_ids if i < self.vocab_size], np.int64),
         )
         if setup.penalties is None:
             return

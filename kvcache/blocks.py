@@ -49,15 +49,19 @@ class BlockState(IntEnum):
 _HOLDS_BYTES = frozenset({BlockState.USED, BlockState.LEASED, BlockState.CACHED})
 
 
-class OutOfBlocks(RuntimeError):
+class BlockError(RuntimeError):
+    """The books of the blocks were about to go wrong, or have."""
+
+
+class OutOfBlocks(BlockError):
     """Fewer blocks are free or evictable than were asked for; nothing was taken."""
 
 
-class BlockStateError(RuntimeError):
+class BlockStateError(BlockError):
     """A move that the state machine does not have: a bug of the caller, never a peer's fault."""
 
 
-class IntegrityError(RuntimeError):
+class IntegrityError(BlockError):
     """The books do not balance (I1) or a block has two owners (I2)."""
 
 

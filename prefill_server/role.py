@@ -36,7 +36,11 @@ class PrefillRole(KVRole):
         self.core.scheduler.allocator.lease(block_ids)
         lease_id = self._leases.grant(sequence.request_id, block_ids, self._config.lease_s)
         self._by_request[sequence.request_id] = lease_id
-        return self._params(sequence, block_ids, lease_id)
+        try:
+            return self._params(sequence, block_ids, lease_id)
+        except Exception:
+            self._leases.abort(lease_id)  # nobody will hear of it
+            raise
 
     def _params(self, sequence: Sequence, block_ids: list[int], lease_id: str) -> dict[str, Any]:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]

@@ -3,6 +3,7 @@
 One GPU; the small trained models where they are found, else dummy weights of small shapes.
 """
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.batch import StepInput
+from engine.batch import StepFailed, StepInput
 from engine.config import EngineConfig
 from engine.memory import MemoryTooSmall, size_pool
 from engine.runner import ModelRunner
@@ -208,6 +209,45 @@ def test_launching_a_decode_step_waits_for_nothing(
                 torch.cuda.set_sync_debug_mode("default")
             if len(under_way) > 1:
                 assert len(under_way.pop(0).result().token_ids) == len(PROMPTS)
+
+
+def _take_all_memory(fraction: float) -> list[torch.Tensor]:
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    taken = []
+    for size in (1 << 20, 1 << 14, 512):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return taken
+
+
+def test_a_step_that_runs_out_of_memory_can_be_taken_again() -> None:
+    def step(token_ids: list[int], context_len: int) -> StepInput:
+        return StepInput(
+            token_ids=np.array(token_ids),
+            query_lens=np.array([len(token_ids)], np.int32),
+            context_lens=np.array([context_len], np.int32),
+            block_tables=tables_for(160)[:1],
+            sample_rows=np.zeros(1, np.int32),
+            sampling=[GREEDY],
+        )
+
+    with runner_for(MODELS[SERVED[0]]) as runner:
+        first = step(PROMPTS[0], 70)
+        expected = runner.execute(first).token_ids
+        expected += runner.execute(step(expected, 71)).token_ids
+        under_way = runner.launch(first)
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        taken = _take_all_memory((torch.cuda.memory_reserved() + (8 << 20)) / total)
+        try:
+            with pytest.raises(StepFailed, match="OutOfMemoryError"):
+                runner.launch(step(PROMPTS[3], 130))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            del taken
+        drawn = under_way.result().token_ids  # what was launched before is as ever
+        assert drawn + runner.execute(step(drawn, 71)).token_ids == expected
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

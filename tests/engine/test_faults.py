@@ -1,0 +1,244 @@
+"""What goes wrong with one request ends that request, with one typed error, and nobody else's."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch import StepFailed, StepInput
+from engine.grammar import GrammarCompiler
+from engine.role import KVRole
+from engine.runner import ModelRunner
+from engine.sequence import Sequence
+from engine.shaping import ShapeBook
+from kvcache.blocks import BlockStateError
+from model.config import load_config
+from model.parallel import Parallel
+from protocol.messages import AddRequest, Grammar, SamplingParams
+from tests.decode_server.pair import make_config
+from tests.engine.shadow import (
+    MemoryTransport,
+    ShadowExecutor,
+    _ShadowStep,
+    add,
+    assert_all_blocks_home,
+    expected_output,
+    make_core,
+    run_until_idle,
+)
+from tests.make_models import ensure_model
+
+BAD_SEED = 666
+
+
+class Failing(ShadowExecutor):
+    """Cannot launch a step that draws for a bad request at a context of `length` or more."""
+
+    def __init__(self, depth: int, length: int, num_blocks: int = 32) -> None:
+        super().__init__(num_blocks, 4, depth)
+        self.length = length
+
+    def launch(self, step: StepInput) -> _ShadowStep:
+        lens = step.context_lens[step.sample_rows]
+        bad = np.array([params.seed == BAD_SEED for params in step.sampling], bool)
+        if (bad & (lens >= self.length)).any():
+            raise StepFailed("this request is more than it can take")
+        return super().launch(step)
+
+
+def bad(request_id: str, prompt: list[int], max_tokens: int, **members: Any) -> AddRequest:
+    return add(request_id, prompt, max_tokens, SamplingParams(seed=BAD_SEED), **members)
+
+
+def assert_ended_alone(out: MemoryTransport, request_id: str) -> None:
+    (end,) = out.terminals(request_id)
+    assert end.error is not None and end.error.code == "internal_error"
+    assert "The engine failed on this request" in end.error.message
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("length", [0, 8, 9, 11])
+def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth: int, length: int) -> None:
+    core, _, out = make_core(executor=Failing(depth, length))
+    penalties = SamplingParams(presence_penalty=0.5, repetition_penalty=1.2)  # counted exactly once
+    core.round([add("a", [1, 2, 3], 12, penalties), add("b", [7] * 9, 12, num_choices=2)])
+    core.round([bad("x", [4, 5, 6, 7, 8], 12, num_choices=2), add("c", [9, 9], 9)])
+    run_until_idle(core)
+    assert_ended_alone(out, "x")
+    assert out.tokens("a") == expected_output([1, 2, 3], 12)
+    for choice in range(2):
+        assert out.tokens("b", choice) == expected_output([7] * 9, 12, choice=choice)
+    assert out.tokens("c") == expected_output([9, 9], 9)
+    assert core.is_idle
+    assert_all_blocks_home(core)
+    core.round([add("d", [1, 2, 3], 5)])
+    run_until_idle(core)
+    assert out.tokens("d") == expected_output([1, 2, 3], 5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    depth=st.integers(0, 1),
+    length=st.integers(1, 20),
+    num_blocks=st.integers(12, 30),
+    requests=st.lists(
+        st.tuples(
+            st.booleans(),
+            st.integers(1, 18),
+            st.integers(1, 9),
+            st.integers(1, 3),
+            st.integers(0, 6),
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+)
+def test_any_mixture_of_good_and_bad_requests(
+    depth: int, length: int, num_blocks: int, requests: list[tuple[bool, int, int, int, int]]
+) -> None:
+    executor = Failing(depth, length, num_blocks)
+    core, _, out = make_core(executor=executor, num_blocks=num_blocks, max_model_len=40)
+    arrivals = {}
+    for index, (is_bad, num_tokens, max_tokens, num_choices, at) in enumerate(requests):
+        prompt = [(index + i) % 5 for i in range(num_tokens)]
+        make = bad if is_bad else add
+        made = make(f"r{index}", prompt, max_tokens, num_choices=num_choices)
+        arrivals.setdefault(at, []).append(made)
+    for at in range(7):
+        core.round(arrivals.get(at, []))
+        core.check_integrity()
+    run_until_idle(core)
+    assert_all_blocks_home(core)
+    assert core.is_idle
+    for index, (is_bad, num_tokens, max_tokens, num_choices, _) in enumerate(requests):
+        if is_bad and num_tokens + max_tokens > length:
+            assert_ended_alone(out, f"r{index}")
+            continue
+        prompt = [(index + i) % 5 for i in range(num_tokens)]
+        for choice in range(num_choices):
+            assert out.tokens(f"r{index}", choice) == expected_output(
+                prompt, max_tokens, choice=choice
+            )
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_arrays_that_cannot_be_made_fail_for_whom_they_are(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ShapeBook.plan
+
+    def fails(self: ShapeBook, drawing: list[Sequence], positions: list[int]) -> Any:
+        if any(sequence.request_id == "x" for sequence in drawing):
+            raise IndexError("of its own state")
+        return plan(self, drawing, positions)
+
+    monkeypatch.setattr(ShapeBook, "plan", fails)
+    core, _, out = make_core(depth=depth)
+    core.round([add("a", [1, 2, 3], 8), add("x", [4] * 6, 8), add("b", [5], 8)])
+    run_until_idle(core)
+    assert_ended_alone(out, "x")
+    assert out.tokens("a") == expected_output([1, 2, 3], 8)
+    assert out.tokens("b") == expected_output([5], 8)
+    assert_all_blocks_home(core)
+
+
+class _Role(KVRole):
+    """Fails when a request ends."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def on_finish(self, sequence: Sequence) -> None:
+        if sequence.request_id == "x":
+            raise self.error
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_tokens_that_cannot_be_taken_in_end_one_request(depth: int) -> None:
+    core, _, out = make_core(depth=depth, role=_Role(ValueError("no such reference")))
+    core.round([add("a", [1, 2, 3], 8), add("x", [4] * 6, 3), add("b", [5], 8)])
+    run_until_idle(core)
+    assert_ended_alone(out, "x")
+    assert out.tokens("a") == expected_output([1, 2, 3], 8)
+    assert out.tokens("b") == expected_output([5], 8)
+    assert_all_blocks_home(core)
+
+
+@pytest.mark.parametrize("error", [BlockStateError("books"), AssertionError("ours")])
+def test_a_fault_of_the_books_is_everybodys(error: Exception) -> None:
+    core, _, _ = make_core(role=_Role(error))
+    core.round([add("x", [4] * 6, 3)])
+    with pytest.raises(type(error)):
+        run_until_idle(core)
+
+
+class _BrokenMatcher:
+    """Fails at the third token."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._num_consumed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def consume_tokens(self, token_ids: list[int]) -> Any:
+        self._num_consumed += len(token_ids)
+        if self._num_consumed >= 3:
+            raise RuntimeError("out of fuel")
+        return self._matcher.consume_tokens(token_ids)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_matcher_that_raises_ends_its_request(depth: int) -> None:
+    core, _, out = make_core(depth=depth)
+    core.grammars = compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
+    grammar = Grammar("regex", "([a-z]{3} ){12}")
+    compiler._future(grammar).exception()
+    request = add("x", [1, 2], 20, SamplingParams(temperature=0.0, grammar=grammar))
+    core.round([request, add("b", [5], 12)])
+    state = core.sequences["x"].grammar
+    assert state is not None
+    state._matcher = _BrokenMatcher(state._matcher)  # type: ignore[assignment]
+    run_until_idle(core)
+    compiler.close()
+    (end,) = out.terminals("x")
+    assert end.error is not None and end.error.code == "grammar_failed"
+    assert "out of fuel" in end.error.message
+    assert out.tokens("b") == expected_output([5], 12)
+    assert_all_blocks_home(core)
+
+
+def test_token_ids_that_no_model_has_never_reach_the_device() -> None:
+    model = ensure_model("gqa")
+    config = make_config(model_dir=str(model), block_size=4)
+    runner = ModelRunner(config, load_config(model), Parallel())
+    runner.allocate(40)
+
+    class Executor:
+        depth = 0
+
+        def blocks_under_way(self) -> set[int]:
+            return set()
+
+        def launch(self, step: StepInput) -> Any:
+            runner.check(step)
+            return runner.launch(step)
+
+    core, _, out = make_core(executor=Executor(), num_blocks=40)  # type: ignore[arg-type]
+    core.round(
+        [
+            add("good", [1, 2, 3], 6),
+            add("prompt", [1, 999_999], 6),
+            add("bias", [1, 2], 6, SamplingParams(logit_bias={999_999: 1.0})),
+            add("scored", [1, 2, 999_999], 0, num_prompt_logprobs=0),
+        ]
+    )
+    run_until_idle(core)
+    for name in ("prompt", "bias", "scored"):
+        assert_ended_alone(out, name)
+    (end,) = out.terminals("good")
+    assert end.finish_reason == "length" and len(out.tokens("good")) == 6
+    assert_all_blocks_home(core)

@@ -71,6 +71,8 @@ class Runner:
 
         self._options = options
         self._model = model
+        # The backends have unlike defaults, and a chat template writes the token itself.
+        self._adds_bos = not options.chat and adds_bos(model)
         folders = [_OWN_TASKS, *options.include]
         if _SHARED_TASKS.is_dir():
             folders.append(_SHARED_TASKS)
@@ -95,6 +97,7 @@ class Runner:
             "dtype": "float32",
             "device": "cpu",
             "max_length": self._options.max_length - 2,
+            "add_bos_token": self._adds_bos,
         }
         return self._run("hf", arguments)
 
@@ -114,6 +117,7 @@ class Runner:
                 "tokenizer": str(self._model),
                 "tokenizer_backend": "huggingface",
                 "tokenized_requests": not options.text_prompts,
+                "add_bos_token": self._adds_bos,
             }
         return self._run(f"local-{path.replace('/', '-')}", arguments)
 
@@ -141,6 +145,14 @@ class Runner:
             seconds = round(time.perf_counter() - began, 1)
             answers[name] = TaskAnswers(documents_of(samples), _metrics(metrics), seconds)
         return answers
+
+
+def adds_bos(model: Path) -> bool:
+    """Whether the tokenizer in this directory begins every text with a token of its own."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    return len(tokenizer("a").input_ids) > len(tokenizer("a", add_special_tokens=False).input_ids)
 
 
 def _metrics(results: dict[str, Any]) -> dict[str, float]:

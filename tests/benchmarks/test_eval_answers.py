@@ -29,6 +29,9 @@ def _task(*answers: list[Answer], prompt: str = "p") -> TaskAnswers:
     [
         ("a text", "a text", False),
         ("a text", "a text ", True),
+        ("a text", " a text", False),
+        ("a text", "  a text", True),
+        (" a text", "a text", True),
         ((-2.5, True), (-2.5005, True), False),
         ((-2.5, True), (-2.5, False), True),
         ((-2.5, True), (-2.502, True), True),

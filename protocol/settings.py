@@ -251,6 +251,9 @@ class ListenOptions(BaseModel):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     max_body_bytes: int = Field(10_000_000, ge=1, description="largest request body (bytes)")
+    client_timeout_s: Seconds = Field(
+        60.0, description="longest silence of a client that owes bytes, or takes none (s)"
+    )
     shutdown_grace_s: Seconds = Field(5.0, description="how long ending may take before a kill (s)")
     cors_origin: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origin of web pages that may call this server (repeatable; *: any)"

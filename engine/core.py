@@ -340,6 +340,8 @@ class EngineCore(CoreServices):
             self._totals["baton_prefix_cache_query_tokens"] += sequence.num_prompt_tokens
             self._totals["baton_prefix_cache_hit_tokens"] += hits
             self._outbox.found_elsewhere(sequence)
+        if plan.receiving:
+            self._flush()  # nor do they wait for a pull to be begun
         for sequence in plan.receiving:
             self.role.on_receive(sequence)
 

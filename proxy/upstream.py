@@ -1,115 +1,98 @@
-"""HTTP/1.1 to the servers over httpx, with as many connections as there are requests in flight.
+"""HTTP/1.1 to the servers, over as many connections as there are requests in flight.
 
-Every connection has an httpx client of its own, kept in a stack per server. One client for many
-connections looks through all of them, each time, for every request: 64 idle ones make that
-3 ms of CPU per request and 512 make it 87 ms. A client of one connection stays at 0.5 ms.
-
-    send() -> head -> chunks... -> end       the connection goes back on the stack
-          \\-> error or aclose() on the way   the connection is closed, which the server sees
+send() -> head -> chunks... -> end       the connection goes back on its server's stack
+      \\-> error or aclose() on the way   the connection is closed, which the server sees
 """
 
 import asyncio
-import contextlib
-import errno
-import socket
+import re
 import ssl
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Protocol
-
-import httpx
+from urllib.parse import urlsplit
 
 from protocol.errors import InvalidRequest
 from proxy import retry
+from proxy.connection import (
+    Connection,
+    Exhausted,
+    Lost,
+    TimedOut,
+    Unreachable,
+    UpstreamError,
+    connect,
+)
+
+__all__ = [
+    "Exhausted",
+    "Headers",
+    "HttpUpstream",
+    "Lost",
+    "Response",
+    "TimedOut",
+    "Unreachable",
+    "Upstream",
+    "UpstreamError",
+]
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 IDLE_S = 4.0  # a connection idle for longer is not used again; servers drop theirs after 5 s
-OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
-# A server may rightly be silent for minutes. Probes find a host that is gone in half of one.
-KEEPALIVE_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-SOCKET_OPTIONS = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *(
-        (socket.IPPROTO_TCP, getattr(socket, name), value)
-        for name, value in KEEPALIVE_PROBES
-        if hasattr(socket, name)  # not everywhere
-    ),
-]
+_PORTS = {"http": 80, "https": 443}
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+_TARGET = re.compile(r"[\x21-\x7e\x80-\xff]+")
 
 
-class UpstreamError(Exception):
-    """The server could not be talked to. `reason` is one word for metrics."""
-
-    reason = "error"
-
-
-class Unreachable(UpstreamError):
-    """No connection: nothing was sent."""
-
-    reason = "unreachable"
-
-
-class Exhausted(UpstreamError):
-    """No connection for want of descriptors or ports here: no fault of the server."""
-
-    reason = "exhausted"
-
-
-class Lost(UpstreamError):
-    """The connection ended, or spoke no HTTP, after the request was sent."""
-
-    reason = "lost"
-
-
-class TimedOut(UpstreamError):
-    """Nothing came for the read timeout."""
-
-    reason = "timeout"
-
-
-class _Lane:
-    """A client that has one connection, or none yet, to one server."""
-
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self.client = client
-        self.idle_since = float("-inf")  # on the loop's clock
-
-
-class _Lanes:
-    """The lanes of one server that have nothing to do, most recently used last."""
+class _Server:
+    """One server's address, and its connections that have nothing to do, the last used last."""
 
     def __init__(self, url: str) -> None:
-        self.url = httpx.URL(url)
-        self.open: set[_Lane] = set()
-        self._idle: deque[_Lane] = deque()
+        parts = urlsplit(url)
+        self.host = parts.hostname or ""
+        self.port = parts.port or _PORTS[parts.scheme]
+        self.is_tls = parts.scheme == "https"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        told = host if self.port == _PORTS[parts.scheme] else f"{host}:{self.port}"
+        self.host_line = f"host: {told}\r\n".encode("idna" if not told.isascii() else "ascii")
+        self.open: set[Connection] = set()
+        self._idle: deque[Connection] = deque()
 
-    def take(self) -> _Lane | None:
-        return self._idle.pop() if self._idle else None
+    def take(self) -> Connection | None:
+        """The connection to use for the next request, if one is kept."""
+        now = asyncio.get_running_loop().time()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_reusable and now - connection.idle_since < IDLE_S:
+                return connection
+            self.close(connection)
+        return None
 
-    async def put(self, lane: _Lane) -> None:
-        """Keeps a lane for the next request, and closes those that have been idle for too long."""
-        now = lane.idle_since = asyncio.get_running_loop().time()
-        self._idle.append(lane)
+    def put(self, connection: Connection) -> None:
+        """Keeps a connection for the next request; closes those that were idle for too long."""
+        if not connection.is_reusable:
+            self.close(connection)
+            return
+        now = connection.idle_since = asyncio.get_running_loop().time()
+        self._idle.append(connection)
         while self._idle and now - self._idle[0].idle_since > IDLE_S:
-            await self.close(self._idle.popleft())
+            self.close(self._idle.popleft())
 
-    async def close(self, lane: _Lane) -> None:
-        self.open.discard(lane)
-        await lane.client.aclose()
+    def close(self, connection: Connection) -> None:
+        self.open.discard(connection)
+        connection.close()
 
 
 class Response:
     """A response whose head has arrived. Read it to its end or `aclose` it, always."""
 
-    def __init__(self, response: httpx.Response, lane: _Lane, lanes: _Lanes) -> None:
-        self._response = response
-        self._chunks = response.aiter_raw()
-        self._lane: _Lane | None = lane
-        self._lanes = lanes
-        self.status = response.status_code
-        self.headers: Headers = [(name.lower(), value) for name, value in response.headers.raw]
+    def __init__(self, connection: Connection, server: _Server) -> None:
+        self._connection: Connection | None = connection
+        self._server = server
+        self.status = connection.status
+        self.headers: Headers = connection.headers
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
@@ -120,11 +103,13 @@ class Response:
         Raises:
             Lost, TimedOut: the rest will not come.
         """
-        with _translated(self._response.request):
-            chunk = await anext(self._chunks, None)
-        if chunk is None and self._lane is not None:
-            lane, self._lane = self._lane, None
-            await self._lanes.put(lane)
+        connection = self._connection
+        if connection is None:
+            return None
+        chunk = await connection.next_piece()
+        if chunk is None:
+            self._connection = None
+            self._server.put(connection)
         return chunk
 
     async def read(self) -> bytes:
@@ -139,9 +124,9 @@ class Response:
 
     async def aclose(self) -> None:
         """Ends the exchange; the server sees a disconnect unless its body was read to the end."""
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            await self._lanes.close(lane)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._server.close(connection)
 
 
 class Upstream(Protocol):
@@ -161,8 +146,9 @@ class HttpUpstream:
     """
 
     def __init__(self, *, connect_timeout_s: float, read_timeout_s: float) -> None:
-        self._timeout = httpx.Timeout(read_timeout_s, connect=connect_timeout_s, pool=None)
-        self._servers: dict[str, _Lanes] = {}
+        self._connect_timeout_s = connect_timeout_s
+        self._read_timeout_s = read_timeout_s
+        self._servers: dict[str, _Server] = {}
 
     async def send(
         self, url: str, method: str, path: str, *, headers: Headers = (), body: bytes = b""
@@ -178,87 +164,65 @@ class HttpUpstream:
             Lost, TimedOut: it was sent, and no head came.
             InvalidRequest: `path` or `headers` cannot be sent over HTTP.
         """
-        lanes = self._servers.get(url) or self._servers.setdefault(url, _Lanes(url))
-        request = httpx.Request(
-            method,
-            lanes.url,
-            headers=list(headers),
-            content=body,
-            extensions={"target": path.encode("latin-1"), "timeout": self._timeout.as_dict()},
-        )
-        kept = lanes.take()
+        server = self._servers.get(url) or self._servers.setdefault(url, _Server(url))
+        request = _request(method, path, server.host_line, headers, body)
+        kept = server.take()
         if kept is None:
-            return await self._exchange(request, self._open(lanes), lanes)
+            return await self._exchange(request, await self._open(server), server)
         idle_s = asyncio.get_running_loop().time() - kept.idle_since
         try:
-            return await self._exchange(request, kept, lanes)
+            return await self._exchange(request, kept, server)
         except Lost as lost:
             if not retry.may_resend(idle_s):
                 raise
             try:
-                return await self._exchange(request, self._open(lanes), lanes)
+                return await self._exchange(request, await self._open(server), server)
             except (Unreachable, Exhausted):  # so it was not idleness: the server died
                 raise lost from None
 
-    async def _exchange(self, request: httpx.Request, lane: _Lane, lanes: _Lanes) -> Response:
+    async def _exchange(self, request: bytes, connection: Connection, server: _Server) -> Response:
         try:
-            with _translated(request):
-                response = await lane.client.send(request, stream=True)
+            await connection.send(request)
         except BaseException:
-            await lanes.close(lane)
+            server.close(connection)
             raise
-        return Response(response, lane, lanes)
+        return Response(connection, server)
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
         return ssl.create_default_context()  # reads the certificate store: slow
 
-    def _open(self, lanes: _Lanes) -> _Lane:
-        transport = httpx.AsyncHTTPTransport(
-            verify=self._tls,
-            trust_env=False,
-            limits=httpx.Limits(keepalive_expiry=IDLE_S),
-            socket_options=SOCKET_OPTIONS,
+    async def _open(self, server: _Server) -> Connection:
+        connection = await connect(
+            server.host,
+            server.port,
+            self._tls if server.is_tls else None,
+            connect_timeout_s=self._connect_timeout_s,
+            read_timeout_s=self._read_timeout_s,
         )
-        client = httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=False)
-        lane = _Lane(client)
-        lanes.open.add(lane)
-        return lane
+        server.open.add(connection)
+        return connection
 
     async def close(self) -> None:
         """Closes every connection."""
-        for lanes in self._servers.values():
-            for lane in list(lanes.open):
-                await lanes.close(lane)
+        for server in self._servers.values():
+            for connection in list(server.open):
+                server.close(connection)
         self._servers.clear()
 
 
-@contextlib.contextmanager
-def _translated(request: httpx.Request) -> Iterator[None]:
-    """Raises the errors of this module for those of httpx."""
-    timeout = request.extensions["timeout"]
-    try:
-        yield
-    except httpx.ConnectTimeout:
-        raise Unreachable(f"no connection within {timeout['connect']:g} s") from None
-    except httpx.ConnectError as error:
-        cause = _os_error(error)
-        kind = Exhausted if getattr(cause, "errno", None) in OUT_OF_RESOURCES else Unreachable
-        raise kind(str(cause or error)) from None
-    except httpx.TimeoutException:
-        raise TimedOut(f"silent for {timeout['read']:g} s") from None
-    except httpx.LocalProtocolError as error:
-        raise InvalidRequest(f"the request cannot be passed on: {error}") from None
-    except httpx.TransportError as error:
-        raise Lost(f"connection ended: {error}") from None
+def _request(method: str, path: str, host_line: bytes, headers: Headers, body: bytes) -> bytes:
+    """The request's bytes. Raises InvalidRequest for what no HTTP request can carry."""
+    if not _TARGET.fullmatch(path):
+        raise InvalidRequest(f"the request cannot be passed on: its path is {path[:200]!r}")
+    length = [b"content-length: %d\r\n" % len(body)] if body or method == "POST" else []
+    start = f"{method} {path} HTTP/1.1\r\n".encode("latin-1")
+    return b"".join([start, host_line, *_lines(headers), *length, b"\r\n", body])
 
 
-def _os_error(error: BaseException) -> OSError | None:
-    """The system's own word at the bottom of a chain of errors."""
-    found: OSError | None = None
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OSError) and link.errno is not None:
-            found = link
-        link = link.__cause__ or link.__context__
-    return found
+def _lines(headers: Headers) -> Iterable[bytes]:
+    for name, value in headers:
+        if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
+            shown = f"{name[:80]!r}: {value[:80]!r}"
+            raise InvalidRequest(f"the request cannot be passed on: its header {shown}")
+        yield b"%s: %s\r\n" % (name, value)

@@ -48,6 +48,12 @@ class LaunchedStep:
             self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
             self._finished.record(torch.cuda.current_stream(self._device))
 
+    def has_ended(self) -> bool:
+        """Whether the device has; any thread may ask. On a CPU a launched step has ended."""
+        if self._device.type != "cuda":
+            return True
+        return self._finished is not None and bool(self._finished.query())  # type: ignore[no-untyped-call, unused-ignore]
+
     def result(self) -> StepOutput:
         assert self._draw is None, "the tokens of a masked step are to be drawn first"
         if self._finished is not None:

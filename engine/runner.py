@@ -26,6 +26,7 @@ from engine.scoring import PendingScores, score
 from engine.shaping import LogitShaper, Shaping
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
+from kvcache.stepping import Stepping
 from model.base import CausalLM
 from model.config import ModelConfig
 from model.files import num_weights
@@ -62,6 +63,7 @@ class ModelRunner:
         self.model = self._load(parallel)
         self.shaper = LogitShaper(model_config.vocab_size, self.device)
         self.last_drawn = LastDrawn(config.max_num_seqs, self.device)
+        self.stepping = Stepping()
         self.memory: RankMemory | None = None
         self.graphs: DecodeGraphs | None = None
 
@@ -222,8 +224,11 @@ class ModelRunner:
         Raises:
             StepFailed: it did not begin, or only in part, and can be taken again.
         """
+        self.stepping.launching()
         try:
-            return self._begin(step)
+            pending = self._begin(step)
+            self.stepping.launched(pending.has_ended)
+            return pending
         except AssertionError:
             raise
         except Exception as error:
@@ -234,7 +239,7 @@ class ModelRunner:
                 torch.cuda.empty_cache()
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
-    def _begin(self, step: StepInput) -> PendingStep:
+    def _begin(self, step: StepInput) -> LaunchedStep:
         assert self.memory is not None, "allocate() comes first"
         if step.copies:
             self.memory.pool.copy_blocks(step.copies)
@@ -264,7 +269,7 @@ class ModelRunner:
         self._share(drawn)
         return drawn, launched.scores
 
-    def _launch_masked(self, step: StepInput) -> PendingStep:
+    def _launch_masked(self, step: StepInput) -> LaunchedStep:
         """Rank 0 alone learns the masks; the others take what it draws."""
         shaping = self.shaper.prepare(step.shapes)
         batch = self._sampling_batch(step)

@@ -30,6 +30,7 @@ from engine.transport import ZmqTransport
 from kvcache.blocks import BlockAllocator
 from kvcache.pool import KVPool
 from kvcache.prefix import PrefixIndex
+from kvcache.stepping import Stepping
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.mapper import offer
 from kvcache.transfer.nixl_agent import NixlAgent
@@ -59,6 +60,7 @@ class RankContext:
     pool: KVPool
     agent: TransferAgent
     compat: CompatRecord
+    stepping: Stepping  # whether the rank computes
 
 
 class RankService(ABC):
@@ -263,7 +265,7 @@ def _allocate(
         device_id=pool.device_id if cuda else None,
         set_device=torch.cuda.set_device,
     )
-    context = RankContext(config=config, rank=rank, pool=pool, agent=agent, compat=compat)
+    context = RankContext(config, rank, pool, agent, compat, runner.stepping)
     service = factory.make_service(context)
     own = RankMetadata(
         rank=rank,

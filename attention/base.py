@@ -125,7 +125,8 @@ class AttentionBackend(ABC):
 
         Args:
             q: [T, num_q_heads, head_dim], rope applied.
-            k, v: [T, num_kv_heads, head_dim], rope applied to k.
+            k, v: [T, num_kv_heads, head_dim], rope applied to k; perhaps changed in place to
+                what is stored of them.
 
         Returns:
             [T, num_q_heads, head_dim] in q's dtype.
@@ -144,7 +145,7 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
-        """`forward` of q and k before rope; q is changed in place.
+        """`forward` of q and k before rope; both may be changed in place.
 
         Args:
             cos_sin: float32 [T, head_dim], what to rotate halves by: cosines, then sines.

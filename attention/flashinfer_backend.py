@@ -7,7 +7,8 @@ prefill kernel, which is FlashAttention-3 on Hopper, but for KV in FP8, which th
 queries in FP8 only.
 
 Long prompts of which nothing is stored yet need not read their keys and values back from the pool:
-FlashAttention-3 reads contiguous ones faster (`_plan_fresh`).
+FlashAttention-3 reads contiguous ones faster (`_plan_fresh`), and where the pool is in FP8, it can
+read these, once they have been rounded like what is stored.
 """
 
 import math
@@ -98,8 +99,9 @@ class FlashInferBackend(FlashInferBase):
         self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self.workspace, _VIEW_ORDER, backend=prefill
         )
-        is_fa3 = prefill == "fa3" or (prefill == "auto" and is_sm90a_supported(self.device))
-        self._takes_fresh = is_fa3 and not self._is_fp8
+        self._takes_fresh = prefill == "fa3" or (
+            prefill == "auto" and is_sm90a_supported(self.device)
+        )
         self._fresh: list[Any] = []  # made when first needed
         self._parts: list[_Part] = []
         self._planned: set[Any] = set()
@@ -221,9 +223,14 @@ class FlashInferBackend(FlashInferBase):
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
         slots = self.append_indices()[1]
-        also_k = any(part.is_fresh for part in self._parts)
-        rotate_kernel.rotate_and_store(q, k, v, cos_sin, slots, *self._caches[layer], also_k=also_k)
+        rotate_kernel.rotate_and_store(
+            q, k, v, cos_sin, slots, *self._caches[layer], also_k=self._any_fresh
+        )
         return self._attend(layer, q, k, v)
+
+    @property
+    def _any_fresh(self) -> bool:
+        return any(part.is_fresh for part in self._parts)
 
     def _attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -265,7 +272,8 @@ class FlashInferBackend(FlashInferBase):
         if self._is_fp8:
             from attention import fp8_store  # needs Triton, which only GPU machines have
 
-            fp8_store.store(k, v, self._slots, self._caches[layer], self._scales[layer])
+            caches, scales = self._caches[layer], self._scales[layer]
+            fp8_store.store(k, v, self._slots, caches, scales, read_back=self._any_fresh)
             return
         append_paged_kv_cache(
             k,

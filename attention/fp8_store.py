@@ -16,6 +16,8 @@ def _store(  # type: ignore[no-untyped-def]
     slots,
     key_cache,
     value_cache,
+    key_scale,
+    value_scale,
     key_factor,
     value_factor,
     block_size,
@@ -25,6 +27,7 @@ def _store(  # type: ignore[no-untyped-def]
     cache_head,
     cache_token,
     DIM: tl.constexpr,
+    READ_BACK: tl.constexpr,
 ):
     """One head of one token; names of the form x_axis are strides in elements."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -32,11 +35,16 @@ def _store(  # type: ignore[no-untyped-def]
     slot = tl.load(slots + token).to(tl.int64)
     place = slot // block_size * cache_block + head * cache_head
     place += slot % block_size * cache_token + column
-    key = tl.load(keys + token * key_token + head * DIM + column).to(tl.float32)
-    value = tl.load(values + token * value_token + head * DIM + column).to(tl.float32)
+    key_at = keys + token * key_token + head * DIM + column
+    value_at = values + token * value_token + head * DIM + column
     # The conversion to FP8 saturates.
-    tl.store(key_cache + place, (key * key_factor).to(key_cache.dtype.element_ty))
-    tl.store(value_cache + place, (value * value_factor).to(value_cache.dtype.element_ty))
+    key = (tl.load(key_at).to(tl.float32) * key_factor).to(key_cache.dtype.element_ty)
+    value = (tl.load(value_at).to(tl.float32) * value_factor).to(value_cache.dtype.element_ty)
+    tl.store(key_cache + place, key)
+    tl.store(value_cache + place, value)
+    if READ_BACK:
+        tl.store(key_at, (key.to(tl.float32) * key_scale).to(keys.dtype.element_ty))
+        tl.store(value_at, (value.to(tl.float32) * value_scale).to(values.dtype.element_ty))
 
 
 _store_kernel: Any = triton.jit(_store)
@@ -48,10 +56,13 @@ def store(
     slots: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[float, float],
+    *,
+    read_back: bool = False,
 ) -> None:
     """Stores a step's tokens.
 
     Args:
+        read_back: whether keys and values become, in place, what is stored of them.
         keys, values: [T, H, D], heads and elements contiguous; D a power of 2.
         slots: int32 [T].
         caches: float8_e4m3fn [B, H, N, D] of keys and of values, with equal strides.
@@ -66,6 +77,7 @@ def store(
         values,
         slots,
         *caches,
+        *scales,
         *(1.0 / scale for scale in scales),
         caches[0].shape[2],
         keys.stride(0),
@@ -74,5 +86,6 @@ def store(
         head,
         token,
         DIM=head_dim,
+        READ_BACK=read_back,
         num_warps=1,
     )

@@ -35,6 +35,7 @@ from model.hub import resolve_model
 from model.kv_scales import resolve_scales
 from protocol import lifecycle
 from protocol.cluster_secret import cluster_secret
+from protocol.connections import bound_clients, bounded_protocol, raise_file_limit
 from protocol.cores import available_cores
 from protocol.errors import EngineDied
 from protocol.logging import setup_logging
@@ -66,6 +67,7 @@ def run_server(
     """
     lifecycle.watch_parent()
     setup_logging(role, level=settings.log_level)
+    raise_file_limit()
     logger.info("settings %s", describe(settings))
     try:
         return uvloop.run(_Server(settings, role, module, hooks).run())
@@ -107,6 +109,7 @@ class _Server:
             self.loop.add_signal_handler(number, self.stop.set)
         try:
             listener = _bind(self.settings.host, self.settings.port)
+            bound_clients(listener, self.settings.client_timeout_s)
             with listener:
                 return await self._start_and_serve(listener)
         finally:
@@ -175,6 +178,7 @@ class _Server:
         server = _HttpServer(
             uvicorn.Config(
                 app,
+                http=bounded_protocol(self.settings.client_timeout_s),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

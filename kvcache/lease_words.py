@@ -43,7 +43,7 @@ class LeaseWords:
     def put(self, lease_id: str) -> bool:
         """Publishes a lease, 32 hex digits; False when there is no room for it."""
         word = bytes.fromhex(lease_id)
-        offset = _find(self._memory, _bucket(word), _FREE)
+        offset = self._free_slot(_bucket(word))
         if offset is None:
             return False
         self._memory[offset : offset + WORD_BYTES] = word
@@ -56,22 +56,21 @@ class LeaseWords:
         if offset is not None:
             self._memory[offset : offset + WORD_BYTES] = _FREE
 
+    def _free_slot(self, bucket: int) -> int | None:
+        for offset in range(bucket, bucket + _BUCKET_BYTES, WORD_BYTES):
+            if self._memory[offset : offset + WORD_BYTES] == _FREE:
+                return offset
+        return None
+
 
 def is_held(memory: Memory, lease_id: str) -> bool:
     """Whether the table says that the lease is held."""
     word = bytes.fromhex(lease_id)
-    return _find(memory, _bucket(word), word) is not None
+    bucket = _bucket(word)
+    at = memory[bucket : bucket + _BUCKET_BYTES].find(word)  # a copy of the bucket
+    return at >= 0 and at % WORD_BYTES == 0
 
 
 def _bucket(word: bytes) -> int:
     """Byte offset of the bucket of an id."""
     return int.from_bytes(word[:4], "big") % _BUCKETS * _BUCKET_BYTES
-
-
-def _find(memory: Memory, bucket: int, word: bytes) -> int | None:
-    """Byte offset of the slot of a bucket that holds `word`."""
-    slots = bytes(memory[bucket : bucket + _BUCKET_BYTES])
-    for start in range(0, _BUCKET_BYTES, WORD_BYTES):
-        if slots[start : start + WORD_BYTES] == word:
-            return bucket + start
-    return None

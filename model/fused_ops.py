@@ -58,6 +58,19 @@ def one_row_works(weight: torch.Tensor, *, gated: bool = False) -> bool:
     return works(weight.device, weight.dtype) and bool(one_row().works(weight, gated=gated))
 
 
+@functools.cache
+def gated_product() -> Any:
+    """The Triton kernel for many rows of a gated product; imported on first use, too."""
+    from model import gated_product
+
+    return gated_product
+
+
+def gated_rows_work(weight: torch.Tensor) -> bool:
+    """Whether `gated_product().silu_product` can take the matrix."""
+    return works(weight.device, weight.dtype) and bool(gated_product().works(weight))
+
+
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the functions below can be called for tensors there."""
     return device.type == "cuda" and dtype in _DTYPES and _flashinfer() is not None

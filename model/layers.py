@@ -163,7 +163,7 @@ class GatedMLP:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x [T, hidden], normed; adds to residual [T, hidden] in place and returns it."""
         if self._is_fused:
-            return self._down(fused_ops.silu_and_mul(self._gate_up.joined(x)), residual)
+            return self._down(self._gate_up.gated(x), residual)
         gate, up = self._gate_up(x)
         return self._down(F.silu(gate, inplace=True).mul_(up), residual)
 
@@ -181,6 +181,7 @@ class Columns:
         fits = self._joined is not None and self._joined.bias is None and not self._joined.is_packed
         self._takes_one_row = fits and fused_ops.one_row_works(self._matrix)
         self.takes_one_gated_row = fits and fused_ops.one_row_works(self._matrix, gated=True)
+        self._takes_gated_rows = fits and fused_ops.gated_rows_work(self._matrix)
 
     @property
     def _matrix(self) -> torch.Tensor:
@@ -195,13 +196,17 @@ class Columns:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the projections are one matrix, as `joined` needs."""
+        """Whether the projections are one matrix, as `gated` needs."""
         return self._joined is not None
 
-    def joined(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> [T, sum of out], the projections side by side."""
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> silu of the first projection times the second."""
         assert self._joined is not None
-        return self._joined(x)
+        if self._takes_gated_rows and x.shape[0] >= fused_ops.gated_product().MIN_ROWS:
+            return fused_ops.gated_product().silu_product(  # type: ignore[no-any-return]
+                x, self._matrix
+            )
+        return fused_ops.silu_and_mul(self._joined(x))
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm | None = None) -> tuple[torch.Tensor, ...]:
         """x [T, in], normed first -> one [T, out] per projection, perhaps views of one tensor."""

@@ -8,7 +8,7 @@ The classes are frozen: facts learned later (number of blocks, bound ports) live
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -150,7 +150,10 @@ class EngineOptions(GeometryOptions):
         False, description="run decode steps without CUDA graphs: starts faster, decodes slower"
     )
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="most tokens in one step (tokens; None: 512 on CPU, 2048 on GPU)"
+        None,
+        ge=1,
+        description="most tokens in one step (tokens; None: 512 on CPU, on GPU 8192 for prefill "
+        "and 2048 for decode)",
     )
     max_num_seqs: int = Field(64, ge=1, description="most sequences in one step (sequences)")
     pack_weights: bool = Field(
@@ -159,6 +162,7 @@ class EngineOptions(GeometryOptions):
         "1.6 times faster, at the price of a copy of them in memory",
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV of shared prompt prefixes")
+    _gpu_step_tokens: ClassVar[int] = 2048
 
     @field_validator("kv_scales")
     @classmethod
@@ -181,10 +185,14 @@ class EngineOptions(GeometryOptions):
 
     def batched_tokens_for(self, device: str) -> int:
         """The most tokens of one step on `device` ("cpu" or "cuda")."""
-        return self.max_num_batched_tokens or (512 if device == "cpu" else 2048)
+        return self.max_num_batched_tokens or (512 if device == "cpu" else self._gpu_step_tokens)
 
 
 class PrefillOptions(EngineOptions):
+    # No token of others waits for a step here, and long ones are faster: 8,192 tokens of an 8B
+    # model take 200 ms at once and 214 in four steps.
+    _gpu_step_tokens: ClassVar[int] = 8192
+
     lease_s: float = Field(
         30.0,
         ge=0.001,
@@ -251,6 +259,9 @@ class ListenOptions(BaseModel):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     max_body_bytes: int = Field(10_000_000, ge=1, description="largest request body (bytes)")
+    client_timeout_s: Seconds = Field(
+        60.0, description="longest silence of a client that owes bytes, or takes none (s)"
+    )
     shutdown_grace_s: Seconds = Field(5.0, description="how long ending may take before a kill (s)")
     cors_origin: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origin of web pages that may call this server (repeatable; *: any)"

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import resource
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
 from protocol import lifecycle
+from protocol.connections import bound_clients, bounded_protocol, raise_file_limit
 from protocol.cors import cors_options
 from protocol.logging import get_logger, setup_logging
 from protocol.settings import ProxySettings, describe, parse
@@ -54,7 +54,7 @@ def make_server(app: ProxyApp) -> ProxyServer:
         served = CORSMiddleware(served, **cors_options(origins))
     config = uvicorn.Config(
         served,
-        http="httptools",
+        http=bounded_protocol(settings.client_timeout_s),
         loop="uvloop",
         ws="none",
         lifespan="on",
@@ -73,13 +73,6 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises OSError when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
-
-
-def raise_file_limit() -> None:
-    """Lets this process hold as many connections as the system permits it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(settings: ProxySettings, listener: socket.socket) -> None:
+    bound_clients(listener, settings.client_timeout_s)
     server = make_server(ProxyApp(settings))
     port = listener.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

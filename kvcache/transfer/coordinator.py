@@ -98,14 +98,15 @@ class PullCoordinator:
         self._num_ranks = num_ranks
         self._settings = settings or PullSettings()
         self._clock = clock
-        self._on_event = on_event
+        self._events = EventQueue(on_event)
+        self._counters = self._events.counters
         self._ranks = RankLinks(worker_address, num_ranks, inside or {})
         self._side_channel = SideChannelClient(secret, clock)
         self._turns = Turns(
             "pull-coordinator",
             (self._ranks, self._side_channel),
             turn=self._turn,
-            after=self._tell,
+            after=self._events.tell,
             deadline=self._deadline,
             clock=clock,
         )
@@ -119,8 +120,6 @@ class PullCoordinator:
         self._held_leases = HeldLeases()
         self._awaiting_connect: set[PeerKey] = set()
         self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
-        self._events = EventQueue()
-        self._counters = self._events.counters
 
     @property
     def worker_address(self) -> str:
@@ -201,15 +200,12 @@ class PullCoordinator:
                 call()
             for report in self._ranks.receive():
                 self._take_report(report)
+            self._events.tell()  # a passed fence: what follows can wait, the engine need not
             for address, reply in self._side_channel.receive_all():
                 self._take_reply(address, reply)
             self._tick()
         except Exception:
             self._survive()
-
-    def _tell(self) -> None:
-        if self._events and self._on_event is not None:
-            self._on_event()
 
     def _tick(self) -> None:
         now = self._clock()

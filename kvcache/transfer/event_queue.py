@@ -1,6 +1,7 @@
 """What the coordinator has to tell its engine, counted on the way in."""
 
 from collections import Counter, deque
+from collections.abc import Callable
 
 from kvcache.transfer.pull import Event, PullDone, PullDrained, PullFailed, PullStuck
 
@@ -26,16 +27,18 @@ _COUNTERS = (
 class EventQueue:
     """One thread at a time appends, any drains.
 
+    Args:
+        on_event: what `tell` calls when there is something new.
+
     Attributes:
         counters: since the start; of pulls here, of the rest by the coordinator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_event: Callable[[], None] | None = None) -> None:
+        self._on_event = on_event
         self._events: deque[Event] = deque()
+        self._untold = False
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-
-    def __len__(self) -> int:
-        return len(self._events)
 
     def append(self, event: Event) -> None:
         if name := _EVENT_COUNTERS.get(type(event)):
@@ -44,6 +47,14 @@ class EventQueue:
             self.counters["bytes_pulled"] += event.nbytes
             self.counters["descriptors"] += event.descriptors
         self._events.append(event)
+        self._untold = True
+
+    def tell(self) -> None:
+        """Lets the engine know of events that came since it was told last."""
+        if self._untold:
+            self._untold = False
+            if self._on_event is not None:
+                self._on_event()
 
     def drain(self) -> list[Event]:
         """Events since the last call, in order."""

@@ -70,6 +70,33 @@ def test_flashinfer_stores_and_reads_what_torch_does(
     assert torch.equal(*stored)
 
 
+def test_a_long_new_prompt_reads_what_is_stored_of_it() -> None:
+    """By other kernels than one with context, and yet the same numbers."""
+    sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 16}
+    sizes["num_blocks"] = 300
+    seqs = make_sequences(Shape(dtype="bfloat16", **sizes), [800, 40, 600])
+    shape = Shape(dtype="float8_e4m3fn", device="cuda", **sizes)
+    ours, paged, plain = (
+        make(name, shape, SCALES) for name in ("flashinfer", "flashinfer", "torch")
+    )
+    paged._takes_fresh = False
+    spans = [(1, 0, 40), (0, 0, 800), (2, 0, 512)]
+    batch = make_batch(shape, seqs, spans)
+    for layer in range(NUM_LAYERS):
+        outs = []
+        for backend in (ours, paged, plain):
+            backend.plan(batch)
+            outs.append(backend.forward(layer, *rows_of(seqs, layer, spans)))
+        torch.testing.assert_close(outs[0], outs[2], atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(outs[0], outs[1], atol=1e-2, rtol=1e-2)
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert [part.is_fresh for part in ours._parts] == [False, True, True]
+    stored = [
+        fp8.numbers(each.pool.tensor, torch.float32).nan_to_num(1e9) for each in (ours, plain)
+    ]
+    assert torch.equal(*stored)
+
+
 def test_a_captured_step_reads_the_scales_too() -> None:
     shape, seqs = gpu_shape()
     captured, eager = make("flashinfer", shape, SCALES), make("torch", shape, SCALES)

@@ -8,6 +8,7 @@ from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from model import fused_ops
 from model.config import RopeConfig
+from model.layers import Columns, Linear
 from model.rope import Rope
 
 rotate_kernel = pytest.importorskip("attention.rotate_kernel", reason="needs triton")
@@ -131,3 +132,35 @@ def test_rotating_and_storing_in_one_kernel(
         assert_close(keys[slot // 16, :, slot % 16], expected_k[token])
         assert torch.equal(values[slot // 16, :, slot % 16], v[token])
     assert int((pool.tensor != -9.0).sum()) == 2 * 5 * num_kv * dim
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "num_out", "width"), [(1024, 14336, 4096), (1, 256, 64), (3001, 384, 576)]
+)
+def test_a_gated_product_of_many_rows(
+    rows: int, num_out: int, width: int, dtype: torch.dtype
+) -> None:
+    weight = (torch.randn(2 * num_out, width, device="cuda") / width**0.5).to(dtype)
+    x = torch.randn(rows, width, device="cuda").to(dtype)
+    assert fused_ops.gated_rows_work(weight)
+    x_before, weight_before = x.clone(), weight.clone()
+    found = fused_ops.gated_product().silu_product(x, weight)
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
+    assert found.dtype == dtype
+    # Closer than two kernels, which round gate and up in between.
+    torch.testing.assert_close(found.double(), F.silu(gate) * up, atol=1e-3, rtol=4.1e-3)
+    assert torch.equal(x, x_before) and torch.equal(weight, weight_before)
+
+
+def test_a_gated_product_refuses_what_its_tiles_do_not_fit() -> None:
+    assert not fused_ops.gated_rows_work(torch.randn(2 * 100, 128, **BF16))
+    assert not fused_ops.gated_rows_work(torch.randn(256, 96, **BF16))
+    assert not fused_ops.gated_rows_work(torch.randn(64, 512, **BF16).t())
+
+
+def test_a_feed_forward_of_many_rows_is_that_of_few() -> None:
+    """Rows of a long step, by one kernel, and of a short one, by two."""
+    columns = Columns([Linear(torch.randn(512, 256, **BF16) / 16) for _ in range(2)])
+    x = torch.randn(1030, 256, **BF16)
+    assert_close(columns.gated(x)[1000:], columns.gated(x[1000:]))

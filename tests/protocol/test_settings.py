@@ -231,7 +231,8 @@ def test_settings_survive_the_way_through_argv() -> None:
 
 def test_step_size_follows_the_device() -> None:
     assert load(PrefillSettings, []).batched_tokens_for("cpu") == 512
-    assert load(PrefillSettings, []).batched_tokens_for("cuda") == 2048
+    assert load(PrefillSettings, []).batched_tokens_for("cuda") == 8192
+    assert load(DecodeSettings, []).batched_tokens_for("cuda") == 2048
     assert load(PrefillSettings, ["--max-num-batched-tokens=9"]).batched_tokens_for("cuda") == 9
 
 

@@ -16,6 +16,7 @@ import httpx
 import uvicorn
 import uvloop
 
+from protocol.connections import bound_clients
 from protocol.settings import ProxySettings
 from proxy.__main__ import ProxyServer, make_server
 from proxy.app import ProxyApp
@@ -222,6 +223,7 @@ class Rig:
         for fake in (*self.prefill, *self.decode):
             fake.start()
         self.app = ProxyApp(ProxySettings(**self._settings))
+        bound_clients(self.listener, self.app.settings.client_timeout_s)
         self.server: ProxyServer = make_server(self.app)
         self.task = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         self.client = httpx.AsyncClient(

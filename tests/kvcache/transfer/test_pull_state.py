@@ -99,6 +99,20 @@ def test_the_fence_waits_for_every_rank() -> None:
     assert pull.phase is Phase.ENDED and pull.deadline() == float("inf")
 
 
+def test_a_pull_is_ending_while_other_ranks_or_the_fence_are_awaited() -> None:
+    pull = reading(2)
+    assert not pull.is_ending
+    pull.rank_ended(ended(1), now=2.0)
+    assert pull.is_ending
+    pull.rank_ended(ended(0), now=2.0)
+    assert pull.is_ending and fencing().is_ending
+    pull.word_seen(True, now=2.0)
+    assert not pull.is_ending  # nobody waits for what P will say
+    stopped = reading(2)
+    stopped.rank_ended(ended(0, complete=False), now=2.0)
+    assert not stopped.is_ending
+
+
 def test_a_word_that_stands_is_the_fence_and_the_lease_is_closed_afterwards() -> None:
     pull = reading(1)
     assert pull.rank_ended(ended(0), now=3.0) == [LookAtWord()]

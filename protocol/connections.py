@@ -1,0 +1,98 @@
+"""What a server's HTTP connections may cost it: bounds that uvicorn leaves open.
+
+- A client that vanished, or takes nothing of what it is sent: the kernel ends the connection, which
+  the application sees as a client that left. A slow reader that goes on reading is left alone.
+- A client that owes the rest of a request and is silent: the connection is closed.
+- A client that leaves while it has sent requests ahead: the running one is told of it, too.
+"""
+
+import asyncio
+import resource
+import socket
+
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of another request
+_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+
+
+def bound_clients(listener: socket.socket, timeout_s: float) -> None:
+    """Every connection that `listener` accepts ends when its client acknowledges, or takes,
+    nothing of what it was sent for `timeout_s` seconds."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES:
+        if hasattr(socket, name):  # not everywhere
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        limit_ms = max(1, round(timeout_s * 1000))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+
+
+def raise_file_limit() -> None:
+    """Lets this process hold as many connections as the system permits it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def bounded_protocol(timeout_s: float) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol for connections that end when a client that owes the rest of a request is
+    silent for `timeout_s` seconds, or takes longer than that for its head."""
+    return type("BoundedHttp", (_BoundedHttp,), {"timeout_s": timeout_s})
+
+
+class _BoundedHttp(HttpToolsProtocol):
+    timeout_s: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._in_body = False
+        self._head_bytes = 0
+        self._running: RequestResponseCycle | None = None
+        self._late: asyncio.TimerHandle | None = self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self._in_body or is_answering:
+            self._stop_expecting()
+        if self._in_body or (not is_answering and self._late is None):
+            self._late = self._expect()
+        self._head_bytes = 0 if self._in_body else self._head_bytes + len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.send_400_response("The request's head is too long.")
+
+    def on_headers_complete(self) -> None:
+        self._in_body, self._head_bytes = True, 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_expecting()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True  # uvicorn tells the last of pipelined requests only
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _expect(self) -> asyncio.TimerHandle:
+        return self.loop.call_later(self.timeout_s, self._is_late)
+
+    def _stop_expecting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _is_late(self) -> None:
+        self._late = None
+        if not self.transport.is_closing():
+            self.transport.close()

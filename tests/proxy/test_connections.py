@@ -1,0 +1,171 @@
+"""What clients that are silent, do not read, or leave may keep of the proxy and its servers."""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import pytest
+
+from protocol.connections import MAX_HEAD_BYTES
+from tests.proxy.fakes import Call, Fake, Rig, decodes, run, until
+
+TIMEOUT_S = 0.4
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 400\r\n"
+
+
+def request(**members: object) -> bytes:
+    body = json.dumps({"prompt": "x", **members}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+async def connect(rig: Rig) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*rig.listener.getsockname())
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", HEAD, HEAD + b"\r\n{", request()[:-1]])
+def test_a_client_that_owes_a_request_and_is_silent_is_let_go(sent: bytes) -> None:
+    async def test() -> None:
+        async with Rig(client_timeout_s=TIMEOUT_S) as rig:
+            reader, writer = await connect(rig)
+            writer.write(sent)
+            assert await reader.read() == b""
+            writer.close()
+            assert rig.prefill[0].calls == []
+
+    run(test())
+
+
+def test_a_head_that_comes_in_drops_has_one_timeout_and_a_body_one_for_each_drop() -> None:
+    async def test() -> None:
+        async with Rig(client_timeout_s=TIMEOUT_S) as rig:
+            started = asyncio.get_running_loop().time()
+            reader, writer = await connect(rig)
+            for byte in HEAD:
+                if reader.at_eof():
+                    break
+                writer.write(bytes([byte]))
+                await asyncio.sleep(TIMEOUT_S / 10)
+            assert reader.at_eof(), "a byte now and then is not enough"
+            writer.close()
+            reader, writer = await connect(rig)
+            data = request(stream=True)
+            cut = data.index(b"\r\n\r\n") + 4
+            writer.write(data[:cut])
+            for byte in data[cut:]:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(TIMEOUT_S / 10)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            assert asyncio.get_running_loop().time() - started > 2 * TIMEOUT_S
+            writer.close()
+
+    run(test())
+
+
+def test_neither_an_idle_connection_nor_one_that_is_being_served_is_closed() -> None:
+    async def test() -> None:
+        silence_is_over = asyncio.Event()
+
+        async def waits(call: Call) -> None:
+            await silence_is_over.wait()
+            await decodes(call)
+
+        async with Rig(decode=[Fake(waits)], client_timeout_s=TIMEOUT_S) as rig:
+            reader, writer = await connect(rig)
+            for _ in range(2):
+                silence_is_over.clear()
+                writer.write(request())
+                silent, other = await connect(rig)
+                assert await silent.read() == b""  # longer than the timeout
+                other.close()
+                silence_is_over.set()
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200")
+                await reader.readexactly(len(b'{"text": "onetwo"}'))
+                silent, other = await connect(rig)
+                assert await silent.read() == b""  # idle for as long
+                other.close()
+            writer.close()
+
+    run(test())
+
+
+def test_a_head_without_end_is_refused() -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            reader, writer = await connect(rig)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+            piece = b"X-Filler: " + b"y" * 60_000 + b"\r\n"
+            with contextlib.suppress(ConnectionError):
+                while not reader.at_eof() and reader.exception() is None:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            writer.close()
+
+    run(test())
+
+
+def test_a_body_that_comes_after_its_answer_is_no_head() -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            reader, writer = await connect(rig)
+            length = 3 * MAX_HEAD_BYTES
+            head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            writer.write(head % length)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+            writer.write(b"z" * length + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            rest = b""
+            while b"HTTP/1.1 200" not in rest:
+                rest += await reader.read(4096)
+            assert b"HTTP/1.1 400" not in rest
+            writer.close()
+
+    run(test())
+
+
+def test_a_client_that_leaves_with_requests_ahead_ends_the_one_that_runs() -> None:
+    ended = asyncio.Event()
+
+    async def never_ends(call: Call) -> None:
+        gone = asyncio.create_task(call.gone())
+        await call.start()
+        while not gone.done():
+            await call.write(b"data: 1\n\n")
+            await asyncio.sleep(0.001)
+        ended.set()
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(never_ends)]) as rig:
+            reader, writer = await connect(rig)
+            writer.write(request(stream=True))
+            await reader.readuntil(b"data: 1\n\n")
+            writer.write(request(stream=True) + request())
+            await asyncio.sleep(0)
+            writer.close()
+            await ended.wait()
+            await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
+
+    run(test())
+
+
+def test_a_client_that_reads_nothing_ends_its_request() -> None:
+    ended = asyncio.Event()
+
+    async def never_ends(call: Call) -> None:
+        gone = asyncio.create_task(call.gone())
+        await call.start()
+        while not gone.done():
+            await call.write(b"data: " + b"x" * 60_000 + b"\n\n")
+            await asyncio.sleep(0)
+        ended.set()
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(never_ends)], client_timeout_s=TIMEOUT_S) as rig:
+            with socket.create_connection(rig.listener.getsockname()) as deaf:
+                deaf.sendall(request(stream=True))
+                await ended.wait()
+                await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
+
+    run(test())

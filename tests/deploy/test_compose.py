@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from protocol import lifecycle
+from tests.deploy.compose_file import compose
 from tests.make_models import ensure_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,25 +27,6 @@ COMPOSE = ROOT / "deploy" / "docker-compose.yml"
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 PORTS = ("BATON_PORT", "BATON_SIDE_CHANNEL_PORT")
 DEADLINE_S = 120.0
-
-
-def interpolated(text: str, variables: Mapping[str, str]) -> str:
-    """Compose's ${NAME:-default} and ${NAME:?reason}."""
-
-    def value(match: re.Match[str]) -> str:
-        name, kind, rest = match.groups()
-        if variables.get(name):
-            return variables[name]
-        assert kind == "-", f"{name}: {rest}"
-        return rest
-
-    return re.sub(r"\$\{(\w+):([-?])([^}]*)\}", value, text)
-
-
-def compose(**variables: str) -> dict[str, Any]:
-    content = yaml.safe_load(interpolated(COMPOSE.read_text(), variables))
-    assert isinstance(content, dict)
-    return content
 
 
 def free_port() -> str:
@@ -110,6 +91,7 @@ def until_ready(url: str) -> None:
 def services() -> dict[str, Service]:
     return local_services(
         compose(
+            COMPOSE,
             MODEL=str(ensure_model("gqa")),
             BATON_CLUSTER_SECRET="a secret of this test alone",
             KV_CACHE_BYTES=str(2**25),
@@ -176,11 +158,12 @@ def test_the_images_health_check_is_content_with_every_service(
 
 def test_the_secret_has_no_default() -> None:
     with pytest.raises(AssertionError, match="BATON_CLUSTER_SECRET"):
-        compose()
+        compose(COMPOSE)
 
 
-def test_the_image_runs_as_nobody_special_and_has_every_package() -> None:
-    text = DOCKERFILE.read_text()
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+def test_the_image_runs_as_nobody_special_and_has_every_package(name: str) -> None:
+    text = (COMPOSE.parent / name).read_text()
     assert re.search(r"^USER (?!root)\w+$", text, re.MULTILINE)
     made = re.search(r"for package in ([\w \\\n]+); do", text)
     assert made is not None

@@ -303,6 +303,21 @@ def test_an_alert_has_no_answer(server: Server) -> None:
     assert answer["type"] == "metadata" and server.counters()["refused"] == 0
 
 
+@pytest.mark.parametrize("publishes", [True, False])
+def test_only_a_reader_that_will_ask_keeps_the_thread_awake(
+    server: Server, publishes: bool
+) -> None:
+    """One on this host is taken to see the words; if it cannot, it says so by an alert."""
+    lease_id = server.grant("r", [3], 30.0)
+    if not publishes:
+        server._words = None
+    assert isinstance(server.ask(renew(lease_id)), Ok)
+    assert (server._alert_until > 0.0) == (not publishes)
+    messages = [Alert(nonce="n"), GetMetadata(nonce="n")]
+    raw_exchange(server, *(b"".join(seal_request(each, SECRET)) for each in messages))
+    assert server._alert_until > 0.0
+
+
 def test_answers_do_not_wait_for_the_engine(server: Server) -> None:
     lease = server.grant("r", [3], 30.0)  # the engine now computes and collects nothing
     for _ in range(50):

@@ -5,8 +5,10 @@ of one rank of D. The token axis is cut wherever a block of either side ends.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import lcm
+from typing import Any
 
 import numpy as np
 
@@ -31,14 +33,16 @@ class Transfer:
     token_stop: int
     local_blocks: IntArray  # i64, D's block table from token 0
     remote_blocks: IntArray  # i64, P's block table from token 0
+    # What follows from the geometries alone, for all transfers between these endpoints.
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
+    @cached_property
     def converts(self) -> bool:
         """The two sides differ in dtype or scales."""
         same_dtype = self.local.layout.dtype == self.remote[0].layout.dtype
         return not same_dtype or self.factors is not None
 
-    @property
+    @cached_property
     def factors(self) -> tuple[float, ...] | None:
         """What elements are multiplied by, by layer and component, if they change."""
         return scale_factors(self.remote[0], self.local)
@@ -53,26 +57,40 @@ class Transfer:
 
 
 def block_table(
-    name: str, blocks: Sequence[int] | IntArray, num_blocks: int, block_size: int, tokens: range
+    name: str,
+    blocks: Sequence[int] | IntArray,
+    num_blocks: int,
+    block_size: int,
+    tokens: range,
+    *,
+    distinct: bool = False,
 ) -> IntArray:
     """The table as i64, once every block that `tokens` lie in is known to exist.
 
+    Args:
+        distinct: these blocks must differ from each other.
+
     Raises:
-        PlanError: the table is too short, or names a block outside the pool.
+        PlanError: the table is too short, or names a block outside the pool, or one twice.
     """
-    table = np.asarray(blocks, dtype=np.int64).reshape(-1)
+    numbers = blocks if isinstance(blocks, list) else np.asarray(blocks).reshape(-1).tolist()
+    table = np.array(numbers, np.int64)
     if not tokens:
         return table
-    if len(table) * block_size < tokens.stop:
+    if len(numbers) * block_size < tokens.stop:
         raise PlanError(
-            f"{name} has {len(table)} blocks of {block_size} tokens; "
+            f"{name} has {len(numbers)} blocks of {block_size} tokens; "
             f"{tokens.stop} tokens need {-(-tokens.stop // block_size)}"
         )
-    used = table[tokens.start // block_size : -(-tokens.stop // block_size)]
-    low, high = int(used.min()), int(used.max())
+    # Numpy's reductions take longer than these, unless a loop has just called them.
+    used = numbers[tokens.start // block_size : -(-tokens.stop // block_size)]
+    low, high = min(used), max(used)
     if low < 0 or high >= num_blocks:
         wrong = low if low < 0 else high
         raise PlanError(f"{name} names block {wrong}; the pool has blocks 0 to {num_blocks - 1}")
+    if distinct and len(set(used)) < len(used):
+        twice = next(block for index, block in enumerate(used) if block in used[:index])
+        raise PlanError(f"{name} names block {twice} twice")
     return table
 
 

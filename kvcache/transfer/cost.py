@@ -46,12 +46,21 @@ class CostModel:
         """Seconds to place `nbytes` out of staging memory."""
         return nbytes / self.reformat_bytes_per_s
 
-    def staged_s(self, read_s: float, place_s: float, chunks: int) -> float:
-        """Seconds of a staged transfer whose parts take so long alone."""
-        if self.shared_speedup > 1:
+    @property
+    def overlaps(self) -> bool:
+        """Something else reads while a chunk is placed."""
+        return self.shared_speedup <= 1
+
+    def staged_s(self, read_s: float, place_s: float, chunks: int, last_share: float) -> float:
+        """Seconds of a staged transfer whose parts take so long alone.
+
+        Args:
+            last_share: of the last chunk in all bytes.
+        """
+        if not self.overlaps:
             return (read_s + place_s) / min(self.shared_speedup, chunks)
         # Reading and placing overlap, but for the first chunk's read or the last one's placing.
-        return max(read_s, place_s) + min(read_s, place_s) / chunks
+        return max(read_s + place_s * last_share, place_s + read_s / chunks)
 
 
 COPYING_THREADS = 2  # see lanes.py

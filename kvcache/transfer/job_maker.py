@@ -12,8 +12,7 @@ from kvcache.transfer.plan import (
     CostModel,
     Endpoint,
     PlanError,
-    check_transfer,
-    plan_transfer,
+    Planner,
 )
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.probe_job import ProbeJob
@@ -108,45 +107,37 @@ class JobMaker:
             PeerIncompatible: no plan bridges the geometries, or the mapped path is required.
         """
         try:
-            job: Job = self._map(pull, peer) or self._plan_reads(pull, peer)
+            job = self._make(pull, peer)
         except PlanError as error:
             raise PeerIncompatible(str(error)) from error
-        logger.debug("pull %s: %s", pull.pull_id, job.plan.why)
         job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
         return job
 
-    def _map(self, pull: Pull, peer: JobPeer) -> MappedJob | None:
-        if self._mapped is None:
-            return None
-        transfer = check_transfer(
-            self._endpoint,
-            peer.endpoints,
-            self._total_kv_heads,
+    def _make(self, pull: Pull, peer: JobPeer) -> Job:
+        planner = peer.planner = peer.planner or self._planner(peer)
+        transfer = planner.check(
             (pull.token_start, pull.token_stop),
             pull.local_block_ids,
             pull.remote_block_ids,
             lease_hash=pull.lease_hash,
-            convert=self._convert,
         )
-        return self._mapped.job(pull.pull_id, peer.metadata, transfer)
-
-    def _plan_reads(self, pull: Pull, peer: JobPeer) -> PullJob:
+        if self._mapped is not None:
+            job = self._mapped.job(pull.pull_id, peer.metadata, transfer)
+            if job is not None:
+                return job
         usual = DEFAULT_COSTS["cuda" if self._between_gpus(peer) else "cpu"]
-        plan = plan_transfer(
+        plan = planner.plan(transfer, self._costs or peer.costs or usual)
+        return PullJob(pull.pull_id, plan, self._pool.base_address, self._staging, self._limits)
+
+    def _planner(self, peer: JobPeer) -> Planner:
+        return Planner(
             self._endpoint,
             peer.endpoints,
             self._total_kv_heads,
-            pull.token_start,
-            pull.token_stop,
-            pull.local_block_ids,
-            pull.remote_block_ids,
-            costs=self._costs or peer.costs or usual,
-            lease_hash=pull.lease_hash,
             staging_bytes=self._staging.nbytes if self._staging else None,
             convert=self._convert,
             allow_mixed=True,
         )
-        return PullJob(pull.pull_id, plan, self._pool.base_address, self._staging, self._limits)
 
     def _between_gpus(self, peer: JobPeer) -> bool:
         return self._on_gpu and peer.metadata.ranks[0].device_kind == "cuda"

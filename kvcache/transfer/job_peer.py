@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvcache.transfer.pace import Speed
-from kvcache.transfer.plan import CostModel, Endpoint
+from kvcache.transfer.plan import CostModel, Endpoint, Planner
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import PeerKey
 from protocol.handshake import EngineMetadata
@@ -13,6 +13,7 @@ from protocol.handshake import EngineMetadata
 class JobPeer:
     metadata: EngineMetadata
     endpoints: tuple[Endpoint, ...]
+    planner: Planner | None = None  # once pulled from
     costs: CostModel | None = None  # as measured
     probe: ProbeJob | None = None  # measuring them
     names: dict[int, str] = field(default_factory=dict)  # of its agents, by rank, once read from

@@ -200,4 +200,4 @@ class MappedJob:
 def _plan(work: Work, transfer: Transfer) -> TransferPlan:
     read = sum(gather.num_blocks * gather.block_bytes for gather in work.gathers)
     why = f"mapped: {len(work.gathers)} gathers"
-    return TransferPlan("mapped", (), (), 0, read, transfer.useful_bytes, 0.0, why)
+    return TransferPlan("mapped", (), (), read, transfer.useful_bytes, 0.0, why)

@@ -7,32 +7,43 @@ decide how long the runs are (runs.py). Ways of moving the runs compete on cost:
     direct   READ every run into its final place
     staged   READ the peer's own, longer runs into staging memory, then copy (staged.py)
     mixed    whole blocks one way, the partly wanted blocks at the ends the other
+
+A planner is kept for a pair of engines: what depends on their geometries is worked out once, what
+was decided for one pull holds for those like it, and chunks are made when they are wanted
+(chunks.py). So the first read can be posted after some ten numpy calls.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import lcm
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from kvcache.transfer.boxes import Transfer, block_table, direct_boxes, split_ends
+from kvcache.transfer.chunks import Chunks
 from kvcache.transfer.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.runs import RankRead, count_runs, find_runs
 from kvcache.transfer.staged import (
     Chunk,
     Staging,
+    Way,
     estimate_staged,
     least_staging_bytes,
-    make_chunks,
+    stage,
 )
 from kvcache.transfer.topology import (
     Endpoint,
+    HeadGroup,
     IntArray,
     PlanError,
     check_endpoints,
     head_groups,
     heads_of,
 )
+from kvcache.transfer.whole_blocks import WholeBlocks
 
 __all__ = [
     "DEFAULT_COSTS",
@@ -40,6 +51,7 @@ __all__ = [
     "CostModel",
     "Endpoint",
     "PlanError",
+    "Planner",
     "RankRead",
     "TransferPlan",
     "check_transfer",
@@ -49,6 +61,9 @@ __all__ = [
 ]
 
 _LONG_RUN_BYTES = 1 << 20
+_NO_BLOCKS = np.empty(0, np.int64)
+_LOOKED_AT = 8  # blocks at either end of a table
+_MAX_DECISIONS = 1024  # kept; there are a few dozen kinds of pulls from a peer
 
 
 @dataclass(frozen=True)
@@ -57,12 +72,32 @@ class TransferPlan:
 
     path: Literal["direct", "staged", "mixed", "mapped"]
     reads: tuple[RankRead, ...]  # straight into the pool
-    chunks: tuple[Chunk, ...]  # each is read into a slot, then reformat.apply places it
-    descriptors: int  # of reads and chunks together
+    chunks: Sequence[Chunk]  # each is read into a slot, then reformat.apply places it
     bytes_read: int  # over the link
     useful_bytes: int  # wanted, in the peer's dtype
     estimated_s: float
-    why: str
+    reason: str
+
+    @cached_property
+    def descriptors(self) -> int:
+        """Of reads and chunks together; makes all chunks."""
+        staged = [read for chunk in self.chunks for read in chunk.reads]
+        return sum(len(read.lengths) for read in (*self.reads, *staged))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of staging memory, at most, by one chunk."""
+        if isinstance(self.chunks, Chunks):
+            return self.chunks.slot_bytes
+        return max((chunk.nbytes for chunk in self.chunks), default=0)
+
+    @property
+    def why(self) -> str:
+        """For people; makes all chunks."""
+        if not self.descriptors:
+            return f"{self.path}: {self.reason}"
+        summary = _summary(self.descriptors, self.bytes_read, self.estimated_s)
+        return f"{self.path}: {summary}; {self.reason}"
 
 
 def plan_transfer(
@@ -98,51 +133,33 @@ def plan_transfer(
         PlanError: geometries that cannot be bridged, block tables that do not fit them, or a
             dtype to convert in staging memory that does not hold two of the peer's blocks.
     """
-    transfer = check_transfer(
-        local, remote, total_kv_heads, (token_start, token_stop), local_block_ids, remote_block_ids,
-        lease_hash=lease_hash, convert=convert,
+    planner = Planner(
+        local, remote, total_kv_heads,
+        staging_bytes=staging_bytes, convert=convert, allow_mixed=allow_mixed,
     )  # fmt: skip
-    if token_start == token_stop:
-        return TransferPlan("direct", (), (), 0, 0, 0, 0.0, "direct: there is nothing to read")
-    if staging_bytes is None:
-        if transfer.converts:
-            raise PlanError("staging_bytes is None; converting the KV dtype needs staging memory")
-        return _build([_direct(transfer, costs)], "there is no staging memory")
-    return _choose(transfer, costs, staging_bytes, allow_mixed)
+    tokens = (token_start, token_stop)
+    transfer = planner.check(tokens, local_block_ids, remote_block_ids, lease_hash=lease_hash)
+    return planner.plan(transfer, costs)
 
 
-def _choose(
-    transfer: Transfer, costs: CostModel, staging_bytes: int, allow_mixed: bool
-) -> TransferPlan:
-    if transfer.converts:
-        ours, theirs = transfer.local.layout.dtype, transfer.remote[0].layout.dtype
-        other = "" if transfer.factors is None else " of other scales"
-        staged = _staged(transfer, costs, staging_bytes)
-        return _build([staged], f"{theirs} becomes {ours}{other}")
-    direct = _direct(transfer, costs)
-    if _reads_whole_blocks(transfer, direct):
-        return _build([direct], "no way reads longer runs")
-    try:
-        staged = _staged(transfer, costs, staging_bytes)
-    except PlanError as error:  # the peer's blocks are larger than ours: slow is better than not
-        return _build([direct], str(error))
-    options = [[direct], [staged]]
-    if allow_mixed:
-        options += _mixed(transfer, costs, staging_bytes)
-    best = min(options, key=_total_seconds)
-    others = [part for part in (direct, staged) if best != [part]]
-    reasons = (f"{part.path} would read {part.summary}" for part in others)
-    return _build(best, "; ".join(reasons))
+def check_transfer(
+    local: Endpoint,
+    remote: Sequence[Endpoint],
+    total_kv_heads: int,
+    tokens: tuple[int, int],
+    local_block_ids: Sequence[int] | IntArray,
+    remote_block_ids: Sequence[int] | IntArray,
+    *,
+    lease_hash: int = 0,
+    convert: bool = False,
+) -> Transfer:
+    """What `plan_transfer` is given, as one transfer that stays inside both sides' memory.
 
-
-def _reads_whole_blocks(transfer: Transfer, direct: "_Part") -> bool:
-    """The direct way has a run for each of the peer's blocks and long ones: all else costs more
-    time to work out than it could save."""
-    size = transfer.remote[0].layout.block_size
-    blocks = -(-transfer.token_stop // size) - transfer.token_start // size
-    owners = sum(len(group.owners) for group in transfer.groups)
-    is_long = direct.bytes_read >= _LONG_RUN_BYTES * direct.descriptors
-    return is_long and direct.descriptors <= blocks * owners
+    Raises:
+        PlanError: as `plan_transfer`.
+    """
+    planner = Planner(local, remote, total_kv_heads, convert=convert)
+    return planner.check(tokens, local_block_ids, remote_block_ids, lease_hash=lease_hash)
 
 
 class _Part(NamedTuple):
@@ -163,6 +180,249 @@ class _Part(NamedTuple):
         return _summary(self.descriptors, self.bytes_read, self.seconds)
 
 
+class _Decision(NamedTuple):
+    """What was decided for a pull, and holds for those like it."""
+
+    split: bool  # whole blocks apart from the ends
+    ways: tuple[Way | None, ...]  # of each part; None: direct
+    seconds_per_token: float
+    reason: str
+
+
+class Planner:
+    """Plans the pulls of one rank of D from one engine.
+
+    Args:
+        local, remote, total_kv_heads, staging_bytes, convert, allow_mixed: as of `plan_transfer`.
+
+    Raises:
+        PlanError: geometries that cannot be bridged.
+    """
+
+    def __init__(
+        self,
+        local: Endpoint,
+        remote: Sequence[Endpoint],
+        total_kv_heads: int,
+        *,
+        staging_bytes: int | None = None,
+        convert: bool = False,
+        allow_mixed: bool = False,
+    ) -> None:
+        check_endpoints(local, remote, total_kv_heads, convert=convert)
+        self._local, self._remote = local, tuple(remote)
+        self._total_kv_heads = total_kv_heads
+        self._staging_bytes = staging_bytes
+        self._allow_mixed = allow_mixed
+        self._num_blocks = min(end.layout.num_blocks for end in remote)
+        self._sizes = local.layout.block_size, remote[0].layout.block_size
+        self._period = lcm(*self._sizes)
+        self._groups = head_groups(local.heads(total_kv_heads), len(remote), total_kv_heads)
+        self._takes_turns = any(len(group.owners) > 1 for group in self._groups)
+        self._kept: dict[object, object] = {}
+        self._whole = WholeBlocks.of(local, remote, self._groups, total_kv_heads)
+        converts = (
+            convert and Transfer(local, self._remote, (), 0, 0, 0, *(_NO_BLOCKS,) * 2).converts
+        )
+        whole = self._whole if not converts else None
+        self._long_runs = whole if whole and whole.run_bytes >= _LONG_RUN_BYTES else None
+        self._decided_by: CostModel | None = None
+        self._decisions: dict[tuple[int, ...], _Decision] = {}
+
+    def check(
+        self,
+        tokens: tuple[int, int],
+        local_block_ids: Sequence[int] | IntArray,
+        remote_block_ids: Sequence[int] | IntArray,
+        *,
+        lease_hash: int = 0,
+    ) -> Transfer:
+        """A pull, as one transfer that stays inside both sides' memory; arguments as of
+        `plan_transfer`.
+
+        Raises:
+            PlanError: block tables that do not fit.
+        """
+        start, stop = tokens
+        if not 0 <= start <= stop:
+            raise PlanError(f"token range is [{start}, {stop}); use 0 <= start <= stop")
+        (ours, theirs), span = self._sizes, range(start, stop)
+        local_blocks = block_table(
+            "local_block_ids",
+            local_block_ids,
+            self._local.layout.num_blocks,
+            ours,
+            span,
+            distinct=True,
+        )
+        remote_blocks = block_table(
+            "remote_block_ids", remote_block_ids, self._num_blocks, theirs, span
+        )
+        return Transfer(
+            self._local,
+            self._remote,
+            self._turned(self._local.rank + lease_hash),
+            self._total_kv_heads,
+            start,
+            stop,
+            local_blocks,
+            remote_blocks,
+            self._kept,
+        )
+
+    def _turned(self, turn: int) -> tuple[HeadGroup, ...]:
+        if not self._takes_turns:
+            return self._groups
+        return tuple(replace(group, turn=turn) for group in self._groups)
+
+    def plan(self, transfer: Transfer, costs: CostModel) -> TransferPlan:
+        """The cheapest plan of what `check` returned.
+
+        Raises:
+            PlanError: a dtype to convert in too little staging memory.
+        """
+        if transfer.token_start == transfer.token_stop:
+            return TransferPlan("direct", (), (), 0, 0, 0.0, "there is nothing to read")
+        if self._long_runs is not None and self._is_whole(transfer):
+            return self._whole_blocks(self._long_runs, transfer, costs)
+        decision = self._decide(transfer, costs)
+        tokens = transfer.token_stop - transfer.token_start
+        seconds = decision.seconds_per_token * tokens
+        spans = [transfer]
+        if decision.split:
+            body, ends = split_ends(transfer)
+            spans = [*([body] if body is not None else []), *ends]
+        parts = [
+            (span, None if way is None else stage(span, way, costs, self._staging_bytes or 0))
+            for span, way in zip(spans, decision.ways, strict=True)
+        ]
+        return self._build(parts, seconds, decision.reason)
+
+    def _whole_blocks(
+        self, long_runs: WholeBlocks, transfer: Transfer, costs: CostModel
+    ) -> TransferPlan:
+        """What costs more time to compare than it could save."""
+        size, nbytes = self._sizes[0], transfer.useful_bytes
+        first, last = transfer.token_start // size, transfer.token_stop // size
+        reads = long_runs.reads(transfer, first, last)
+        seconds = costs.read_s(sum(len(read.lengths) for read in reads), nbytes)
+        reason = "no way reads longer runs"
+        return TransferPlan("direct", reads, (), nbytes, nbytes, seconds, reason)
+
+    def _is_whole(self, transfer: Transfer) -> bool:
+        """Of nothing but whole blocks of both sides."""
+        return transfer.token_start % self._period == 0 == transfer.token_stop % self._period
+
+    # -- decisions
+
+    def _decide(self, transfer: Transfer, costs: CostModel) -> _Decision:
+        """What costs least; of pulls that are alike only the first is looked at."""
+        if costs is not self._decided_by or len(self._decisions) >= _MAX_DECISIONS:
+            self._decided_by = costs
+            self._decisions.clear()
+        key = self._kind(transfer)
+        found = self._decisions.get(key)
+        if found is None:
+            found = self._decisions[key] = self._weigh(transfer, costs)
+        return found
+
+    def _kind(self, transfer: Transfer) -> tuple[int, ...]:
+        """Equal for transfers whose best plans are alike: they end at the same places of a block,
+        are about as long, and about as many blocks are next to each other."""
+        start, stop = transfer.token_start, transfer.token_stop
+        ours, theirs = self._sizes
+        whole = max(stop // self._period + -start // self._period, 0)
+        return (
+            start % self._period,
+            stop % self._period,
+            whole.bit_length() if whole else start - stop,
+            _together(transfer.local_blocks[start // ours : -(-stop // ours)]),
+            _together(transfer.remote_blocks[start // theirs : -(-stop // theirs)]),
+        )
+
+    def _weigh(self, transfer: Transfer, costs: CostModel) -> _Decision:
+        if self._staging_bytes is None:
+            if transfer.converts:
+                raise PlanError(
+                    "staging_bytes is None; converting the KV dtype needs staging memory"
+                )
+            return _decision([_direct(transfer, costs)], "there is no staging memory")
+        if transfer.converts:
+            ours, theirs = self._local.layout.dtype, self._remote[0].layout.dtype
+            other = "" if transfer.factors is None else " of other scales"
+            staged = _staged(transfer, costs, self._staging_bytes)
+            return _decision([staged], f"{theirs} becomes {ours}{other}")
+        direct = _direct(transfer, costs)
+        if _reads_whole_blocks(transfer, direct):
+            return _decision([direct], "no way reads longer runs")
+        try:
+            staged = _staged(transfer, costs, self._staging_bytes)
+        except PlanError as error:  # the peer's blocks are large: slow is better than not
+            return _decision([direct], str(error))
+        options = [[direct], [staged]]
+        if self._allow_mixed:
+            options += _mixed(transfer, costs, self._staging_bytes)
+        best = min(options, key=_total_seconds)
+        others = [part for part in (direct, staged) if best != [part]]
+        reasons = (f"{part.path} would read {part.summary}" for part in others)
+        return _decision(best, "; ".join(reasons))
+
+    # -- plans
+
+    def _build(
+        self,
+        parts: Sequence[tuple[Transfer, Staging | None]],
+        seconds: float,
+        reason: str,
+    ) -> TransferPlan:
+        reads: list[RankRead] = []
+        stagings, nbytes, useful = [], 0, 0
+        for transfer, staging in parts:
+            wanted = transfer.useful_bytes
+            useful += wanted
+            if staging is None:
+                reads += self._direct_reads(transfer)
+                nbytes += wanted
+            else:
+                stagings.append(staging)
+                nbytes += staging.bytes_read
+        path: Literal["direct", "staged", "mixed"] = "staged" if stagings else "direct"
+        if stagings and len(stagings) < len(parts):
+            path = "mixed"
+        joined = tuple(reads) if len(parts) == 1 else _join(reads)
+        chunks = Chunks(stagings) if stagings else ()
+        return TransferPlan(path, joined, chunks, nbytes, useful, seconds, reason)
+
+    def _direct_reads(self, transfer: Transfer) -> Sequence[RankRead]:
+        if self._whole is not None and self._is_whole(transfer):
+            size = self._sizes[0]
+            first, last = transfer.token_start // size, transfer.token_stop // size
+            return self._whole.reads(transfer, first, last)
+        return _join(list(_reads(transfer)))
+
+
+def _together(blocks: IntArray) -> int:
+    """How many blocks follow the one before them, of some at both ends."""
+    some = [*blocks[:_LOOKED_AT].tolist(), *blocks[-_LOOKED_AT:].tolist()]
+    return sum(after - before == 1 for before, after in pairwise(some))
+
+
+def _decision(parts: list[_Part], reason: str) -> _Decision:
+    tokens = sum(part.transfer.token_stop - part.transfer.token_start for part in parts)
+    ways = tuple(None if part.staging is None else part.staging.way for part in parts)
+    return _Decision(len(parts) > 1, ways, _total_seconds(parts) / tokens, reason)
+
+
+def _reads_whole_blocks(transfer: Transfer, direct: _Part) -> bool:
+    """The direct way has a run for each of the peer's blocks and long ones: all else costs more
+    time to work out than it could save."""
+    size = transfer.remote[0].layout.block_size
+    blocks = -(-transfer.token_stop // size) - transfer.token_start // size
+    owners = sum(len(group.owners) for group in transfer.groups)
+    is_long = direct.bytes_read >= _LONG_RUN_BYTES * direct.descriptors
+    return is_long and direct.descriptors <= blocks * owners
+
+
 def _seconds(part: _Part) -> float:
     return part.seconds
 
@@ -181,49 +441,6 @@ def _staged(transfer: Transfer, costs: CostModel, staging_bytes: int) -> _Part:
     return _Part(transfer, *estimate_staged(transfer, costs, staging_bytes))
 
 
-def check_transfer(
-    local: Endpoint,
-    remote: Sequence[Endpoint],
-    total_kv_heads: int,
-    tokens: tuple[int, int],
-    local_block_ids: Sequence[int] | IntArray,
-    remote_block_ids: Sequence[int] | IntArray,
-    *,
-    lease_hash: int = 0,
-    convert: bool = False,
-) -> Transfer:
-    """What `plan_transfer` is given, as one transfer that stays inside both sides' memory.
-
-    Raises:
-        PlanError: as `plan_transfer`.
-    """
-    check_endpoints(local, remote, total_kv_heads, convert=convert)
-    start, stop = tokens
-    if not 0 <= start <= stop:
-        raise PlanError(f"token range is [{start}, {stop}); use 0 <= start <= stop")
-    ours, theirs, span = local.layout, remote[0].layout, range(start, stop)
-    local_blocks = block_table(
-        "local_block_ids", local_block_ids, ours.num_blocks, ours.block_size, span
-    )
-    fewest = min(end.layout.num_blocks for end in remote)
-    remote_blocks = block_table(
-        "remote_block_ids", remote_block_ids, fewest, theirs.block_size, span
-    )
-    _check_distinct(local_blocks[start // ours.block_size : -(-stop // ours.block_size)])
-    turn = local.rank + lease_hash
-    groups = head_groups(local.heads(total_kv_heads), len(remote), total_kv_heads, turn=turn)
-    return Transfer(
-        local, tuple(remote), groups, total_kv_heads, start, stop, local_blocks, remote_blocks
-    )
-
-
-def _check_distinct(blocks: IntArray) -> None:
-    ordered = np.sort(blocks)
-    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if len(twice):
-        raise PlanError(f"local_block_ids names block {ordered[twice[0]]} twice")
-
-
 def _mixed(transfer: Transfer, costs: CostModel, staging_bytes: int) -> list[list[_Part]]:
     """Whole blocks direct and the ends as is cheapest: a part of a block may be many short runs
     where the whole block is one."""
@@ -234,31 +451,8 @@ def _mixed(transfer: Transfer, costs: CostModel, staging_bytes: int) -> list[lis
     return [[_direct(body, costs), *(min(way, key=_seconds) for way in ways)]]
 
 
-def _build(parts: list[_Part], reason: str) -> TransferPlan:
-    reads = _join([read for part in parts if part.staging is None for read in _reads(part)])
-    chunks = tuple(
-        chunk for part in parts if part.staging is not None for chunk in make_chunks(part.staging)
-    )
-    staged = [read for chunk in chunks for read in chunk.reads]
-    descriptors = sum(len(read.lengths) for read in (*reads, *staged))
-    nbytes = sum(part.bytes_read for part in parts)
-    seconds = _total_seconds(parts)
-    paths = {part.path for part in parts}
-    path: Literal["direct", "staged", "mixed"] = "mixed" if len(paths) > 1 else parts[0].path
-    return TransferPlan(
-        path,
-        reads,
-        chunks,
-        descriptors,
-        nbytes,
-        sum(part.transfer.useful_bytes for part in parts),
-        seconds,
-        f"{path}: {_summary(descriptors, nbytes, seconds)}; {reason}",
-    )
-
-
-def _reads(part: _Part) -> Iterator[RankRead]:
-    for owner, boxes in direct_boxes(part.transfer):
+def _reads(transfer: Transfer) -> Iterator[RankRead]:
+    for owner, boxes in direct_boxes(transfer):
         runs = find_runs(boxes)
         if len(runs.lengths):
             yield RankRead(owner, *runs)

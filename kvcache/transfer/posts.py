@@ -41,6 +41,9 @@ class Post:
 def cut(reads: Iterable[RankRead], limits: PostLimits) -> Iterator[Post]:
     """The reads' runs in their order, each run in at most one post unless it exceeds max_bytes."""
     for read in reads:
+        if 0 < len(read.lengths) <= limits.max_runs and int(read.lengths.sum()) <= limits.max_bytes:
+            yield Post(read.remote_rank, read.local_offsets, read.remote_offsets, read.lengths)
+            continue
         local, remote, lengths = _split_long_runs(read, limits.max_bytes)
         ends = np.cumsum(lengths)
         start = 0

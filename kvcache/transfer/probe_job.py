@@ -41,9 +41,8 @@ class ProbeJob(PullJob):
         self.waiting: dict[str, Pull] = {}  # begun when the probe has ended
         self._late_at = time.monotonic() + _WAIT_S
         chunks = tuple(_chunk(read, local) for read in self._reads)
-        count = sum(len(read.lengths) for read in self._reads)
         nbytes = sum(int(read.lengths.sum()) for read in self._reads)
-        plan = TransferPlan("staged", (), chunks, count, nbytes, 0, 0.0, "measures the peer")
+        plan = TransferPlan("staged", (), chunks, nbytes, 0, 0.0, "measures the peer")
         super().__init__(name, plan, 0, staging, limits)
         self._num_slots = 1  # one read after the other
 

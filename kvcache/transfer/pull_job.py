@@ -30,6 +30,7 @@ class Step:
     at_once: bool = True  # every READ had ended when it was posted
     left: int = 0  # posts that a lane has not made yet
     placed: bool = False  # by a lane
+    prepared: bool = False  # where the chunk goes has been worked out
     active: int = 0
     posted: bool = False  # all of them
     seconds: float = 0.0  # from each post to its end, together
@@ -56,12 +57,12 @@ class PullJob:
         self._limits = limits
         self._staging = staging if plan.chunks else None
         self.stopping = False
-        self._chunks = iter(enumerate(plan.chunks))
+        self._chunks = enumerate(plan.chunks)
         self._open: list[Step] = []  # begun, not yet all ended and placed
         self._posting: Step | None = None
         self._waiting: tuple[int, Chunk] | None = None  # for its slot
         self._exhausted = False
-        self._slot_bytes = max((chunk.nbytes for chunk in plan.chunks), default=0)
+        self._slot_bytes = plan.slot_bytes
         self._num_slots = 0
         if self._staging is not None:
             self._num_slots = self._staging.num_slots(self._slot_bytes)
@@ -160,6 +161,21 @@ class PullJob:
         if placing and self._staging is not None and step.chunk is not None:
             self._staging.place_now(step.chunk, step.slot, self._slot_bytes)
             step.placed = True
+
+    def prepare(self) -> bool:
+        """Works out one thing that will soon be wanted, as nothing else is to be done; whether
+        there was one."""
+        if self.stopping:
+            return False
+        for step in self._open:
+            if step.chunk is not None and not step.prepared:
+                len(step.chunk.moves)
+                step.prepared = True
+                return True
+        if self._waiting is None and self._staging is not None:
+            self._waiting = next(self._chunks, None)
+            return self._waiting is not None
+        return False
 
     def _slot_is_free(self, staging: Staging, slot: int) -> bool:
         filling = any(step.slot == slot for step in self._open)

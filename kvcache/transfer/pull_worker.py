@@ -34,6 +34,7 @@ from kvcache.transfer.pull import (
     StopPull,
     error_info,
 )
+from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.rank_links import InsideLink, OutsideLink, WorkerLink
 from kvcache.transfer.reads import Reads
 from kvcache.transfer.staging import Staging
@@ -269,7 +270,11 @@ class PullWorker:
         for job in ended:
             self._end(job)
         self._announce_ends()
-        return polled or posted is not None or bool(ended)
+        return polled or posted is not None or bool(ended) or self._prepare()
+
+    def _prepare(self) -> bool:
+        jobs = [job for job, _ in self._jobs.values() if isinstance(job, PullJob)]
+        return any(job.prepare() for job in jobs)
 
     def _announce_ends(self) -> None:
         now = time.perf_counter()

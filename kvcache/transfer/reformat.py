@@ -126,10 +126,15 @@ def _lane(layout: KVLayout, words: torch.Tensor) -> _Lane:
 
 
 def _source_view(lane: _Lane, region: Region, move: Move) -> torch.Tensor:
-    """[slot blocks, repeat, ...]: a repetition goes on in the next block of the slot."""
+    """[slot blocks, repeat, ...]: a repetition goes on in the next block of the slot; or
+    [slot blocks, pieces, ...]."""
     layout, strides = region.source, lane.strides
     shape = _shape(layout.num_blocks - move.repeat + 1, region, move, lane)
-    steps = (strides["B"], strides["B"], *(strides[axis] for axis in "HLCN"), 1)
+    again = strides["B"]
+    if move.pieces > 1:
+        shape = (shape[0], move.pieces, *shape[2:])
+        again = strides["N"] * move.num_tokens
+    steps = (strides["B"], again, *(strides[axis] for axis in "HLCN"), 1)
     offset = region.source_offset // lane.word_bytes + move.source_token * strides["N"]
     return lane.words.as_strided(shape, steps, lane.words.storage_offset() + offset)
 
@@ -159,17 +164,32 @@ def _shape(blocks: int, region: Region, move: Move, lane: _Lane) -> tuple[int, .
 
 
 def _place(source: torch.Tensor, target: torch.Tensor, move: Move, convert: _Convert) -> None:
+    if move.pieces > 1:  # each has a block of D
+        target = target.squeeze(1)
     rows = _slice(move.source_blocks)
     places = _slice(move.target_blocks)
     if rows is not None and places is not None:
-        target[places].copy_(convert(source[rows]))
+        picked = source[rows]
+        _in_pieces(target[places], move).copy_(convert(picked))
     elif target.is_cuda:
         picked = source[rows] if rows is not None else source[_index(move.source_blocks, source)]
-        target[_index(move.target_blocks, target)] = convert(picked).to(target.dtype)
+        index = _in_pieces(_index(move.target_blocks, target), move)
+        target[index] = convert(picked).to(target.dtype)
     else:
-        pairs = zip(move.source_blocks.tolist(), move.target_blocks.tolist(), strict=True)
-        for row, place in pairs:
-            target[place].copy_(convert(source[row]))
+        places_of = move.target_blocks.reshape(-1, move.pieces).tolist()
+        for row, of_row in zip(move.source_blocks.tolist(), places_of, strict=True):
+            for piece, place in enumerate(of_row):
+                part = source[row, piece] if move.pieces > 1 else source[row]
+                target[place].copy_(convert(part))
+
+
+def _in_pieces(blocks: torch.Tensor, move: Move) -> torch.Tensor:
+    """What lies along the blocks of D, along the slot's blocks and their pieces."""
+    if move.pieces == 1:
+        return blocks
+    of_row = move.pieces * blocks.stride(0)
+    shape = (blocks.shape[0] // move.pieces, move.pieces, *blocks.shape[1:])
+    return blocks.as_strided(shape, (of_row, *blocks.stride()), blocks.storage_offset())
 
 
 def _slice(blocks: IntArray) -> slice | None:

@@ -10,7 +10,6 @@ inside a box; across boxes, neighbours on both sides are merged. Everything is i
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -61,7 +60,7 @@ class Boxes:
         return int(self.tokens.sum()) * per_token
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """Runs as an outer product: every base with every offset of the axes."""
 
     remote: IntArray
@@ -79,28 +78,32 @@ def count_runs(boxes: Boxes) -> int:
     return sum(product.num_runs for product in _products(boxes))
 
 
-def runs_by_slot(boxes: Boxes, pitch: int) -> Iterator[tuple[int, Runs]]:
-    """The runs of boxes of which none crosses a multiple of `pitch` in local memory.
+def runs_in_order(boxes: Boxes) -> Iterator[Runs]:
+    """The runs of boxes in the order of these, once for each token count.
 
     Cheaper than `find_runs` by what sorting all runs costs: neighbours are merged before the axes
-    are multiplied out, not after, and runs are in the order of the boxes.
-
-    Yields:
-        the ordinal of a stretch of `pitch` bytes, and runs whose local offsets count from there;
-        a stretch comes up once for each token count of its boxes.
+    are multiplied out, not after.
     """
     for product in _products(boxes):
-        slots = product.local // pitch
-        remote, local = _offsets(product.axes, 1), _offsets(product.axes, 2)
-        runs = Runs(
-            np.add.outer(product.remote, remote).reshape(-1),
-            np.add.outer(product.local - slots * pitch, local).reshape(-1),
-            np.repeat(product.lengths, len(local)),
-        )
-        borders = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
-        for low, high in pairwise(borders):
-            part = slice(low * len(local), high * len(local))
-            yield int(slots[low]), Runs(*(array[part] for array in runs))
+        bases = Runs(product.remote, product.local, product.lengths)
+        yield multiply_out(bases, axis_offsets(product.axes))
+
+
+def axis_offsets(axes: list[Axis]) -> tuple[IntArray, IntArray]:
+    """Where the pieces of a box lie, from its start: bytes, remote and local."""
+    return _offsets(axes, 1), _offsets(axes, 2)
+
+
+def multiply_out(bases: Runs, offsets: tuple[IntArray, IntArray]) -> Runs:
+    """Every base with every offset."""
+    remote, local = offsets
+    if len(remote) == 1:  # the offset is 0
+        return Runs(bases.remote, bases.local, bases.lengths)
+    return Runs(
+        (bases.remote[:, None] + remote).reshape(-1),
+        (bases.local[:, None] + local).reshape(-1),
+        bases.lengths.repeat(len(local)),
+    )
 
 
 def find_runs(boxes: Boxes) -> Runs:
@@ -114,18 +117,18 @@ def find_runs(boxes: Boxes) -> Runs:
     return _merge(Runs(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))))
 
 
-def _products(boxes: Boxes) -> list[_Product]:
+def _products(boxes: Boxes) -> list[Product]:
     """One product per token count: equal boxes share all their offsets."""
     products = []
     for tokens in _distinct(boxes.tokens):
-        run, axes = _grow(
+        run, axes = grow(
             boxes.element_bytes, [*boxes.axes, boxes.token_axis._replace(extent=tokens)]
         )
         picked = np.flatnonzero(boxes.tokens == tokens)
         picked = picked[np.argsort(boxes.local[picked], kind="stable")]
         lengths = np.full(len(picked), run, np.int64)
         merged = _merge(Runs(boxes.remote[picked], boxes.local[picked], lengths))
-        products.append(_Product(*merged, axes))
+        products.append(Product(*merged, axes))
     return products
 
 
@@ -134,7 +137,8 @@ def _distinct(tokens: IntArray) -> list[int]:
     return [int(count) for count in np.flatnonzero(np.bincount(tokens))]
 
 
-def _grow(run: int, axes: list[Axis]) -> tuple[int, list[Axis]]:
+def grow(run: int, axes: list[Axis]) -> tuple[int, list[Axis]]:
+    """Lengthens a run by every axis that continues it on both sides: its length, the axes left."""
     axes = [axis for axis in axes if axis.extent > 1]
     grew = True
     while grew:
@@ -148,7 +152,7 @@ def _grow(run: int, axes: list[Axis]) -> tuple[int, list[Axis]]:
     return run, axes
 
 
-def _expand(product: _Product) -> Runs:
+def _expand(product: Product) -> Runs:
     if not product.axes:
         return Runs(product.remote, product.local, product.lengths)
     # Axes outside the block axis go first: the result is then in order, or nearly.

@@ -12,9 +12,9 @@ the leased blocks.
     b7: n0 h0h1h2h3 n1 ..  ->  s0: n0 h0h1h2h3 n1 ..   ->   b2: h2 n0 n1 .. h3 n0 n1 ..
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
@@ -23,17 +23,23 @@ import numpy as np
 from kvcache.layout import KVLayout
 from kvcache.transfer.boxes import Transfer, cut_tokens, pair_boxes, remote_offsets
 from kvcache.transfer.cost import CostModel
-from kvcache.transfer.runs import Boxes, RankRead, count_runs, runs_by_slot
+from kvcache.transfer.runs import Boxes, RankRead, count_runs
 from kvcache.transfer.topology import HeadGroup, IntArray, PlanError, byte_strides
 
 # Regions, and so chunks, start at multiples of this: placing may move whole words.
 ALIGN_BYTES = 64
-# Nothing overlaps the last chunk's copy, so chunks are small; but each costs some 0.1 ms of posting
-# and polling. Measured on a CPU, 4 and 8 MiB (1 to 2 ms of reading) beat 1 and 32 by 5 to 40 %.
+# On a CPU chunks are small, since nothing overlaps the last one's copy; but each costs some 0.1 ms
+# of posting and polling. 4 and 8 MiB (1 to 2 ms of reading) beat 1 and 32 by 5 to 40 %.
 _WANTED_CHUNKS = 8
-_MAX_CHUNKS = 32  # each takes 20 us to plan
+_MAX_CHUNKS = 32
 _MIN_CHUNK_S = 0.25e-3
 _MAX_CHUNK_S = 0.75e-3
+# Between GPUs copies overlap reads. More slots than two keep the link busy while a copy is begun;
+# the last chunks may become smaller, down to what takes as long to read as a copy takes to begin.
+# But chunks cut runs, where these are longer.
+_CUTS_BETWEEN_GPUS = ((4, True), (2, True), (2, False))  # slots, and whether chunks become smaller
+_CUTS = ((2, False),)
+_LAST_CHUNK_S = 0.04e-3
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Region:
 class Move:
     """Token segments of one chunk that are alike but for their blocks.
 
-    `repeat` slot blocks in a row continue one another in one block of D.
+    `repeat` slot blocks in a row continue one another in one block of D; or `pieces` of a slot
+    block are blocks of D, one after the other.
     """
 
     source_token: int  # first token inside the block of P
@@ -58,7 +65,8 @@ class Move:
     num_tokens: int  # in each repetition
     repeat: int
     source_blocks: IntArray  # i64[n] blocks of the region
-    target_blocks: IntArray  # i64[n] blocks of D's pool
+    target_blocks: IntArray  # i64[n * pieces] blocks of D's pool
+    pieces: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,20 +75,29 @@ class Chunk:
 
     reads: tuple[RankRead, ...]
     nbytes: int  # of the slot, holes included
-    moves: tuple[Move, ...]
+    moves: Sequence[Move]
     regions: tuple[Region, ...]  # every move is made in every region
     target: KVLayout  # of the pool
     factors: tuple[float, ...] | None = None  # of the elements, by layer and component
 
 
+class Way(NamedTuple):
+    """Of staging a transfer."""
+
+    wider: bool  # all heads of the owners are read, not just those that are wanted
+    whole: bool  # whole blocks are read at the ends
+    slots: int  # at least, in staging memory
+    tapers: bool  # the last chunks are smaller
+
+
 class Staging(NamedTuple):
-    """One way to stage a transfer."""
+    """A transfer staged in one way."""
 
     transfer: Transfer
+    way: Way
     regions: tuple[Region, ...]
     region_heads: tuple[range, ...]  # of the model, read into each region
-    first_block: int  # ordinal in the sequence at which the first chunk starts
-    chunk_blocks: int
+    borders: tuple[int, ...]  # of the chunks: ordinals of blocks of P in the sequence
     read_start: int  # tokens read: at least the wanted ones
     read_stop: int
 
@@ -94,9 +111,15 @@ class Staging(NamedTuple):
         return self.slot_bytes + ALIGN_BYTES
 
     @property
+    def bytes_read(self) -> int:
+        layout = self.transfer.remote[0].layout
+        per_head = layout.num_layers * layout.num_components * layout.head_dim * layout.itemsize
+        heads = sum(len(heads) for heads in self.region_heads)
+        return (self.read_stop - self.read_start) * heads * per_head
+
+    @property
     def num_chunks(self) -> int:
-        last = (self.transfer.token_stop - 1) // self.transfer.remote[0].layout.block_size
-        return (last - self.first_block) // self.chunk_blocks + 1
+        return len(self.borders) - 1
 
 
 class StagedEstimate(NamedTuple):
@@ -122,26 +145,31 @@ def estimate_staged(transfer: Transfer, costs: CostModel, staging_bytes: int) ->
     Raises:
         PlanError: half the staging memory is smaller than one block.
     """
-    exact = tuple(group.heads for group in transfer.groups)
+    exact = _region_heads(transfer, wider=False)
     least = _block_bytes(transfer, exact)
     if staging_bytes // 2 < least:
         raise PlanError(
             f"staging_bytes is {staging_bytes}; a block of the peer takes {least} bytes, "
             f"and two must fit: use at least {2 * least}"
         )
-    wider = tuple(
-        transfer.remote[group.owners[0]].heads(transfer.total_kv_heads) for group in transfer.groups
-    )
+    wider = _region_heads(transfer, wider=True)
+    fits = wider != exact and _block_bytes(transfer, wider) <= staging_bytes // 2
     size = transfer.remote[0].layout.block_size
-    start, stop = transfer.token_start, transfer.token_stop
-    whole = (start // size * size, -(-stop // size) * size)
+    ragged = transfer.token_start % size or transfer.token_stop % size
     options = (
-        _estimate(_staging(transfer, heads, span, costs, staging_bytes), costs)
-        for heads in dict.fromkeys((exact, wider))
-        if _block_bytes(transfer, heads) <= staging_bytes // 2
-        for span in dict.fromkeys(((start, stop), whole))
+        _estimate(stage(transfer, Way(wider, whole, *cut), costs, staging_bytes), costs)
+        for wider in ((False, True) if fits else (False,))
+        for whole in ((False, True) if ragged else (False,))
+        for cut in (_CUTS_BETWEEN_GPUS if costs.overlaps else _CUTS)
     )
     return min(options, key=lambda option: option.seconds)
+
+
+def _region_heads(transfer: Transfer, *, wider: bool) -> tuple[range, ...]:
+    if not wider:
+        return tuple(group.heads for group in transfer.groups)
+    total = transfer.total_kv_heads
+    return tuple(transfer.remote[group.owners[0]].heads(total) for group in transfer.groups)
 
 
 def _block_bytes(transfer: Transfer, region_heads: tuple[range, ...]) -> int:
@@ -151,42 +179,84 @@ def _block_bytes(transfer: Transfer, region_heads: tuple[range, ...]) -> int:
     return sum(aligned(len(heads) * head_bytes) for heads in region_heads)
 
 
-def _staging(
-    transfer: Transfer,
-    region_heads: tuple[range, ...],
-    span: tuple[int, int],
-    costs: CostModel,
-    staging_bytes: int,
-) -> Staging:
-    theirs, ours = transfer.remote[0].layout, transfer.local.layout
-    block_bytes = _block_bytes(transfer, region_heads)
+def stage(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) -> Staging:
+    """A transfer cut into chunks that fit half the staging memory."""
+    geometry = _geometry(transfer, wider=way.wider)
+    size, block_bytes = transfer.remote[0].layout.block_size, geometry.block_bytes
     start, stop = transfer.token_start, transfer.token_stop
-    wanted = -(-(stop - start) // theirs.block_size) * block_bytes
+    wanted = -(-(stop - start) // size) * block_bytes
     shortest, longest = (int(s * costs.bytes_per_s) for s in (_MIN_CHUNK_S, _MAX_CHUNK_S))
     aim = max(min(max(wanted // _WANTED_CHUNKS, shortest), longest), wanted // _MAX_CHUNKS)
-    blocks = max(1, min(aim, staging_bytes // 2) // block_bytes)
+    most = staging_bytes // 2
+    if way.slots > 2:
+        most = max(staging_bytes // way.slots, min(block_bytes * geometry.period, most))
+    blocks = max(1, min(aim, most) // block_bytes)
     # Chunks that end where blocks of both sides do cut no block of D in two.
-    period = lcm(theirs.block_size, ours.block_size) // theirs.block_size
-    period = period if period <= blocks else 1
+    period = geometry.period if geometry.period <= blocks else 1
     blocks -= blocks % period
-    regions = _regions(transfer, region_heads, blocks)
-    first = start // theirs.block_size // period * period
-    return Staging(transfer, regions, region_heads, first, blocks, *span)
+    first, last = start // size // period * period, -(-stop // size)
+    least = blocks
+    if way.tapers:
+        least = min(max(int(_LAST_CHUNK_S * costs.bytes_per_s) // block_bytes, 1), blocks)
+    span = (start // size * size, last * size) if way.whole else (start, stop)
+    return Staging(
+        transfer,
+        way,
+        _regions(transfer, way, blocks),
+        geometry.region_heads,
+        _borders(first, last, blocks, least, period),
+        *span,
+    )
 
 
-def _regions(
-    transfer: Transfer, region_heads: tuple[range, ...], num_blocks: int
-) -> tuple[Region, ...]:
+@lru_cache(maxsize=1024)
+def _borders(first: int, last: int, blocks: int, least: int, period: int) -> tuple[int, ...]:
+    """Chunks of `blocks`, the last ones smaller and smaller down to `least`, in whole periods."""
+    borders = [first]
+    while (left := last - borders[-1]) > 0:
+        count = max(min(blocks, left // 2), least)
+        count = max(count // period, 1) * period
+        rest = left - count
+        borders.append(last if rest < least and left <= blocks else borders[-1] + count)
+    return tuple(borders)
+
+
+class _Geometry(NamedTuple):
+    region_heads: tuple[range, ...]
+    block_bytes: int  # of a slot, for one block of P
+    period: int  # blocks of P after which blocks of both sides end together
+
+
+def _geometry(transfer: Transfer, *, wider: bool) -> _Geometry:
+    found: _Geometry | None = transfer.kept.get(("geometry", wider))
+    if found is None:
+        theirs, ours = transfer.remote[0].layout.block_size, transfer.local.layout.block_size
+        heads = _region_heads(transfer, wider=wider)
+        found = _Geometry(heads, _block_bytes(transfer, heads), lcm(theirs, ours) // theirs)
+        transfer.kept["geometry", wider] = found
+    return found
+
+
+def _regions(transfer: Transfer, way: Way, num_blocks: int) -> tuple[Region, ...]:
+    key = ("regions", way.wider, num_blocks)
+    found: tuple[Region, ...] | None = transfer.kept.get(key)
+    if found is None:
+        found = tuple(_make_regions(transfer, way, num_blocks))
+        transfer.kept[key] = found
+    return found
+
+
+def _make_regions(transfer: Transfer, way: Way, num_blocks: int) -> Iterator[Region]:
     theirs, ours = transfer.remote[0].layout, transfer.local.layout
     first = transfer.local.heads(transfer.total_kv_heads).start
-    regions, offset = [], 0
+    offset = 0
+    region_heads = _region_heads(transfer, wider=way.wider)
     for group, heads in zip(transfer.groups, region_heads, strict=True):
         layout = replace(theirs, num_heads=len(heads), num_blocks=num_blocks)
         skipped = (group.heads.start - heads.start) * byte_strides(layout)["H"]
         target = (group.heads.start - first) * ours.strides["H"]
-        regions.append(Region(layout, offset + skipped, target, len(group.heads)))
+        yield Region(layout, offset + skipped, target, len(group.heads))
         offset += aligned(layout.nbytes)
-    return tuple(regions)
 
 
 def _estimate(staging: Staging, costs: CostModel) -> StagedEstimate:
@@ -195,24 +265,41 @@ def _estimate(staging: Staging, costs: CostModel) -> StagedEstimate:
     nbytes = sum(part.nbytes for part in boxes)
     read_s = costs.read_s(descriptors, nbytes)
     place_s = costs.reformat_s(staging.transfer.useful_bytes)
-    seconds = costs.staged_s(read_s, place_s, staging.num_chunks)
+    last_share = (staging.borders[-1] - staging.borders[-2]) / (
+        staging.borders[-1] - staging.borders[0]
+    )
+    seconds = costs.staged_s(read_s, place_s, staging.num_chunks, last_share)
     return StagedEstimate(staging, descriptors, nbytes, seconds)
 
 
 def _staged_boxes(staging: Staging) -> Iterator[tuple[int, Boxes]]:
     """Boxes from P's pools to an imaginary memory in which the chunks lie `pitch` apart."""
-    transfer = staging.transfer
-    size = transfer.remote[0].layout.block_size
+    size = staging.transfer.remote[0].layout.block_size
     starts, tokens = cut_tokens(staging.read_start, staging.read_stop, size)
     blocks = starts // size
-    chunk, slot_block = np.divmod(blocks - staging.first_block, staging.chunk_blocks)
-    offset = chunk * staging.pitch
+    borders = np.array(staging.borders, np.int64)
+    chunk = np.searchsorted(borders, blocks, side="right") - 1
+    return boxes_at(staging, starts, tokens, blocks - borders[chunk], chunk * staging.pitch)
+
+
+def boxes_at(
+    staging: Staging,
+    starts: IntArray,
+    tokens: IntArray,
+    slot_block: IntArray,
+    offset: IntArray | int,
+) -> Iterator[tuple[int, Boxes]]:
+    """Boxes from P's pools of `tokens[i]` tokens of the sequence from `starts[i]` on, which lie in
+    one block, to a block of the slot that starts at `offset[i]`. By rank of P."""
+    transfer = staging.transfer
+    size = transfer.remote[0].layout.block_size
     for group, heads, region in zip(
         transfer.groups, staging.region_heads, staging.regions, strict=True
     ):
         strides = byte_strides(region.source)
         target = offset + slot_block * strides["B"] + starts % size * strides["N"]
-        yield from _group_boxes(staging, group, heads, region, (blocks, starts, target, tokens))
+        places = (starts // size, starts, target, tokens)
+        yield from _group_boxes(staging, group, heads, region, places)
         offset = offset + aligned(region.source.nbytes)
 
 
@@ -239,55 +326,3 @@ def _group_boxes(
                 layout.head_dim * layout.itemsize,
             ),
         )
-
-
-def make_chunks(staging: Staging) -> tuple[Chunk, ...]:
-    """Everything of the staged path, chunk by chunk."""
-    reads: list[list[RankRead]] = [[] for _ in range(staging.num_chunks)]
-    for owner, boxes in _staged_boxes(staging):
-        for chunk, runs in runs_by_slot(boxes, staging.pitch):
-            reads[chunk].append(RankRead(owner, *runs))
-    moves, nbytes, transfer = _moves(staging), staging.slot_bytes, staging.transfer
-    target, factors = transfer.local.layout, transfer.factors
-    return tuple(
-        Chunk(tuple(read), nbytes, tuple(move), staging.regions, target, factors)
-        for read, move in zip(reads, moves, strict=True)
-    )
-
-
-def _moves(staging: Staging) -> list[list[Move]]:
-    """The moves of each chunk; they are the same for every region."""
-    transfer = staging.transfer
-    theirs, ours = transfer.remote[0].layout.block_size, transfer.local.layout.block_size
-    starts, tokens = cut_tokens(transfer.token_start, transfer.token_stop, theirs, ours)
-    chunk, source_block = np.divmod(starts // theirs - staging.first_block, staging.chunk_blocks)
-    source_token, target_token = starts % theirs, starts % ours
-    first, repeat = _rows(chunk, starts // ours, source_token, tokens)
-    key = chunk[first]
-    for part in (source_token[first], target_token[first], tokens[first], repeat):
-        key = key * 257 + part  # each is at most a block: 256 tokens
-    order = np.argsort(key, kind="stable")
-    rows = first[order]
-    sources, targets = source_block[rows], transfer.local_blocks[starts[rows] // ours]
-    borders = [*np.flatnonzero(np.diff(key[order], prepend=-1)).tolist(), len(order)]
-    of_first = (chunk[rows], source_token[rows], target_token[rows], tokens[rows], repeat[order])
-    alike = zip(*(array[borders[:-1]].tolist() for array in of_first), strict=True)
-    moves: list[list[Move]] = [[] for _ in range(staging.num_chunks)]
-    for (low, high), (number, at, to, count, again) in zip(pairwise(borders), alike, strict=True):
-        moves[number].append(Move(at, to, count, again, sources[low:high], targets[low:high]))
-    return moves
-
-
-def _rows(
-    chunk: IntArray, target_block: IntArray, source_token: IntArray, tokens: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Joins equal segments that follow each other in one block of D: first indices and counts."""
-    joined = (
-        (np.diff(chunk) == 0)
-        & (np.diff(target_block) == 0)
-        & (np.diff(tokens) == 0)
-        & (source_token[1:] == 0)
-        & (source_token[:-1] == 0)
-    )
-    heads = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(~joined) + 1))
-    return heads, np.diff(heads, append=len(tokens))

@@ -21,7 +21,7 @@ from kvcache.transfer.copy_thread import copy_thread
 from kvcache.transfer.staged import Chunk
 
 _HUGE_PAGE_BYTES = 2 << 20
-_MOST_SLOTS = {"cpu": 4, "cuda": 2}  # on a CPU two threads read, another one places
+_MOST_SLOTS = 4  # on a CPU two threads read, another one places
 
 
 class Staging:
@@ -33,7 +33,7 @@ class Staging:
         self._memory = _allocate(nbytes, pool.device)
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
         # Of the last copies out of each slot: CUDA events, or futures
-        self._copies: list[Any] = [None] * _MOST_SLOTS[pool.device.type]
+        self._copies: list[Any] = [None] * _MOST_SLOTS
         self._stream: Any = None
         self._thread: ThreadPoolExecutor | None = None
         if pool.device.type == "cpu":

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer import job_maker, probe_job
+from kvcache.transfer import probe_job
 from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.plan import DEFAULT_COSTS, CostModel
+from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, Planner
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -63,13 +64,13 @@ def measured(decode: Decode) -> Any:
 def planned_with(monkeypatch: Any) -> list[CostModel]:
     """The costs of each plan, in order."""
     found: list[CostModel] = []
-    plan_transfer = job_maker.plan_transfer
+    plan = Planner.plan
 
-    def plan(*args: Any, costs: CostModel, **options: Any) -> Any:
+    def noted(planner: Planner, transfer: Transfer, costs: CostModel) -> Any:
         found.append(costs)
-        return plan_transfer(*args, costs=costs, **options)
+        return plan(planner, transfer, costs)
 
-    monkeypatch.setattr(job_maker, "plan_transfer", plan)
+    monkeypatch.setattr(Planner, "plan", noted)
     return found
 
 

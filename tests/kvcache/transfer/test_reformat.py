@@ -131,9 +131,16 @@ def test_small_blocks_of_the_peer_fill_a_block_in_one_move() -> None:
     assert move.target_blocks.tolist() == [2, 1]
 
 
+def test_large_blocks_of_the_peer_take_one_move_where_they_are_whole() -> None:
+    p, d = endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17)
+    (move,) = one_chunk(p, d, 128, list(range(16, 0, -1))).moves
+    assert (move.pieces, move.num_tokens) == (4, 8)
+    assert move.target_blocks.tolist() == list(range(16, 0, -1))
+
+
 def test_large_blocks_of_the_peer_take_a_move_per_part_and_not_per_token() -> None:
     p, d = endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17)
-    chunk = one_chunk(p, d, 128, list(range(16, 0, -1)))
+    chunk = one_chunk(p, d, 120, list(range(16, 0, -1)))
     assert len(chunk.moves) == 4
     assert sorted(move.source_token for move in chunk.moves) == [0, 8, 16, 24]
 

@@ -1,0 +1,240 @@
+"""The chunks of the staged path, each made when it is wanted: the first one is being read while the
+others are worked out, and where a chunk's KV goes is worked out after its reads were posted.
+
+Whole blocks, which most chunks are made of, take a handful of numpy calls by what is kept of the
+geometries; all else goes the general way.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvcache.transfer.boxes import Transfer, cut_tokens
+from kvcache.transfer.runs import Axis, RankRead, Runs, axis_offsets, grow, multiply_out
+from kvcache.transfer.runs import runs_in_order as in_order
+from kvcache.transfer.staged import Chunk, Move, Staging, aligned, boxes_at
+from kvcache.transfer.topology import IntArray, byte_strides
+from kvcache.transfer.whole_blocks import joined
+
+
+class Chunks(Sequence[Chunk]):
+    """Of one or several stagings, in their order.
+
+    Attributes:
+        slot_bytes: what the largest chunk takes of staging memory.
+    """
+
+    def __init__(self, stagings: Sequence[Staging]) -> None:
+        self._stagings = stagings
+        self._made: dict[int, Chunk] = {}
+        self._firsts = [0]
+        for staging in stagings:
+            self._firsts.append(self._firsts[-1] + staging.num_chunks)
+        self.slot_bytes = max(staging.slot_bytes for staging in stagings)
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        made = self._made.get(index)
+        if made is None:
+            if not 0 <= index < len(self):
+                raise IndexError(index)
+            number = bisect_right(self._firsts, index) - 1
+            made = _make(self._stagings[number], index - self._firsts[number])
+            self._made[index] = made
+        return made
+
+
+class _Moves(Sequence[Move]):
+    """Made when first looked at."""
+
+    def __init__(self, make: Callable[[], Sequence[Move]]) -> None:
+        self._make = make
+        self._made: Sequence[Move] | None = None
+
+    def _all(self) -> Sequence[Move]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[Move]:
+        return iter(self._all())
+
+
+def _make(staging: Staging, index: int) -> Chunk:
+    transfer = staging.transfer
+    first, last = staging.borders[index : index + 2]
+    size = transfer.remote[0].layout.block_size
+    start = max(transfer.token_start, first * size)
+    stop = min(transfer.token_stop, last * size)
+    return Chunk(
+        tuple(_reads(staging, first, last)),
+        staging.slot_bytes,
+        _Moves(lambda: make_moves(transfer, start, stop, first)),
+        staging.regions,
+        transfer.local.layout,
+        transfer.factors,
+    )
+
+
+# -- reads
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What is read of every whole block from one rank of P into a region of the slot. Bytes."""
+
+    owner: int
+    group: int
+    copy: int  # index among the ranks that take turns
+    copies: int
+    run_bytes: int
+    offsets: tuple[IntArray, IntArray]  # of the runs inside a block, remote and local
+    remote_block: int  # distance of two blocks
+    local_block: int
+    remote_offset: int  # to the first byte
+    local_offset: int
+
+    @property
+    def joins(self) -> bool:
+        """Runs of neighbouring blocks are neighbours."""
+        return self.copies == 1 and self.run_bytes == self.remote_block == self.local_block
+
+
+def _reads(staging: Staging, first: int, last: int) -> Iterator[RankRead]:
+    transfer = staging.transfer
+    size = transfer.remote[0].layout.block_size
+    start, stop = max(staging.read_start, first * size), min(staging.read_stop, last * size)
+    if start % size or stop % size:
+        starts, tokens = cut_tokens(start, stop, size)
+        for owner, boxes in boxes_at(staging, starts, tokens, starts // size - first, 0):
+            for runs in in_order(boxes):
+                yield RankRead(owner, *runs)
+        return
+    low, high = start // size, stop // size
+    remote = transfer.remote_blocks[low:high]
+    slots = np.arange(low - first, high - first)
+    for share in _shares(staging):
+        begin = (share.copy - low - transfer.groups[share.group].turn) % share.copies
+        if begin < high - low:
+            mine = slice(begin, None, share.copies)
+            yield RankRead(share.owner, *_runs(share, remote[mine], slots[mine]))
+
+
+def _runs(share: _Share, remote: IntArray, slots: IntArray) -> Runs:
+    lengths: IntArray | None = None
+    if share.joins and len(remote) > 1:
+        firsts, counts = joined(remote[1:] - remote[:-1] == 1)
+        remote, slots, lengths = remote[firsts], slots[firsts], counts * share.run_bytes
+    if lengths is None:
+        lengths = np.empty(len(remote), np.int64)
+        lengths.fill(share.run_bytes)
+    bases = Runs(
+        remote * share.remote_block + share.remote_offset,
+        slots * share.local_block + share.local_offset,
+        lengths,
+    )
+    return multiply_out(bases, share.offsets)
+
+
+def _shares(staging: Staging) -> tuple[_Share, ...]:
+    kept = staging.transfer.kept
+    key = ("shares", staging.way.wider, staging.regions[0].source.num_blocks)
+    found: tuple[_Share, ...] | None = kept.get(key)
+    if found is None:
+        found = kept[key] = tuple(_make_shares(staging))
+    return found
+
+
+def _make_shares(staging: Staging) -> Iterator[_Share]:
+    transfer, offset = staging.transfer, 0
+    for number, (group, heads, region) in enumerate(
+        zip(transfer.groups, staging.region_heads, staging.regions, strict=True)
+    ):
+        layout, writes = region.source, byte_strides(region.source)
+        sizes = (len(heads), layout.num_layers, layout.num_components, layout.block_size)
+        for copy, owner in enumerate(group.owners):
+            end = transfer.remote[owner]
+            reads = byte_strides(end.layout)
+            axes = [
+                Axis(size, reads[axis], writes[axis])
+                for axis, size in zip("HLCN", sizes, strict=True)
+            ]
+            run, left = grow(layout.head_dim * layout.itemsize, axes)
+            skipped = heads.start - end.heads(transfer.total_kv_heads).start
+            yield _Share(
+                owner,
+                number,
+                copy,
+                len(group.owners),
+                run,
+                axis_offsets(left),
+                reads["B"],
+                writes["B"],
+                skipped * reads["H"],
+                offset,
+            )
+        offset += aligned(layout.nbytes)
+
+
+# -- moves
+
+
+def make_moves(transfer: Transfer, start: int, stop: int, first: int) -> tuple[Move, ...]:
+    """Where tokens [start, stop) of the sequence go out of a slot whose first block is P's block
+    `first` of the sequence. The same for every region."""
+    theirs, ours = transfer.remote[0].layout.block_size, transfer.local.layout.block_size
+    longer, shorter = max(theirs, ours), min(theirs, ours)
+    if longer % shorter or start % longer or stop % longer:
+        return _any_moves(transfer, start, stop, first)
+    blocks = transfer.local_blocks[start // ours : stop // ours]
+    if ours > theirs:
+        slots = np.arange(start // theirs - first, stop // theirs - first, ours // theirs)
+        return (Move(0, 0, theirs, ours // theirs, slots, blocks),)
+    slots = np.arange(start // theirs - first, stop // theirs - first)
+    return (Move(0, 0, ours, 1, slots, blocks, theirs // ours),)
+
+
+def _any_moves(transfer: Transfer, start: int, stop: int, first: int) -> tuple[Move, ...]:
+    theirs, ours = transfer.remote[0].layout.block_size, transfer.local.layout.block_size
+    starts, tokens = cut_tokens(start, stop, theirs, ours)
+    source_token, target_token = starts % theirs, starts % ours
+    heads, repeat = _rows(starts // ours, source_token, tokens)
+    key = source_token[heads]
+    for part in (target_token[heads], tokens[heads], repeat):
+        key = key * 257 + part  # each is at most a block: 256 tokens
+    order = np.argsort(key, kind="stable")
+    rows = heads[order]
+    sources, targets = starts[rows] // theirs - first, transfer.local_blocks[starts[rows] // ours]
+    borders = [*np.flatnonzero(np.diff(key[order], prepend=-1)).tolist(), len(order)]
+    of_first = (source_token[rows], target_token[rows], tokens[rows], repeat[order])
+    alike = zip(*(array[borders[:-1]].tolist() for array in of_first), strict=True)
+    return tuple(
+        Move(at, to, count, again, sources[low:high], targets[low:high])
+        for (low, high), (at, to, count, again) in zip(pairwise(borders), alike, strict=True)
+    )
+
+
+def _rows(
+    target_block: IntArray, source_token: IntArray, tokens: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Joins equal segments that follow each other in one block of D: first indices and counts."""
+    joined = (
+        (np.diff(target_block) == 0)
+        & (np.diff(tokens) == 0)
+        & (source_token[1:] == 0)
+        & (source_token[:-1] == 0)
+    )
+    heads = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(~joined) + 1))
+    return heads, np.diff(heads, append=len(tokens))

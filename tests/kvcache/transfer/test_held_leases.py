@@ -1,7 +1,10 @@
 """The fence by P's word: when it counts, when D asks instead, and what P does to it in between."""
 
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvcache.lease_words import TABLE_BYTES, is_held
 from kvcache.pool import KVPool
+from kvcache.shared_memory import OpenedMemory
 from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
@@ -21,7 +26,30 @@ from protocol.handshake import EngineMetadata
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import DEADLINE_S, Child, Decode, Prefill, expected
 
+ROOT = Path(__file__).parents[3]
 ENDINGS = (PullDone, PullFailed, PullDrained)
+
+
+REUSER = """
+import os, select, sys, uuid
+from kvcache.lease import LeaseTable
+from kvcache.shared_memory import SharedMemory
+from kvcache.transfer.held_leases import PublishedWords
+words, pool, size = PublishedWords.create(), SharedMemory(int(sys.argv[1]) + 32), int(sys.argv[1])
+table = LeaseTable(words=words)
+record = words._record
+print(os.getpid(), record.fd, record.token.hex(), pool.fd, pool.token.hex(), flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    lease_id = uuid.uuid4().hex
+    pool.mapping[:size] = bytes.fromhex(lease_id) * (size // 16)
+    table.grant(lease_id, "r", [1], 60.0, now=0.0)
+    pool.mapping[size : size + 32] = lease_id.encode()
+    for _ in range(lease_id.encode()[0] * 5):
+        pass
+    table.abort(lease_id, now=0.0)
+    for ended in table.drain_ended():  # its block is another's
+        pool.mapping[:size] = bytes(size)
+"""
 
 
 class GatedMapper(HostMapper):
@@ -100,6 +128,32 @@ def test_a_pull_from_this_host_is_done_by_the_word_and_the_lease_comes_home(clos
         assert isinstance(done, PullDone) and done.fence == "word", done
         assert np.array_equal(decode.tokens([3], 0, 8), expected(remote, 0, 8))
         assert prefill.outcomes() == ["completed"]
+
+
+def test_a_word_that_stands_vouches_for_bytes_that_another_process_reuses_all_the_time() -> None:
+    size = 1 << 16
+    pipe = subprocess.PIPE
+    argv = [sys.executable, "-c", REUSER, str(size)]
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stdin is not None
+        pid, fd, token, pool_fd, pool_token = process.stdout.readline().split()
+        words = OpenedMemory(int(pid), int(fd), bytes.fromhex(token.decode()), TABLE_BYTES)
+        pool = OpenedMemory(int(pid), int(pool_fd), bytes.fromhex(pool_token.decode()), size + 32)
+        held = reused = 0
+        deadline = time.monotonic() + DEADLINE_S
+        while (held < 500 or reused < 20) and time.monotonic() < deadline:
+            lease_id = pool[size : size + 32].decode()
+            if len(lease_id.strip("\0")) < 32:  # there is none yet
+                continue
+            found = pool[0:size]
+            wanted = bytes.fromhex(lease_id) * (size // 16)
+            if is_held(words, lease_id):
+                assert found == wanted
+                held += 1
+            else:
+                reused += found != wanted
+        process.stdin.close()
+    assert held >= 500 and reused >= 20
 
 
 @pytest.mark.parametrize("edit", [without, of_another_file, of_unknown_ranks, of_another_host])
@@ -187,8 +241,6 @@ def test_the_word_of_a_killed_peer_is_not_believed(close: Any) -> None:
 
 
 def test_a_stopped_peer_s_word_counts_and_its_lease_comes_home_when_it_goes_on(close: Any) -> None:
-    import signal
-
     gate, prefill = Gate(), close(Child("prefill"))
     decode = close(Decode(MemoryAgent, make_mapped=gate.mapped))
     remote = prefill.lease([5], 8)

@@ -55,8 +55,8 @@ TABLE = (
     Spec("baton_build_info", "gauge", "any", "1, with the version of Baton.", ("version",)),
     # Servers, counted in the HTTP process.
     Spec("baton_requests", "counter", "server",
-         "Finished requests; outcome: stop, length, abort (client gone), rejected (4xx), error "
-         "(5xx).", ("endpoint", "outcome")),
+         "Finished requests; outcome: stop, length, tool_calls, abort (client gone), rejected "
+         "(4xx), error (5xx).", ("endpoint", "outcome")),
     Spec("baton_requests_in_progress", "gauge", "server",
          "Requests accepted and not yet answered in full."),
     Spec("baton_prompt_tokens", "counter", "server", "Prompt tokens of accepted requests."),
@@ -89,7 +89,7 @@ TABLE = (
     Spec("baton_engine_step_seconds", "counter", "engine", "Time spent in forward steps."),
     # Engine: moving KV.
     Spec("baton_kv_transfers", "counter", "engine",
-         "Pulls by outcome (done, failed, cancelled) and path (direct, staged, mapped, none).",
+         "Pulls by outcome (done, failed) and path (direct, staged, mixed, mapped; none: failed).",
          ("outcome", "path")),
     Spec("baton_kv_transfer_bytes", "counter", "engine", "Useful KV bytes pulled."),
     Spec("baton_kv_transfer_descriptors", "counter", "engine", "READ descriptors posted."),
@@ -115,8 +115,8 @@ TABLE = (
          "Completions and renewals answered `gone`: the lease had ended or was never known."),
     # Proxy.
     Spec("baton_proxy_requests", "counter", "proxy",
-         "Requests by path (pd, decode_only) and why (routed, no_prefill_server, "
-         "prefill_failed, ...).", ("path", "reason")),
+         "Requests by path (pd; decode_only: D computed the prompt; prefill: P's answer was the "
+         "answer, as a score's or an error's) and why.", ("path", "reason")),
     Spec("baton_proxy_responses", "counter", "proxy", "Responses by HTTP status.", ("status",)),
     Spec("baton_proxy_requests_in_progress", "gauge", "proxy", "Requests not yet answered."),
     Spec("baton_proxy_retries", "counter", "proxy", "Attempts after the first, by leg.", ("leg",)),

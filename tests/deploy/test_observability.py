@@ -1,0 +1,51 @@
+"""What docs and dashboard say of metrics is what processes expose."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from protocol.metrics import TABLE, Spec
+
+ROOT = Path(__file__).resolve().parents[2]
+METRICS_DOC = ROOT / "docs" / "metrics.md"
+DASHBOARD = ROOT / "deploy" / "grafana-dashboard.json"
+
+
+def exposed(spec: Spec) -> str:
+    return spec.name + ("_total" if spec.kind == "counter" else "")
+
+
+def row(spec: Spec) -> str:
+    """The line of docs/metrics.md for one metric."""
+    labels = "{" + ", ".join(spec.labels) + "}" if spec.labels else ""
+    return f"| `{exposed(spec)}{labels}` | {spec.kind} | {spec.help} |"
+
+
+def test_the_docs_have_a_row_for_every_metric() -> None:
+    lines = METRICS_DOC.read_text().splitlines()
+    missing = [row(spec) for spec in TABLE if row(spec) not in lines]
+    assert not missing, "put into docs/metrics.md:\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize("file", [METRICS_DOC, ROOT / "docs" / "operations.md", DASHBOARD])
+def test_no_text_names_a_metric_that_is_not_there(file: Path) -> None:
+    known = {exposed(spec): spec for spec in TABLE}
+    for spec in TABLE:
+        if spec.kind == "histogram":
+            known |= {f"{spec.name}_{part}": spec for part in ("bucket", "sum", "count")}
+    named = set(re.findall(r"\bbaton_[a-z_]+", file.read_text()))
+    assert named and named - known.keys() == set()
+
+
+def test_the_dashboard_asks_for_labels_that_the_metrics_have() -> None:
+    labels = {exposed(spec): spec.labels for spec in TABLE}
+    dashboard = json.loads(DASHBOARD.read_text())
+    targets = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(targets) >= 10
+    for expression in targets:
+        for name, inside in re.findall(r"\b(baton_\w+)\{([^}]*)\}", expression):
+            asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside)) - {"job", "instance"}
+            assert asked <= set(labels[name]), expression
+        assert expression.count("(") == expression.count(")")

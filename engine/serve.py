@@ -179,6 +179,7 @@ class _Server:
             uvicorn.Config(
                 app,
                 http=bounded_protocol(self.settings.client_timeout_s),
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

@@ -4,16 +4,20 @@
   the application sees as a client that left. A slow reader that goes on reading is left alone.
 - A client that owes the rest of a request and is silent: the connection is closed.
 - A client that leaves while it has sent requests ahead: the running one is told of it, too.
+- A client that offers to go on in another protocol (h2c is offered by Java's clients with every
+  request): it is answered in this one, and its body is read.
 """
 
 import asyncio
 import resource
 import socket
 
+import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of another request
+_ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
@@ -53,7 +57,13 @@ class _BoundedHttp(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = self._expect()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            message = "Invalid HTTP request received."
+            self.logger.warning(message)
+            self.send_400_response(message)
         if self.transport.is_closing():
             return
         is_answering = self.cycle is not None and not self.cycle.response_complete
@@ -66,12 +76,31 @@ class _BoundedHttp(HttpToolsProtocol):
             self.send_400_response("The request's head is too long.")
 
     def on_headers_complete(self) -> None:
-        self._in_body, self._head_bytes = True, 0
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            self._in_body, self._head_bytes = True, 0
+            super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._in_body = False
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            self._in_body = False
+            super().on_message_complete()
+
+    def _parse(self, data: bytes) -> None:
+        """Feeds the parser, which stops at the end of a head that offers another protocol."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stopped:
+            method = self.parser.get_method()
+            if method == b"CONNECT":
+                raise httptools.HttpParserError("this is no proxy") from None
+            kept = [header for header in self.headers if header[0] not in _ABOUT_UPGRADES]
+            if any(name == b"connection" and b"close" in value for name, value in self.headers):
+                kept.append((b"connection", b"close"))
+            lines = [name + b": " + value for name, value in kept]
+            version = self.parser.get_http_version().encode()
+            head = b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""])
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(head + data[stopped.args[0] :])
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_expecting()

@@ -169,3 +169,37 @@ def test_a_client_that_reads_nothing_ends_its_request() -> None:
                 await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
 
     run(test())
+
+
+@pytest.mark.parametrize("cut", [0, 3, 40, 200])
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_an_offer_of_another_protocol_is_declined_and_the_request_answered(
+    protocol: bytes, cut: int
+) -> None:
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AA\r\n"
+    data = request(stream=True).replace(b"Host: x\r\n", b"Host: x\r\n" + offer % protocol)
+
+    async def test() -> None:
+        async with Rig() as rig:
+            reader, writer = await connect(rig)
+            for _ in range(2):
+                writer.write(data[:cut])
+                await asyncio.sleep(0.01)
+                writer.write(data[cut:])
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+                await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            writer.close()
+            assert rig.prefill[0].calls[0].body["prompt"] == "x"
+
+    run(test())
+
+
+def test_a_tunnel_is_refused() -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            reader, writer = await connect(rig)
+            writer.write(b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+            writer.close()
+
+    run(test())

@@ -16,6 +16,8 @@ from typing import TextIO
 
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
+_MAX_SHOWN = 128  # characters of an id that a client chose
+
 # Root of our own loggers; all others are heard from warnings on.
 _OWN_LOGGER = "baton"
 
@@ -32,12 +34,13 @@ def current_request_id() -> str | None:
 
 @contextlib.contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Within, every line carries `request_id`: any string, shown with control characters escaped.
+    """Within, every line carries the beginning of `request_id`: any string, shown with control
+    characters escaped.
 
     The context belongs to the running task: use it within one, not around a `yield` of an
     asynchronous generator that another task may resume.
     """
-    token = _request_id.set(request_id)
+    token = _request_id.set(request_id[:_MAX_SHOWN])
     try:
         yield
     finally:

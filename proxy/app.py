@@ -250,6 +250,8 @@ class ProxyApp:
             logger.info("%s is ready", server)
         else:
             self._poller.hurry(server)
+            if health.silences:
+                self._flow.on_silence(server)
             logger.warning("%s is not ready: %s", server, health.reason)
 
 

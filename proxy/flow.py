@@ -96,6 +96,12 @@ class Flow:
                 self._giving_back.add(task)
                 task.add_done_callback(self._giving_back.discard)
 
+    def on_silence(self, server: Server) -> None:
+        """Prefill legs go elsewhere, or are done without; a decode server keeps its requests, as
+        the client would get an error for one that may still be answered."""
+        if server.kind is Kind.PREFILL:
+            self._legs.give_up(server)
+
     async def close(self) -> None:
         """Waits for what is still being given back, for `GIVE_BACK_TIMEOUT_S` at most."""
         await asyncio.gather(*self._giving_back, return_exceptions=True)

@@ -1,5 +1,6 @@
 """One leg of a request: servers are tried until one answers, and what happened is remembered."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ class Legs:
         self._fleet = fleet
         self._metrics = metrics
         self._policy = policy
+        self._patience: dict[Server, set[asyncio.Timeout]] = {}  # of legs without an answer
 
     async def run(
         self,
@@ -134,11 +136,25 @@ class Legs:
         self, server: Server, send: Callable[[Server], Awaitable[ResultT]]
     ) -> ResultT:
         self._in_flight(server, +1)
+        waiting = self._patience.setdefault(server, set())
         try:
-            return await send(server)
+            async with asyncio.timeout(None) as patience:
+                waiting.add(patience)
+                try:
+                    return await send(server)
+                finally:
+                    waiting.discard(patience)
+        except TimeoutError:
+            self.release(server)
+            raise TimedOut("silent, to health checks as well") from None
         except BaseException:
             self.release(server)
             raise
+
+    def give_up(self, server: Server) -> None:
+        """The server does not even answer health checks: legs without an answer wait no longer."""
+        for patience in self._patience.get(server, ()):
+            patience.reschedule(asyncio.get_running_loop().time())
 
     def release(self, server: Server) -> None:
         """The server has nothing more to do for this leg."""

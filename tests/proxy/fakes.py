@@ -129,6 +129,7 @@ class Fake:
         self.max_model_len = max_model_len
         self.calls: list[Call] = []
         self.polls = 0
+        self.silent = False  # to health checks
         self.listener = socket.create_server(address)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self._task: asyncio.Task[None] | None = None
@@ -143,6 +144,9 @@ class Fake:
         call = Call(scope["path"], headers, raw, receive, send)
         if call.path == "/ready":
             self.polls += 1
+            if self.silent:
+                await call.gone()
+                return
             told: dict[str, Any] = {} if self.ready else {"reason": "the engine is starting"}
             if self.max_model_len is not None:
                 told["max_model_len"] = self.max_model_len

@@ -92,6 +92,28 @@ def test_a_silent_server_times_out(prefill: Any, decode: Any) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not_waited_for(
+    others: int,
+) -> None:
+    """As a whole server that is stopped: its connections stay, and nothing comes."""
+    stopped = Fake(hangs)
+
+    async def test() -> None:
+        fakes = [stopped, *(Fake(prefills) for _ in range(others))]
+        async with Rig(fakes, health_timeout_s=0.05, read_timeout_s=3600.0) as rig:
+            request = asyncio.create_task(rig.complete())
+            await until(lambda: len(stopped.calls) == 1)
+            stopped.silent = True
+            assert (await request).status_code == 200
+            assert rig.decode_only("timeout") == (not others)
+            for fake in fakes:
+                labels = {"role": "prefill", "url": fake.url}
+                assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
+
+    run(test())
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode", "stream"])
 def test_a_client_that_goes_away_ends_the_leg_in_flight(leg: str) -> None:
     begun, ended = asyncio.Event(), asyncio.Event()

@@ -40,6 +40,9 @@ class _TimedStep:
     def draw(self, masks: Int32s) -> None:
         self.pending.draw(masks)
 
+    def has_ended(self) -> bool:
+        return self.pending.has_ended()
+
     def result(self) -> StepOutput:
         output, num_seqs = self.pending.result(), len(self.step.query_lens)
         if len(self.step.token_ids) == num_seqs:

@@ -95,8 +95,26 @@ class PendingStep(Protocol):
             masks: [R, ceil(V / 32)], bit t % 32 of word t // 32 set where a row may draw token t.
         """
 
+    def has_ended(self) -> bool:
+        """Whether `result` would not wait."""
+
     def result(self) -> StepOutput:
         """Waits until the step has finished on every rank; what it drew. Called once."""
+
+
+class Executor(Protocol):
+    """Runs steps on every rank, in the order of their launches."""
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way when another is launched."""
+
+    def launch(self, step: StepInput) -> PendingStep:
+        """Begins a step.
+
+        Raises:
+            StepFailed: it did not begin, and others still can.
+        """
 
 
 def build_step(

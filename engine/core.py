@@ -28,14 +28,14 @@ from collections import deque
 from collections.abc import Sequence as Sequenceable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from llguidance import LLMatcher
 
-from engine.batch import PendingStep, StepFailed, StepInput, StepOutput, build_step
+from engine.batch import Executor, PendingStep, StepFailed, StepInput, StepOutput, build_step
 from engine.grammar import GrammarCompiler, StepMasks
 from engine.outbox import Draw, Outbox
-from engine.role import CoreServices, KVRole
+from engine.role import CoreServices, KVRole, Transport
 from engine.scheduler import Plan, Scheduled, Scheduler
 from engine.sequence import Phase, Sequence
 from engine.shaping import ShapeBook
@@ -46,12 +46,12 @@ from protocol.messages import (
     AddRequest,
     EngineInput,
     ReleaseRemote,
-    TokenDelta,
     TokenLogprobs,
 )
 
 logger = logging.getLogger("baton.engine")
 
+_NAP_S = 0.00005  # between two looks at a step that the device has not ended
 _IDLE_WAIT_S = 1.0  # the loop also looks around this often when nothing wakes it
 _STATS_INTERVAL_S = 0.25
 _SILENT_S = 1.0  # after which an engine with requests speaks, if only to show that it is alive
@@ -65,40 +65,12 @@ _TOTALS = (
 )
 
 
-class Executor(Protocol):
-    """Runs steps on every rank, in the order of their launches."""
-
-    @property
-    def depth(self) -> int:
-        """Steps that may be under way when another is launched."""
-
-    def launch(self, step: StepInput) -> PendingStep:
-        """Begins a step.
-
-        Raises:
-            StepFailed: it did not begin, and others still can.
-        """
-
-
 @dataclass(frozen=True)
 class _Launched:
     scheduled: list[Scheduled]
     pending: PendingStep
     num_tokens: int
     started_s: float
-
-
-class Transport(Protocol):
-    """The core's side of the link to the HTTP process."""
-
-    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
-        """Waits for input or a wake-up. Returns the messages, and whether the link asks to end."""
-
-    def wake(self) -> None: ...
-
-    def send(self, deltas: list[TokenDelta]) -> None: ...
-
-    def send_stats(self, values: dict[str, float]) -> None: ...
 
 
 class EngineCore(CoreServices):
@@ -124,6 +96,7 @@ class EngineCore(CoreServices):
         self._outbox = Outbox()
         self._launched: deque[_Launched] = deque()
         self._last_finish_s = 0.0
+        self._is_last = False  # whether the link asked to end while a step was waited for
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._last_stats: dict[str, float] = {}
         self._stats_due_s = 0.0
@@ -141,6 +114,8 @@ class EngineCore(CoreServices):
             if ended:
                 return
             progressed = self.round(messages)
+            if self._is_last:
+                return
             self._report_stats()
             self._check_when_quiet(busy=progressed or bool(messages) or not self.is_idle)
 
@@ -229,6 +204,7 @@ class EngineCore(CoreServices):
     def _finish_steps(self, num_left: int) -> None:
         """Takes in the results of all launched steps but the last `num_left`."""
         while len(self._launched) > num_left:
+            self._wait_for(self._launched[0].pending)
             step = self._launched.popleft()
             output = step.pending.result()
             now_s = time.perf_counter()
@@ -240,6 +216,26 @@ class EngineCore(CoreServices):
             self._last_finish_s = now_s
             self.scheduler.step_finished()
             self._commit(step.scheduled, output)
+
+    def _wait_for(self, pending: PendingStep) -> None:
+        """Until a launched step has ended. Who comes meanwhile has their pull begun at once, which
+        is over, mostly, before the next step is planned; their first tokens go out."""
+        silent_from_s = time.monotonic() + _SILENT_S  # an engine that hangs shall not seem alive
+        while not pending.has_ended():
+            if time.monotonic() < silent_from_s:
+                self._hear()
+            time.sleep(_NAP_S)
+
+    def _hear(self) -> None:
+        messages, is_last = self.transport.receive(0.0)
+        self._is_last = self._is_last or is_last
+        num_waiting = len(self.scheduler.waiting)
+        for message in messages:
+            self._take(message)
+        self.role.poll()
+        if len(self.scheduler.waiting) > num_waiting:
+            self._begin(self.scheduler.admit_remote())
+        self._flush()
 
     @property
     def is_idle(self) -> bool:

@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from protocol.errors import BatonError
-from protocol.messages import RemotePrefill
+from protocol.messages import EngineInput, RemotePrefill, TokenDelta
 
 
 class CoreServices(ABC):
@@ -26,6 +26,19 @@ class CoreServices(ABC):
     @abstractmethod
     def wake(self) -> None:
         """Makes the core take another round; callable from any thread."""
+
+
+class Transport(Protocol):
+    """The core's side of the link to the HTTP process."""
+
+    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
+        """Waits for input or a wake-up. Returns the messages, and whether the link asks to end."""
+
+    def wake(self) -> None: ...
+
+    def send(self, deltas: list[TokenDelta]) -> None: ...
+
+    def send_stats(self, values: dict[str, float]) -> None: ...
 
 
 class KVRole:

@@ -161,6 +161,12 @@ class Scheduler:
             self._admit_waiting(budget, plan)
         return plan
 
+    def admit_remote(self) -> Plan:
+        """Admits whoever waits in front with KV to be pulled: that needs no step."""
+        plan = Plan()
+        self._admit_waiting(0, plan)
+        return plan
+
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> int:
         """Allocates blocks for the step, preempting if it must. Returns refunded tokens."""
         needed = self._blocks_for_next(sequence, num_tokens)

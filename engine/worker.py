@@ -6,6 +6,7 @@ process and decides; the others execute what it sends. All watch their parent an
 """
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -34,6 +35,7 @@ from kvcache.stepping import Stepping
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.mapper import offer
 from kvcache.transfer.nixl_agent import NixlAgent
+from kvcache.transfer.pace import allow_short_naps
 from kvcache.transfer.processes import own_record
 from model.config import ModelConfig, load_config
 from model.fingerprint import fingerprint
@@ -143,6 +145,8 @@ def _lead(config: EngineConfig, factory: RoleFactory) -> None:
         transport.close()
         raise
     transport.send_ready(ready)
+    allow_short_naps()
+    gc.freeze()  # what is there by now stays: looking through it took milliseconds of some steps
     try:
         core.run()
     except Exception as error:
@@ -198,6 +202,7 @@ def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
     compat = _compat(config, model_config)
     _, service, own = _allocate(config, rank, runner, num_blocks, compat, factory)
     service.start()
+    gc.freeze()  # as on rank 0
     follower.announce(own)
     try:
         follower.run(runner)

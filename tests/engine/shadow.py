@@ -104,6 +104,9 @@ class _ShadowStep:
         copied = {block for pair in self.step.copies for block in pair}
         return copied | {int(block) for row, length in rows for block in row[:length]}
 
+    def has_ended(self) -> bool:
+        return self._executor.has_ended()
+
     def result(self) -> StepOutput:
         assert self._executor.under_way.popleft() is self, "results are asked for in order"
         assert self.step.is_masked == (self._masks is not None), "it cannot know what to draw"
@@ -132,6 +135,10 @@ class ShadowExecutor:
         launched = _ShadowStep(self, step_from_bytes(step_to_bytes(step)))  # as other ranks see it
         self.under_way.append(launched)
         return launched
+
+    def has_ended(self) -> bool:
+        """Of the step that is waited for; by default it runs when its result is asked for."""
+        return True
 
     def blocks_under_way(self) -> set[int]:
         return {block for step in self.under_way for block in step.blocks}

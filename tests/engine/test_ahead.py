@@ -2,18 +2,22 @@
 each step as late as it may. tests/engine/test_core.py runs every workload this way, too."""
 
 import pytest
+from msgspec.structs import replace
 
+from engine.core import EngineCore
 from engine.role import KVRole
 from engine.sequence import Sequence
 from kvcache.blocks import BlockState
 from protocol.messages import (
     AbortRequest,
     AddRequest,
+    EngineInput,
     FirstToken,
     RemotePrefill,
     SamplingParams,
 )
 from tests.engine.shadow import (
+    MemoryTransport,
     ShadowExecutor,
     add,
     assert_all_blocks_home,
@@ -170,3 +174,93 @@ def test_a_prompt_that_is_only_scored_is_run_ahead() -> None:
     assert out.prompt_logprobs("a") == expected_scores(prompt, 1)
     assert (executor.num_steps, executor.num_steps_ahead) == (4, 3)
     assert_all_blocks_home(core)
+
+
+class _Slow(ShadowExecutor):
+    """The step that is waited for ends at the third look."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4, depth=1)
+        self.num_looks = 0
+
+    def has_ended(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks % 3 == 0
+
+
+class _Late(MemoryTransport):
+    """What comes while a step is waited for; then it asks to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coming: list[EngineInput] = []
+        self.ends = False
+
+    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
+        taken, self.coming = self.coming, []
+        return taken, self.ends
+
+
+def _core_that_waits() -> tuple[EngineCore, PullingRole, _Late]:
+    role, out = PullingRole(), _Late()
+    executor = _Slow()
+    core, _, _ = make_core(executor=executor, role=role)
+    role.executor, core.transport = executor, out
+    core.round([add("a", PROMPT, 20)])
+    for _ in range(3):
+        core.round([])
+    return core, role, out
+
+
+def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_ends() -> None:
+    core, role, out = _core_that_waits()
+    prompt = list(range(20, 36))
+    wanted = add("b", prompt, 4)
+    wanted = replace(wanted, remote=remote(prompt))
+    poll, seen = role.poll, []
+
+    def arrives() -> None:
+        if role.pulled:
+            seen.append(out.tokens("b"))
+            role.arrive()
+        poll()
+
+    role.poll = arrives  # type: ignore[method-assign]
+    before = len(out.tokens("a"))
+    out.coming = [wanted]
+    core.round([])
+    assert seen == [expected_output(prompt, 1)], "its first token went out, its KV is there"
+    assert len(out.tokens("a")) == before + 1
+    assert out.tokens("b") == expected_output(prompt, 1)
+    core.round([])  # launches the step that it joins at once
+    core.round([])
+    assert out.tokens("b") == expected_output(prompt, 2)
+    run_until_idle(core)
+    assert out.tokens("b") == expected_output(prompt, 4)
+    assert out.tokens("a") == expected_output(PROMPT, 20)
+    assert_all_blocks_home(core)
+
+
+def test_an_abort_while_a_step_is_waited_for_ends_the_request_then() -> None:
+    core, _, out = _core_that_waits()
+    out.coming = [AbortRequest("a")]
+    core.round([])
+    assert [end.finish_reason for end in out.terminals("a")] == ["abort"]
+    run_until_idle(core)
+    assert len(out.terminals("a")) == 1
+    assert_all_blocks_home(core)
+
+
+def test_the_order_to_end_is_heard_while_a_step_is_waited_for() -> None:
+    core, _, out = _core_that_waits()
+    out.coming = [add("b", PROMPT, 20)]
+    receive = out.receive
+
+    def then_end(timeout_s: float) -> tuple[list[EngineInput], bool]:
+        taken = receive(timeout_s)
+        out.ends = True
+        assert len(out.tokens("a")) < 10, "it goes on for ever"
+        return taken
+
+    out.receive = then_end  # type: ignore[method-assign]
+    core.run()

@@ -1,0 +1,129 @@
+"""One planner for many pulls: what it remembers of one must not leak into another's plan."""
+
+import dataclasses
+import math
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvcache.transfer import reformat
+from kvcache.transfer.plan import CostModel, Planner, TransferPlan
+from tests.kvcache.transfer.geometry import (
+    COSTS,
+    DTYPES,
+    Case,
+    Side,
+    cases,
+    execute_reads,
+    garbage,
+    leased_bytes,
+    memory_of,
+    with_dtypes,
+)
+
+_SPARE_BLOCKS = 6
+
+
+@st.composite
+def pulls(draw) -> list[Case]:
+    """Pulls between one pair of engines, of any tokens in any blocks."""
+    first = draw(cases())
+    roomy = [
+        dataclasses.replace(side, num_blocks=side.num_blocks + _SPARE_BLOCKS)
+        for side in (first.p, first.d)
+    ]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    found = []
+    for _ in range(draw(st.integers(2, 6))):
+        stop = draw(st.integers(1, first.stop))
+        start = draw(st.integers(0, stop))
+        if draw(st.booleans()):  # whole blocks
+            period = math.lcm(first.p.block_size, first.d.block_size)
+            start, stop = start // period * period, max(stop // period * period, 1)
+        is_scattered = draw(st.booleans())
+        p, d = (_elsewhere(side, stop, rng, is_scattered) for side in roomy)
+        lease_hash = draw(st.integers(0, 9))
+        found.append(
+            dataclasses.replace(
+                first, p=p, d=d, start=min(start, stop), stop=stop, lease_hash=lease_hash
+            )
+        )
+    return found
+
+
+def _elsewhere(side: Side, stop: int, rng: np.random.Generator, is_scattered: bool) -> Side:
+    count = -(-stop // side.block_size)
+    ids = rng.permutation(side.num_blocks)[:count]
+    if not is_scattered:
+        first = int(rng.integers(0, side.num_blocks - count + 1))
+        ids = np.arange(first, first + count)
+    return dataclasses.replace(side, blocks=tuple(int(block) for block in ids))
+
+
+def _check(case: Case, d_rank: int, plan: TransferPlan, staging: int) -> None:
+    sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
+    into = garbage(case, case.d, d_rank)
+    execute_reads(plan.reads, sources, into)
+    pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
+    for chunk in plan.chunks:
+        assert chunk.nbytes <= plan.slot_bytes <= staging
+        slot = np.full(chunk.nbytes, 0xEE, np.uint8)
+        execute_reads(chunk.reads, sources, slot)
+        reformat.apply(chunk, torch.from_numpy(slot), pool)
+    np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
+    reads = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
+    assert plan.descriptors == sum(len(read.lengths) for read in reads)
+    assert plan.bytes_read == sum(int(read.lengths.sum()) for read in reads)
+    for read in reads:
+        leased = leased_bytes(case, read.remote_rank)
+        for first, length in zip(read.remote_offsets, read.lengths, strict=True):
+            assert leased[first : first + length].all()
+
+
+_COSTS = [COSTS, CostModel(1e-3, 1e12, 1e15), CostModel(1e-9, 1e9, 1e9)]
+
+
+def _plan_all(pulls: list[Case], d_rank: int, staging_blocks: int, chosen: list[int]) -> None:
+    first = pulls[0]
+    d_rank %= first.d.tp
+    block_bytes = max(first.layout(first.p, rank).block_bytes for rank in range(first.p.tp))
+    staging = staging_blocks * (block_bytes + 64) * 2 * first.p.tp
+    planner = Planner(
+        first.endpoints(first.d)[d_rank],
+        first.endpoints(first.p),
+        first.heads,
+        staging_bytes=staging,
+        convert=True,
+        allow_mixed=True,
+    )
+    plans = []
+    for at, case in enumerate(pulls):
+        transfer = planner.check(
+            (case.start, case.stop),
+            list(case.d.blocks),
+            list(case.p.blocks),
+            lease_hash=case.lease_hash,
+        )
+        plans.append(planner.plan(transfer, _COSTS[chosen[at % len(chosen)]]))
+    for case, plan in zip(pulls, plans, strict=True):  # later pulls change nothing in earlier ones
+        _check(case, d_rank, plan, staging)
+
+
+_PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=250)
+_DRAWS = (
+    pulls(),
+    st.integers(0, 7),
+    st.integers(1, 6),
+    DTYPES,
+    st.lists(st.sampled_from([0, 1, 1, 2]), min_size=1, max_size=3),
+)
+
+
+@_PROPERTY
+@given(*_DRAWS)
+def test_a_planner_that_is_kept_plans_each_pull_exactly(
+    pulls, d_rank, staging_blocks, dtypes, costs
+) -> None:
+    _plan_all([with_dtypes(case, *dtypes) for case in pulls], d_rank, staging_blocks, costs)

@@ -19,7 +19,6 @@ class Timeline:
     """What happened to one request. Times are `time.perf_counter` seconds."""
 
     due_at: float  # when it should have been sent: latencies count from here
-    sent_at: float = 0.0
     token_at: list[float] = field(default_factory=list)  # one per event that carried tokens
     ended_at: float = 0.0
     prompt_tokens: int = 0
@@ -113,7 +112,7 @@ class Endpoint:
 
     async def stream(self, path: str, body: Mapping[str, Any], due_at: float) -> Timeline:
         """Sends one request and reads its stream to the end; failures are in the result."""
-        timeline = Timeline(due_at, sent_at=time.perf_counter())
+        timeline = Timeline(due_at)
         try:
             response = await self._client.send(
                 self.url, "POST", path, headers=self._headers, body=msgspec.json.encode(body)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -26,8 +27,23 @@ class PoolSize:
     explanation: str
 
 
-def free_host_bytes() -> int:
-    """Memory available to new allocations on this host, in bytes."""
+def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory available to new allocations on this host and in this container, in bytes.
+
+    Args:
+        cgroup: where the files of this container's control group (version 2) are.
+    """
+    free = _available_bytes()
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free
+    return min(free, max(0, limit - used + int(stat.get("inactive_file", 0))))
+
+
+def _available_bytes() -> int:
     try:
         with open("/proc/meminfo") as meminfo:
             for line in meminfo:
@@ -124,21 +140,36 @@ def _capacity(
     config: EngineConfig, block_bytes: int, wanted_len: int, free_bytes: int
 ) -> tuple[int, str]:
     """Usable blocks, and which option or rule decided."""
-    if config.kv_cache_tokens is not None:
-        return -(-config.kv_cache_tokens // config.block_size), "--kv-cache-tokens"
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes // block_bytes, "--kv-cache-bytes"
+    if asked := _asked_for(config, block_bytes):
+        blocks, option = asked
+        if blocks * block_bytes > free_bytes:
+            raise MemoryTooSmall(
+                f"the KV pool of {option} takes {blocks * block_bytes / 2**20:.0f} MiB, but this "
+                f"machine or container has {free_bytes / 2**20:.0f} MiB free for each of "
+                f"{config.tp} rank(s): lower {option}"
+            )
+        return asked
     budget = min(int(free_bytes * _CPU_FREE_SHARE), _CPU_DEFAULT_MAX_BYTES)
     useful = -(-wanted_len // config.block_size) * config.max_num_seqs
     return min(budget // block_bytes, useful), "a share of the free memory"
 
 
+def _asked_for(config: EngineConfig, block_bytes: int) -> tuple[int, str] | None:
+    """Usable blocks by an option, and which."""
+    if config.kv_cache_tokens is not None:
+        return -(-config.kv_cache_tokens // config.block_size), "--kv-cache-tokens"
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes // block_bytes, "--kv-cache-bytes"
+    return None
+
+
 def _gpu_capacity(config: EngineConfig, block_bytes: int, free_bytes: int) -> tuple[int, str]:
     """`_capacity` on a GPU, where memory that is not there shows at once."""
-    if config.kv_cache_tokens is None and config.kv_cache_bytes is None:
+    asked = _asked_for(config, block_bytes)
+    if asked is None:
         blocks = max(0, free_bytes // block_bytes - 1)  # beside the null block
         return blocks, f"{_UTILIZATION} {config.gpu_memory_utilization}"
-    blocks, source = _capacity(config, block_bytes, 1, free_bytes)
+    blocks, source = asked
     if (blocks + 1) * block_bytes > free_bytes:
         raise MemoryTooSmall(
             f"the KV pool of {source} takes {(blocks + 1) * block_bytes / 2**20:.0f} MiB, but the "

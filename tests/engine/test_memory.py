@@ -1,5 +1,7 @@
 """Sizing the KV pool: what decides, and what the refusals say."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -55,8 +57,22 @@ def test_a_pool_of_no_block_is_refused() -> None:
         _size(kv_cache_bytes=999)
 
 
-def test_free_memory_is_read() -> None:
+def test_a_pool_larger_than_the_free_memory_is_refused() -> None:
+    told = r"--kv-cache-bytes takes 95 MiB, but .* has 10 MiB free .* lower --kv-cache-bytes"
+    with pytest.raises(MemoryTooSmall, match=told):
+        _size(free_bytes=10 << 20, kv_cache_bytes=10**8)
+
+
+def test_free_memory_is_read_and_that_of_a_container_is_less(tmp_path: Path) -> None:
     assert free_host_bytes() > 2**20
+    whole = free_host_bytes(tmp_path)
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 100000\n")
+    for limit, free in (("1000000", 400_000), ("500000", 0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert free_host_bytes(tmp_path) == free
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_bytes(tmp_path) > whole / 2
 
 
 def test_a_gpu_gives_all_that_is_free() -> None:

@@ -9,6 +9,7 @@ between tokens are within the stated limits. The last line is one JSON document.
 
 import argparse
 import asyncio
+import gc
 import ipaddress
 import json
 import sys
@@ -162,6 +163,8 @@ async def drive(options: argparse.Namespace, endpoint: Endpoint) -> tuple[list[T
     path = "/v1/chat/completions" if options.endpoint == "chat" else "/v1/completions"
     slots = asyncio.Semaphore(options.concurrency)
     bodies = [request_body(options, index) for index in range(options.num_requests)]
+    gc.collect()
+    gc.freeze()  # looking through the prompts would show in the latencies
     began = time.perf_counter()
 
     async def one(index: int, due_at: float | None) -> Timeline:
@@ -178,6 +181,7 @@ async def drive(options: argparse.Namespace, endpoint: Endpoint) -> tuple[list[T
     for task in late:
         task.cancel()
     elapsed_s = time.perf_counter() - began
+    gc.unfreeze()
     await asyncio.gather(*late, return_exceptions=True)
     unfinished = [Timeline(began, error="not ended by --max-duration-s") for _ in late]
     return [task.result() for task in tasks if task in done] + unfinished, elapsed_s

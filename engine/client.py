@@ -18,7 +18,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from types import TracebackType
 
 import zmq
-import zmq.asyncio
 
 from protocol.errors import EngineDied
 from protocol.logging import get_logger
@@ -275,16 +274,16 @@ class EngineClient(Engine):
         super().__init__()
         self.input_address = input_address
         self.output_address = output_address
-        self._context: zmq.asyncio.Context | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._inputs: zmq.Socket[bytes] | None = None
-        self._outputs: zmq.asyncio.Socket | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._outputs: zmq.Socket[bytes] | None = None
 
     async def start(self) -> None:
         await super().start()
-        self._context = zmq.asyncio.Context()
-        # A plain socket: a PUSH without high-water mark takes a message at once or never.
-        self._inputs = zmq.Socket(self._context, zmq.PUSH)
+        # Plain sockets. A PUSH without high-water mark takes a message at once or never, and
+        # zmq.asyncio takes a future and two turns of the loop over each message that comes.
+        self._context = zmq.Context()
+        self._inputs = self._context.socket(zmq.PUSH)
         self._inputs.setsockopt(zmq.SNDHWM, 0)
         self._inputs.bind(self.input_address)
         self._outputs = self._context.socket(zmq.PULL)
@@ -292,22 +291,21 @@ class EngineClient(Engine):
         self._outputs.bind(self.output_address)
         self.input_address = _last_endpoint(self._inputs)
         self.output_address = _last_endpoint(self._outputs)
-        self._reader = asyncio.create_task(self._read(self._outputs))
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._outputs.fileno(), self._read, self._outputs)
 
     async def close(self) -> None:
         with contextlib.suppress(EngineDied):
             self._send(Shutdown())
         await super().close()
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
+        if self._outputs is not None:
+            asyncio.get_running_loop().remove_reader(self._outputs.fileno())
         for socket in (self._inputs, self._outputs):
             if socket is not None:
                 socket.close(linger=200)
         if self._context is not None:
             await _end_context(self._context)
-        self._inputs = self._outputs = self._context = self._reader = None
+        self._inputs = self._outputs = self._context = None
 
     async def wait_ready(self, timeout_s: float) -> EngineReady:
         ready = await super().wait_ready(timeout_s)
@@ -325,18 +323,19 @@ class EngineClient(Engine):
         except zmq.Again:
             raise EngineDied("the engine is not connected") from None
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+    def _read(self, socket: "zmq.Socket[bytes]") -> None:
+        """Takes all messages there are: the descriptor of a ZMQ socket tells only of new ones."""
         try:
             while True:
-                self._take(decode_output(await socket.recv()))
-        except asyncio.CancelledError:
-            raise
+                self._take(decode_output(socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return
         except Exception as error:
             log.exception("the engine's messages cannot be read")
             self._fail(f"its messages cannot be read: {error}")
 
 
-async def _end_context(context: zmq.asyncio.Context) -> None:
+async def _end_context(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     """Ends what the closed sockets left. libzmq can wait for ever here when an engine ended while
     it was connecting (seen in one of 80 starts that failed), so nobody waits for it for long."""
     loop = asyncio.get_running_loop()
@@ -352,7 +351,7 @@ async def _end_context(context: zmq.asyncio.Context) -> None:
         await asyncio.wait_for(ended.wait(), _CONTEXT_END_S)
 
 
-def _last_endpoint(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> str:
+def _last_endpoint(socket: "zmq.Socket[bytes]") -> str:
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return endpoint.rstrip(b"\0").decode()

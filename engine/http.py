@@ -11,6 +11,7 @@ GET  /metrics    Prometheus
 """
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -43,6 +44,12 @@ __all__ = ["HttpSettings", "PlainHooks", "ServerHooks", "create_app"]
 
 log = get_logger(__name__)
 
+_ENDPOINTS = (
+    ("/v1/completions", COMPLETIONS),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/responses", RESPONSES),
+)
+
 
 def create_app(
     client: Engine,
@@ -62,9 +69,11 @@ def create_app(
     api = Api(client, tokenizer, settings, hooks, metrics, fingerprint)
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.metrics = metrics
-    app.add_middleware(RequestIdMiddleware)
+    generating = {path: partial(api.respond, endpoint=endpoint) for path, endpoint in _ENDPOINTS}
+    app.add_middleware(RequestIdMiddleware, direct=generating)
     _add_error_handlers(app)
-    _add_generation(app, api)
+    for path, answer in generating.items():
+        app.router.add_route(path, answer, methods=["POST"])
     add_tokenizing(app, api)
     _add_release(app, api)
     _add_models(app, api)
@@ -73,20 +82,6 @@ def create_app(
     if settings.cors_origin:
         app.add_middleware(CORSMiddleware, **cors_options(settings.cors_origin))
     return app
-
-
-def _add_generation(app: FastAPI, api: Api) -> None:
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await api.respond(request, COMPLETIONS)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await api.respond(request, CHAT)
-
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        return await api.respond(request, RESPONSES)
 
 
 def _add_release(app: FastAPI, api: Api) -> None:

@@ -46,12 +46,16 @@ class Tally:
         self._last_s = now
 
     def finished(self, usage: Usage, finish_reason: str) -> None:
-        """The request ended as it should."""
+        """The request ended as it should. The books follow when its last bytes are out."""
+        if self._close():
+            asyncio.get_running_loop().call_soon(self._book, usage, finish_reason)
+
+    def _book(self, usage: Usage, finish_reason: str) -> None:
         kv = usage.kv
         for source, count in usage.baton_kv().items():
             self._metrics.inc("baton_kv_tokens", count, source=source)
         self._metrics.inc("baton_cached_prompt_tokens", kv.cached_tokens)
-        self._end(finish_reason, f"generated={usage.completion_tokens} kv={kv_header(usage)}")
+        self._report(finish_reason, f"generated={usage.completion_tokens} kv={kv_header(usage)}")
 
     def close(self, error: BaseException | None = None) -> None:
         """The request ended in any other way; does nothing once it is finished."""
@@ -65,11 +69,19 @@ class Tally:
             self._end("error", f"error={error!r}")
 
     def _end(self, outcome: str, detail: str) -> None:
+        if self._close():
+            self._report(outcome, detail)
+
+    def _close(self) -> bool:
+        """Whether the request ends just now, not before."""
         if self._closed:
-            return
+            return False
         self._closed = True
         for callback in self._at_end:
             callback()
+        return True
+
+    def _report(self, outcome: str, detail: str) -> None:
         seconds = now_s() - self._start_s
         self._metrics.dec("baton_requests_in_progress")
         self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)

@@ -9,6 +9,7 @@ No torch here: the engine's processes have it.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -186,6 +187,8 @@ class _Server:
                 timeout_graceful_shutdown=max(1, int(self.settings.shutdown_grace_s)),
             )
         )
+        gc.collect()
+        gc.freeze()  # a look through all of this would hold up every stream for 10 ms and more
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         logger.info("%s serves at http://%s:%d", self.role, self.settings.host, port)

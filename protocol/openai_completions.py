@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protocol.openai_fields import NEUTRAL_COMPLETION
@@ -46,9 +47,9 @@ def _check_prompt(prompt: Any) -> Any:
 
 
 def _check_ids(ids: Any) -> list[int]:
-    if not isinstance(ids, list) or not ids or set(map(type, ids)) != {int}:
+    if not isinstance(ids, list) or not ids:
         raise ValueError("prompt")
-    return ids
+    return msgspec.convert(ids, list[int])  # its error is a ValueError
 
 
 class CompletionRequest(GenerationRequest):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -98,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(settings: ProxySettings, listener: socket.socket) -> None:
     bound_clients(listener, settings.client_timeout_s)
     server = make_server(ProxyApp(settings))
+    gc.collect()
+    gc.freeze()  # a look through all of this would hold up every stream for some 10 ms
     port = listener.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     logger.info("listening on http://%s:%d", host, port)

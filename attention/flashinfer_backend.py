@@ -14,17 +14,15 @@ read these, once they have been rounded like what is stored.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import flashinfer
 import numpy as np
 import torch
-from flashinfer.decode import fast_decode_plan
 from flashinfer.page import append_paged_kv_cache
 from flashinfer.utils import is_sm90a_supported
 
-from attention import rotate_kernel
+from attention import decode_split, rotate_kernel
 from attention.base import AttentionBatch, UnsupportedPool
 from attention.flashinfer_base import (
     CapturedBuffers,
@@ -198,10 +196,17 @@ class FlashInferBackend(FlashInferBase):
         return kernel
 
     def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
-        # A kernel's first plan also loads it; later ones need not copy what the buffers hold.
-        plan = fast_decode_plan if kernel in self._planned else type(kernel).plan
-        self._planned.add(kernel)
-        self._plan_decode(partial(plan, kernel), pages)
+        if kernel not in self._planned:  # a kernel's first plan also loads it
+            self._planned.add(kernel)
+            self._plan_decode(kernel.plan, pages)
+        decode_split.plan(
+            kernel,
+            pages,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+        )
         self._parts = [_Part(0, batch.num_seqs, kernel)]
 
     def forward(

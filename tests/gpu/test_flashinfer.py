@@ -200,31 +200,68 @@ def test_a_captured_step_serves_later_batches_of_its_size() -> None:
     for seq, length in enumerate(lens):  # everything but the last token of each
         if length > 1:
             check_step(backend, shape, seqs, [(seq, 0, length - 1)], tolerance=TOLERANCE)
-    backend.reserve_captured(4, 32)
-    static = [
-        torch.zeros(4, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)
-    ]
-    backend.plan_captured(_decode_batch(shape, seqs, [(3, 4)]), 4)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        backend.forward(0, *static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = backend.forward(0, *static)
+    replayed = _Captured(backend, shape, seqs, 4, (3, 4))
     for rows in ([(0, 89)], [(1, 32), (2, 299), (4, 63)], [(2, 299), (0, 89), (1, 32), (3, 4)]):
-        for part, target in zip((seqs.q, seqs.k, seqs.v), static, strict=True):
-            for row, (seq, position) in enumerate(rows):
-                target[row] = part[seq][0, position].cuda()
-        backend.plan_captured(_decode_batch(shape, seqs, rows), 4)
-        graph.replay()
-        for row, (seq, position) in enumerate(rows):
-            expected = reference(shape, seqs, seq, position, position + 1)[0, 0]
-            torch.testing.assert_close(
-                out[row].double().cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE
-            )
+        replayed.check(rows)
         # A longer eager step in between must leave all that the graph reads alone.
         check_step(backend, shape, seqs, [(2, 0, 299)], tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("num_seqs", [17, 18, 40])
+def test_long_contexts_among_short_ones_are_cut_in_a_captured_step(num_seqs: int) -> None:
+    shape = gpu_shape(block_size=16, num_q_heads=16, num_kv_heads=8, num_blocks=300)
+    lens = [9 + seq % 40 for seq in range(num_seqs)]
+    lens[0], lens[num_seqs // 2], lens[-1] = 900, 700, 1000
+    seqs = make_sequences(shape, lens)
+    backend = make(shape, make_pool(shape))
+    rows = [(seq, length - 1) for seq, length in enumerate(lens)]
+    run_step(backend, shape, seqs, [(seq, 0, last) for seq, last in rows])
+    replayed = _Captured(backend, shape, seqs, num_seqs + 3, rows[1])
+    replayed.check(rows)
+    replayed.check(rows[: num_seqs // 2])
+    replayed.check(rows[::-1])
+
+
+class _Captured:
+    """A step of `num_rows` single tokens in a graph, captured with one sequence in it."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        shape: Shape,
+        seqs: object,
+        num_rows: int,
+        first: tuple[int, int],
+    ) -> None:
+        self.backend, self.shape, self.seqs, self.num_rows = backend, shape, seqs, num_rows
+        backend.reserve_captured(num_rows, 80)
+        heads = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
+        self.static = [
+            torch.zeros(num_rows, n, 128, dtype=torch.bfloat16, device="cuda") for n in heads
+        ]
+        backend.plan_captured(_decode_batch(shape, seqs, [first]), num_rows)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            backend.forward(0, *self.static)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.out = backend.forward(0, *self.static)
+
+    def check(self, rows: list[tuple[int, int]]) -> None:
+        """Replays a step of (sequence, position); each row equals the reference."""
+        parts = (self.seqs.q, self.seqs.k, self.seqs.v)
+        for part, target in zip(parts, self.static, strict=True):
+            for row, (seq, position) in enumerate(rows):
+                target[row] = part[seq][0, position].cuda()
+        batch = _decode_batch(self.shape, self.seqs, rows)
+        self.backend.plan_captured(batch, self.num_rows)
+        self.graph.replay()
+        for row, (seq, position) in enumerate(rows):
+            expected = reference(self.shape, self.seqs, seq, position, position + 1)[0, 0]
+            torch.testing.assert_close(
+                self.out[row].double().cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE
+            )
 
 
 def _decode_batch(shape: Shape, seqs: object, rows: list[tuple[int, int]]) -> AttentionBatch:

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from kvcache.transfer.link_log import SLOW_GPU_BYTES_PER_S, SLOW_GPU_FIX
 from kvcache.transfer.transports import Host, Link, look, measure
+from kvcache.transfer.ucx_log import has_rdma
 from protocol.settings import BatonSettings, parse
 
 _MIN_SHM_BYTES = 64 << 20
@@ -69,6 +70,10 @@ def _advice_on_links(host: Host, found: Sequence[Link]) -> list[str]:
     for link in found:
         if link.bytes_per_s is None:
             notes.append(f"{link.path}, {link.source} to {link.target}: {link.reason}")
+        elif link.way is not None:
+            warning = link.way.warning(has_rdma=has_rdma())
+            if warning is not None:
+                notes.append(f"{warning} It was {link.bytes_per_s / 1e9:.1f} GB/s.")
         elif link.source != link.target and link.bytes_per_s < SLOW_GPU_BYTES_PER_S:
             rate = f"{link.bytes_per_s / 1e9:.1f} GB/s"
             notes.append(
@@ -99,11 +104,17 @@ def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
     lines.append(f"/dev/shm: {host.shm_bytes >> 20} MiB, locked memory: {memlock}")
     for link in found:
         rate = f"{link.bytes_per_s / 1e9:.2f} GB/s" if link.bytes_per_s else "does not work"
-        lines.append(f"{link.path:7} {link.source} -> {link.target}: {rate}")
+        lines.append(f"{link.path:7} {link.source} -> {link.target}: {rate}{_way(link)}")
     if found:
         lines.append(f"--transfer auto uses on one host: {used(found)}")
     lines += [f"WARNING: {note}" for note in notes] or ["nothing needs mending"]
     return "\n".join(lines)
+
+
+def _way(link: Link) -> str:
+    if link.path == "mapped" or link.bytes_per_s is None:
+        return ""
+    return f" by {link.way}" if link.way else "; UCX does not say by what, judge by the rate"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

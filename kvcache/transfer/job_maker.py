@@ -20,6 +20,7 @@ from kvcache.transfer.pull import Pull
 from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.staging import Staging
 from kvcache.transfer.topology import head_groups
+from kvcache.transfer.ucx_log import UcxRead
 from protocol.errors import PeerIncompatible
 
 logger = logging.getLogger(__name__)
@@ -92,13 +93,14 @@ class JobMaker:
             logger.exception("%s; the usual costs are assumed", name)
             return None
 
-    def learn(self, probe: ProbeJob, peer: JobPeer) -> None:
-        """Takes in what a probe has found."""
+    def learn(self, probe: ProbeJob, peer: JobPeer, way: UcxRead | None) -> None:
+        """Takes in what a probe has found; it read by `way`, if that is known."""
         costs = peer.costs = probe.costs(self._reformat_bytes_per_s)
         if costs is None:
             logger.info("%s came to nothing; the usual costs are assumed", probe.pull_id)
             return
-        log_measured(peer.metadata.engine_id, costs, between_gpus=self._between_gpus(peer))
+        between_gpus = self._between_gpus(peer)
+        log_measured(peer.metadata.engine_id, costs, way, between_gpus=between_gpus)
 
     def make(self, pull: Pull, peer: JobPeer) -> Job:
         """The job of a pull.

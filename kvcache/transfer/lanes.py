@@ -22,6 +22,7 @@ from kvcache.transfer.agent import (
     TransferAgent,
 )
 from kvcache.transfer.copy_thread import copy_thread
+from kvcache.transfer.ucx_log import UcxRead
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,10 @@ class LanedAgent(TransferAgent):
             return lane.agent.poll(inner)
         finally:
             lane.lock.release()
+
+    def way_of_reading(self, kinds: Sequence[MemoryKind]) -> UcxRead | None:
+        with self._lanes[0].lock:
+            return self._lanes[0].agent.way_of_reading(kinds)
 
     def release(self, handle: ReadHandle) -> None:
         if not handle.ended:

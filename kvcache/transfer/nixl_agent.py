@@ -21,8 +21,6 @@ os.environ.setdefault("UCX_LOG_LEVEL", "error")
 # UCX keeps registrations of freed memory without bound otherwise, and grows.
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 
-from nixl import _bindings as nixl
-
 from kvcache.transfer.agent import (
     Addresses,
     MemoryKind,
@@ -31,7 +29,12 @@ from kvcache.transfer.agent import (
     Region,
     TransferAgent,
 )
+from kvcache.transfer.ucx_log import UcxRead, ucx_log
 from protocol.errors import TransferFailed
+
+ucx_log.begin()  # before UCX is loaded
+
+from nixl import _bindings as nixl  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +153,18 @@ class NixlAgent(TransferAgent):
             logger.warning("READ from %s failed: %s", handle.peer, error)
             handle.state = ReadState.ERROR
         self._active -= handle.ended
+        if handle.state is ReadState.ERROR:
+            self._relay_warnings()
         return handle.state
+
+    def way_of_reading(self, kinds: Sequence[MemoryKind]) -> UcxRead | None:
+        self._relay_warnings()
+        return ucx_log.read_between(gpu_here=kinds[0] == "VRAM", gpu_there=kinds[1] == "VRAM")
+
+    @staticmethod
+    def _relay_warnings() -> None:
+        for line in ucx_log.look():
+            logger.warning("%s", line)
 
     def release(self, handle: ReadHandle) -> None:
         if not handle.ended:

@@ -38,6 +38,7 @@ from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.rank_links import InsideLink, OutsideLink, WorkerLink
 from kvcache.transfer.reads import Reads
 from kvcache.transfer.staging import Staging
+from kvcache.transfer.ucx_log import UcxRead
 from protocol.errors import BatonError, InternalError, TransferFailed
 from protocol.handshake import EngineMetadata
 
@@ -237,7 +238,7 @@ class PullWorker:
 
     def _probed(self, job: ProbeJob, peer: JobPeer) -> None:
         peer.probe = None
-        self._maker.learn(job, peer)
+        self._maker.learn(job, peer, self._way_of_reading(peer))
         for pull in job.waiting.values():
             self._begin(pull)
 
@@ -320,7 +321,12 @@ class PullWorker:
         was_known = peer.speed.bytes_per_s > 0
         peer.speed.learn(job.plan.bytes_read, time.perf_counter() - job.pace.began)
         if not was_known and peer.speed.bytes_per_s > 0:
-            log_first_pull(peer.metadata.engine_id, job.plan.path, peer.speed.bytes_per_s)
+            way = self._way_of_reading(peer) if isinstance(job, PullJob) else None
+            log_first_pull(peer.metadata.engine_id, job.plan.path, way, peer.speed.bytes_per_s)
+
+    def _way_of_reading(self, peer: JobPeer) -> UcxRead | None:
+        on_gpu = peer.metadata.ranks[0].device_kind == "cuda"
+        return self._agent.way_of_reading((self._kind, "VRAM" if on_gpu else "DRAM"))
 
     def _clean(self, peer: JobPeer) -> None:
         if peer.users or not (peer.stale or peer.dropped):

@@ -26,6 +26,7 @@ from kvcache.transfer.gather import launches, make_gathers
 from kvcache.transfer.host_mapper import CHUNK_BYTES, HostMapper
 from kvcache.transfer.mapper import CudaMapper, Mapper, NotMappable, Work, offer
 from kvcache.transfer.plan import Endpoint, check_transfer
+from kvcache.transfer.ucx_log import UcxRead
 from protocol.handshake import RankMetadata
 
 _WAIT_S = 60.0
@@ -56,6 +57,9 @@ class Link:
     target: str
     bytes_per_s: float | None
     reason: str = ""
+    way: UcxRead | None = (
+        None  # by which UCX says that it read; None: it does not say, or is not used
+    )
 
 
 def look() -> Host:
@@ -121,8 +125,9 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
         rank = here.recv()
         if isinstance(rank, str):
             raise RuntimeError(rank)
-        way = _mapped if path == "mapped" else _read
-        return Link(path, source, target, way(rank, layout, target))
+        if path == "mapped":
+            return Link(path, source, target, _mapped(rank, layout, target))
+        return Link(path, source, target, *_read(rank, layout, target))
     except Exception as error:  # whatever it is, it is what the user has to know
         return Link(path, source, target, None, str(error) or repr(error))
     finally:
@@ -194,7 +199,7 @@ def _best(nbytes: int, action: Callable[[], None]) -> float:
     return nbytes / min(seconds)
 
 
-def _read(rank: RankMetadata, layout: KVLayout, target: str) -> float:
+def _read(rank: RankMetadata, layout: KVLayout, target: str) -> tuple[float, str, UcxRead | None]:
     import numpy as np
 
     device = torch.device(target)
@@ -220,7 +225,7 @@ def _read(rank: RankMetadata, layout: KVLayout, target: str) -> float:
             raise RuntimeError("a READ failed")
 
     try:
-        return _best(layout.nbytes, read)
+        return _best(layout.nbytes, read), "", agent.way_of_reading((kind, theirs))
     finally:
         agent.close()
 

@@ -1,9 +1,13 @@
 import logging
+from dataclasses import replace
 
 import pytest
 
 from kvcache.transfer.cost import CostModel
 from kvcache.transfer.link_log import log_first_pull, log_measured
+from kvcache.transfer.ucx_log import UcxRead
+
+IPC = UcxRead("cuda/GPU1", "cuda/dev[2]", "intra-node", "zero-copy", "cuda_ipc/cuda")
 
 
 def costs(bytes_per_s: float) -> CostModel:
@@ -14,21 +18,32 @@ def test_a_slow_link_between_gpus_is_a_warning_with_the_fix(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    log_measured("P", costs(300e9), between_gpus=True)
-    log_measured("P", costs(3e9), between_gpus=False)
+    log_measured("P", costs(300e9), None, between_gpus=True)
+    log_measured("P", costs(3e9), None, between_gpus=False)
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
-    log_measured("P", costs(3e9), between_gpus=True)
+    log_measured("P", costs(3e9), None, between_gpus=True)
     warning = caplog.records[-1]
     assert warning.levelname == "WARNING" and "ipc: host" in warning.message
+
+
+def test_what_ucx_says_counts_more_than_the_rate(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log_measured("P", costs(3e9), IPC, between_gpus=True)
+    (record,) = caplog.records
+    assert record.levelname == "INFO" and "NIXL by cuda_ipc/cuda (zero-copy)" in record.message
+    staged = replace(IPC, how="software emulation", transport="cuda_copy/cuda tcp/lo")
+    log_measured("P", costs(300e9), staged, between_gpus=True)
+    assert caplog.records[-1].levelname == "WARNING"
+    assert "through host memory" in caplog.records[-1].message
 
 
 def test_the_transport_really_used_is_logged_with_its_speed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    log_first_pull("P", "mapped", 350e9)
-    log_first_pull("P", "staged", 20e9)
+    log_first_pull("P", "mapped", None, 350e9)
+    log_first_pull("P", "staged", IPC, 20e9)
     assert [record.message for record in caplog.records] == [
         "prefill server P: mapped memory, 350.00 GB/s",
-        "prefill server P: NIXL, staged, 20.00 GB/s",
+        "prefill server P: NIXL, staged, by cuda_ipc/cuda (zero-copy), 20.00 GB/s",
     ]

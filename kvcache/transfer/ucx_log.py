@@ -1,0 +1,157 @@
+"""Which transport UCX really reads with, by its own word.
+
+UCX chooses a protocol for each pair of memory kinds when they are first read between, and prints
+the choice if asked to (UCX_PROTO_INFO), for reads as a table of four lines:
+
+    | doctor-d-df28639e26 intra-node cfg#1                             |
+    | remote memory read by ucp_get*(multi) into host memory from host |
+    | Range  | Description | Config                                    |
+    | 0..inf | zero-copy   | cma/memory                                |
+
+It is let print into memory of this process, so that nobody's terminal fills and no file stays.
+What else UCX has to say, its warnings and errors, comes there as well and is for `other_lines`.
+"""
+
+import ctypes
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIX = re.compile(r"^\[\d+\.\d+\]\s+\[[^\]]*\]\s*")
+_TITLE = re.compile(r"remote memory read by ucp_get\S*.* into (?P<local>.+) from (?P<remote>.+)")
+_RANGE = re.compile(r"^\d\S*\.\.\S+$")
+_CONFIGURATION = re.compile(r"(?P<where>self|intra-node|inter-node) cfg#\d+")
+_RDMA = ("rc", "dc", "ud", "srd", "gga")  # of verbs and EFA, whatever follows: rc_mlx5, dc_x
+_NETWORKS = Path("/sys/class/infiniband")
+
+GPU_FIX = (
+    "Let both servers see both GPUs (no CUDA_VISIBLE_DEVICES that hides one; containers of one "
+    "IPC namespace, ipc: host), leave cuda_ipc in UCX_TLS, keep PYTORCH_CUDA_ALLOC_CONF free of "
+    "expandable_segments, and see whether `nvidia-smi topo -p2p r` says OK; on one host "
+    "--transfer auto needs no UCX."
+)
+RDMA_FIX = (
+    "Fix: leave rc in UCX_TLS and its device in UCX_NET_DEVICES, raise `ulimit -l` to unlimited, "
+    "give containers /dev/infiniband; for GPU memory load nvidia_peermem."
+)
+HOST_FIX = (
+    "Fix: leave cma and shm in UCX_TLS, run both servers as one user, give containers one PID and "
+    "IPC namespace and CAP_SYS_PTRACE, set kernel.yama.ptrace_scope to 0 or 1."
+)
+
+
+@dataclass(frozen=True)
+class UcxRead:
+    """How UCX reads between two kinds of memory."""
+
+    local: str  # memory, in UCX's words
+    remote: str
+    where: str  # "self" | "intra-node" | "inter-node" | "" where it does not say
+    how: str  # "zero-copy", "software emulation", ..
+    transport: str  # of the longest reads: "cma/memory", "cuda_ipc/cuda", "rc_mlx5/mlx5_0:1", ..
+
+    def __str__(self) -> str:
+        return f"{self.transport} ({self.how})"
+
+    @property
+    def between_gpus(self) -> bool:
+        return "cuda" in self.local and "cuda" in self.remote
+
+    @property
+    def _names(self) -> list[str]:
+        return re.findall(r"([a-z][a-z0-9_]*)/", self.transport)
+
+    @property
+    def uses_rdma(self) -> bool:
+        return any(name.split("_")[0] in _RDMA for name in self._names)
+
+    def warning(self, *, has_rdma: bool) -> str | None:
+        """What is wrong with it and the fix, where the machine has something faster.
+
+        Args:
+            has_rdma: there are InfiniBand, RoCE or EFA devices.
+        """
+        if self.between_gpus and "cuda_ipc" not in self._names and not self.uses_rdma:
+            fix = RDMA_FIX if self.where == "inter-node" else GPU_FIX
+            if self.where != "inter-node" or has_rdma:
+                return f"UCX reads between GPUs by {self}, through host memory. {fix}"
+        if "tcp" in self._names and self.where == "intra-node" and not self.between_gpus:
+            return f"UCX reads between processes of one host by {self}. {HOST_FIX}"
+        if "tcp" in self._names and has_rdma:
+            return f"UCX reads by {self} though there are RDMA devices. {RDMA_FIX}"
+        return None
+
+
+def has_rdma() -> bool:
+    """There are InfiniBand, RoCE or EFA devices."""
+    return _NETWORKS.is_dir() and any(_NETWORKS.iterdir())
+
+
+def parse(text: str) -> list[UcxRead]:
+    """Every table about reads, in order; what is no such table is skipped."""
+    found: list[UcxRead] = []
+    where, title, row = "", None, None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in _PREFIX.sub("", line).strip().strip("|").split("|")]
+        if match := _CONFIGURATION.search(cells[0]):
+            where = match["where"]
+        if " by ucp_" in cells[0]:
+            title, row = _TITLE.search(cells[0]), None
+        elif title is not None and len(cells) >= 3 and _RANGE.match(cells[-3]):
+            if row is not None:
+                found.pop()  # of shorter reads
+            row = UcxRead(title["local"], title["remote"], where, cells[-2], cells[-1])
+            found.append(row)
+    return found
+
+
+def other_lines(text: str) -> list[str]:
+    """Warnings and errors."""
+    return [line for line in text.splitlines() if re.search(r"UCX +(WARN|ERROR|FATAL)", line)]
+
+
+class UcxLog:
+    """UCX's log of this process, kept in memory."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self._seen = 0
+        self._reads: list[UcxRead] = []
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Called before UCX is loaded. Does nothing where somebody has said where its log goes."""
+        inherited = os.environ.get("UCX_LOG_FILE", "")
+        if inherited and not re.fullmatch(r"/proc/\d+/fd/\d+", inherited):
+            return
+        if not hasattr(os, "memfd_create"):
+            return
+        self._fd = os.memfd_create("ucx-log")
+        os.environ["UCX_LOG_FILE"] = f"/proc/{os.getpid()}/fd/{self._fd}"
+        os.environ.setdefault("UCX_PROTO_INFO", "*get*")
+
+    def look(self) -> list[str]:
+        """Takes in what UCX has printed; its new warnings and errors."""
+        if self._fd is None:
+            return []
+        ctypes.CDLL(None).fflush(None)  # UCX writes through C's buffers
+        with self._lock:
+            size = os.fstat(self._fd).st_size
+            text = os.pread(self._fd, max(size - self._seen, 0), self._seen)
+            whole = text[: text.rfind(b"\n") + 1]
+            self._seen += len(whole)
+            lines = whole.decode(errors="replace")
+            self._reads += parse(lines)
+        return other_lines(lines)
+
+    def read_between(self, *, gpu_here: bool, gpu_there: bool) -> UcxRead | None:
+        """The latest choice for these kinds of memory, of those taken in."""
+        for read in reversed(self._reads):
+            if ("cuda" in read.local, "cuda" in read.remote) == (gpu_here, gpu_there):
+                return read
+        return None
+
+
+ucx_log = UcxLog()

@@ -1,0 +1,106 @@
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvcache.transfer.ucx_log import UcxRead, other_lines, parse
+
+# As UCX 1.23 prints it, with every table first and then those of the kind that is asked for.
+PRINTED = """\
+[1795251059.655555] [vm:17632:0]   +--------+-------------+------------------------------------+
+[1795251059.655555] [vm:17632:0]   | d-df28639e26204d279b937d self cfg#0                       |
+[1795251059.655555] [vm:17632:0]   | remote memory write by ucp_put* from host memory to host  |
+[1795251059.655555] [vm:17632:0]   | Range  | Description |              Config                |
+[1795251059.655555] [vm:17632:0]   | 0..inf | zero-copy   | posix/memory                       |
+[1795251059.655555] [vm:17632:0]   +--------+-------------+------------------------------------+
+[1795251059.655556] [vm:17632:0] ib_md.c:99  UCX  ERROR  it is | broken
+[1795251059.655556] [vm:17632:0] ib_md.c:99  UCX  DIAG  it is | strange
+[1795251.724] [vm:786 :0]   | d-31383087b0454f82bf8da8 intra-node cfg#2                 |
+[1795251.724] [vm:786 :0] | remote memory read by ucp_get*(multi) into cuda/GPU1 from cuda/dev[2] |
+[1795251.724] [vm:786 :0]   | Range      | Description        | Config                  |
+[1795251.724] [vm:786 :0]   | 0..1023    | copy-out           | tcp/lo                  |
+[1795251.724] [vm:786 :0]   | 1024..inf  | zero-copy          | cuda_ipc/cuda           |
+[1795251.724] [vm:786 :0]   | remote memory read by ucp_get* into host memory from host |
+[1795251.724] [vm:786 :0]   | 0..inf | software emulation | tcp/lo                      |
+[1795251.724] [vm:786 :0]   | active message by ucp_am_send* from host memory           |
+[1795251.724] [vm:786 :0]   | 0..inf | short              | sysv/memory                 |
+"""
+OVER_NVLINK, OVER_TCP = parse(PRINTED)
+
+
+def test_tables_about_reads_are_found_among_everything_else() -> None:
+    assert OVER_NVLINK == UcxRead(
+        "cuda/GPU1", "cuda/dev[2]", "intra-node", "zero-copy", "cuda_ipc/cuda"
+    )
+    assert (OVER_TCP.local, OVER_TCP.remote) == ("host memory", "host")
+    assert str(OVER_TCP) == "tcp/lo (software emulation)"
+    assert [line.split("ERROR")[1] for line in other_lines(PRINTED)] == ["  it is | broken"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "garbage\n||\n| | |\n", "| 0..inf | zero-copy | cma/memory |"]
+)
+def test_what_is_no_table_is_nothing(text: str) -> None:
+    assert parse(text) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "rdma", "fix"),
+    [
+        ({}, False, None),
+        ({"transport": "cuda_copy/cuda tcp/lo"}, False, "leave cuda_ipc in UCX_TLS"),
+        ({"transport": "rc_mlx5/mlx5_0:1", "where": "inter-node"}, True, None),
+        ({"transport": "50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1"}, True, None),
+        ({"transport": "tcp/eth0", "where": "inter-node"}, True, "nvidia_peermem"),
+        ({"transport": "tcp/eth0", "where": "inter-node"}, False, None),
+    ],
+)
+def test_a_slow_way_between_gpus_is_named_with_its_fix(changes, rdma, fix) -> None:
+    warning = replace(OVER_NVLINK, **changes).warning(has_rdma=rdma)
+    assert warning is None if fix is None else warning is not None and fix in warning
+
+
+@pytest.mark.parametrize(
+    ("changes", "rdma", "fix"),
+    [
+        ({}, False, "CAP_SYS_PTRACE"),
+        ({"transport": "cma/memory"}, True, None),
+        ({"where": "inter-node"}, False, None),
+        ({"where": "inter-node"}, True, "UCX_NET_DEVICES"),
+    ],
+)
+def test_a_slow_way_between_processors_is_named_with_its_fix(changes, rdma, fix) -> None:
+    warning = replace(OVER_TCP, **changes).warning(has_rdma=rdma)
+    assert warning is None if fix is None else warning is not None and fix in warning
+
+
+@pytest.mark.parametrize("tls", ["", "tcp"])
+def test_what_ucx_reads_with_is_told_by_ucx(tls: str) -> None:
+    """In a process of its own, as UCX reads its environment once."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("UCX_")}
+    script = Path(__file__).with_name("nixl_reader.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**environment, **({"UCX_TLS": tls} if tls else {}), "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip().startswith("tcp/" if tls else ("cma/", "sysv/", "posix/")), done
+    assert "ucp_get" not in done.stdout + done.stderr  # UCX's tables stay where they are
+
+
+def test_where_the_log_goes_is_left_to_those_who_have_said_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvcache.transfer.ucx_log import UcxLog
+
+    monkeypatch.setenv("UCX_LOG_FILE", "mine.log")
+    log = UcxLog()
+    log.begin()
+    assert os.environ["UCX_LOG_FILE"] == "mine.log"
+    assert log.look() == [] and log.read_between(gpu_here=False, gpu_there=False) is None

@@ -53,6 +53,6 @@ def _flashinfer_backend(pool: KVPool) -> Callable[..., AttentionBackend]:
     except ImportError as error:
         raise BackendMissing(
             f"the attention backend flashinfer is not here ({error}): install it with "
-            "pip install 'baton[gpu]', or use --attention-backend torch"
+            "pip install flashinfer-python, or use --attention-backend torch"
         ) from error
     return FlashInferBackend

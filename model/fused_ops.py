@@ -30,7 +30,7 @@ def _flashinfer() -> Any:
     except ImportError as error:
         logger.warning(
             "no fused kernels, steps are slower: flashinfer cannot be imported: %s; "
-            "install it with pip install 'baton[gpu]'",
+            "install it with pip install flashinfer-python",
             error,
         )
         return None

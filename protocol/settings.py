@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_settings import (
     BaseSettings,
+    CliSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -123,7 +124,9 @@ class GeometryOptions(BaseModel):
 class EngineOptions(GeometryOptions):
     """Batching and the size of the KV cache."""
 
-    attention_backend: str = Field("auto", description="attention implementation")
+    attention_backend: Literal["auto", "torch", "flashinfer"] = Field(
+        "auto", description="attention implementation; auto: flashinfer on GPU, torch elsewhere"
+    )
     kv_cache_dtype: KVCacheDType = Field(
         "auto", description="type of KV; auto: --dtype. float8_e4m3fn: half of bfloat16's bytes"
     )
@@ -439,7 +442,13 @@ def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None) 
     sources.check_environment(cls, PROGRAMS)
     file_values = sources.read_file(cls, sources.find_config(argv))
     try:
-        return cls(_cli_parse_args=list(argv), _cli_prog_name=prog, **file_values)
+        command_line = CliSettingsSource[Any](
+            cls,
+            cli_prog_name=prog,
+            cli_parse_args=list(argv),
+            formatter_class=sources.HelpFormatter,
+        )
+        return cls(_cli_settings_source=command_line, **file_values)
     except ValidationError as error:
         raise ConfigError(sources.explain_validation(error)) from None
     except SettingsError as error:

@@ -3,10 +3,11 @@
 protocol/settings.py says what can be configured; this file knows no option by name.
 """
 
+import argparse
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,28 @@ INTERNAL_VARIABLES = frozenset({"BATON_READY_FD", "BATON_PARENT_FD"})
 # and the machine's own secret are kept, and what the tests find here.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE"})
 MACHINE_PREFIX = "BATON_TEST_"
+
+
+# What to write for an option, by the name that pydantic gives its type.
+_METAVARS = {"str": "TEXT", "int": "N", "float": "NUMBER"}
+_LISTS = {"tuple[str,...]": "TEXT,..", "tuple[int,...]": "N,..", "tuple[float,...]": "NUMBER,.."}
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """`--help` without a usage that repeats every option, types of Python and empty defaults."""
+
+    def add_usage(self, usage: str | None, *args: Any, **options: Any) -> None:
+        super().add_usage("%(prog)s [options]", *args, **options)
+
+    def _metavar_formatter(
+        self, action: argparse.Action, default_metavar: str
+    ) -> Callable[[int], tuple[str, ...]]:
+        names = super()._metavar_formatter(action, default_metavar)
+        return lambda size: tuple({**_METAVARS, **_LISTS}.get(n, n) for n in names(size))
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = super()._expand_help(action)
+        return text.removesuffix(" (default: None)").removesuffix(" (default: ())")
 
 
 class ConfigError(ValueError):

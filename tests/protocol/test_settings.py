@@ -187,6 +187,8 @@ def test_help_explains_every_option(
         parse(cls, ["--help"], prog="baton x")
     assert exit_.value.code == 0
     text = capsys.readouterr().out
+    assert text.startswith("usage: baton x [options]\n\n")
+    assert "default: None" not in text and "tuple[" not in text
     groups = {path[0] for path in field_paths(cls) if len(path) > 1}
     for path in field_paths(cls):
         if len(path) > 1 or path[0] not in groups:

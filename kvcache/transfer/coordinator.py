@@ -413,14 +413,12 @@ class PullCoordinator:
             case LookAtWord():
                 held = self._held_leases.is_held(key_of(remote), remote.lease_id)
                 self._perform(state, state.word_seen(held, self._clock()))
-            case SendAlert() if self._held_leases.sees(key_of(remote)):
-                pass  # P will not be asked
             case SendRenew() | SendComplete() | SendAbort() | SendAlert():
                 request = self._questions.lease(state.pull_id, remote, action)
                 self._post(address_of(remote), request)
             case FanOut():
-                span = self._spans[state.pull_id]
-                self._ranks.broadcast(pull_command(state.pull_id, remote, *span))
+                span, asks = self._spans[state.pull_id], not self._held_leases.sees(key_of(remote))
+                self._ranks.broadcast(pull_command(state.pull_id, remote, *span, asks))
             case StopRanks():
                 self._ranks.broadcast(StopPull(state.pull_id))
             case SuspectPeer():

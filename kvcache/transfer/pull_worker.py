@@ -256,6 +256,7 @@ class PullWorker:
             logger.exception("planning pull %s", pull.pull_id)
             self._tell_end(pull.pull_id, None, InternalError(f"planning failed: {error!r}"))
         else:
+            job.end_announced = not pull.announce_end
             peer.users += 1
             self._jobs[pull.pull_id] = (job, peer)
             if self._prefault is not None:

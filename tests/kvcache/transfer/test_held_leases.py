@@ -21,7 +21,7 @@ from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 from protocol.errors import LeaseGone, PeerUnreachable
-from protocol.handshake import EngineMetadata
+from protocol.handshake import Alert, Complete, EngineMetadata
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import DEADLINE_S, Child, Decode, Prefill, expected
@@ -163,6 +163,25 @@ def test_where_no_word_can_be_seen_the_fence_is_asked(close: Any, edit: Any) -> 
     done = decode.wait(*ENDINGS)
     assert isinstance(done, PullDone) and done.fence == "asked", done
     assert prefill.outcomes() == ["completed"]
+
+
+@pytest.mark.parametrize("shows_words", [True, False])
+def test_only_a_peer_that_will_be_asked_is_alerted(close: Any, shows_words: bool) -> None:
+    prefill = close(Prefill(MemoryAgent, shows_words=shows_words))
+    decode = close(Decode(MemoryAgent))
+    posted: list[type] = []
+    post = decode.coordinator._side_channel.post
+    decode.coordinator._side_channel.post = lambda address, request: (
+        posted.append(type(request)) or post(address, request)
+    )
+    decode.agents[0].stall()
+    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    while decode.agents[0].active == 0 or (Alert in posted) == shows_words:
+        decode.woken.wait(0.01)
+    decode.agents[0].resume()
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert prefill.outcomes() == ["completed"]
+    assert (Alert in posted) == (not shows_words) and Complete in posted
 
 
 def test_a_full_bucket_means_asking(close: Any) -> None:

@@ -18,6 +18,7 @@ from protocol.settings import BatonSettings, parse
 
 _MIN_SHM_BYTES = 64 << 20
 _NVLINK_BYTES = 256 << 20
+_MIN_MEMLOCK_BYTES = 64 << 30  # with RDMA the whole KV pool is locked
 
 
 class DoctorSettings(BatonSettings):
@@ -62,7 +63,24 @@ def advice(host: Host, found: Sequence[Link]) -> list[str]:
             f"/dev/shm has {host.shm_bytes >> 20} MiB left; NCCL and UCX want more. Fix: in "
             "compose, shm_size: 1gb or ipc: host."
         )
-    return notes + _advice_on_links(host, found)
+    return notes + _advice_on_rdma(host) + _advice_on_links(host, found)
+
+
+def _advice_on_rdma(host: Host) -> list[str]:
+    if not host.rdma_devices:
+        return []
+    names = ", ".join(host.rdma_devices)
+    if not host.rdma_usable:
+        return [
+            f"This host has RDMA devices ({names}) and /dev/infiniband is not here: KV moves over "
+            "TCP between hosts. Fix: in compose, devices: /dev/infiniband."
+        ]
+    if 0 <= host.memlock_bytes < _MIN_MEMLOCK_BYTES:
+        return [
+            f"RDMA ({names}) locks the KV pool in memory, and {host.memlock_bytes >> 20} MiB may "
+            "be locked. Fix: ulimit -l unlimited; in compose, ulimits: memlock: -1."
+        ]
+    return []
 
 
 def _advice_on_links(host: Host, found: Sequence[Link]) -> list[str]:
@@ -101,6 +119,8 @@ def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
     lines.append("packages: " + ", ".join(installed))
     lines.append(f"UCX modules: {', '.join(host.ucx_modules) or 'the built-in ones only'}")
     memlock = "unlimited" if host.memlock_bytes < 0 else f"{host.memlock_bytes >> 20} MiB"
+    if host.rdma_devices:
+        lines.append(f"RDMA devices: {', '.join(host.rdma_devices)}")
     lines.append(f"/dev/shm: {host.shm_bytes >> 20} MiB, locked memory: {memlock}")
     for link in found:
         rate = f"{link.bytes_per_s / 1e9:.2f} GB/s" if link.bytes_per_s else "does not work"

@@ -46,6 +46,8 @@ class Host:
     shm_bytes: int
     memlock_bytes: int  # -1: unlimited
     can_read_peers: bool  # memory of this user's other processes: what mapping on a CPU needs
+    rdma_devices: tuple[str, ...] = ()  # of this host
+    rdma_usable: bool = False  # their device files are here too, as in a container they may not be
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def look() -> Host:
         shm_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
         memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         can_read_peers=_ptrace_scope() < 2,
+        rdma_devices=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
+        rdma_usable=any(Path("/dev/infiniband").glob("uverbs*")),
     )
 
 

@@ -24,6 +24,9 @@ SLOW = Link("nixl", "cuda:0", "cuda:1", 6e9)
 
 def test_a_machine_with_all_it_needs_gets_no_advice() -> None:
     assert advice(GPU_HOST, [FAST]) == []
+    with_rdma = replace(GPU_HOST, rdma_devices=("mlx5_0",), rdma_usable=True)
+    assert advice(with_rdma, [FAST]) == []
+    assert "RDMA devices: mlx5_0" in text(with_rdma, [FAST], [])
     assert "nothing needs mending" in text(GPU_HOST, [FAST], [])
 
 
@@ -36,6 +39,11 @@ def test_a_machine_with_all_it_needs_gets_no_advice() -> None:
         (replace(GPU_HOST, ucx_environment={"UCX_TLS": "tcp"}), "unset UCX_TLS"),
         (replace(GPU_HOST, shm_bytes=1 << 20), "shm_size"),
         (replace(GPU_HOST, gpus=(), can_read_peers=False), "ptrace_scope"),
+        (replace(GPU_HOST, rdma_devices=("mlx5_0",)), "devices: /dev/infiniband"),
+        (
+            replace(GPU_HOST, rdma_devices=("mlx5_0",), rdma_usable=True, memlock_bytes=8 << 20),
+            "8 MiB may be locked. Fix: ulimit -l unlimited",
+        ),
     ],
 )
 def test_what_is_missing_is_named_with_its_fix(host: Host, word: str) -> None:

@@ -370,6 +370,7 @@ class DecodeRoleFactory(RoleFactory):
                 costs=CostModel.configured(config.transfer_costs, context.pool.device.type),
                 mapped=_mapped_path(config.transfer, context.pool),
                 inside=self._inside if context.rank == 0 else None,
+                busy=lambda: context.stepping.busy,
             )
         )
 

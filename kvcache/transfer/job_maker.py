@@ -7,6 +7,7 @@ from kvcache.transfer import reformat
 from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.link_log import log_measured
 from kvcache.transfer.mapped import MappedJob, MappedPath
+from kvcache.transfer.pace import Throttle
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
     CostModel,
@@ -38,6 +39,7 @@ class JobMaker:
         convert: accept a peer with another KV dtype.
         costs: of every link; None measures each peer at first contact.
         mapped: takes the pulls from peers that it can map.
+        throttle: bounds the rate of READs beside a batch.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class JobMaker:
         convert: bool,
         costs: CostModel | None,
         mapped: MappedPath | None,
+        throttle: Throttle | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._total_kv_heads = total_kv_heads
@@ -61,6 +64,7 @@ class JobMaker:
         self._convert = convert
         self._costs = costs
         self._mapped = mapped
+        self._throttle = throttle
         self._reformat_bytes_per_s = DEFAULT_COSTS["cuda"].reformat_bytes_per_s
         if costs is not None:
             logger.info("every link, as configured: %s", costs)
@@ -109,11 +113,9 @@ class JobMaker:
             PeerIncompatible: no plan bridges the geometries, or the mapped path is required.
         """
         try:
-            job = self._make(pull, peer)
+            return self._make(pull, peer)
         except PlanError as error:
             raise PeerIncompatible(str(error)) from error
-        job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
-        return job
 
     def _make(self, pull: Pull, peer: JobPeer) -> Job:
         planner = peer.planner = peer.planner or self._planner(peer)
@@ -126,10 +128,22 @@ class JobMaker:
         if self._mapped is not None:
             job = self._mapped.job(pull.pull_id, peer.metadata, transfer)
             if job is not None:
+                job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
                 return job
         usual = DEFAULT_COSTS["cuda" if self._between_gpus(peer) else "cpu"]
         plan = planner.plan(transfer, self._costs or peer.costs or usual)
-        return PullJob(pull.pull_id, plan, self._pool.base_address, self._staging, self._limits)
+        job = PullJob(
+            pull.pull_id,
+            plan,
+            self._pool.base_address,
+            self._staging,
+            self._limits,
+            self._throttle,
+        )
+        expected_s = peer.speed.expected_s(plan.bytes_read)
+        least_s = self._throttle.least_s(plan.bytes_read) if expected_s and self._throttle else 0.0
+        job.pace.expected_s = max(expected_s, least_s)
+        return job
 
     def _planner(self, peer: JobPeer) -> Planner:
         return Planner(

@@ -4,7 +4,7 @@ A post is one READ handed to the agent. Bounded in bytes, because on CPU posting
 cancelled pull must stop soon; bounded in runs, because each costs microseconds to post.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,18 +38,26 @@ class Post:
         return int(self.lengths.sum())
 
 
-def cut(reads: Iterable[RankRead], limits: PostLimits) -> Iterator[Post]:
-    """The reads' runs in their order, each run in at most one post unless it exceeds max_bytes."""
+def cut(
+    reads: Iterable[RankRead], limits: PostLimits, most_now: Callable[[], int] | None = None
+) -> Iterator[Post]:
+    """The reads' runs in their order, each run in at most one post unless it exceeds max_bytes.
+
+    Args:
+        most_now: asked before each post, in place of max_bytes.
+    """
+    most = most_now or (lambda: limits.max_bytes)
     for read in reads:
-        if 0 < len(read.lengths) <= limits.max_runs and int(read.lengths.sum()) <= limits.max_bytes:
+        bound = most()
+        if 0 < len(read.lengths) <= limits.max_runs and int(read.lengths.sum()) <= bound:
             yield Post(read.remote_rank, read.local_offsets, read.remote_offsets, read.lengths)
             continue
-        local, remote, lengths = _split_long_runs(read, limits.max_bytes)
+        local, remote, lengths = _split_long_runs(read, bound)
         ends = np.cumsum(lengths)
         start = 0
         while start < len(lengths):
             before = int(ends[start - 1]) if start else 0
-            fitting = int(np.searchsorted(ends, before + limits.max_bytes, side="right"))
+            fitting = int(np.searchsorted(ends, before + most(), side="right"))
             stop = min(max(fitting, start + 1), start + limits.max_runs)
             part = slice(start, stop)
             yield Post(read.remote_rank, local[part], remote[part], lengths[part])

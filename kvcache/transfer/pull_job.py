@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.pace import Pace
+from kvcache.transfer.pace import Pace, Throttle
 from kvcache.transfer.plan import TransferPlan
 from kvcache.transfer.posts import Post, PostLimits, cut
 from kvcache.transfer.staged import Chunk
@@ -46,6 +46,7 @@ class PullJob:
         pool_address: int,
         staging: Staging | None,
         limits: PostLimits,
+        throttle: Throttle | None = None,
     ) -> None:
         self.pull_id = pull_id
         self.plan = plan
@@ -55,6 +56,7 @@ class PullJob:
         nap_s = _STAGED_NAP_S if plan.chunks else _READ_NAP_S
         self.pace = Pace(time.perf_counter(), longest_nap_s=nap_s)
         self._limits = limits
+        self._most_now = throttle.post_bytes if throttle is not None else None
         self._staging = staging if plan.chunks else None
         self.stopping = False
         self._chunks = enumerate(plan.chunks)
@@ -68,7 +70,7 @@ class PullJob:
             self._num_slots = self._staging.num_slots(self._slot_bytes)
             self._staging.enter(pull_id)
         if plan.reads:  # first: they wait for no slot
-            self._begin(Step(cut(plan.reads, limits), pool_address))
+            self._begin(Step(cut(plan.reads, limits, self._most_now), pool_address))
 
     @property
     def active(self) -> int:
@@ -138,7 +140,7 @@ class PullJob:
             return None
         self._waiting = None
         base = self._staging.base_address + slot * self._slot_bytes
-        posts = list(cut(chunk.reads, self._limits))
+        posts = list(cut(chunk.reads, self._limits, self._most_now))
         step = Step(iter(posts), base, chunk, slot, lane=slot, left=len(posts))
         return self._begin(step)
 

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -18,7 +19,7 @@ from kvcache.transfer.job_maker import Job, JobMaker
 from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.link_log import log_first_pull
 from kvcache.transfer.mapped import MappedJob, MappedPath
-from kvcache.transfer.pace import allow_short_naps
+from kvcache.transfer.pace import Throttle, allow_short_naps
 from kvcache.transfer.plan import CostModel, Endpoint
 from kvcache.transfer.posts import GPU_LIMITS, PostLimits
 from kvcache.transfer.probe_job import ProbeJob
@@ -63,6 +64,7 @@ class PullWorker:
         costs: of every link; None measures each peer at first contact.
         mapped: takes the pulls from peers that it can map; the agent moves the others.
         inside: the link to the coordinator, where that is in this process.
+        busy: whether this rank's engine computes: READs between GPUs then leave it room.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class PullWorker:
         limits: PostLimits | None = None,
         mapped: MappedPath | None = None,
         inside: InsideLink | None = None,
+        busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._endpoint = Endpoint(pool.layout, rank, tp_size, pool.scales)
         self._agent = agent
@@ -88,6 +91,7 @@ class PullWorker:
         self._staging = Staging(staging_bytes, pool) if staging_bytes else None
         limits = limits or (GPU_LIMITS if self._kind == "VRAM" else PostLimits())
         self._mapped = mapped
+        throttle = Throttle(busy, limits.max_bytes) if self._kind == "VRAM" else None
         self._maker = JobMaker(
             self._endpoint,
             total_kv_heads,
@@ -97,6 +101,7 @@ class PullWorker:
             convert=convert,
             costs=costs,
             mapped=mapped,
+            throttle=throttle,
         )
         self._link: WorkerLink = inside or OutsideLink(connect_address)
         self._peers: dict[PeerKey, JobPeer] = {}
@@ -105,7 +110,7 @@ class PullWorker:
         self._idle_s = self._poll_min_s
         self._ended_at = float("-inf")  # when the last pull did
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
-        self._reads = Reads(agent, pool, limits.max_active, self._fail, self.counters)
+        self._reads = Reads(agent, pool, limits.max_active, self._fail, self.counters, throttle)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"pull-{rank}", daemon=True)
         on_cpu = self._kind == "DRAM"
@@ -314,7 +319,7 @@ class PullWorker:
         if isinstance(job, ProbeJob):
             self._probed(job, peer)
         else:
-            if job.complete:
+            if job.complete and not job.pace.throttled:
                 self._learn_speed(job, peer)
             self._tell_end(job.pull_id, job, job.error)
 

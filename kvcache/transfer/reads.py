@@ -9,6 +9,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.job_maker import Job
 from kvcache.transfer.job_peer import JobPeer
+from kvcache.transfer.pace import Throttle
 from kvcache.transfer.posts import Post
 from kvcache.transfer.pull_job import PullJob, Step
 from protocol.errors import BatonError, TransferFailed
@@ -26,6 +27,7 @@ class Reads:
     """Driven by the worker's thread, which owns the agent.
 
     Args:
+        throttle: bounds the rate beside a batch.
         failed: is told of a job of which a READ failed, or could not be posted.
         counters: `posts` are counted here.
     """
@@ -37,6 +39,7 @@ class Reads:
         max_active: int,
         failed: Callable[[PullJob, BatonError], None],
         counters: Counter[str],
+        throttle: Throttle | None = None,
     ) -> None:
         self._agent = agent
         self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
@@ -45,6 +48,7 @@ class Reads:
         self._failed = failed
         self._active: list[_Read] = []
         self._counters = counters
+        self._throttle = throttle
 
     def poll(self) -> bool:
         """Ends the READs that have ended; whether any had."""
@@ -58,6 +62,8 @@ class Reads:
     def post_one(self, jobs: Iterable[tuple[Job, JobPeer]]) -> PullJob | None:
         """Posts one piece of the first job that has one now; whose it was."""
         if len(self._active) >= self._max_active:
+            return None
+        if self._throttle is not None and not self._throttle.admits(time.perf_counter()):
             return None
         for job, peer in jobs:
             found = job.next_post() if isinstance(job, PullJob) else None
@@ -75,6 +81,8 @@ class Reads:
             return
         job.read_posted(step, handle)
         self._counters["posts"] += 1
+        if self._throttle is not None:
+            job.pace.throttled |= self._throttle.posted(post.nbytes, started)
         read = _Read(handle, job, step, started)
         if handle.ended:
             self._end(read)

@@ -1,4 +1,4 @@
-from kvcache.transfer.pace import Pace, Speed
+from kvcache.transfer.pace import Pace, Speed, Throttle
 
 
 def test_speed_follows_gains_at_once_and_losses_slowly() -> None:
@@ -28,3 +28,21 @@ def test_naps_are_short_around_the_likely_end_only() -> None:
 def test_nothing_known_is_no_pace() -> None:
     pace = Pace(began=10.0, expected_s=0.0)
     assert pace.nap_s(10.0) is None and pace.is_ending(10.0)
+
+
+def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not() -> None:
+    busy = False
+    throttle = Throttle(lambda: busy, max_bytes=1 << 30, bytes_per_s=1e9)
+    assert throttle.post_bytes() == 1 << 30 and throttle.least_s(1 << 30) == 0.0
+    assert not throttle.posted(1 << 30, now=10.0) and throttle.admits(10.0)
+    busy = True
+    assert throttle.post_bytes() == 64 << 20 and throttle.least_s(10**9) == 1.0
+    now, moved = 10.0, 0
+    while now < 11.0:
+        if throttle.admits(now):
+            assert throttle.posted(10**6, now)
+            moved += 10**6
+        now += 0.0003  # a thread that looks now and then
+    assert 0.7e9 < moved <= 1.001e9
+    busy = False
+    assert throttle.admits(now + 0.001) and not throttle.posted(1, now + 0.001)

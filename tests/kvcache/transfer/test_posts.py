@@ -51,3 +51,14 @@ def test_no_more_posts_than_the_limits_ask_for() -> None:
     assert [post.nbytes for post in posts] == [250] * 4
     (one,) = cut([read_of([10] * 100)], PostLimits())
     assert one.nbytes == 1000
+
+
+def test_posts_become_smaller_when_a_batch_begins_in_between() -> None:
+    lengths = np.full(8, 100, np.int64)
+    read = RankRead(0, np.arange(8) * 1000, np.arange(8) * 100, lengths)
+    bounds = iter([700, 400, 200, 200, 200])
+    posts = list(cut([read], PostLimits(700, 1024, 8), lambda: next(bounds)))
+    assert [post.nbytes for post in posts] == [400, 200, 200]
+    assert np.concatenate([post.remote_offsets for post in posts]).tolist() == [
+        1000 * index for index in range(8)
+    ]

@@ -126,10 +126,10 @@ class JobMaker:
             lease_hash=pull.lease_hash,
         )
         if self._mapped is not None:
-            job = self._mapped.job(pull.pull_id, peer.metadata, transfer)
-            if job is not None:
-                job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
-                return job
+            mapped = self._mapped.job(pull.pull_id, peer.metadata, transfer)
+            if mapped is not None:
+                mapped.pace.expected_s = peer.speed.expected_s(mapped.plan.bytes_read)
+                return mapped
         usual = DEFAULT_COSTS["cuda" if self._between_gpus(peer) else "cpu"]
         plan = planner.plan(transfer, self._costs or peer.costs or usual)
         job = PullJob(

@@ -313,19 +313,24 @@ class PullWorker:
 
     def _end(self, job: Job) -> None:
         _, peer = self._jobs.pop(job.pull_id)
+        seconds = time.perf_counter() - job.pace.began
+        is_read = job.complete and not isinstance(job, ProbeJob)
+        if is_read:  # first of all: the fence waits for it
+            self._tell_end(job.pull_id, job, None)
         job.leave()
         peer.users -= 1
         self._clean(peer)
         if isinstance(job, ProbeJob):
             self._probed(job, peer)
+        elif is_read:
+            if not job.pace.throttled:
+                self._learn_speed(job, peer, seconds)
         else:
-            if job.complete and not job.pace.throttled:
-                self._learn_speed(job, peer)
             self._tell_end(job.pull_id, job, job.error)
 
-    def _learn_speed(self, job: Job, peer: JobPeer) -> None:
+    def _learn_speed(self, job: Job, peer: JobPeer, seconds: float) -> None:
         was_known = peer.speed.bytes_per_s > 0
-        peer.speed.learn(job.plan.bytes_read, time.perf_counter() - job.pace.began)
+        peer.speed.learn(job.plan.bytes_read, seconds)
         if not was_known and peer.speed.bytes_per_s > 0:
             way = self._way_of_reading(peer) if isinstance(job, PullJob) else None
             log_first_pull(peer.metadata.engine_id, job.plan.path, way, peer.speed.bytes_per_s)

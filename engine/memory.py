@@ -1,6 +1,9 @@
 """How many KV blocks an engine gets, and what to say when that is too few."""
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +68,28 @@ def free_gpu_bytes(device: torch.device, utilization: float, *, peak_bytes: int)
     # Taken outside torch's allocator: contexts, kernels, and other processes on this GPU.
     elsewhere = total - free - torch.cuda.memory_reserved(device)
     return int(total * utilization) - elsewhere - peak_bytes
+
+
+@contextmanager
+def fitting(what: str, device: torch.device, fix: str) -> Iterator[None]:
+    """Around what takes GPU memory at start.
+
+    Args:
+        what: that must fit, the subject of a sentence.
+        fix: which options help.
+
+    Raises:
+        MemoryTooSmall: it does not fit; says what is missing.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = (n / 2**30 for n in torch.cuda.mem_get_info(device))
+        wanted = re.search(r"Tried to allocate ([0-9.]+ \w+)", str(error))
+        raise MemoryTooSmall(
+            f"{what} does not fit {device}: it has {total:.2f} GiB, of which {free:.2f} GiB were "
+            f"left when {wanted[1] if wanted else 'more'} were missing; {fix}"
+        ) from error
 
 
 def check_weights_fit(
@@ -167,7 +192,15 @@ def _gpu_capacity(config: EngineConfig, block_bytes: int, free_bytes: int) -> tu
     """`_capacity` on a GPU, where memory that is not there shows at once."""
     asked = _asked_for(config, block_bytes)
     if asked is None:
-        blocks = max(0, free_bytes // block_bytes - 1)  # beside the null block
+        missing = 2 * block_bytes - free_bytes  # one block beside the null block
+        if missing > 0:
+            raise MemoryTooSmall(
+                f"the model's weights and its largest step leave no room for KV under "
+                f"{_UTILIZATION} {config.gpu_memory_utilization}: {missing / 2**20:.0f} MiB are "
+                f"missing for one block of {config.block_size} tokens; raise {_UTILIZATION} or "
+                "--tp, lower --max-num-batched-tokens, or free the GPU"
+            )
+        blocks = free_bytes // block_bytes - 1
         return blocks, f"{_UTILIZATION} {config.gpu_memory_utilization}"
     blocks, source = asked
     if (blocks + 1) * block_bytes > free_bytes:

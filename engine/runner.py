@@ -20,7 +20,7 @@ from engine.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, Ste
 from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
 from engine.launched import LastDrawn, LaunchedStep
-from engine.memory import MemoryTooSmall, check_weights_fit, free_gpu_bytes
+from engine.memory import check_weights_fit, fitting, free_gpu_bytes
 from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
 from engine.scoring import PendingScores, score
 from engine.shaping import LogitShaper, Shaping
@@ -70,7 +70,8 @@ class ModelRunner:
     def _load(self, parallel: Parallel) -> CausalLM:
         config = self.config
         self._check_weights_fit()
-        try:
+        fix = f"use a larger --tp than {config.tp}, or free the GPU"
+        with fitting(f"a model with weights in {config.dtype}", self.device, fix):
             return load_model(
                 self.model_config,
                 config.model_dir,
@@ -81,13 +82,6 @@ class ModelRunner:
                 seed=config.seed,
                 pack=config.pack_weights,
             )
-        except torch.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info(self.device)
-            raise MemoryTooSmall(
-                f"the model's weights in {config.dtype} do not fit {self.device}: it has "
-                f"{total / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB were left when loading "
-                f"stopped; use a larger --tp than {config.tp}, or free the GPU"
-            ) from error
 
     def _check_weights_fit(self) -> None:
         config = self.config
@@ -113,7 +107,9 @@ class ModelRunner:
 
     def allocate(self, num_blocks: int) -> RankMemory:
         """Makes the KV pool and what reads it."""
-        self.memory = self._make_memory(num_blocks)
+        fix = "another process may have taken it meanwhile: lower --gpu-memory-utilization"
+        with fitting(f"a KV pool of {num_blocks} blocks", self.device, fix):
+            self.memory = self._make_memory(num_blocks)
         return self.memory
 
     def _make_memory(self, num_blocks: int) -> RankMemory:
@@ -133,7 +129,10 @@ class ModelRunner:
         """GPU memory that this rank's KV may take: what is free under the configured utilization
         once the largest step has run and been measured."""
         config = self.config
-        self._run_largest_step()
+        what = f"a step of {config.max_num_batched_tokens} tokens beside the model's weights"
+        fix = "lower --max-num-batched-tokens or --max-num-seqs, or use a larger --tp"
+        with fitting(what, self.device, fix):
+            self._run_largest_step()
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.empty_cache()
         graphs = config.max_num_seqs * self.model_config.vocab_size * _GRAPH_BYTES_PER_LOGIT
@@ -188,7 +187,9 @@ class ModelRunner:
         except NotImplementedError as error:
             logger.warning("decode runs without CUDA graphs, which is slower: %s", error)
             return
-        graphs.capture()
+        fix = "lower --gpu-memory-utilization or --max-num-seqs, or use --enforce-eager"
+        with fitting("what CUDA graphs need", self.device, fix):
+            graphs.capture()
         self.graphs = graphs
 
     @property

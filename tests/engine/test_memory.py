@@ -4,9 +4,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.memory import MemoryTooSmall, check_weights_fit, free_host_bytes, size_pool
+from engine.runner import ModelRunner
+from model.config import load_config
+from model.parallel import Parallel
+from tests.make_models import ensure_model
 
 _BASE = EngineConfig(
     role="decode",
@@ -91,7 +96,15 @@ def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
 def test_a_gpu_without_room_says_which_option_helps() -> None:
     with pytest.raises(MemoryTooSmall, match=r"takes .* MiB, .* lower --kv-cache-tokens, or raise"):
         _size(free_bytes=10_000, device="cuda", kv_cache_tokens=160)
-    with pytest.raises(MemoryTooSmall, match=r"raise --gpu-memory-utilization or --tp"):
-        _size(free_bytes=-5, device="cuda")
+    told = r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization or --tp"
+    with pytest.raises(MemoryTooSmall, match=told):
+        _size(free_bytes=2_000 - 2**20, device="cuda")
     with pytest.raises(MemoryTooSmall, match=r"112 tokens are missing.*--gpu-memory-utilization"):
         _size(free_bytes=10_000, device="cuda", max_model_len=256)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_no_machine_has_is_refused() -> None:
+    config = msgspec.structs.replace(_BASE, device="cuda", devices=[0])
+    with pytest.raises(ValueError, match=r"torch sees no GPU here: use --device cpu"):
+        ModelRunner(config, load_config(ensure_model("gqa")), Parallel())

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from engine.batch import StepFailed, StepInput
 from engine.config import EngineConfig
-from engine.memory import MemoryTooSmall, size_pool
+from engine.memory import MemoryTooSmall, fitting, size_pool
 from engine.runner import ModelRunner
 from engine.shaping import NO_ROW, RowSetup, StepShapes
 from model.config import load_config
@@ -298,6 +298,12 @@ def test_a_gpu_that_is_not_there_is_named(name: str) -> None:
     config = config_for(MODELS[name], devices=[77])
     with pytest.raises(ValueError, match=r"GPU 77, but this machine has .*--devices"):
         ModelRunner(config, load_config(MODELS[name]), Parallel(0, 1))
+
+
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    with pytest.raises(MemoryTooSmall, match=r"GiB were left when 1024.00 GiB were missing; use"):
+        with fitting("a whole", torch.device("cuda", 0), "use a half"):
+            torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
 
 
 @pytest.mark.parametrize("name", SERVED[:1])

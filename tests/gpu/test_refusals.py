@@ -1,0 +1,101 @@
+"""What cannot work on this machine's GPUs is refused at start or at the handshake, with the reason
+and the option that helps, by real servers."""
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e.client import prefill
+from tests.e2e.cluster import Server, start, start_decode, start_prefill, wait_until
+from tests.e2e.matrix import model_dir, post
+
+pytestmark = pytest.mark.gpu
+
+_GPU = ("--device", "cuda", "--dtype", "bfloat16", "--max-num-seqs", "4")
+_CPU = ("--device", "cpu", "--dtype", "bfloat16")
+_REFUSED = {
+    "a GPU that is not there": (
+        ("--devices", "77"),
+        r"GPU 77, but this machine has .*--devices",
+    ),
+    "a second GPU that is not there": (
+        ("--tp", "2", "--devices", "0,77"),
+        r"GPU 77, but this machine has .*--devices",
+    ),
+    "a pool larger than the GPU": (
+        ("--kv-cache-tokens", "4000000000"),
+        r"MiB, but the GPU has .*lower --kv-cache-tokens",
+    ),
+    "no room under the utilization": (
+        ("--gpu-memory-utilization", "0.001"),
+        r"MiB are missing for one block of 64 tokens; raise --gpu-memory-utilization",
+    ),
+    "a context that the pool cannot hold": (
+        ("--kv-cache-tokens", "64", "--max-model-len", "512"),
+        r"448 tokens are missing; raise --kv-cache-tokens",
+    ),
+    "a dtype that the kernels lack": (
+        ("--dtype", "float32", "--attention-backend", "flashinfer"),
+        r"float32.*use --dtype bfloat16.*--attention-backend torch",
+    ),
+}
+
+
+def _start_refused(argv: tuple[str, ...]) -> str:
+    """The reason that the server ends with."""
+    options = ("--port", "0", "--served-model-name", "test-model", *_GPU, *argv)
+    try:
+        server = start("decode_server", "--model", str(model_dir("gqa4")), *options)
+    except AssertionError as error:
+        return str(error)
+    server.stop()
+    return "it started"
+
+
+@pytest.fixture(scope="module")
+def reasons() -> Iterator[dict[str, Future[str]]]:
+    """All are started at once: importing is most of what they do."""
+    with ThreadPoolExecutor(len(_REFUSED)) as pool:
+        yield {name: pool.submit(_start_refused, argv) for name, (argv, _) in _REFUSED.items()}
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_a_server_that_cannot_work_ends_with_the_reason(
+    reasons: dict[str, Future[str]], name: str
+) -> None:
+    reason = reasons[name].result()
+    assert re.search(_REFUSED[name][1], reason, re.DOTALL), reason
+
+
+@pytest.fixture(scope="module")
+def of_other_kinds() -> Iterator[list[tuple[Server, Server]]]:
+    """P and D on unlike devices, the mapped path pinned."""
+    model = model_dir("gqa4")
+    pinned = ("--transfer", "mapped", "--kv-load-failure-policy", "fail")
+    with ThreadPoolExecutor(4) as pool:
+        starts = [
+            pool.submit(start_prefill, model, *_CPU),
+            pool.submit(start_decode, model, *_GPU, *pinned),
+            pool.submit(start_prefill, model, *_GPU),
+            pool.submit(start_decode, model, *_CPU, *pinned),
+        ]
+        servers = [made.result() for made in starts]
+    yield [(servers[0], servers[1]), (servers[2], servers[3])]
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.parametrize(("pair", "kind"), [(0, "cpu"), (1, "cuda")])
+def test_a_peer_on_a_device_that_cannot_be_mapped_is_refused_at_the_handshake(
+    of_other_kinds: list[tuple[Server, Server]], pair: int, kind: str
+) -> None:
+    prefiller, decoder = of_other_kinds[pair]
+    prompt = list(range(5, 80))
+    answer = post(decoder.url, prompt, 4, prefill(prefiller.url, prompt, logprobs=1))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (502, "peer_incompatible")
+    told = rf"cannot be mapped: its KV is in {kind} memory.*Use --transfer auto or nixl"
+    assert re.search(told, error["message"]), error["message"]
+    wait_until(decoder.all_blocks_home)

@@ -17,10 +17,16 @@ from tests.e2e.matrix import NUM_TOKENS, Farm, Geometry, Key, Reply, ask, farm, 
 from tests.e2e.test_equality import make_prompt
 
 pytestmark = pytest.mark.gpu
-_TWO_GPUS = (
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-)
+
+
+def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
+    has_fewer = torch.cuda.device_count() < count
+    return (
+        pytest.mark.multi_gpu,
+        pytest.mark.skipif(has_fewer, reason=f"needs {count} CUDA GPUs"),
+    )
+
+
 _FP8 = ("--kv-cache-dtype", "float8_e4m3fn", "--kv-scales", "0.03")
 _NIXL = ("--transfer", "nixl")
 _CONVERT = ("--kv-convert",)
@@ -46,9 +52,22 @@ _CELLS = [
     pytest.param("gqa4", on_gpus(options=_FP8), on_gpus(options=_FP8), id="fp8"),
     pytest.param("gqa4", on_gpus(options=_FP8), on_gpus(options=_CONVERT), id="fp8 to bfloat16"),
     pytest.param("mla", _NHD, _ONE, id="latents, NHD blocks of 16"),
-    pytest.param("gqa4", _ONE, _TWO, id="tp 1 to 2", marks=_TWO_GPUS),
-    pytest.param("gqa4", _TWO, on_gpus("1", 16, "LBCNHD"), id="tp 2 to 1", marks=_TWO_GPUS),
-    pytest.param("mla", on_gpus("1"), _TWO, id="latents, tp 1 to 2", marks=_TWO_GPUS),
+    pytest.param("gqa4", _ONE, _TWO, id="tp 1 to 2", marks=_gpus(2)),
+    pytest.param("gqa4", _TWO, on_gpus("1", 16, "LBCNHD"), id="tp 2 to 1", marks=_gpus(2)),
+    pytest.param("mla", on_gpus("1"), _TWO, id="latents, tp 1 to 2", marks=_gpus(2)),
+    pytest.param("gqa4", _ONE, on_gpus("1,2"), id="tp 1 to 2 on others", marks=_gpus(3)),
+    pytest.param("gqa4", _TWO, on_gpus("2,3"), id="tp 2 to 2 on others", marks=_gpus(4)),
+    pytest.param(
+        "gqa4", on_gpus("0,1", 16, "LBCNHD"), on_gpus("0,1,2,3"), id="tp 2 to 4", marks=_gpus(4)
+    ),
+    pytest.param(
+        "gqa4",
+        on_gpus("0,1,2,3"),
+        on_gpus("2,3", options=_NIXL),
+        id="tp 4 to 2, nixl",
+        marks=_gpus(4),
+    ),
+    pytest.param("mla", _TWO, on_gpus("2,3"), id="latents, tp 2 to 2", marks=_gpus(4)),
 ]
 
 

@@ -298,14 +298,16 @@ class EngineClient(Engine):
         with contextlib.suppress(EngineDied):
             self._send(Shutdown())
         await super().close()
-        if self._outputs is not None:
-            asyncio.get_running_loop().remove_reader(self._outputs.fileno())
-        for socket in (self._inputs, self._outputs):
+        inputs, outputs, context = self._inputs, self._outputs, self._context
+        # From here on there is nobody to tell, as requests that end during this find out.
+        self._inputs = self._outputs = self._context = None
+        if outputs is not None:
+            asyncio.get_running_loop().remove_reader(outputs.fileno())
+        for socket in (inputs, outputs):
             if socket is not None:
                 socket.close(linger=200)
-        if self._context is not None:
-            await _end_context(self._context)
-        self._inputs = self._outputs = self._context = None
+        if context is not None:
+            await _end_context(context)
 
     async def wait_ready(self, timeout_s: float) -> EngineReady:
         ready = await super().wait_ready(timeout_s)
@@ -317,7 +319,7 @@ class EngineClient(Engine):
 
     def _send(self, message: EngineInput) -> None:
         if self._inputs is None:
-            raise EngineDied("the client is not started")
+            raise EngineDied("the client is not started, or closed")
         try:
             self._inputs.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:

@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -300,6 +301,24 @@ def test_closing_ends_open_requests(tmp_path: Any) -> None:
             await client.close()
             (last,) = await asyncio.wait_for(answer, WAIT_S)
             assert last.error is not None
+
+    asyncio.run(main())
+
+
+def test_a_request_that_ends_while_the_client_closes_tells_nobody(tmp_path: Any) -> None:
+    """It lets go of the KV kept for it, in the middle of the close that ended it."""
+
+    async def main() -> None:
+        async with connected(tmp_path) as (client, remote):
+            kept = client.submit([msgspec.structs.replace(add("a"), retain_kv=True)])
+            await remote.receive()
+            closing = asyncio.create_task(client.close())
+            batch = await kept.next_batch()
+            assert batch[0].error is not None and batch[0].error.code == "engine_died"
+            while not closing.done():
+                kept.close()
+                client.send_abort("a")
+                await asyncio.sleep(0)
 
     asyncio.run(main())
 

@@ -39,6 +39,7 @@ from engine.role import CoreServices, KVRole, Transport
 from engine.scheduler import Plan, Scheduled, Scheduler
 from engine.sequence import Phase, Sequence
 from engine.shaping import ShapeBook
+from engine.step_pace import StepPace
 from kvcache.blocks import BlockError
 from protocol.errors import BatonError, GrammarFailed, InternalError
 from protocol.messages import (
@@ -95,6 +96,7 @@ class EngineCore(CoreServices):
         self._compiling: dict[Sequence, Future[LLMatcher]] = {}
         self._outbox = Outbox()
         self._launched: deque[_Launched] = deque()
+        self._pace = StepPace()
         self._last_finish_s = 0.0
         self._is_last = False  # whether the link asked to end while a step was waited for
         self._totals = dict.fromkeys(_TOTALS, 0.0)
@@ -132,9 +134,11 @@ class EngineCore(CoreServices):
         for message in messages:
             self._take(message)
         self.role.poll()
+        was_under_way = bool(self._launched)
+        if was_under_way:
+            self._wait_while_too_soon(self._launched[-1])
         for sequence in list(self._compiling):
             self.enqueue(sequence)
-        was_under_way = bool(self._launched)
         if was_under_way and self.scheduler.may_preempt():
             self._finish_steps(0)
         plan = self.scheduler.schedule()
@@ -210,9 +214,9 @@ class EngineCore(CoreServices):
             now_s = time.perf_counter()
             self._totals["baton_engine_steps"] += 1
             self._totals["baton_engine_step_tokens"] += step.num_tokens
-            self._totals["baton_engine_step_seconds"] += now_s - max(
-                step.started_s, self._last_finish_s
-            )
+            seconds = now_s - max(step.started_s, self._last_finish_s)
+            self._totals["baton_engine_step_seconds"] += seconds
+            self._pace.took(step.num_tokens, seconds)
             self._last_finish_s = now_s
             self.scheduler.step_finished()
             self._commit(step.scheduled, output)
@@ -224,6 +228,17 @@ class EngineCore(CoreServices):
         while not pending.has_ended():
             if time.monotonic() < silent_from_s:
                 self._hear()
+            time.sleep(_NAP_S)
+
+    def _wait_while_too_soon(self, step: _Launched) -> None:
+        """Until the step after a long one is worth planning; see StepPace."""
+        began_s = max(step.started_s, self._last_finish_s)
+        due_s = began_s + self._pace.wait_s(step.num_tokens)
+        if time.perf_counter() < due_s:
+            self._begin(self.scheduler.admit_remote())
+            self._flush()
+        while time.perf_counter() < due_s and not step.pending.has_ended():
+            self._hear()
             time.sleep(_NAP_S)
 
     def _hear(self) -> None:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from engine.core import EngineCore
 from engine.role import KVRole
 from engine.sequence import Sequence
+from engine.step_pace import StepPace
 from kvcache.blocks import BlockState
 from protocol.messages import (
     AbortRequest,
@@ -264,3 +265,36 @@ def test_the_order_to_end_is_heard_while_a_step_is_waited_for() -> None:
 
     out.receive = then_end  # type: ignore[method-assign]
     core.run()
+
+
+class _LongSteps(StepPace):
+    def wait_s(self, num_tokens: int) -> float:
+        return 60.0
+
+
+def test_behind_a_long_step_nothing_is_planned_too_soon() -> None:
+    core, _, out = _core_that_waits()
+    core._pace = _LongSteps()
+    executor = core.executor
+    assert isinstance(executor, _Slow)
+    out.coming = [add("b", PROMPT[::-1], 4)]
+    executor.num_looks = 0  # the step under way ends at the third
+    core.round([])
+    assert len(executor.under_way[-1].step.query_lens) == 2, "it waits for one step, not for two"
+    run_until_idle(core)
+    assert out.tokens("b") == expected_output(PROMPT[::-1], 4)
+    assert out.tokens("a") == expected_output(PROMPT, 20)
+    assert_all_blocks_home(core)
+
+
+def test_the_wait_is_less_than_the_fastest_step_of_late_took() -> None:
+    pace = StepPace()
+    assert pace.wait_s(8192) == 0.0, "nothing is known yet"
+    pace.took(8192, 3.0)  # the first one compiles kernels
+    pace.took(8192, 0.2)
+    pace.took(64, 0.005)  # of other steps
+    assert 0.1 < pace.wait_s(8192) < 0.2
+    assert pace.wait_s(1024) < 0.02 and pace.wait_s(64) == 0.0
+    for _ in range(100):
+        pace.took(8192, 0.4)
+    assert 0.2 < pace.wait_s(8192) < 0.4

@@ -5,7 +5,6 @@
 What happens after an AddRequest is accepted is in http_call.py.
 """
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable
@@ -30,7 +29,8 @@ from engine.http_limits import (
 from engine.http_middleware import CLIENT_GONE, ClientDisconnected, error_response, read_body
 from engine.http_prompt import Namer, Prompt
 from engine.http_tally import Tally
-from engine.http_tools import check_demands, new_tool_parser, with_tools
+from engine.http_text import given_texts, num_chars, text_digest, tokenize
+from engine.http_tools import check_demands, new_tool_parser
 from engine.tokenizer import Tokenizer
 from protocol.errors import (
     BatonError,
@@ -40,9 +40,7 @@ from protocol.logging import current_request_id
 from protocol.messages import AddRequest, EngineReady
 from protocol.metrics import Metrics
 from protocol.openai import (
-    ChatRequest,
     ChatWriter,
-    CompletionRequest,
     CompletionWriter,
     GenerationRequest,
     ResponseWriter,
@@ -54,8 +52,6 @@ from protocol.openai import (
 )
 from protocol.responses_request import ResponsesChat, parse_responses
 from protocol.responses_writer import ResponsesWriter
-
-INLINE_CHARS = 16384  # longer texts are tokenized off the event loop
 
 
 @dataclass(frozen=True)
@@ -187,33 +183,20 @@ class Api:
 
     async def _tokenize(self, parsed: GenerationRequest, ready: EngineReady) -> list[list[int]]:
         param = prompt_param(parsed)
-        sizes = _num_chars(parsed)
-        at_least = self.tokenizer.min_tokens(max(sizes, default=0))
+        at_least = self.tokenizer.min_tokens(max(num_chars(parsed), default=0))
         if at_least > ready.max_model_len:
             raise too_long(at_least, ready.max_model_len, param, "at least ")
-        if sum(sizes) > INLINE_CHARS:
-            prompts = await asyncio.to_thread(self._encode, parsed)
-        else:
-            prompts = self._encode(parsed)
+        prompts = self._handed_over(parsed) or await tokenize(parsed, self.tokenizer)
         for ids in prompts:
             check_token_ids(ids, ready.vocab_size, param)
         return prompts
 
-    def _encode(self, parsed: GenerationRequest) -> list[list[int]]:
-        if isinstance(parsed, ChatRequest):
-            messages = [message.model_dump(exclude_none=True) for message in parsed.messages]
-            messages, tools = with_tools(messages, parsed.toolset, self.tokenizer)
-            options = {**parsed.template_options, "tools": tools}
-            adds = parsed.add_special_tokens
-            return [self.tokenizer.encode_chat(messages, add_special_tokens=adds, **options)]
-        assert isinstance(parsed, CompletionRequest)
-        adds = parsed.add_special_tokens
-        return [
-            self.tokenizer.encode(prompt, add_special_tokens=adds)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in parsed.prompts
-        ]
+    def _handed_over(self, parsed: GenerationRequest) -> list[list[int]] | None:
+        """The ids that a prefill server made of this very text, if it told them."""
+        told = self.hooks.tokenized(parsed.kv_transfer_params)
+        if told is None or told[0] != text_digest(parsed, self.tokenizer):
+            return None
+        return [told[1]]
 
     def _plan(
         self, parsed: GenerationRequest, prompts: list[list[int]], ready: EngineReady
@@ -224,6 +207,7 @@ class Api:
         end_ids = [] if parsed.ignore_eos else list(self.tokenizer.eos_ids)
         stop_token_ids = [*end_ids, *(i for i in parsed.stop_token_ids if i not in end_ids)]
         extras = self.hooks.prepare(parsed, prompts, sampling, stop_token_ids)
+        digest = text_digest(parsed, self.tokenizer) if parsed.is_prefill else None
         # Unique even where a client uses one X-Request-Id twice, and short whatever it sent.
         unique = f"{(current_request_id() or '')[:64]}-{secrets.token_hex(6)}"
         common = {
@@ -231,6 +215,7 @@ class Api:
             "stop_token_ids": stop_token_ids,
             "num_choices": parsed.num_candidates,
             "num_prompt_logprobs": parsed.num_prompt_logprobs,
+            "text_digest": digest,
         }
         return [
             AddRequest(
@@ -240,18 +225,3 @@ class Api:
             )
             for index, ids in enumerate(prompts)
         ]
-
-
-def given_texts(parsed: GenerationRequest) -> list[str | None]:
-    """Each prompt as the client wrote it; None where it is ids, or a chat's."""
-    if not isinstance(parsed, CompletionRequest):
-        return [None]
-    return [prompt if isinstance(prompt, str) else None for prompt in parsed.prompts]
-
-
-def _num_chars(parsed: GenerationRequest) -> list[int]:
-    """Characters of each prompt that is text."""
-    if isinstance(parsed, ChatRequest):
-        return [sum(len(message.content) for message in parsed.messages)]
-    assert isinstance(parsed, CompletionRequest)
-    return [len(prompt) for prompt in parsed.prompts if isinstance(prompt, str)]

@@ -44,6 +44,11 @@ class ServerHooks(Protocol):
         """
         ...
 
+    def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
+        """The text digest and the token ids of the one prompt, where a holder of the cluster
+        secret tells them; see http_text.text_digest."""
+        ...
+
     def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
         """Takes a request on, or not; what it returns is called once, when the request has ended.
 
@@ -78,6 +83,9 @@ class PlainHooks:
         stop_token_ids: Sequence[int] = (),
     ) -> Sequence[Mapping[str, Any]]:
         return [{} for _ in prompts]
+
+    def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
+        return None
 
     def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
         return nothing

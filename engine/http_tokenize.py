@@ -7,9 +7,10 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.responses import JSONResponse
 
-from engine.http_generate import INLINE_CHARS, Api
+from engine.http_generate import Api
 from engine.http_limits import check_model, check_token_ids
 from engine.http_middleware import read_body
+from engine.http_text import INLINE_CHARS
 from engine.tokenizer import Tokenizer
 from protocol.openai import parse_json_object
 from protocol.openai_tokenize import (

@@ -5,6 +5,7 @@ it puts around a text), tokenizer_config.json, special_tokens_map.json, chat_tem
 generation_config.json and config.json. The results equal transformers' AutoTokenizer.
 """
 
+import hashlib
 import itertools
 import json
 import re
@@ -29,6 +30,12 @@ _SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words spell a byte
 
 
@@ -52,6 +59,7 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # the older split of the same facts
             config = {**config, **_read_json(folder / "special_tokens_map.json")}
         self._tokenizer = _load(folder)
+        self.digest = _digest_of(folder)  # of all that token ids follow from
         self.special_tokens = _special_tokens(config)
         _add_missing(self._tokenizer, config, self.special_tokens)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -177,6 +185,15 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _digest_of(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in _FILES:
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(b"%s %d\0" % (name.encode(), len(content)) + content)
+    return digest.hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class PrefillRole(KVRole):
                 for choice in sequence.choices
             ],
             prompt_logprobs=sequence.prompt_logprobs,
+            text_digest=sequence.request.text_digest,
+            prompt_token_ids=prompt if sequence.request.text_digest else None,
         ).to_json()
 
     def on_abort_unknown(self, request_id: str) -> None:

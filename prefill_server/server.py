@@ -47,6 +47,9 @@ class PrefillHooks:
             )
         return [{"retain_kv": True} for _ in prompts]
 
+    def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
+        return None
+
     def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
         """Prompts of one answer keep their blocks until the last of them is computed, so together
         they must not wait for blocks that they hold themselves, or that two such requests hold

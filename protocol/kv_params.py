@@ -15,12 +15,15 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+import msgspec
 
 from protocol.errors import KVParamsRejected
 from protocol.messages import FirstToken, RemotePrefill, SamplingParams, TokenLogprobs
 
 MAX_TOKENS = 1 << 24
+_UNSIGNED = ("signature", "prompt_token_ids")
 MAX_CHOICES = 128
 MAX_LOGPROBS = 1000
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -48,6 +51,9 @@ class KVTransferParams:
     first_tokens: tuple[FirstToken, ...]  # one per choice
     # One per prompt token, None for the first; None altogether when nobody asked.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    # Of a prompt that came as text: what was tokenized, and the result (see engine/http_text.py).
+    text_digest: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None  # not signed: prompt_digest vouches for them
     signature: str = ""
 
     def sign(self, secret: bytes) -> "KVTransferParams":
@@ -58,10 +64,20 @@ class KVTransferParams:
         if not hmac.compare_digest(self.signature.encode(), _signature(self, secret).encode()):
             _reject("signature", "does not match: the object was altered or comes from elsewhere")
 
+    def tokenized(self) -> tuple[str, list[int]] | None:
+        """The text digest and its token ids, where both are told and the ids are those of the
+        prompt digest."""
+        if self.text_digest is None or self.prompt_token_ids is None:
+            return None
+        ids = list(self.prompt_token_ids)
+        return (self.text_digest, ids) if prompt_digest(ids) == self.prompt_digest else None
+
     def to_json(self) -> dict[str, Any]:
         """The object for the response body: JSON types only."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["remote_block_ids"] = list(self.remote_block_ids)
+        if self.prompt_token_ids is not None:
+            values["prompt_token_ids"] = list(self.prompt_token_ids)
         values["seed"] = str(self.seed)
         values["first_tokens"] = [_token_to_json(token) for token in self.first_tokens]
         if self.prompt_logprobs is not None:
@@ -77,8 +93,9 @@ def build(secret: bytes, **values: Any) -> KVTransferParams:
     """
     values["remote_block_ids"] = tuple(values["remote_block_ids"])
     values["first_tokens"] = tuple(values["first_tokens"])
-    if values.get("prompt_logprobs") is not None:
-        values["prompt_logprobs"] = tuple(values["prompt_logprobs"])
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        if values.get(name) is not None:
+            values[name] = tuple(values[name])
     unsigned = KVTransferParams(**values, signature="0" * 64)
     return parse(unsigned.to_json()).sign(secret)
 
@@ -198,7 +215,7 @@ def _signature(params: KVTransferParams, secret: bytes) -> str:
 
 def _normal_form(params: KVTransferParams) -> bytes:
     """Canonical JSON without a single float: those are written as the hex of their bits."""
-    values = {f.name: getattr(params, f.name) for f in fields(params) if f.name != "signature"}
+    values = {f.name: getattr(params, f.name) for f in fields(params) if f.name not in _UNSIGNED}
     values["lease_s"] = _float_text(params.lease_s)
     values["first_tokens"] = [
         [token.id, token.logprobs and _logprobs_text(token.logprobs)]
@@ -375,6 +392,22 @@ def _tuple(check: Check) -> Check:
     return lambda value, name: tuple(check(value, name))
 
 
+def _optional(check: Check) -> Check:
+    return lambda value, name: None if value is None else check(value, name)
+
+
+_Ids = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
+
+
+def _prompt_token_ids(value: Any, name: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return msgspec.convert(value, _Ids)
+    except msgspec.ValidationError:  # numbers written as floats, or worse
+        return tuple(_list(_token_id, 1, MAX_TOKENS)(value, name))
+
+
 _CHECKS: dict[str, Check] = {
     "remote_engine_id": _text(1, 128),
     "remote_request_id": _text(1, 1024),
@@ -393,6 +426,8 @@ _CHECKS: dict[str, Check] = {
     "seed": _big_integer(0, 2**63 - 1),
     "first_tokens": _tuple(_list(_first_token, 1, MAX_CHOICES)),
     "prompt_logprobs": _prompt_logprobs,
+    "text_digest": _optional(_hex(64)),
+    "prompt_token_ids": _prompt_token_ids,
     "signature": _hex(64),
 }
 
@@ -410,5 +445,7 @@ def _check_together(params: KVTransferParams) -> None:
         _reject("remote_block_ids", "names a block twice")
     if params.prompt_logprobs is not None and len(params.prompt_logprobs) != tokens:
         _reject("prompt_logprobs", f"must hold an item for each of {tokens} tokens")
+    if params.prompt_token_ids is not None and len(params.prompt_token_ids) != tokens:
+        _reject("prompt_token_ids", f"must hold {tokens} ids")
     if params.remote_cached_tokens > tokens:
         _reject("remote_cached_tokens", f"exceeds remote_num_tokens, {tokens}")

@@ -1,0 +1,136 @@
+"""A decode server takes the token ids that a prefill server made of its text, and no others."""
+
+from typing import Any
+
+import pytest
+
+from decode_server.failure import FailurePolicy
+from decode_server.server import DecodeHooks
+from engine.http_text import text_digest
+from engine.tokenizer import Tokenizer
+from prefill_server.server import PrefillHooks
+from protocol import kv_params
+from protocol.messages import FirstToken, SamplingParams
+from protocol.openai import REMOTE_DECODE, GenerationRequest, parse_chat, parse_completion
+from tests.engine.http_server import run, saying, serving
+
+_SECRET = b"the cluster's secret"
+_TOLD = [7, 7, 7]  # what no tokenizer makes of the texts here: it shows who tokenized
+_CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "seed": 7}
+_TEXT = {"model": "m", "prompt": "abc", "seed": 7}
+
+
+def _parse(body: dict[str, Any]) -> GenerationRequest:
+    return parse_chat(body) if "messages" in body else parse_completion(body)
+
+
+def _params(body: dict[str, Any], tokenizer: Tokenizer, **changes: Any) -> dict[str, Any]:
+    """What a prefill server says that made _TOLD of the text of `body`."""
+    fields: dict[str, Any] = {
+        "remote_engine_id": "prefill-1",
+        "remote_request_id": "r",
+        "remote_block_ids": [3],
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+        "lease_id": "ab" * 16,
+        "lease_s": 30.0,
+        "incarnation": "cd" * 8,
+        "remote_num_tokens": 3,
+        "remote_block_size": 4,
+        "remote_cached_tokens": 0,
+        "prompt_digest": kv_params.prompt_digest(_TOLD),
+        "sampling_digest": kv_params.sampling_digest(SamplingParams()),
+        "seed": 7,
+        "first_tokens": [FirstToken(42)],
+        "text_digest": text_digest(_parse(body), tokenizer),
+        "prompt_token_ids": _TOLD,
+    }
+    return kv_params.build(_SECRET, **{**fields, **changes}).to_json()
+
+
+async def _ids(
+    tokenizer: Tokenizer, body: dict[str, Any], params: dict[str, Any]
+) -> tuple[list[int], bool]:
+    """What the decode engine gets: the prompt's ids, and whether it is to pull their KV."""
+    hooks = DecodeHooks(_SECRET, FailurePolicy("recompute"))
+    async with serving(tokenizer, saying(tokenizer, "x"), hooks) as server:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        answer = await server.http.post(path, json={**body, "kv_transfer_params": params})
+        assert answer.status_code == 200, answer.text
+        (added,) = server.engine.added
+        return added.token_ids, added.remote is not None
+
+
+@pytest.mark.parametrize("body", [_TEXT, _CHAT], ids=["text", "chat"])
+def test_ids_that_come_with_their_text_s_digest_are_taken(
+    body: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    async def main() -> None:
+        params = _params(body, tokenizer)
+        assert await _ids(tokenizer, body, params) == (_TOLD, True)
+
+    run(main)
+
+
+_OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # the prefill server's text, the decode server's, and what is changed after signing
+    "another text": (_TEXT, {**_TEXT, "prompt": "abd"}, {}),
+    "other specials": (_TEXT, {**_TEXT, "add_special_tokens": False}, {}),
+    "another message": (_CHAT, {**_CHAT, "messages": [{"role": "user", "content": "Ho"}]}, {}),
+    "another role": (_CHAT, {**_CHAT, "messages": [{"role": "system", "content": "Hi"}]}, {}),
+    "another template": (_CHAT, {**_CHAT, "chat_template_kwargs": {"x": 1}}, {}),
+    "other ids": (_TEXT, _TEXT, {"prompt_token_ids": [7, 7, 8]}),
+    "ids as text": (_TEXT, _TEXT, {"prompt_token_ids": None}),
+    "a digest of others": (_TEXT, _TEXT, {"text_digest": "00" * 32}),
+    "no signature": (_TEXT, _TEXT, {"signature": "00" * 32}),
+}
+
+
+@pytest.mark.parametrize("name", _OTHERS)
+def test_other_ids_than_of_this_text_are_not(name: str, tokenizer: Tokenizer) -> None:
+    given, asked, forged = _OTHERS[name]
+
+    async def main() -> None:
+        params = {**_params(given, tokenizer), **forged}
+        ids, pulls = await _ids(tokenizer, asked, params)
+        if "messages" in asked:
+            own = tokenizer.encode_chat(asked["messages"])
+        else:
+            own = tokenizer.encode(asked["prompt"])
+        assert (ids, pulls) == (own, False)
+
+    run(main)
+
+
+def test_another_tokenizer_s_ids_are_not_taken(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = _params(_TEXT, tokenizer)
+    monkeypatch.setattr(tokenizer, "digest", "another")
+
+    async def main() -> None:
+        assert await _ids(tokenizer, _TEXT, params) == (tokenizer.encode("abc"), False)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_told"),
+    [("abc", True), ([1, 2, 3], False), (["abc", "abd"], False), ("\ud800", False)],
+)
+def test_a_prefill_server_tells_what_it_tokenized(
+    prompt: Any, is_told: bool, tokenizer: Tokenizer
+) -> None:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
+    told = text_digest(parse_completion(body), tokenizer)
+    assert (told is not None) is is_told
+    if prompt == "\ud800":
+        return  # no JSON carries it
+
+    async def main() -> None:
+        async with serving(tokenizer, saying(tokenizer, "x"), PrefillHooks(_SECRET)) as server:
+            assert (await server.http.post("/v1/completions", json=body)).status_code == 200
+            assert {added.text_digest for added in server.engine.added} == {told}
+
+    run(main)

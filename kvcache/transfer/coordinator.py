@@ -293,7 +293,13 @@ class PullCoordinator:
         if pull_id not in self._ended and pull_id not in self._pulls:
             self._refresh_connection(address_of(remote))
             self._pulls[pull_id] = PullState(
-                pull_id, remote, self._num_ranks, self._settings, new_id(), self._clock()
+                pull_id,
+                remote,
+                self._num_ranks,
+                self._settings,
+                new_id(),
+                self._clock(),
+                seen_held=self._sees_held(remote),
             )
             self._counters["pulls"] += 1
             self._ranks.expect()
@@ -411,7 +417,7 @@ class PullCoordinator:
         remote = state.remote
         match action:
             case LookAtWord():
-                held = self._held_leases.is_held(key_of(remote), remote.lease_id)
+                held = self._sees_held(remote)
                 self._perform(state, state.word_seen(held, self._clock()))
             case SendRenew() | SendComplete() | SendAbort() | SendAlert():
                 request = self._questions.lease(state.pull_id, remote, action)
@@ -425,6 +431,9 @@ class PullCoordinator:
                 self._peers.forget(key_of(remote))
             case Emit(event):
                 self._events.append(event)
+
+    def _sees_held(self, remote: RemotePrefill) -> bool:
+        return self._held_leases.is_held(key_of(remote), remote.lease_id)
 
     def _post(self, address: Address, request: Request) -> None:
         try:

@@ -30,6 +30,7 @@ from protocol.errors import BatonError, LeaseGone, PeerUnreachable, PullTimeout,
 from protocol.messages import RemotePrefill
 
 _MIN_RENEW_S = 0.02
+_SEEN_RENEW_S = 0.25  # of a lease seen to be held: most pulls are over before
 
 
 class Phase(Enum):
@@ -101,7 +102,11 @@ Action = (
 
 
 class PullState:
-    """Mutable; every method returns what to do now, in order."""
+    """Mutable; every method returns what to do now, in order.
+
+    Args:
+        seen_held: P's word says that the lease is held now.
+    """
 
     def __init__(
         self,
@@ -111,6 +116,8 @@ class PullState:
         settings: PullSettings,
         attempt_id: str,
         now: float,
+        *,
+        seen_held: bool = False,
     ) -> None:
         self.pull_id = pull_id
         self.remote = remote
@@ -127,7 +134,10 @@ class PullState:
         self._alerted = False
         self._looking = False  # LookAtWord has not been answered
         self._began = now
-        self._next_renewal = now  # the first one finds out whether the lease still is
+        # At once, to find out whether the lease still is, unless that is known. How old it is, is
+        # not: the wait is a small part of its life.
+        wait_s = min(_SEEN_RENEW_S, remote.lease_s / 10) if seen_held else 0.0
+        self._next_renewal = now + wait_s
         self._timeout = float("inf")  # of the phase
         self._next_retry = float("inf")  # of COMPLETE
 

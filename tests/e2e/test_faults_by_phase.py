@@ -246,7 +246,7 @@ def test_the_last_decode_server_dies_during_the_prefill(make_cluster: Any) -> No
         pytest.param("until the fence is given up", marks=pytest.mark.slow),
     ],
 )
-def test_a_prefill_server_that_stops_and_goes_on_is_not_believed(
+def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
     tiny_model: Path, tiny_reference: Reference, transfer: str, stopped_s: str
 ) -> None:
     """Its lease runs out while it cannot say so; then it goes on, and reuses the blocks."""

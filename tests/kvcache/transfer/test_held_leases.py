@@ -184,6 +184,24 @@ def test_only_a_peer_that_will_be_asked_is_alerted(close: Any, shows_words: bool
     assert (Alert in posted) == (not shows_words) and Complete in posted
 
 
+def test_a_short_pull_asks_nothing_but_to_complete(close: Any) -> None:
+    prefill, decode = close(Prefill(MemoryAgent)), close(Decode(MemoryAgent))
+    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)  # the handshake is done
+    assert prefill.outcomes() == ["completed"]
+    renewed = prefill.server.counters()["renewed"]
+    for pull in range(5):
+        decode.coordinator.hold(str(pull), remote := prefill.lease([5], 8))
+        decode.coordinator.pull(str(pull), remote, 0, 8, [3])
+        assert isinstance(decode.wait(*ENDINGS), PullDone)
+        assert prefill.outcomes() == ["completed"]
+    renewed_now = prefill.server.counters()["renewed"]
+    assert renewed_now < renewed + 5  # unless this machine is very slow, not one
+    decode.coordinator.hold("held", prefill.lease([5], 8))
+    while prefill.server.counters()["renewed"] == renewed_now:
+        decode.woken.wait(0.01)
+
+
 def test_a_full_bucket_means_asking(close: Any) -> None:
     prefill, decode = close(Prefill(MemoryAgent)), close(Decode(MemoryAgent))
     prefill.server._words.put = lambda lease_id: False

@@ -1,5 +1,6 @@
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -194,6 +195,17 @@ def test_renewals_come_every_third_of_the_lease_while_holding_and_reading() -> N
     pull.rank_ended(ended(0), now=31.0)
     pull.rank_ended(ended(1), now=31.0)
     assert SendRenew() not in pull.tick(40.0)
+
+
+@pytest.mark.parametrize(("lease_s", "wait_s"), [(30.0, 0.25), (0.5, 0.05)])
+def test_a_lease_seen_to_be_held_is_renewed_soon_but_not_at_once(
+    lease_s: float, wait_s: float
+) -> None:
+    remote = msgspec.structs.replace(REMOTE, lease_s=lease_s)
+    pull = PullState("a", remote, 1, SETTINGS, "attempt", 1.0, seen_held=True)
+    assert pull.deadline() == 1.0 + wait_s and pull.tick(1.0) == []
+    assert pull.tick(1.0 + wait_s) == [SendRenew()]
+    assert pull.deadline() == 1.0 + wait_s + lease_s / 3
 
 
 def test_a_renewal_answered_gone_fails_early_but_not_once_fencing() -> None:

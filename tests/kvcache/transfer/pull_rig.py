@@ -29,7 +29,7 @@ from kvcache.transfer.mapper import offer
 from kvcache.transfer.plan import CostModel, heads_of
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.processes import own_record
-from kvcache.transfer.pull import Event, PullSettings
+from kvcache.transfer.pull import Event, PullDone, PullDrained, PullFailed, PullSettings
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.side_channel import LeaseServer
 from protocol.handshake import (
@@ -43,6 +43,23 @@ from protocol.messages import FirstToken, RemotePrefill
 SECRET = b"cluster secret"
 DEADLINE_S = 30.0
 HEADS, LAYERS, HEAD_DIM = 4, 3, 8
+ENDINGS = (PullDone, PullFailed, PullDrained)
+# Of a lease where nobody looks at more than its names.
+REMOTE = RemotePrefill(
+    host="h",
+    port=1,
+    engine_id="P",
+    incarnation="i",
+    request_id="r",
+    lease_id="00" * 16,
+    lease_s=30.0,
+    block_ids=[1],
+    block_size=16,
+    num_tokens=16,
+    cached_tokens=0,
+    tp_size=1,
+    first_tokens=[FirstToken(1)],
+)
 
 
 def layout(tp: int = 1, rank: int = 0, **changes: Any) -> KVLayout:
@@ -284,6 +301,16 @@ def expected(remote: RemotePrefill, start: int, stop: int) -> Any:
     where = np.array(block)[:, None, None, None, None]
     numbers = value(head, layer, component, where, token % remote.block_size, element)
     return numbers.astype(np.float32)
+
+
+def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, stop: int) -> None:
+    assert np.array_equal(decode.tokens(blocks, start, stop), expected(remote, start, stop))
+
+
+def nixl_agent() -> TransferAgent:
+    from kvcache.transfer.nixl_agent import NixlAgent
+
+    return NixlAgent("test")
 
 
 class Child:

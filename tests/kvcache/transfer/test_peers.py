@@ -13,7 +13,7 @@ from protocol.handshake import (
     LayoutRecord,
     RankMetadata,
 )
-from protocol.messages import FirstToken, RemotePrefill
+from tests.kvcache.transfer.pull_rig import REMOTE
 
 SETTINGS = PullSettings(handshake_timeout_s=4.0, backoff_min_s=1.0, backoff_max_s=60.0)
 COMPAT = CompatRecord(
@@ -24,21 +24,6 @@ COMPAT = CompatRecord(
     num_components=1,
     head_dim=8,
     rope="{}",
-)
-REMOTE = RemotePrefill(
-    host="h",
-    port=1,
-    engine_id="P",
-    incarnation="i",
-    request_id="r",
-    lease_id="00" * 16,
-    lease_s=30.0,
-    block_ids=[1],
-    block_size=16,
-    num_tokens=16,
-    cached_tokens=0,
-    tp_size=1,
-    first_tokens=[FirstToken(1)],
 )
 
 

@@ -2,46 +2,22 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer import probe_job
-from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, Planner
-from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pull import PullDone, PullDrained
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import Decode, Prefill, expected
-
-ENDINGS = (PullDone, PullFailed, PullDrained)
-
-
-def nixl_agent() -> TransferAgent:
-    from kvcache.transfer.nixl_agent import NixlAgent
-
-    return NixlAgent("test")
-
-
-@pytest.fixture
-def rig() -> Iterator[Callable[..., Any]]:
-    made: list[Any] = []
-
-    def make(kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        made.append(kind(*(args or (MemoryAgent,)), **options))
-        return made[-1]
-
-    yield make
-    for side in reversed(made):
-        side.close()
+from pull_rig import ENDINGS, Decode, Prefill, assert_pulled, nixl_agent
 
 
 def pull(decode: Decode, prefill: Prefill, pull_id: str) -> None:
@@ -49,7 +25,7 @@ def pull(decode: Decode, prefill: Prefill, pull_id: str) -> None:
     decode.coordinator.pull(pull_id, remote, 0, 20, [3, 1, 7])
     done = decode.wait(*ENDINGS, pull_id=pull_id)
     assert isinstance(done, PullDone), done
-    assert np.array_equal(decode.tokens([3, 1, 7], 0, 20), expected(remote, 0, 20))
+    assert_pulled(decode, remote, [3, 1, 7], 0, 20)
 
 
 def measured(decode: Decode) -> Any:

@@ -2,15 +2,13 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import PeerFailed, PeerReady, PullDone, PullDrained, PullFailed
@@ -24,33 +22,7 @@ from protocol.errors import (
 from protocol.handshake import Complete, Ok, open_request
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import SECRET, Decode, Prefill, expected, layout
-
-ENDINGS = (PullDone, PullFailed, PullDrained)
-
-
-def nixl_agent() -> TransferAgent:
-    from kvcache.transfer.nixl_agent import NixlAgent
-
-    return NixlAgent("test")
-
-
-@pytest.fixture
-def rig() -> Iterator[Callable[..., Any]]:
-    """Makes prefill and decode sides that are closed after the test."""
-    made: list[Any] = []
-
-    def make(kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        made.append(kind(*(args or (MemoryAgent,)), **options))
-        return made[-1]
-
-    yield make
-    for side in reversed(made):
-        side.close()
-
-
-def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, stop: int) -> None:
-    assert np.array_equal(decode.tokens(blocks, start, stop), expected(remote, start, stop))
+from pull_rig import ENDINGS, SECRET, Decode, Prefill, assert_pulled, layout, nixl_agent
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])

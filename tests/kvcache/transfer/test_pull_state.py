@@ -30,27 +30,13 @@ from kvcache.transfer.pull_state import (
     SuspectPeer,
 )
 from protocol.errors import LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
-from protocol.messages import ErrorInfo, FirstToken, RemotePrefill
+from protocol.messages import ErrorInfo
+from tests.kvcache.transfer.pull_rig import REMOTE
 
 SETTINGS = PullSettings(
     pull_timeout_s=30.0, fence_timeout_s=5.0, fence_retry_s=1.0, drain_grace_s=0.25
 )
 ERROR = ErrorInfo("transfer_failed", "broken")
-REMOTE = RemotePrefill(
-    host="h",
-    port=1,
-    engine_id="P",
-    incarnation="i",
-    request_id="r",
-    lease_id="00" * 16,
-    lease_s=30.0,
-    block_ids=[1],
-    block_size=16,
-    num_tokens=16,
-    cached_tokens=0,
-    tp_size=1,
-    first_tokens=[FirstToken(1)],
-)
 
 
 def state(ranks: int = 2, now: float = 0.0) -> PullState:

@@ -1,0 +1,22 @@
+"""Sides of pulls that tests share."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvcache.transfer.memory_agent import MemoryAgent
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Any]]:
+    """Makes prefill and decode sides that are closed after the test, over memory unless told."""
+    made: list[Any] = []
+
+    def make(kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        made.append(kind(*(args or (MemoryAgent,)), **options))
+        return made[-1]
+
+    yield make
+    for side in reversed(made):
+        side.close()

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+from hypothesis import strategies as st
 
 from engine.batch import (
     Int32s,
@@ -306,6 +307,46 @@ def run_until_idle(core: EngineCore, max_rounds: int = 2000) -> None:
             return
         core.check_integrity()
     raise AssertionError("the core never came to rest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of an engine that a random workload is played to."""
+
+    num_blocks: int
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    prefix_caching: bool
+    depth: int
+
+    @property
+    def max_model_len(self) -> int:
+        return min(36, (self.num_blocks - 1) * self.block_size)
+
+
+SIZES = st.builds(
+    Sizes,
+    num_blocks=st.integers(8, 40),
+    block_size=st.integers(1, 8),
+    max_num_batched_tokens=st.integers(1, 20),
+    max_num_seqs=st.integers(1, 6),
+    prefix_caching=st.booleans(),
+    depth=st.integers(0, 1),
+)
+
+
+def play(workload: Sequence[list[EngineInput]], sizes: Sizes) -> MemoryTransport:
+    """Runs the rounds of a workload to their end; checks the books after each and at the end."""
+    core, executor, out = make_core(max_model_len=sizes.max_model_len, **dataclasses.asdict(sizes))
+    for messages in workload:
+        core.round(messages)
+        core.check_integrity()
+    run_until_idle(core)
+    assert core.is_idle
+    assert executor.max_tokens_in_step <= sizes.max_num_batched_tokens
+    assert_all_blocks_home(core)
+    return out
 
 
 def assert_all_blocks_home(core: EngineCore) -> None:

@@ -14,12 +14,15 @@ from engine.scheduler import Plan
 from kvcache.blocks import BlockState
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, SamplingParams
 from tests.engine.shadow import (
+    SIZES,
     MemoryTransport,
+    Sizes,
     add,
     assert_all_blocks_home,
     expected_output,
     expected_scores,
     make_core,
+    play,
     run_until_idle,
 )
 
@@ -237,44 +240,14 @@ def _workloads(draw: st.DrawFn) -> list[list[EngineInput]]:
 
 
 @settings(deadline=None, max_examples=120)
-@given(
-    workload=_workloads(),
-    num_blocks=st.integers(8, 40),
-    block_size=st.integers(1, 8),
-    budget=st.integers(1, 20),
-    max_num_seqs=st.integers(1, 6),
-    prefix_caching=st.booleans(),
-    depth=st.integers(0, 1),
-)
+@given(workload=_workloads(), sizes=SIZES)
 def test_any_workload_of_choices_and_scores_is_answered_right(
-    workload: list[list[EngineInput]],
-    num_blocks: int,
-    block_size: int,
-    budget: int,
-    max_num_seqs: int,
-    prefix_caching: bool,
-    depth: int,
+    workload: list[list[EngineInput]], sizes: Sizes
 ) -> None:
-    max_len = min(36, (num_blocks - 1) * block_size)
-    core, executor, out = make_core(
-        depth=depth,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_batched_tokens=budget,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_len,
-        prefix_caching=prefix_caching,
-    )
-    for messages in workload:
-        core.round(messages)
-        core.check_integrity()
-    run_until_idle(core)
-    assert core.is_idle
-    assert executor.max_tokens_in_step <= budget
+    out = play(workload, sizes)
     for message in itertools.chain.from_iterable(workload):
         if isinstance(message, AddRequest):
-            _check_answer(message, out, max_len, max_num_seqs)
-    assert_all_blocks_home(core)
+            _check_answer(message, out, sizes.max_model_len, sizes.max_num_seqs)
 
 
 def _check_answer(

@@ -1,5 +1,6 @@
 """The core with the real scheduler, allocator and prefix index over a shadow KV cache."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -8,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler import Plan
-from protocol.messages import AbortRequest, EngineInput, KVUsage
+from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage
 from tests.engine.shadow import (
+    SIZES,
     MemoryTransport,
+    Sizes,
     add,
     assert_all_blocks_home,
     expected_output,
     make_core,
+    play,
     run_until_idle,
 )
 
@@ -187,12 +191,12 @@ _PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [6] * 13]
 
 
 @st.composite
-def _workloads(draw: st.DrawFn) -> list[list[object]]:
+def _workloads(draw: st.DrawFn) -> list[list[EngineInput]]:
     """Rounds of additions and aborts; prompts share prefixes."""
-    rounds: list[list[object]] = []
+    rounds: list[list[EngineInput]] = []
     names = itertools.count()
     for _ in range(draw(st.integers(1, 12))):
-        messages: list[object] = []
+        messages: list[EngineInput] = []
         for _ in range(draw(st.integers(0, 3))):
             tail = draw(st.lists(st.integers(0, 49), min_size=1, max_size=10))
             prompt = draw(st.sampled_from([[], *_PREFIXES])) + tail
@@ -204,44 +208,17 @@ def _workloads(draw: st.DrawFn) -> list[list[object]]:
 
 
 @settings(deadline=None, max_examples=150)
-@given(
-    workload=_workloads(),
-    num_blocks=st.integers(10, 40),
-    block_size=st.integers(1, 8),
-    budget=st.integers(1, 20),
-    max_num_seqs=st.integers(1, 6),
-    prefix_caching=st.booleans(),
-)
+@given(workload=_workloads(), sizes=SIZES)
 def test_any_workload_ends_with_every_answer_right_and_every_block_home(
-    depth: int,
-    workload: list[list[object]],
-    num_blocks: int,
-    block_size: int,
-    budget: int,
-    max_num_seqs: int,
-    prefix_caching: bool,
+    depth: int, workload: list[list[EngineInput]], sizes: Sizes
 ) -> None:
-    max_len = min(36, (num_blocks - 1) * block_size)
-    core, executor, out = make_core(
-        depth=depth,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_batched_tokens=budget,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_len,
-        prefix_caching=prefix_caching,
-    )
-    requests = [m for messages in workload for m in messages if not isinstance(m, AbortRequest)]
-    for messages in workload:
-        core.round(messages)  # type: ignore[arg-type]
-        core.check_integrity()
-    run_until_idle(core)
-    assert core.is_idle
-    assert executor.max_tokens_in_step <= budget
+    out = play(workload, dataclasses.replace(sizes, depth=depth))
+    max_len = sizes.max_model_len
+    requests = [m for messages in workload for m in messages if isinstance(m, AddRequest)]
     for request in requests:
-        (end,) = out.terminals(request.request_id)  # type: ignore[attr-defined]
-        prompt, limit = request.token_ids, request.max_tokens  # type: ignore[attr-defined]
-        tokens = out.tokens(request.request_id)  # type: ignore[attr-defined]
+        (end,) = out.terminals(request.request_id)
+        prompt, limit = request.token_ids, request.max_tokens
+        tokens = out.tokens(request.request_id)
         if end.error is not None:
             assert len(prompt) >= max_len and not tokens
             continue
@@ -250,4 +227,3 @@ def test_any_workload_ends_with_every_answer_right_and_every_block_home(
             assert tokens == expected[: len(tokens)]
         else:
             assert tokens == expected
-    assert_all_blocks_home(core)

@@ -4,7 +4,6 @@ A reference is used only if the cluster secret signed it and it belongs to this 
 this way of sampling; everything else about it (lease, peer, bytes) the engine finds out.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -90,14 +89,8 @@ class DecodeHooks:
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """A refused request's KV goes home now, not when its lease expires."""
-        offered = kv_transfer_params
-        messages = []
-        for item in offered if isinstance(offered, list) else [offered]:
-            with contextlib.suppress(KVParamsRejected):
-                params = kv_params.parse(item)
-                params.verify(self.secret)
-                messages.append(ReleaseRemote(kv_params.to_remote_prefill(params)))
-        return messages
+        ours = kv_params.signed(kv_transfer_params, self.secret)
+        return [ReleaseRemote(kv_params.to_remote_prefill(params)) for params in ours]
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         return {}

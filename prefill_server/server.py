@@ -1,12 +1,11 @@
 """The prefill server's HTTP side: which requests keep their KV, and what the answer adds."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.http_hooks import nothing
 from protocol import kv_params
-from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
+from protocol.errors import InvalidRequest, Overloaded
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -72,14 +71,8 @@ class PrefillHooks:
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """Nobody will come for KV that this server leased: it need not wait for that."""
-        offered = kv_transfer_params
-        messages = []
-        for item in offered if isinstance(offered, list) else [offered]:
-            with contextlib.suppress(KVParamsRejected):
-                params = kv_params.parse(item)
-                params.verify(self._secret)
-                messages.append(AbortRequest(params.remote_request_id))
-        return messages
+        ours = kv_params.signed(kv_transfer_params, self._secret)
+        return [AbortRequest(params.remote_request_id) for params in ours]
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         params = [final.kv_transfer_params for final in finals]

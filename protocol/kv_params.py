@@ -8,12 +8,13 @@ this version does not know are ignored and not signed.
 """
 
 import array
+import contextlib
 import hashlib
 import hmac
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, NoReturn
 
@@ -98,6 +99,15 @@ def build(secret: bytes, **values: Any) -> KVTransferParams:
             values[name] = tuple(values[name])
     unsigned = KVTransferParams(**values, signature="0" * 64)
     return parse(unsigned.to_json()).sign(secret)
+
+
+def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
+    """Those of one object, or of a list of them, that a server of this cluster made."""
+    for item in offered if isinstance(offered, list) else [offered]:
+        with contextlib.suppress(KVParamsRejected):
+            params = parse(item)
+            params.verify(secret)
+            yield params
 
 
 def is_absent(obj: object) -> bool:

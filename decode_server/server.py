@@ -78,11 +78,9 @@ class DecodeHooks:
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         if kv_params.is_absent(kv_transfer_params) or isinstance(kv_transfer_params, list):
             return None
-        with contextlib.suppress(KVParamsRejected):  # `prepare` tells what is wrong with it
-            params = kv_params.parse(kv_transfer_params)
-            params.verify(self.secret)
+        for params in kv_params.signed(kv_transfer_params, self.secret):
             return params.tokenized()
-        return None
+        return None  # `prepare` tells what is wrong with it
 
     def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
         return nothing

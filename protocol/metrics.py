@@ -132,7 +132,7 @@ TABLE = (
          "Clients gone before their answer was complete."),
     Spec("baton_proxy_prefill_seconds", "histogram", "proxy", "Duration of the prefill leg."),
     Spec("baton_proxy_first_byte_seconds", "histogram", "proxy",
-         "Request received to first byte of the answer."),
+         "Request received to first byte of the answer, where it is a stream."),
     Spec("baton_proxy_request_seconds", "histogram", "proxy",
          "Request received to last byte of the answer."),
 )  # fmt: skip

@@ -230,7 +230,7 @@ class ProxyApp:
         status = str(reply.status or "none")
         self.metrics.inc("baton_proxy_responses", status=status)
         self.metrics.observe("baton_proxy_request_seconds", total_s)
-        if trace.first_byte_s is not None:
+        if reply.is_stream and trace.first_byte_s is not None:
             self.metrics.observe("baton_proxy_first_byte_seconds", trace.first_byte_s)
         logger.info(
             "%s status=%s prefill=%s decode=%s decode_only=%s prefill_ms=%s first_byte_ms=%s "

@@ -87,6 +87,7 @@ class Reply:
         self.request_id = request_id
         self.status: int | None = None  # once the head is sent
         self.finished = False
+        self.is_stream = False
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Sends a whole response."""
@@ -121,6 +122,7 @@ class Reply:
             UpstreamError: the server broke it off.
         """
         events = EventBuffer()
+        self.is_stream = True
         await self._head(response.status, end_to_end(response.headers))
         try:
             while (chunk := await response.next_chunk()) is not None:

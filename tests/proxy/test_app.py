@@ -173,6 +173,8 @@ def test_metrics_tell_what_was_done() -> None:
                 f'baton_proxy_upstream_ready{{role="prefill",url="{url}"}} 1.0',
                 f'baton_proxy_upstream_in_flight{{role="prefill",url="{url}"}} 0.0',
                 "baton_proxy_requests_in_progress 0.0",
+                "baton_proxy_request_seconds_count 2.0",
+                "baton_proxy_first_byte_seconds_count 0.0",  # nothing was streamed
             ):
                 assert line in text.splitlines()
 

@@ -163,6 +163,8 @@ def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk() -> None:
                         assert chunk == b'data: {"n": 1}\n\n'
                         seen.set()
                     received += chunk
+            text = (await rig.client.get("/metrics")).text
+            assert "baton_proxy_first_byte_seconds_count 1.0" in text
         assert received == (
             b'data: {"n": 1}\n\n: comment\r\n\r\ndata: {"n": 2}\n\ndata: [DONE]\n\n'
         )

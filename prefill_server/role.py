@@ -19,6 +19,8 @@ from protocol.handshake import EngineMetadata
 from protocol.messages import FirstToken
 from protocol.metrics import stat_key
 
+MAX_TOLD_IDS = 1 << 17  # at most 1 MB of the body that a decode server takes
+
 
 class PrefillRole(KVRole):
     """Retains, leases, releases."""
@@ -45,6 +47,7 @@ class PrefillRole(KVRole):
     def _params(self, sequence: Sequence, block_ids: list[int], lease_id: str) -> dict[str, Any]:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         sampling = sequence.request.sampling
+        tells_ids = bool(sequence.request.text_digest) and len(prompt) <= MAX_TOLD_IDS
         host, port = self._config.side_channel_advertise, self._leases.address[1]
         return kv_params.build(
             self._config.cluster_secret,
@@ -69,7 +72,7 @@ class PrefillRole(KVRole):
             ],
             prompt_logprobs=sequence.prompt_logprobs,
             text_digest=sequence.request.text_digest,
-            prompt_token_ids=prompt if sequence.request.text_digest else None,
+            prompt_token_ids=prompt if tells_ids else None,
         ).to_json()
 
     def on_abort_unknown(self, request_id: str) -> None:

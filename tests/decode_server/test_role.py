@@ -13,6 +13,7 @@ import pytest
 from decode_server.role import QuarantineOverflow
 from kvcache.blocks import BlockState
 from kvcache.transfer.pull import PullSettings
+from prefill_server import role
 from protocol import kv_params
 from protocol.messages import AbortRequest, FirstToken, ReleaseRemote
 from tests.decode_server.conftest import MakePair
@@ -271,6 +272,19 @@ def test_a_refused_requests_lease_goes_home_at_once(make_pair: MakePair) -> None
     pair.d.core.round([ReleaseRemote(kv_params.to_remote_prefill(params))])
     pair.settle()
     assert pair.leases.counters()["aborted"] == 1
+
+
+@pytest.mark.parametrize(("limit", "told"), [(14, True), (13, False)])
+def test_ids_of_a_text_are_handed_over_unless_they_would_swell_the_reference(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, limit: int, told: bool
+) -> None:
+    monkeypatch.setattr(role, "MAX_TOLD_IDS", limit)
+    pair = make_pair()
+    params = pair.prefill(PROMPT, text_digest="ab" * 32)
+    assert params["prompt_token_ids"] == (PROMPT if told else None)
+    name = pair.ask(PROMPT, params)
+    assert pair.answer(name) == expected_output(PROMPT, 6)
+    pair.settle()
 
 
 def test_many_requests_with_faults_all_get_their_own_text(make_pair: MakePair) -> None:

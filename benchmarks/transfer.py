@@ -303,7 +303,7 @@ class Puller:
         transfer = check_transfer(local, remote, size.heads, (0, size.tokens), *blocks)
         pool = self.pool_of(local.layout)
         for gather in make_gathers(transfer):
-            theirs = source[offsets[gather.remote_rank] :]
+            theirs = source[offsets[gather.share.remote_rank] :]
             for first, count in launches(gather, CHUNK_BYTES):
                 chunk = make_chunk(gather, transfer, first, count)
                 self.copier.submit(reformat.apply, chunk, theirs, pool).result()
@@ -462,9 +462,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--transfer", choices=("auto", "nixl"), default="auto")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     cuda_only = parser.add_argument_group("with --device cuda")
-    cuda_only.add_argument("--devices", default="0,1", help="GPU of P and GPU of D")
+    cuda_only.add_argument("--devices", default="0,1", help="GPU of P and GPUs of D's ranks")
     cuda_only.add_argument("--paths", default="mapped,nixl")
     cuda_only.add_argument("--decode", action="store_true", help="also beside a decode batch")
+    cuda_only.add_argument("--timeline", action="store_true", help="where the time of pulls goes")
     cuda_only.add_argument("--post-bytes", type=int, help="most bytes of one post")
     cuda_only.add_argument("--post-runs", type=int, default=1024)
     cuda_only.add_argument("--num-threads", type=int, default=0, help="posting threads of NIXL")

@@ -9,7 +9,6 @@ runs beside the pulls, so that each one's cost to the other is seen.
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import threading
@@ -24,16 +23,27 @@ import numpy as np
 import torch
 
 from benchmarks.transfer import Case, Side, Size
-from benchmarks.transfer_cuda_rig import Answers, DecodeEnd, kind_of, new_agent, random_kv, serve
+from benchmarks.transfer_cuda_rig import (
+    Answers,
+    DecodeEnd,
+    Setup,
+    Timeline,
+    kind_of,
+    new_agent,
+    random_kv,
+    serve,
+)
+from kvcache.stepping import Stepping
 from kvcache.transfer.agent import ReadState
 from kvcache.transfer.plan import DEFAULT_COSTS, Endpoint, plan_transfer
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import PullDone
 from kvcache.transfer.runs import RankRead
-from protocol.handshake import EngineMetadata
+from protocol.handshake import EngineMetadata, RankMetadata
 from protocol.messages import RemotePrefill
 
 DEFAULT = "BHLCND"
+Span = tuple[float, float]  # of time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -80,24 +90,24 @@ class Bench:
     answers: Answers
     size: Size
     kv: torch.Tensor
-    device: str
+    devices: tuple[str, ...]  # of D
     staging_bytes: int
     repeat: int
     copy_gb_per_s: float
     num_threads: int
     limits: PostLimits | None
+    timeline: bool
+
+    @property
+    def device(self) -> str:
+        return self.devices[0]
 
     def open(self, case: Case, *, mapped: bool) -> tuple[EngineMetadata, DecodeEnd]:
         metadata: EngineMetadata = self.answers.ask(case.p)
-        decode = DecodeEnd(
-            case.d,
-            self.size,
-            self.device,
-            mapped=mapped,
-            staging_bytes=self.staging_bytes,
-            limits=self.limits,
-            num_threads=self.num_threads,
+        setup = Setup(
+            self.size, self.devices, mapped, self.staging_bytes, self.limits, self.num_threads
         )
+        decode = DecodeEnd(case.d, setup)
         decode.connect(self.lease())
         return metadata, decode
 
@@ -123,7 +133,7 @@ def measure_case(bench: Bench, case: Case, *, mapped: bool) -> list[Row]:
     try:
         decode.pull(bench.lease(), bench.size.tokens)  # warms up
         decode.check(bench.kv)
-        results = [decode.pull(bench.lease(), bench.size.tokens) for _ in range(bench.repeat)]
+        results = pull_all(bench, decode, case.name, bench.size.tokens, bench.repeat)
         done = results[-1][1]
         row = bench.pulls(case.name, results)
         if mapped:
@@ -136,13 +146,30 @@ def measure_case(bench: Bench, case: Case, *, mapped: bool) -> list[Row]:
         decode.close()
 
 
+def pull_all(
+    bench: Bench, decode: DecodeEnd, name: str, tokens: int, count: int
+) -> list[tuple[float, PullDone]]:
+    """Pulls one after the other; prints where the median one's time went, if wanted."""
+    results, timelines = [], []
+    for _ in range(count):
+        results.append(decode.pull(bench.lease(tokens), tokens))
+        timelines.append(decode.timelines())
+    if bench.timeline and name:
+        for rank, marks in enumerate(zip(*timelines, strict=True)):
+            points = [point for point in Timeline.POINTS if all(point in each for each in marks)]
+            medians = (statistics.median(each[point] for each in marks) for point in points)
+            line = " | ".join(f"{t:,.0f} {p}" for t, p in zip(medians, points, strict=True))
+            print(f"  {name}, rank {rank}, us: {line}", flush=True)
+    return results
+
+
 def measure_short(bench: Bench, *, mapped: bool) -> list[Row]:
     """A pull of 128 tokens."""
     case = next(mapped_cases())
     _, decode = bench.open(case, mapped=mapped)
     try:
-        results = [decode.pull(bench.lease(128), 128) for _ in range(30)]
-        return [bench.pulls("128 tokens", results[5:])]
+        pull_all(bench, decode, "", 128, 5)
+        return [bench.pulls("128 tokens", pull_all(bench, decode, "128 tokens", 128, 25))]
     finally:
         decode.close()
 
@@ -160,6 +187,12 @@ class BareReader:
         self.kind = kind_of(self.memory.device)
         self.agent.register(self.memory.data_ptr(), nbytes, device_id=self.device, kind=self.kind)
         self.thread = ThreadPoolExecutor(1, initializer=self.agent.bind_thread)
+        self._names: dict[int, str] = {}
+
+    def _name(self, rank: RankMetadata) -> str:
+        if rank.rank not in self._names:
+            self._names[rank.rank] = self.agent.add_peer(rank.agent_metadata)
+        return self._names[rank.rank]
 
     def read(self, metadata: EngineMetadata, reads: list[RankRead]) -> None:
         handles = []
@@ -167,7 +200,7 @@ class BareReader:
             rank = metadata.ranks[read.remote_rank]
             handles.append(
                 self.agent.read(
-                    self.agent.add_peer(rank.agent_metadata),
+                    self._name(rank),
                     read.local_offsets + self.memory.data_ptr(),
                     read.remote_offsets + rank.base_address,
                     read.lengths,
@@ -304,53 +337,62 @@ class DecodeStep:
             self.hidden @ up
             self.wide @ down
 
-    def run_ms(self, until: Callable[[], bool]) -> list[tuple[float, float]]:
-        """Times of steps, one after the other: as seen here, and on the device alone."""
-        times = []
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    def run(self, stepping: Stepping, until: Callable[[], bool]) -> list[Span]:
+        """Steps, one after the other, as a server's engine: when each began and ended."""
+        spans = []
+        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self.stream):
             while not until():
                 started = time.perf_counter()
-                start.record()
+                stepping.launching()
                 self.graph.replay()
-                stop.record()
-                self.stream.synchronize()
-                seen_ms = (time.perf_counter() - started) * 1e3
-                times.append((seen_ms, start.elapsed_time(stop)))
-        return times
+                ended.record()
+                stepping.launched(ended.query)
+                ended.synchronize()
+                spans.append((started, time.perf_counter()))
+        return spans
 
 
-def measure_decode(bench: Bench, *, mapped: bool) -> dict[str, float]:
+def measure_decode(bench: Bench, case: Case, *, mapped: bool) -> dict[str, Any]:
     """Steps alone, steps while pulls follow one another, and those pulls."""
-    _, decode = bench.open(next(mapped_cases()), mapped=mapped)
+    _, decode = bench.open(case, mapped=mapped)
     step = DecodeStep(bench.device)
     leases = [bench.lease() for _ in range(40)]
-    pulls: list[float] = []
+    pulls: list[Span] = []
+    decode.pull(leases.pop(), bench.size.tokens)  # warms up
 
-    def pull_all() -> None:
+    def pull_each() -> None:
         for lease in leases:
-            pulls.append(decode.pull(lease, bench.size.tokens)[0])
+            seconds, _ = decode.pull(lease, bench.size.tokens)
+            pulls.append((time.perf_counter() - seconds, time.perf_counter()))
 
     try:
-        deadline = time.perf_counter() + 1.0
-        alone = step.run_ms(lambda: time.perf_counter() > deadline)
-        thread = threading.Thread(target=pull_all)
+        deadline = time.perf_counter() + 0.6
+        alone = step.run(decode.first.stepping, lambda: time.perf_counter() > deadline)[5:]
+        thread = threading.Thread(target=pull_each)
+        decode.tell_others("busy")
         thread.start()
-        beside = step.run_ms(lambda: not thread.is_alive())
+        beside = step.run(decode.first.stepping, lambda: not thread.is_alive())
         thread.join()
     finally:
         decode.close()
-    base, device_base = (statistics.mean(column) for column in zip(*alone[5:], strict=True))
-    seen, device = (list(column) for column in zip(*beside, strict=True))
+    base_s = statistics.mean(stop - start for start, stop in alone)
+    seen = [stop - start for start, stop in beside]
+    during = [s for s, span in zip(seen, beside, strict=True) if overlap_s(span, pulls) > s / 2]
     return {
-        "step_ms": base,
-        "step_beside_pulls_ms": statistics.mean(seen),
-        "step_beside_pulls_p90_ms": float(np.quantile(seen, 0.9)),
-        "slower": statistics.mean(seen) / base - 1,
-        "slower_on_the_device": statistics.mean(device) / device_base - 1,
-        "pull_ms": statistics.median(pulls[2:]) * 1e3,
-        "pulls_duty": sum(pulls) * 1e3 / sum(seen),
+        "case": case.name,
+        "step_ms": base_s * 1e3,
+        "slower": statistics.mean(seen) / base_s - 1,
+        "slower_during_pulls": statistics.mean(during or seen) / base_s - 1,
+        "steps_during_pulls": len(during) / len(seen),
+        "pull_ms": statistics.median(stop - start for start, stop in pulls[2:]) * 1e3,
     }
+
+
+def overlap_s(span: Span, others: list[Span]) -> float:
+    """How long any of `others`, which follow one another, lay in `span`."""
+    start, stop = span
+    return sum(max(0.0, min(stop, b) - max(start, a)) for a, b in others)
 
 
 # -- the run
@@ -381,8 +423,37 @@ def attempt(rows: list[Row], name: str, action: Callable[[], list[Row]]) -> None
     rows += found
 
 
+def attempt_decode(bench: Bench, case: Case, *, mapped: bool) -> dict[str, Any] | None:
+    path = "mapped" if mapped else "nixl"
+    try:
+        found = {"path": path, **measure_decode(bench, case, mapped=mapped)}
+    except Exception as error:
+        print(f"decode beside {path}, {case.name}: failed, {error!r}", flush=True)
+        return None
+    print(
+        f"decode beside {path}, {case.name}: step of {found['step_ms']:.2f} ms "
+        f"{found['slower_during_pulls']:+.1%} during pulls ({found['steps_during_pulls']:.0%} of "
+        f"the steps; all steps {found['slower']:+.1%}), pulls of {found['pull_ms']:.2f} ms",
+        flush=True,
+    )
+    return found
+
+
+def print_bound(rows: list[Row], ceiling: float) -> None:
+    """The field's scheme beside ours, and what no copy between these GPUs can beat."""
+    field = next((row for row in rows if row.path == "the field's"), None)
+    if field is None:
+        return
+    bound = field.gb_per_s and ceiling / field.gb_per_s
+    print(f"the field's scheme takes {field.milliseconds:.0f} ms; the plain copy is {bound:.0f} x")
+    for row in rows:
+        if row.case == field.case and row is not field:
+            print(f"  {row.path}: {field.milliseconds / row.milliseconds:.0f} x", flush=True)
+
+
 def run(args: argparse.Namespace, size: Size) -> dict[str, Any]:
-    source, target = (f"cuda:{index}" for index in args.devices.split(","))
+    source, *targets = (f"cuda:{index}" for index in args.devices.split(","))
+    target = targets[0]
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, source, size), daemon=True)
@@ -393,28 +464,28 @@ def run(args: argparse.Namespace, size: Size) -> dict[str, Any]:
     limits = PostLimits(args.post_bytes, args.post_runs) if args.post_bytes else None
     kv = random_kv(size, target)
     bench = Bench(
-        Answers(here), size, kv, target, args.staging_bytes, args.repeat, ceiling,
-        args.num_threads, limits,
+        Answers(here), size, kv, tuple(targets), args.staging_bytes, args.repeat, ceiling,
+        args.num_threads, limits, args.timeline,
     )  # fmt: skip
     rows: list[Row] = []
-    decode: dict[str, Any] = {}
+    decode: list[dict[str, Any]] = []
     for path in args.paths.split(","):
         mapped = path == "mapped"
         for case in mapped_cases() if mapped else nixl_cases():
             if args.only in case.name:
                 attempt(rows, case.name, partial(measure_case, bench, case, mapped=mapped))
         attempt(rows, "128 tokens", partial(measure_short, bench, mapped=mapped))
-        if args.decode:
-            try:
-                decode[path] = measure_decode(bench, mapped=mapped)
-                print(f"decode beside {path}:", json.dumps(decode[path]), flush=True)
-            except Exception as error:
-                print(f"decode beside {path}: failed, {error!r}", flush=True)
+        decode_cases = list(mapped_cases())[: None if mapped else 1] if args.decode else []
+        for case in decode_cases:
+            if args.only in case.name:
+                found = attempt_decode(bench, case, mapped=mapped)
+                decode += [found] if found else []
     if "nixl" in args.paths:
         attempt(rows, "the field's scheme", partial(measure_field, bench))
     here.send(None)
     process.join(30)
     print_table(rows)
+    print_bound(rows, ceiling)
     return {
         "device": torch.cuda.get_device_name(target),
         "copy_gb_per_s": ceiling,

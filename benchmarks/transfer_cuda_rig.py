@@ -1,13 +1,18 @@
 """Both ends of pulls between two GPUs of one host, without the engines: for transfer_cuda.py.
 
-P is a process of its own; all its ranks' pools are on one GPU. D is this process, with a pull
-worker for each rank, all on another GPU. Coordinator, workers, side channel and lease are the
-servers' own, so a pull is timed from its order to the fence's answer.
+P is a process of its own; all its ranks' pools are on one GPU. D's rank 0 and the coordinator are
+in this process, its other ranks in processes of their own, as in a server. Coordinator, workers,
+side channel and lease are the servers' own, so a pull is timed from its order to the fence's
+answer.
 """
 
+import multiprocessing
+import operator
 import threading
 import time
 import uuid
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,10 +20,12 @@ import torch
 
 from benchmarks.transfer import Side, Size, by_block
 from kvcache.pool import KVPool
+from kvcache.stepping import Stepping
 from kvcache.transfer.agent import MemoryKind
 from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.cuda_mapper import CudaMapper
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.mapper import CudaMapper, offer
+from kvcache.transfer.mapper import offer
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.processes import own_record
@@ -160,55 +167,154 @@ def serve(connection: Connection, device: str, size: Size) -> None:
         end.close()
 
 
-class DecodeEnd:
-    """D for one case.
+@dataclass(frozen=True)
+class Setup:
+    """How every rank of D pulls.
 
-    Args:
+    Attributes:
+        devices: GPUs of D's ranks, taken in turn.
         mapped: by the mapped path; else by NIXL.
     """
 
+    size: Size
+    devices: tuple[str, ...]
+    mapped: bool
+    staging_bytes: int
+    limits: PostLimits | None = None
+    num_threads: int = 0
+
+
+class DecodeRank:
+    """One rank of D: its pool and its worker."""
+
     def __init__(
-        self,
-        side: Side,
-        size: Size,
-        device: str,
-        *,
-        mapped: bool,
-        staging_bytes: int,
-        limits: PostLimits | None,
-        num_threads: int = 0,
+        self, rank: int, side: Side, setup: Setup, address: str, inside: InsideLink | None = None
     ) -> None:
-        self.side, self.size, self.device = side, size, device
+        self.device = setup.devices[rank % len(setup.devices)]
+        self.end = side.endpoints(setup.size)[rank]
+        self.pool = KVPool(self.end.layout, self.device)
+        self.stepping = Stepping()
+        self.mapper = None
+        if setup.mapped:
+            self.mapper = CudaMapper(self.pool, busy=lambda: self.stepping.busy)
+        self.worker = PullWorker(
+            rank,
+            side.tp,
+            setup.size.heads,
+            new_agent("bench-d", self.device, setup.num_threads),
+            self.pool,
+            address,
+            staging_bytes=None if setup.mapped else setup.staging_bytes,
+            limits=setup.limits,
+            mapped=MappedPath(self.mapper, required=True) if self.mapper else None,
+            inside=inside,
+            busy=lambda: self.stepping.busy,
+        )
+        self.timeline = Timeline()
+        self.timeline.follow(self.worker, self.mapper)
+
+    def has(self, kv: torch.Tensor, side: Side, size: Size) -> bool:
+        """Whether what was sent has arrived."""
+        blocks = torch.from_numpy(side.blocks(size)).to(self.device)
+        wanted = by_block(kv, side.block_size, self.end.heads(size.heads))
+        return torch.equal(by_token(self.pool)[blocks], wanted)
+
+
+def serve_rank(connection: Connection, rank: int, side: Side, setup: Setup, address: str) -> None:
+    """A process of a rank of D: answers "check" and "timeline", and obeys "busy" and "idle"."""
+    end = DecodeRank(rank, side, setup, address)
+    torch.cuda.set_device(end.device)
+    end.worker.start()
+    connection.send("ready")
+    while (asked := connection.recv()) is not None:
+        if asked == "timeline":
+            connection.send(end.timeline.take())
+        elif asked in ("busy", "idle"):
+            end.stepping.launched(partial(operator.eq, asked, "idle"))
+            connection.send(asked)
+        else:
+            connection.send(end.has(random_kv(setup.size, end.device), side, setup.size))
+    end.worker.close()
+
+
+class Timeline:
+    """When a rank's pull passed what points, by `time.perf_counter`, in the pull's own order."""
+
+    POINTS = ("ordered", "begun", "planned", "uploaded", "launched", "all launched", "last byte",
+              "told", "fence")  # fmt: skip
+
+    def __init__(self) -> None:
+        self._marks: dict[str, float] = {}
+
+    def mark(self, point: str) -> None:
+        self._marks[point] = time.perf_counter()
+
+    def take(self) -> dict[str, float]:
+        marks, self._marks = self._marks, {}
+        return marks
+
+    def follow(self, worker: Any, mapper: Any) -> None:
+        """Marks points whenever these pass them."""
+        self._around(worker, "_begin", before="begun")
+        self._around(worker, "_tell_end", before="told")
+        self._around(worker._maker, "make", after="planned")
+        if mapper is not None:
+            self._around(mapper, "begin", after="uploaded")
+            self._around(mapper, "launch", after="all launched")
+            self._around(mapper, "finished", after="last byte")
+
+    def _around(self, owner: Any, name: str, before: str = "", after: str = "") -> None:
+        method = getattr(owner, name)
+
+        def marked(*args: Any, **options: Any) -> Any:
+            if before:
+                self.mark(before)
+            result = method(*args, **options)
+            if after and result is not False:
+                self.mark(after)
+                if after == "all launched":
+                    self._marks.setdefault("launched", self._marks[after])
+            return result
+
+        setattr(owner, name, marked)
+
+
+class DecodeEnd:
+    """D for one case."""
+
+    def __init__(self, side: Side, setup: Setup) -> None:
+        self.side, self.size, self.setup = side, setup.size, setup
+        self.device = setup.devices[0]
         self._woken = threading.Event()
         self._count = 0
-        links = {rank: InsideLink() for rank in range(side.tp)}
-        self.pools = [KVPool(end.layout, device) for end in side.endpoints(size)]
+        self._ordered_at = self._told_at = 0.0
+        link = InsideLink()
         self.coordinator = PullCoordinator(
             "tcp://127.0.0.1:0",
             side.tp,
-            compat(size),
+            compat(setup.size),
             SECRET,
-            on_event=self._woken.set,
-            inside=links,
+            on_event=self._tell,
+            inside={0: link},
         )
-        self.workers = [
-            PullWorker(
-                rank,
-                side.tp,
-                size.heads,
-                new_agent("bench-d", device, num_threads),
-                pool,
-                self.coordinator.worker_address,
-                staging_bytes=None if mapped else staging_bytes,
-                limits=limits,
-                mapped=MappedPath(CudaMapper(pool), required=True) if mapped else None,
-                inside=links[rank],
-            )
-            for rank, pool in enumerate(self.pools)
-        ]
+        address = self.coordinator.worker_address
+        self.first = DecodeRank(0, side, setup, address, link)
         self.coordinator.start()
-        for worker in self.workers:
-            worker.start()
+        self.first.worker.start()
+        self.others = [self._start(rank, address) for rank in range(1, side.tp)]
+        for other in self.others:
+            other.answer()
+
+    def _start(self, rank: int, address: str) -> "Answers":
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        args = (there, rank, self.side, self.setup, address)
+        context.Process(target=serve_rank, args=args, daemon=True).start()
+        return Answers(here)
+
+    def _tell(self) -> None:
+        self._told_at = time.perf_counter()
+        self._woken.set()
 
     def connect(self, remote: RemotePrefill) -> None:
         self.coordinator.connect(remote)
@@ -223,7 +329,7 @@ class DecodeEnd:
         blocks = self.side.blocks(self.size)[: -(-tokens // self.side.block_size)].tolist()
         self.coordinator.hold(pull_id, remote)
         time.sleep(0.002)  # the lease's first renewal, which no pull waits for
-        started = time.perf_counter()
+        started = self._ordered_at = time.perf_counter()
         self.coordinator.pull(pull_id, remote, 0, tokens, blocks)
         event = self._wait()
         seconds = time.perf_counter() - started
@@ -231,12 +337,29 @@ class DecodeEnd:
             raise RuntimeError(f"the pull failed: {event}")
         return seconds, event
 
+    def timelines(self) -> list[dict[str, float]]:
+        """Of the last pull, by rank: microseconds from its order to each point."""
+        found = [self.first.timeline.take(), *(other.ask("timeline") for other in self.others)]
+        shared = {"ordered": self._ordered_at, "fence": self._told_at}
+        return [
+            {
+                point: (marks[point] - self._ordered_at) * 1e6
+                for point in Timeline.POINTS
+                if point in marks
+            }
+            for marks in ({**each, **shared} for each in found)
+        ]
+
+    def tell_others(self, state: str) -> None:
+        """Lets the other ranks' engines count as "busy" or "idle"; the first one has its own."""
+        for other in self.others:
+            other.ask(state)
+
     def check(self, kv: torch.Tensor) -> None:
-        blocks = torch.from_numpy(self.side.blocks(self.size)).to(self.device)
-        for end, pool in zip(self.side.endpoints(self.size), self.pools, strict=True):
-            wanted = by_block(kv, self.side.block_size, end.heads(self.size.heads))
-            if not torch.equal(by_token(pool)[blocks], wanted):
-                raise RuntimeError("what arrived is not what was sent")
+        found = [self.first.has(kv, self.side, self.size)]
+        found += [other.ask("check") for other in self.others]
+        if not all(found):
+            raise RuntimeError(f"what arrived is not what was sent, by rank: {found}")
 
     def _wait(self) -> Event:
         deadline = time.monotonic() + WAIT_S
@@ -249,18 +372,25 @@ class DecodeEnd:
 
     def close(self) -> None:
         self.coordinator.close()
-        for worker in self.workers:
-            worker.close()
+        self.first.worker.close()
+        for other in self.others:
+            other.end()
 
 
 class Answers:
-    """The pipe to P."""
+    """The pipe to another process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def ask(self, question: Any) -> Any:
         self._connection.send(question)
+        return self.answer()
+
+    def end(self) -> None:
+        self._connection.send(None)
+
+    def answer(self) -> Any:
         if not self._connection.poll(WAIT_S):
-            raise RuntimeError("P does not answer")
+            raise RuntimeError("the other process does not answer")
         return self._connection.recv()

@@ -17,15 +17,14 @@ from engine.role import KVRole
 from engine.sequence import Phase, Sequence
 from engine.transport import ZmqTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
-from kvcache.pool import KVPool
 from kvcache.transfer import host_mapper
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.cost import COPYING_THREADS, CostModel
+from kvcache.transfer.cuda_mapper import CudaMapper
 from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.mapper import CudaMapper
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.pull import (
     PeerFailed,
@@ -333,13 +332,13 @@ class _PullService(RankService):
         self._worker.close()
 
 
-def _mapped_path(transfer: str, pool: KVPool) -> MappedPath | None:
+def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:
     """The mapped path, unless `--transfer nixl` pins the other one."""
     if transfer == "nixl":
         return None
-    required = transfer == "mapped"
+    required, pool, stepping = transfer == "mapped", context.pool, context.stepping
     if pool.device.type == "cuda":
-        return MappedPath(CudaMapper(pool), required=required)
+        return MappedPath(CudaMapper(pool, busy=lambda: stepping.busy), required=required)
     return MappedPath(HostMapper(pool), required=required, chunk_bytes=host_mapper.CHUNK_BYTES)
 
 
@@ -368,7 +367,7 @@ class DecodeRoleFactory(RoleFactory):
                 staging_bytes=config.staging_bytes,
                 convert=config.kv_convert,
                 costs=CostModel.configured(config.transfer_costs, context.pool.device.type),
-                mapped=_mapped_path(config.transfer, context.pool),
+                mapped=_mapped_path(config.transfer, context),
                 inside=self._inside if context.rank == 0 else None,
                 busy=lambda: context.stepping.busy,
             )

@@ -8,12 +8,10 @@ Whoever maps memory keeps it alive: after its owner's death it is freed when it 
 import ctypes
 from functools import lru_cache
 
+from kvcache.transfer.cuda_driver import CudaError
+
 HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
-
-
-class CudaError(Exception):
-    """A call of the driver failed; the text names the call and the driver's reason."""
 
 
 class _Handle(ctypes.Structure):
@@ -63,17 +61,6 @@ def enable_peer_access(device: int) -> None:
 def close_handle(address: int) -> None:
     """Unmaps what `open_handle` mapped; no kernel may be reading it."""
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
-
-
-def upload(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Queues a copy from pinned host memory to the device on a stream of the current device."""
-    _call(
-        "cuMemcpyHtoDAsync_v2",
-        ctypes.c_uint64(target),
-        ctypes.c_void_p(source),
-        ctypes.c_size_t(nbytes),
-        ctypes.c_void_p(stream),
-    )
 
 
 def allocation(address: int) -> tuple[int, int]:

@@ -13,25 +13,27 @@ division by a constant d is a multiplication: n // d == (n * magic) >> shift for
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache.layout import KVLayout
 from kvcache.transfer.boxes import Transfer
-from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, PlanError, scale_factors
+from kvcache.transfer.topology import Endpoint, IntArray, PlanError, scale_factors
 
 UNIT_BYTES = 16  # what a thread moves at once, at most
-NUM_PARAMETERS = 44  # before the factors, if any
-FIRST_AXIS, AXIS_PARAMETERS = 16, 7
+NUM_PARAMETERS = 41  # before the factors, if any
+FIRST_AXIS, AXIS_PARAMETERS = 13, 7
 _MAX_UNITS = 1 << 31  # of one launch: their numbers are 32-bit
 
 
-@dataclass(frozen=True)
-class Gather:
-    """One owner's share of a transfer. A unit is `unit_elements` elements on either side."""
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What all gathers of the same heads between the same two ranks have in common. A unit is
+    `unit_elements` elements on either side."""
 
     remote_rank: int
     source_dtype: str
@@ -39,7 +41,7 @@ class Gather:
     unit_elements: int
     num_heads: int
     parameters: IntArray  # i64[NUM_PARAMETERS + factors], see `_parameters`; lengths in units
-    num_blocks: int  # of P, of which at least a part is wanted
+    block_step: int  # from a block to the next one of the same owner, in the sequence
     block_units: int  # of the wanted heads in one block
     block_bytes: int  # the same in bytes of P
     factors: tuple[float, ...] | None  # of the elements, by layer and component
@@ -50,30 +52,68 @@ class Gather:
         return self.source_dtype != self.target_dtype or self.factors is not None
 
 
+class Gather(NamedTuple):
+    """One owner's share of a transfer."""
+
+    share: Share
+    token_start: int  # [start, stop) is wanted
+    token_stop: int
+    block_first: int  # ordinal in the sequence of its first block of P
+    num_blocks: int  # of P, of which at least a part is wanted
+
+    def ordinal(self, first: int) -> int:
+        """In the sequence, of this gather's block `first`."""
+        return self.block_first + first * self.share.block_step
+
+
+Shares = tuple[tuple[Share, ...], ...]  # of each head group, by owner
+
+
+def shares_of(transfer: Transfer) -> Shares:
+    """What all transfers between the same endpoints gather.
+
+    Raises:
+        PlanError: one block has too many units to number.
+    """
+    shares: Shares | None = transfer.kept.get("shares")
+    if shares is None:
+        local, total = transfer.local, transfer.total_kv_heads
+        shares = transfer.kept["shares"] = tuple(
+            tuple(
+                _share(local, transfer.remote[owner], group.heads, len(group.owners), total)
+                for owner in group.owners
+            )
+            for group in transfer.groups
+        )
+    return shares
+
+
 def make_gathers(transfer: Transfer) -> tuple[Gather, ...]:
     """One gather for each head group and each rank of P that owns it.
 
     Raises:
         PlanError: one block has too many units to number.
     """
-    if transfer.token_start == transfer.token_stop:
+    start, stop = transfer.token_start, transfer.token_stop
+    if start == stop:
         return ()
     size = transfer.remote[0].layout.block_size
-    first, last = transfer.token_start // size, (transfer.token_stop - 1) // size
+    low, high = start // size, (stop - 1) // size
     gathers = []
-    for group in transfer.groups:
-        turns = group.owner_index(np.arange(first, last + 1, dtype=np.int64))
-        for index, owner in enumerate(group.owners):
-            mine = np.flatnonzero(turns == index)
-            if len(mine):
-                start = first + int(mine[0])
-                gathers.append(_gather(transfer, group, owner, start, len(mine)))
+    for group, owners in zip(transfer.groups, shares_of(transfer), strict=True):
+        step = len(owners)
+        for index, share in enumerate(owners):
+            first = low + (index - group.turn - low) % step  # owners take turns, block by block
+            if first <= high:
+                count = (high - first) // step + 1
+                gathers.append(Gather(share, start, stop, first, count))
     return tuple(gathers)
 
 
 def launches(gather: Gather, chunk_bytes: int) -> Iterator[tuple[int, int]]:
     """(first, count) of each launch, in blocks of this gather: chunk_bytes or one block each."""
-    fitting = min(chunk_bytes // gather.block_bytes, (_MAX_UNITS - 1) // gather.block_units)
+    share = gather.share
+    fitting = min(chunk_bytes // share.block_bytes, (_MAX_UNITS - 1) // share.block_units)
     count = max(1, fitting)
     for first in range(0, gather.num_blocks, count):
         yield first, min(count, gather.num_blocks - first)
@@ -88,12 +128,13 @@ def locate(
     Args:
         remote_blocks, local_blocks: i64, the two block tables from token 0 of the sequence on.
     """
-    p = [int(value) for value in gather.parameters]
+    share = gather.share
+    p = [int(value) for value in share.parameters]
     source_first, target_first, source_block, target_block, target_token = p[:5]
-    token_start, token_stop, block_first, block_step, source_tokens = p[5:10]
-    target_tokens, row_units = p[10:13], p[13:16]
+    block_step, source_tokens = p[5:7]
+    target_tokens, row_units = p[7:10], p[10:13]
 
-    number = np.arange(count * gather.block_units, dtype=np.int64)
+    number = np.arange(count * share.block_units, dtype=np.int64)
     number, unit = _divide(number, row_units)
     source, target = source_first + unit, target_first + unit
     token = np.zeros_like(number)
@@ -104,18 +145,18 @@ def locate(
         target = target + index * p[axis + 4]
         token = token + index * p[axis + 5]
         factor = factor + index * p[axis + 6]
-    ordinal = block_first + (first + number) * block_step
+    ordinal = gather.ordinal(first) + number * block_step
     token = token + ordinal * source_tokens
-    wanted = (token >= token_start) & (token < token_stop)
+    wanted = (token >= gather.token_start) & (token < gather.token_stop)
     source, target, token, ordinal, factor = (
         x[wanted] for x in (source, target, token, ordinal, factor)
     )
     target_ordinal, target_offset = _divide(token, target_tokens)
     source = source + remote_blocks[ordinal] * source_block
     target = target + local_blocks[target_ordinal] * target_block + target_offset * target_token
-    if gather.factors is None:
+    if share.factors is None:
         return source, target, np.ones(len(source), np.float32)
-    factors = gather.parameters[NUM_PARAMETERS:].astype(np.int32).view(np.float32)
+    factors = share.parameters[NUM_PARAMETERS:].astype(np.int32).view(np.float32)
     return source, target, factors[factor]
 
 
@@ -136,31 +177,15 @@ def _divisor(size: int) -> tuple[int, int, int]:
     return size, -(-(1 << (31 + bits)) // size), 31 + bits
 
 
-def _gather(
-    transfer: Transfer, group: HeadGroup, owner: int, block_first: int, num_blocks: int
-) -> Gather:
-    kept = _of_geometry(
-        transfer.local,
-        transfer.remote[owner],
-        group.heads,
-        len(group.owners),
-        transfer.total_kv_heads,
-    )
-    parameters = kept.parameters.copy()
-    parameters[5:8] = transfer.token_start, transfer.token_stop, block_first
-    return replace(kept, parameters=parameters, num_blocks=num_blocks)
-
-
 @lru_cache(maxsize=1024)
-def _of_geometry(local: Endpoint, end: Endpoint, heads: range, copies: int, total: int) -> Gather:
-    """A gather but for its tokens and blocks; kept, as every pull from a peer has the same."""
+def _share(local: Endpoint, end: Endpoint, heads: range, copies: int, total: int) -> Share:
     source, target = end.layout, local.layout
     elements, factors = _unit_elements(source, target), scale_factors(end, local)
     units = (source.head_dim // elements) * len(heads) * source.num_layers
     units *= source.num_components * source.block_size
     if units >= _MAX_UNITS:
         raise PlanError(f"a block of the peer has {units} units to gather; use smaller blocks")
-    return Gather(
+    return Share(
         remote_rank=end.rank,
         source_dtype=source.dtype,
         target_dtype=target.dtype,
@@ -169,7 +194,7 @@ def _of_geometry(local: Endpoint, end: Endpoint, heads: range, copies: int, tota
         parameters=np.concatenate(
             (_parameters(local, end, heads, copies, total, elements), _bits(factors))
         ),
-        num_blocks=0,
+        block_step=copies,
         block_units=units,
         block_bytes=units * elements * source.itemsize,
         factors=factors,
@@ -196,17 +221,14 @@ def _parameters(
     2  source_block      strides
     3  target_block
     4  target_token
-    5  token_start       [start, stop) is wanted; with the next two set for each pull
-    6  token_stop
-    7  block_first       ordinal in the sequence of this gather's first block of P
-    8  block_step        to its next one: other owners have those between
-    9  source_tokens     in a block of P
-    10 target_tokens     in a block of D, as a divisor (3)
-    13 row_units         of one head of one token, as a divisor (3)
-    16 four axes, innermost of P first: size as a divisor (3), source and target stride,
+    5  block_step        to this gather's next block: other owners have those between
+    6  source_tokens     in a block of P
+    7  target_tokens     in a block of D, as a divisor (3)
+    10 row_units         of one head of one token, as a divisor (3)
+    13 four axes, innermost of P first: size as a divisor (3), source and target stride,
        how many tokens a step is (1 for the token axis, whose target stride is 0, else 0), and
        how many factors (of layers and components)
-    44 the factors, float32 bits, where there are any
+    41 the factors, float32 bits, where there are any
     """
     source, target = end.layout, local.layout
     reads = {axis: stride // elements for axis, stride in source.strides.items()}
@@ -219,9 +241,6 @@ def _parameters(
         reads["B"],
         writes["B"],
         writes["N"],
-        0,
-        0,
-        0,
         copies,
         source.block_size,
         *_divisor(target.block_size),

@@ -55,7 +55,7 @@ class HostMapper(Mapper):
     def launch(self, work: Work, index: int, first: int, count: int) -> "Future[None]":
         gather = work.gathers[index]
         chunk = make_chunk(gather, work.transfer, first, count)
-        nbytes = work.transfer.remote[gather.remote_rank].layout.nbytes
+        nbytes = work.transfer.remote[gather.share.remote_rank].layout.nbytes
         memory = (ctypes.c_ubyte * nbytes).from_address(work.sources[index].address)
         source = torch.frombuffer(memory, dtype=torch.uint8)
         return self._thread.submit(reformat.apply, chunk, source, self._pool.tensor)
@@ -72,22 +72,23 @@ class HostMapper(Mapper):
 
 def make_chunk(gather: Gather, transfer: Transfer, first: int, count: int) -> Chunk:
     """Blocks [first, first + count) of a gather, to be placed out of the owner's whole pool."""
-    source, target = transfer.remote[gather.remote_rank].layout, transfer.local.layout
+    share = gather.share
+    source, target = transfer.remote[share.remote_rank].layout, transfer.local.layout
     region = Region(
         source,
-        int(gather.parameters[0]) * gather.unit_elements * source.itemsize,
-        int(gather.parameters[1]) * gather.unit_elements,
-        gather.num_heads,
+        int(share.parameters[0]) * share.unit_elements * source.itemsize,
+        int(share.parameters[1]) * share.unit_elements,
+        share.num_heads,
     )
     moves = _moves(gather, transfer, first, count)
     return Chunk((), source.nbytes, moves, (region,), target, transfer.factors)
 
 
 def _moves(gather: Gather, transfer: Transfer, first: int, count: int) -> tuple[Move, ...]:
-    theirs = transfer.remote[gather.remote_rank].layout.block_size
+    theirs = transfer.remote[gather.share.remote_rank].layout.block_size
     ours = transfer.local.layout.block_size
-    step = int(gather.parameters[8])
-    begin = int(gather.parameters[7]) + first * step
+    step = gather.share.block_step
+    begin = gather.ordinal(first)
     end = begin + (count - 1) * step + 1  # ordinals in the sequence of blocks of P
     starts, tokens = cut_tokens(
         max(transfer.token_start, begin * theirs),

@@ -117,6 +117,15 @@ class JobMaker:
         except PlanError as error:
             raise PeerIncompatible(str(error)) from error
 
+    def prepare(self, peer: JobPeer) -> None:
+        """Pulls of a mapped peer are going to come: does what can be done before."""
+        assert self._mapped is not None
+        try:
+            planner = peer.planner = peer.planner or self._planner(peer)
+            self._mapped.prepare(planner.check((0, 0), [], []))
+        except PlanError as error:  # every pull fails with it
+            logger.warning("prefill server %s: %s", peer.metadata.engine_id, error)
+
     def _make(self, pull: Pull, peer: JobPeer) -> Job:
         planner = peer.planner = peer.planner or self._planner(peer)
         transfer = planner.check(

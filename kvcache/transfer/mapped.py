@@ -55,6 +55,10 @@ class MappedPath:
     def bind_thread(self) -> None:
         self._mapper.bind_thread()
 
+    def stay_awake(self) -> None:
+        """A pull is likely to come within milliseconds; asked again and again."""
+        self._mapper.stay_awake()
+
     def meet(self, metadata: EngineMetadata, ranks: set[int]) -> bool:
         """Opens these ranks' pools, unless that was done; whether the peer can be mapped."""
         key = (metadata.engine_id, metadata.incarnation)
@@ -70,26 +74,32 @@ class MappedPath:
             self._log(metadata, mapping)
         return mapping.refusal is None
 
+    def prepare(self, transfer: Transfer) -> None:
+        """Pulls between the same endpoints are going to come."""
+        self._mapper.prepare(transfer)
+
     def job(self, pull_id: str, metadata: EngineMetadata, transfer: Transfer) -> "MappedJob | None":
         """A pull of `transfer`; None leaves it to NIXL.
 
         Raises:
             PeerIncompatible: the mapped path is required, and this peer cannot be mapped.
         """
-        owners = {owner for group in transfer.groups for owner in group.owners}
-        if not self.meet(metadata, owners):
+        mapping = self._mappings.get((metadata.engine_id, metadata.incarnation))
+        if mapping is None:
+            self.meet(metadata, {owner for group in transfer.groups for owner in group.owners})
+            mapping = self._mappings[metadata.engine_id, metadata.incarnation]
+        if mapping.refusal is not None:
             if self._required:
-                refusal = self._mappings[metadata.engine_id, metadata.incarnation].refusal
                 raise PeerIncompatible(
-                    f"KV of prefill server {metadata.engine_id} cannot be mapped: {refusal}. "
-                    f"Use --transfer auto or nixl.",
+                    f"KV of prefill server {metadata.engine_id} cannot be mapped: "
+                    f"{mapping.refusal}. Use --transfer auto or nixl.",
                     param="transfer",
                 )
             return None
-        memories = self._mappings[metadata.engine_id, metadata.incarnation].memories
+        memories = mapping.memories
         gathers = make_gathers(transfer)
-        work = Work(gathers, [memories[gather.remote_rank] for gather in gathers], transfer)
-        return MappedJob(pull_id, self._mapper, work, transfer, self._chunk_bytes)
+        work = Work(gathers, [memories[gather.share.remote_rank] for gather in gathers], transfer)
+        return MappedJob(pull_id, self._mapper, work, self._chunk_bytes)
 
     def forget(self, key: PeerKey) -> None:
         """Closes a peer's memory; no job reads from it any more."""
@@ -117,11 +127,9 @@ class MappedPath:
 class MappedJob:
     """One pull on one rank over the mapped path; driven by the worker, as a PullJob."""
 
-    def __init__(
-        self, pull_id: str, mapper: Mapper, work: Work, transfer: Transfer, chunk_bytes: int
-    ) -> None:
+    def __init__(self, pull_id: str, mapper: Mapper, work: Work, chunk_bytes: int) -> None:
         self.pull_id = pull_id
-        self.plan = _plan(work, transfer)
+        self.plan = _plan(work)
         self.error: BatonError | None = None
         self.failure_told = False
         self.end_announced = False
@@ -130,14 +138,12 @@ class MappedJob:
         self._mapper = mapper
         self._work = work
         self._begun = False
-        self._pending = iter(
-            [
-                (index, first, count)
-                for index, gather in enumerate(work.gathers)
-                for first, count in launches(gather, chunk_bytes)
-            ]
-        )
-        self._exhausted = not work.gathers
+        self._pending = [
+            (index, first, count)
+            for index, gather in enumerate(work.gathers)
+            for first, count in launches(gather, chunk_bytes)
+        ]
+        self._pending.reverse()
         self._tokens: deque[Any] = deque()
 
     @property
@@ -147,12 +153,12 @@ class MappedJob:
 
     @property
     def ended(self) -> bool:
-        return not self._tokens and (self.stopping or self._exhausted)
+        return not self._tokens and (self.stopping or not self._pending)
 
     @property
     def all_begun(self) -> bool:
         """Nothing is left to launch, and the pull has not been given up."""
-        return self._exhausted and not self.stopping
+        return not self._pending and not self.stopping
 
     @property
     def complete(self) -> bool:
@@ -175,8 +181,10 @@ class MappedJob:
         while self._tokens and self._has_ended(self._tokens[0]):
             self._tokens.popleft()
         progressed = len(self._tokens) < before
-        while not self.stopping and not self._exhausted and self.active < MAX_ACTIVE:
-            progressed |= self._launch()
+        while self._pending and not self.stopping and len(self._tokens) < MAX_ACTIVE:
+            if not self._launch():
+                break
+            progressed = True
         return progressed
 
     def _has_ended(self, token: Any) -> bool:
@@ -187,17 +195,22 @@ class MappedJob:
             raise
 
     def _launch(self) -> bool:
-        following = next(self._pending, None)
-        if following is None:
-            self._exhausted = True
-            return False
+        """Queues the next launch, or as much of it as there is room for."""
+        index, first, count = self._pending.pop()
+        gather = self._work.gathers[index]
+        room = self._mapper.room(gather)
+        if room < count * gather.share.block_bytes:
+            fitting = max(room // gather.share.block_bytes, min(room, 1))
+            self._pending.append((index, first + fitting, count - fitting))
+            count = fitting
+            if count == 0:
+                return False
         if not self._begun:
             self._work, self._begun = self._mapper.begin(self._work), True
-        self._tokens.append(self._mapper.launch(self._work, *following))
+        self._tokens.append(self._mapper.launch(self._work, index, first, count))
         return True
 
 
-def _plan(work: Work, transfer: Transfer) -> TransferPlan:
-    read = sum(gather.num_blocks * gather.block_bytes for gather in work.gathers)
-    why = f"mapped: {len(work.gathers)} gathers"
-    return TransferPlan("mapped", (), (), read, transfer.useful_bytes, 0.0, why)
+def _plan(work: Work) -> TransferPlan:
+    read = sum(gather.num_blocks * gather.share.block_bytes for gather in work.gathers)
+    return TransferPlan("mapped", (), (), read, work.transfer.useful_bytes, 0.0, "mapped")

@@ -1,8 +1,8 @@
 """The seam of the mapped path: opening a peer's memory here, and gathering out of it.
 
-CudaMapper is the real one on GPUs, HostMapper (host_mapper.py) on CPUs. MemoryMapper gathers out of
-pools of its own process, with the GPU's index arithmetic, and can be told to stall or fail: for
-tests and for reading along.
+CudaMapper (cuda_mapper.py) is the real one on GPUs, HostMapper (host_mapper.py) on CPUs.
+MemoryMapper gathers out of pools of its own process, with the GPU's index arithmetic, and can be
+told to stall or fail: for tests and for reading along.
 """
 
 import ctypes
@@ -11,17 +11,17 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from kvcache import fp8
 from kvcache.pool import TORCH_DTYPES, KVPool
 from kvcache.transfer import cuda_ipc
 from kvcache.transfer.boxes import Transfer
+from kvcache.transfer.cuda_driver import CudaError
 from kvcache.transfer.gather import Gather, locate
 from kvcache.transfer.processes import host_id
 from kvcache.transfer.topology import IntArray
@@ -30,8 +30,7 @@ from protocol.handshake import RankMetadata
 logger = logging.getLogger(__name__)
 
 EXTRA_KEY = "mapped"  # in RankMetadata.extra
-NUM_PROGRAMS = 48  # thread blocks of one launch: 91 % of the plain copy, 64 would be 93 %
-_SLOT_NUMBERS = 2048
+ALL_BYTES = 1 << 62
 
 
 class NotMappable(Exception):
@@ -64,7 +63,7 @@ class Work:
     gathers: Sequence[Gather]
     sources: Sequence[MappedMemory]  # of each gather
     transfer: Transfer
-    device_copy: Any = None
+    device_copy: Any = None  # what `begin` prepared, if anything
 
     @property
     def remote_blocks(self) -> IntArray:
@@ -81,6 +80,9 @@ class Mapper(ABC):
     def bind_thread(self) -> None:  # noqa: B027 - host memory needs nothing
         """Called once by the thread that is going to use this mapper."""
 
+    def stay_awake(self) -> None:  # noqa: B027 - most are never asleep
+        """A launch is likely to come within milliseconds; asked again and again."""
+
     @abstractmethod
     def map(self, rank: RankMetadata) -> MappedMemory:
         """Opens a rank's pool.
@@ -93,9 +95,16 @@ class Mapper(ABC):
     def unmap(self, memory: MappedMemory) -> None:
         """Closes it; every launch out of it has ended."""
 
+    def prepare(self, transfer: Transfer) -> None:  # noqa: B027 - most need nothing
+        """Others between the same endpoints are going to come: does what can be done before."""
+
     @abstractmethod
     def begin(self, work: Work) -> Work:
         """Prepares a pull's launches."""
+
+    def room(self, gather: Gather) -> int:
+        """The most bytes that the next launch of this gather may take now; 0: none for now."""
+        return ALL_BYTES
 
     @abstractmethod
     def launch(self, work: Work, index: int, first: int, count: int) -> Any:
@@ -121,7 +130,7 @@ def offer(pool: KVPool) -> dict[str, Any]:
         try:
             with torch.cuda.device(pool.device):
                 handle, offset = cuda_ipc.export_handle(pool.base_address)
-        except cuda_ipc.CudaError as error:
+        except CudaError as error:
             logger.warning("the KV pool cannot be mapped by others, only read by NIXL: %s", error)
             return {}
     record = MappableRecord(
@@ -147,134 +156,13 @@ def offered(rank: RankMetadata) -> MappableRecord:
     return record
 
 
-@dataclass(eq=False)
-class _Slot:
-    """One pull's parameters and block tables, i64[n] in pinned memory and on the device."""
-
-    host: torch.Tensor
-    device: torch.Tensor
-    numbers: IntArray = field(init=False)  # host's
-    address: int = field(init=False)  # device's
-
-    def __post_init__(self) -> None:
-        self.numbers, self.address = self.host.numpy(), self.device.data_ptr()
-
-
-class CudaMapper(Mapper):
-    """Gathers with the kernel of mapped_kernel.py, on a stream beside the decode batch.
-
-    Args:
-        pool: of this rank, on a GPU: what is written, and whose device reads.
-        num_programs: thread blocks of one launch; more are faster and leave less to others.
-    """
-
-    def __init__(self, pool: KVPool, *, num_programs: int = NUM_PROGRAMS) -> None:
-        self._pool = pool
-        self._device = pool.device
-        self._num_programs = num_programs
-        self._stream: Any = None
-        self._free_slots: list[_Slot] = []
-
-    def bind_thread(self) -> None:
-        torch.cuda.set_device(self._device)
-        # 0 is the lowest priority: what the engine gives a higher one goes first.
-        self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
-        self._free_slots.append(self._slot(_SLOT_NUMBERS))
-
-    def map(self, rank: RankMetadata) -> MappedMemory:
-        record = offered(rank)
-        if rank.device_kind != "cuda" or not record.handle:
-            raise NotMappable(f"its KV is in {rank.device_kind} memory")
-        torch.cuda.set_device(self._device)  # the device that shall read
-        if record.pid == os.getpid():
-            return self._map_own(rank)
-        if len(record.handle) != cuda_ipc.HANDLE_BYTES or record.offset < 0:
-            raise NotMappable("its offer is malformed")
-        try:
-            opened = cuda_ipc.open_handle(record.handle)
-            _, size = cuda_ipc.allocation(opened)
-        except cuda_ipc.CudaError as error:
-            raise NotMappable(f"its memory cannot be opened: {error}") from error
-        if record.offset + rank.nbytes > size:
-            cuda_ipc.close_handle(opened)
-            raise NotMappable(f"its allocation has {size} bytes, fewer than it says")
-        return MappedMemory(opened + record.offset, opened)
-
-    def _map_own(self, rank: RankMetadata) -> MappedMemory:
-        """A pool of this very process, perhaps on another device."""
-        try:
-            if rank.device_id != self._pool.device_id:
-                cuda_ipc.enable_peer_access(rank.device_id)
-        except cuda_ipc.CudaError as error:
-            raise NotMappable(f"its memory cannot be read: {error}") from error
-        return MappedMemory(rank.base_address)
-
-    def unmap(self, memory: MappedMemory) -> None:
-        if memory.opened is None:
-            return
-        try:
-            cuda_ipc.close_handle(memory.opened)
-        except cuda_ipc.CudaError as error:
-            logger.warning("unmapping a peer's memory: %s", error)
-
-    def begin(self, work: Work) -> Work:
-        parameters = [gather.parameters for gather in work.gathers]
-        values = np.concatenate((*parameters, work.remote_blocks, work.local_blocks))
-        slot = self._slot(len(values))
-        slot.numbers[: len(values)] = values
-        # torch's own copies and stream contexts take 50 us more, in which the link would idle.
-        handle = self._stream.cuda_stream
-        cuda_ipc.upload(slot.address, slot.host.data_ptr(), values.nbytes, handle)
-        return replace(work, device_copy=slot)
-
-    def end(self, work: Work) -> None:
-        if work.device_copy is not None:
-            self._free_slots.append(work.device_copy)
-
-    def _slot(self, count: int) -> "_Slot":
-        """Memory for a pull's numbers, used before if possible: to allocate takes longer."""
-        for slot in self._free_slots:
-            if len(slot.host) >= count:
-                self._free_slots.remove(slot)
-                return slot
-        size = max(_SLOT_NUMBERS, 1 << (count - 1).bit_length())
-        with torch.cuda.stream(self._stream):
-            device = torch.empty(size, dtype=torch.int64, device=self._device)
-        return _Slot(torch.empty(size, dtype=torch.int64, pin_memory=True), device)
-
-    def launch(self, work: Work, index: int, first: int, count: int) -> Any:
-        from kvcache.transfer import mapped_kernel  # needs Triton, which only GPU machines have
-
-        address = work.device_copy.address
-        gather = work.gathers[index]
-        lengths = [8 * len(each.parameters) for each in work.gathers]
-        tables = address + sum(lengths)
-        mapped_kernel.launch(
-            gather,
-            work.sources[index].address,
-            self._pool.base_address,
-            address + sum(lengths[:index]),
-            tables,
-            tables + 8 * len(work.remote_blocks),
-            first,
-            count,
-            num_programs=self._num_programs,
-            stream=self._stream.cuda_stream,
-        )
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
-
-    def finished(self, token: Any) -> bool:
-        return bool(token.query())
-
-
 class MemoryMapper(Mapper):
     """Gathers with numpy out of pools of this process, at once unless stalled.
 
     Attributes:
         stalled: launches made while it is set do not end before it is unset.
         fail_launches: the next launches raise.
+        rooms: what there is room for, asked one after the other; then all.
         mapped: addresses that are open now.
         unmapped: set whenever one is closed.
     """
@@ -283,6 +171,7 @@ class MemoryMapper(Mapper):
         self._pool = pool
         self.stalled = False
         self.fail_launches = False
+        self.rooms: list[int] = []
         self.mapped: list[int] = []
         self.unmapped = threading.Event()
 
@@ -299,6 +188,9 @@ class MemoryMapper(Mapper):
     def begin(self, work: Work) -> Work:
         return work
 
+    def room(self, gather: Gather) -> int:
+        return self.rooms.pop(0) if self.rooms else ALL_BYTES
+
     def launch(self, work: Work, index: int, first: int, count: int) -> Any:
         if self.fail_launches:
             raise RuntimeError("a launch failed")
@@ -306,14 +198,14 @@ class MemoryMapper(Mapper):
         found = locate(gather, work.remote_blocks, work.local_blocks, first, count)
         reads, writes, factors = (torch.from_numpy(array) for array in found)
         end = int(reads.max()) + 1 if len(reads) else 0
-        dtype = TORCH_DTYPES[gather.source_dtype]
-        nbytes = end * gather.unit_elements * dtype.itemsize
+        dtype = TORCH_DTYPES[gather.share.source_dtype]
+        nbytes = end * gather.share.unit_elements * dtype.itemsize
         memory = (ctypes.c_ubyte * nbytes).from_address(work.sources[index].address)
         if nbytes:
-            source = torch.frombuffer(memory, dtype=dtype).view(-1, gather.unit_elements)
-            target = self._pool.tensor.view(-1).view(-1, gather.unit_elements)
+            source = torch.frombuffer(memory, dtype=dtype).view(-1, gather.share.unit_elements)
+            target = self._pool.tensor.view(-1).view(-1, gather.share.unit_elements)
             picked = source[reads]
-            if gather.converts:
+            if gather.share.converts:
                 picked = fp8.stored_as(picked.float() * factors[:, None], target.dtype)
             fp8.addressable(target)[writes] = fp8.addressable(picked)
         return None

@@ -169,6 +169,8 @@ class PullWorker:
         elif self._jobs:
             time.sleep(self._nap_s())
         elif self._is_alert():
+            if self._mapped is not None:
+                self._mapped.stay_awake()
             time.sleep(_ALERT_NAP_S)
         elif self._prefault is not None and not self._prefault.done:
             self._link.wait(self._prefault.pause_s)
@@ -225,7 +227,9 @@ class PullWorker:
         endpoints = tuple(Endpoint(layout, rank, tp, scales) for rank, layout in enumerate(layouts))
         peer = self._peers[key] = JobPeer(metadata, endpoints)
         owners = self._maker.owners(tp)
-        if self._mapped is None or not self._mapped.meet(metadata, owners):
+        if self._mapped is not None and self._mapped.meet(metadata, owners):
+            self._maker.prepare(peer)
+        else:
             self._probe(peer, min(owners))
 
     def _probe(self, peer: JobPeer, rank: int) -> None:
@@ -264,6 +268,8 @@ class PullWorker:
             job.end_announced = not pull.announce_end
             peer.users += 1
             self._jobs[pull.pull_id] = (job, peer)
+            if isinstance(job, MappedJob):
+                self._advance_one(job)
             if self._prefault is not None:
                 self._prefault.reach(max(pull.local_block_ids, default=-1))
 
@@ -295,12 +301,16 @@ class PullWorker:
         progressed = False
         for job, _ in list(self._jobs.values()):
             if isinstance(job, MappedJob):
-                try:
-                    progressed |= job.advance()
-                except Exception as error:
-                    logger.exception("pull %s", job.pull_id)
-                    self._fail(job, TransferFailed(f"gathering mapped KV failed: {error!r}"))
+                progressed |= self._advance_one(job)
         return progressed
+
+    def _advance_one(self, job: MappedJob) -> bool:
+        try:
+            return job.advance()
+        except Exception as error:
+            logger.exception("pull %s", job.pull_id)
+            self._fail(job, TransferFailed(f"gathering mapped KV failed: {error!r}"))
+            return True
 
     def _fail(self, job: Job, error: BatonError) -> None:
         job.stop(error)

@@ -22,9 +22,10 @@ import torch
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, ReadState
+from kvcache.transfer.cuda_mapper import CudaMapper
 from kvcache.transfer.gather import launches, make_gathers
 from kvcache.transfer.host_mapper import CHUNK_BYTES, HostMapper
-from kvcache.transfer.mapper import CudaMapper, Mapper, NotMappable, Work, offer
+from kvcache.transfer.mapper import Mapper, NotMappable, Work, offer
 from kvcache.transfer.plan import Endpoint, check_transfer
 from kvcache.transfer.ucx_log import UcxRead
 from protocol.handshake import RankMetadata

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from kvcache import fp8
 from kvcache.pool import TORCH_DTYPES, KVPool
+from kvcache.transfer.cuda_mapper import LONG_RUN_BYTES, CudaMapper
 from kvcache.transfer.gather import Gather, launches, locate
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.mapper import CudaMapper, MappedMemory, Work
+from kvcache.transfer.mapper import MappedMemory, Work
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
@@ -63,12 +64,17 @@ def emulated(
     remote, local = np.array(case.p.blocks), np.array(case.d.blocks)
     for gather in gathers:
         reads, writes, factors = locate(gather, remote, local, 0, gather.num_blocks)
-        rows = sources[gather.remote_rank].tensor.cpu().view(-1).view(-1, gather.unit_elements)
+        rows = (
+            sources[gather.share.remote_rank]
+            .tensor.cpu()
+            .view(-1)
+            .view(-1, gather.share.unit_elements)
+        )
         picked = rows[torch.from_numpy(reads)]
-        if gather.converts:
+        if gather.share.converts:
             picked = picked.float() * torch.from_numpy(factors)[:, None]
             picked = fp8.stored_as(picked, into.dtype)
-        words = into.view(-1, gather.unit_elements).view(torch.uint8)
+        words = into.view(-1, gather.share.unit_elements).view(torch.uint8)
         words[torch.from_numpy(writes)] = picked.view(torch.uint8)
     return into.view(torch.uint8)
 
@@ -104,15 +110,35 @@ def test_the_kernel_does_what_its_arithmetic_says(
     assert torch.equal(target.flat_bytes.cpu(), wanted)
 
 
+@PROPERTY
+@given(cases(), st.integers(0, 7), st.integers(1, 100_000), st.sampled_from([1, 4, 64]))
+def test_copy_engines_do_what_the_kernel_does(
+    case: Case, d_rank: int, chunk_bytes: int, widen: int
+) -> None:
+    p, d = (dataclasses.replace(s, order=case.p.order) for s in (case.p, case.d))
+    case = dataclasses.replace(case, p=p, d=d, head_dim=case.head_dim * widen)
+    d_rank %= case.d.tp
+    sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
+    target = random_pool(case, case.d, d_rank, 99)
+    wanted = emulated(case, gathers_of(case, d_rank), sources, target)
+    gather_on_gpu(case, d_rank, sources, target, chunk_bytes, long_run_bytes=0)
+    assert torch.equal(target.flat_bytes.cpu(), wanted)
+
+
 def gather_on_gpu(
-    case: Case, d_rank: int, sources: list[KVPool], target: KVPool, chunk_bytes: int
+    case: Case,
+    d_rank: int,
+    sources: list[KVPool],
+    target: KVPool,
+    chunk_bytes: int,
+    long_run_bytes: int = LONG_RUN_BYTES,
 ) -> None:
     gathers = gathers_of(case, d_rank)
     if not gathers:
         return
-    mapper = CudaMapper(target, num_programs=5)
+    mapper = CudaMapper(target, num_programs=5, long_run_bytes=long_run_bytes)
     mapper.bind_thread()
-    memories = [MappedMemory(sources[gather.remote_rank].base_address) for gather in gathers]
+    memories = [MappedMemory(sources[gather.share.remote_rank].base_address) for gather in gathers]
     work = mapper.begin(Work(gathers, memories, transfer_of(case, d_rank)))
     for index, gather in enumerate(gathers):
         for first, count in launches(gather, chunk_bytes):
@@ -150,9 +176,16 @@ def nixl(name: str, device: str) -> Any:
     return on_device(NixlAgent, name, device)
 
 
-def decode_on(device: str, made: list[Any], num_programs: int = 64, **options: Any) -> Decode:
+def decode_on(
+    device: str,
+    made: list[Any],
+    num_programs: int = 64,
+    long_run_bytes: int = LONG_RUN_BYTES,
+    **options: Any,
+) -> Decode:
     def make(pool: KVPool) -> MappedPath:
-        return MappedPath(CudaMapper(pool, num_programs=num_programs), required=True)
+        mapper = CudaMapper(pool, num_programs=num_programs, long_run_bytes=long_run_bytes)
+        return MappedPath(mapper, required=True)
 
     decode = Decode(lambda: nixl("D", device), device=device, make_mapped=make, **options)
     made.append(decode)
@@ -190,6 +223,8 @@ def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, st
         ({"tp": 1}, {"tp": 2}),
         ({"tp": 4, "order": "LBCNHD"}, {"tp": 2}),
         ({"block_size": 8}, {"block_size": 24, "order": "LCBHND"}),
+        ({"tp": 1}, {"tp": 2, "long_run_bytes": 0}),
+        ({"block_size": 8}, {"block_size": 24, "long_run_bytes": 0}),
     ],
 )
 def test_a_pull_out_of_another_process(
@@ -230,11 +265,13 @@ BIG = {"num_blocks": 4096, "block_size": 8}  # 24 MiB: a kernel of one thread bl
 
 
 @pytest.mark.alone
+@pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
 @pytest.mark.parametrize(("source", "target"), DEVICES)
 def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
-    made: list[Any], source: str, target: str
+    made: list[Any], source: str, target: str, long_run_bytes: int
 ) -> None:
-    decode = decode_on(target, made, 1, settings={"connection_timeout_s": 0.5}, **BIG)
+    settings = {"connection_timeout_s": 0.5}
+    decode = decode_on(target, made, 1, long_run_bytes, settings=settings, **BIG)
     torch.cuda.synchronize()
     free_before = torch.cuda.mem_get_info(source)[0]
     prefill = prefill_on(source, made, **BIG)
@@ -258,12 +295,13 @@ def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
     assert_pulled(decode, remote, [3, 1, 7], 0, 24)
 
 
+@pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
 @pytest.mark.parametrize(("source", "target"), DEVICES)
-def test_a_peer_that_frees_its_memory_under_a_kernel_harms_nobody(
-    made: list[Any], source: str, target: str
+def test_a_peer_that_frees_its_memory_under_a_copy_harms_nobody(
+    made: list[Any], source: str, target: str, long_run_bytes: int
 ) -> None:
     prefill = prefill_on(source, made, **BIG)
-    decode = decode_on(target, made, 1, **BIG)
+    decode = decode_on(target, made, 1, long_run_bytes, **BIG)
     blocks = list(range(1, 4001))
     leases = [prefill.lease(blocks, 32_000) for _ in range(6)]
     for index, remote in enumerate(leases):

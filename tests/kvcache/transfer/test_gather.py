@@ -46,8 +46,8 @@ def gather_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray:
     into = garbage(case, case.d, d_rank)
     remote, local = np.array(case.p.blocks), np.array(case.d.blocks)
     for gather in gathers_of(case, d_rank):
-        elements = gather.unit_elements
-        source = sources[gather.remote_rank].reshape(-1, elements)
+        elements = gather.share.unit_elements
+        source = sources[gather.share.remote_rank].reshape(-1, elements)
         for first, count in launches(gather, chunk_bytes):
             reads, writes, factors = locate(gather, remote, local, first, count)
             assert len(np.unique(writes)) == len(writes)
@@ -132,13 +132,18 @@ def test_units_are_as_wide_as_both_sides_allow(
     d = Side(1, "LBCNHD", 4, (1,), 2, target)
     case = Case(p, d, heads=2, layers=1, components=2, head_dim=head_dim, start=0, stop=4)
     (gather,) = gathers_of(case, 0)
-    assert gather.unit_elements == elements
+    assert gather.share.unit_elements == elements
 
 
 def test_launches_cover_all_blocks_and_are_bounded() -> None:
     p = Side(1, "BHLCND", 4, tuple(range(10)), 10)
     case = Case(p, p, heads=2, layers=1, components=2, head_dim=4, start=2, stop=39)
     (gather,) = gathers_of(case, 0)
-    assert gather.block_bytes == 4 * 2 * 2 * 4 * 4
-    assert list(launches(gather, 3 * gather.block_bytes + 1)) == [(0, 3), (3, 3), (6, 3), (9, 1)]
+    assert gather.share.block_bytes == 4 * 2 * 2 * 4 * 4
+    assert list(launches(gather, 3 * gather.share.block_bytes + 1)) == [
+        (0, 3),
+        (3, 3),
+        (6, 3),
+        (9, 1),
+    ]
     assert len(list(launches(gather, 1))) == 10

@@ -63,7 +63,7 @@ def test_any_geometry_is_copied_exactly(
         )
         pool = torch.from_numpy(garbage(case, case.d, rank))
         for gather in make_gathers(transfer):
-            slot = torch.from_numpy(sources[gather.remote_rank].view(np.uint8))
+            slot = torch.from_numpy(sources[gather.share.remote_rank].view(np.uint8))
             for first, count in launches(gather, chunk_bytes):
                 reformat.apply(make_chunk(gather, transfer, first, count), slot, pool)
         wanted = garbage(case, case.d, rank)

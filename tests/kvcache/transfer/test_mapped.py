@@ -84,6 +84,18 @@ def test_any_geometry_is_mapped(rig: Any, p: dict[str, Any], d: dict[str, Any]) 
     assert prefill.outcomes() == ["completed"]
 
 
+def test_a_pull_goes_on_when_there_is_room_again(rig: Any) -> None:
+    mappers = Mappers()
+    prefill, decode = rig(Prefill), rig(Decode, make_mapped=mappers)
+    (mapper,) = mappers.made
+    mapper.rooms = [0, 0, 1, 0, 1 << 20, 0]
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+    assert mapper.rooms == [0]  # one block, then the rest
+
+
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 8), (8, 16), (5, 12)])
 def test_block_sizes_may_differ(rig: Any, p_size: int, d_size: int) -> None:
     prefill = rig(Prefill, block_size=p_size)

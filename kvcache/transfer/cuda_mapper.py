@@ -1,0 +1,287 @@
+"""The mapped path between GPUs: opens a peer's pool with CUDA IPC and copies out of it.
+
+Two ways. Long runs go through the copy engines, many with one call: they reach 97 % of the plain
+copy and take no multiprocessor from the decode batch. All else is gathered by a kernel.
+
+Between the order and the first launch the link idles, so little is done then: what depends on the
+two geometries lies on the device since the handshake, the block tables of a pull go there in one
+copy, and the driver is called without anything around it (cuda_driver.py).
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvcache.pool import KVPool
+from kvcache.transfer import cuda_ipc
+from kvcache.transfer.boxes import Transfer
+from kvcache.transfer.copies import Rows, plan_copies, rows_of
+from kvcache.transfer.cuda_driver import CudaError, Driver, driver
+from kvcache.transfer.gather import Gather, Share, shares_of
+from kvcache.transfer.mapper import ALL_BYTES, MappedMemory, Mapper, NotMappable, Work, offered
+from kvcache.transfer.topology import IntArray
+from protocol.handshake import RankMetadata
+
+if TYPE_CHECKING:
+    from kvcache.transfer.mapped_kernel import Kernel  # needs Triton, which only GPU machines have
+
+logger = logging.getLogger(__name__)
+
+NUM_PROGRAMS = 48  # thread blocks of one launch: 91 % of the plain copy, 64 would be 93 %
+LONG_RUN_BYTES = 256 << 10  # shorter ones are slower than the kernel: 64 KiB reach 139 GB/s
+# Beside a batch. The kernel costs it some 1 ms for each GiB, whatever number of multiprocessors it
+# takes for how long: so it is paced, and where copy engines can do it they do, at two thirds of the
+# kernel's speed.
+PACED_BYTES_PER_S = 80e9
+_PACED_BYTES = 16 << 20  # of a launch then
+LONG_ROW_BYTES = 2 << 10
+_COPIES = 128  # of a launch: more would keep the interpreter's lock for more than 0.1 ms
+_AWAKE_S = 0.0002  # the driver's first call after more than that takes 20 us longer
+_SLOT_NUMBERS = 4096
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One pull's block tables, i64[n] in pinned memory and on the device."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    numbers: IntArray = field(init=False)  # host's
+    source: int = field(init=False)  # host's address
+    address: int = field(init=False)  # device's
+
+    def __post_init__(self) -> None:
+        self.numbers, self.source = self.host.numpy(), self.host.data_ptr()
+        self.address = self.device.data_ptr()
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A share's kernel with its parameters on the device, and what it is to copy engines."""
+
+    kernel: "Kernel"
+    parameters: torch.Tensor
+    address: int
+    rows: Rows | None
+
+
+@dataclass(eq=False)
+class _Tables:
+    """Where a pull's block tables are on the device, once a kernel needs them."""
+
+    slot: _Slot | None = None
+
+
+class CudaMapper(Mapper):
+    """Copies on a stream beside the decode batch.
+
+    Args:
+        pool: of this rank, on a GPU: what is written, and whose device reads.
+        num_programs: thread blocks of one launch; more are faster and leave less to others.
+        long_run_bytes: copy engines move runs that are no shorter; 0 gives them all they can do.
+        busy: whether a batch computes on this device.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        num_programs: int = NUM_PROGRAMS,
+        long_run_bytes: int = LONG_RUN_BYTES,
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._pool = pool
+        self._target = pool.base_address
+        self._device = pool.device
+        self._num_programs = num_programs
+        self._long_run_bytes = long_run_bytes
+        self._busy = busy
+        self._awake_until = 0.0
+        self._paced_until = 0.0  # the kernel has had its share until then
+        self._stream = 0
+        self._free_slots: list[_Slot] = []
+        self._free_events: list[int] = []
+        self._prepared: dict[Share, _Prepared] = {}
+
+    def bind_thread(self) -> None:
+        torch.cuda.set_device(self._device)
+        self._driver: Driver = driver()
+        # 0 is the lowest priority: what the engine gives a higher one goes first.
+        self._torch_stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
+        self._stream = self._torch_stream.cuda_stream
+        self._free_slots += [self._slot(_SLOT_NUMBERS) for _ in range(2)]
+        self._awake_event = self._driver.new_event()
+        self._free_events += [self._driver.new_event() for _ in range(8)]
+
+    def stay_awake(self) -> None:
+        now = time.perf_counter()
+        if now > self._awake_until:
+            self._awake_until = now + _AWAKE_S
+            self._driver.record(self._awake_event, self._stream)
+
+    def map(self, rank: RankMetadata) -> MappedMemory:
+        record = offered(rank)
+        if rank.device_kind != "cuda" or not record.handle:
+            raise NotMappable(f"its KV is in {rank.device_kind} memory")
+        torch.cuda.set_device(self._device)  # the device that shall read
+        if record.pid == os.getpid():
+            return self._map_own(rank)
+        if len(record.handle) != cuda_ipc.HANDLE_BYTES or record.offset < 0:
+            raise NotMappable("its offer is malformed")
+        try:
+            opened = cuda_ipc.open_handle(record.handle)
+            _, size = cuda_ipc.allocation(opened)
+        except CudaError as error:
+            raise NotMappable(f"its memory cannot be opened: {error}") from error
+        if record.offset + rank.nbytes > size:
+            cuda_ipc.close_handle(opened)
+            raise NotMappable(f"its allocation has {size} bytes, fewer than it says")
+        return MappedMemory(opened + record.offset, opened)
+
+    def _map_own(self, rank: RankMetadata) -> MappedMemory:
+        """A pool of this very process, perhaps on another device."""
+        try:
+            if rank.device_id != self._pool.device_id:
+                cuda_ipc.enable_peer_access(rank.device_id)
+        except CudaError as error:
+            raise NotMappable(f"its memory cannot be read: {error}") from error
+        return MappedMemory(rank.base_address)
+
+    def unmap(self, memory: MappedMemory) -> None:
+        if memory.opened is None:
+            return
+        try:
+            cuda_ipc.close_handle(memory.opened)
+        except CudaError as error:
+            logger.warning("unmapping a peer's memory: %s", error)
+
+    def prepare(self, transfer: Transfer) -> None:
+        for owners in shares_of(transfer):
+            for share in owners:
+                if share not in self._prepared:
+                    self._prepare(share, transfer)
+
+    def _prepare(self, share: Share, transfer: Transfer) -> _Prepared:
+        from kvcache.transfer.mapped_kernel import kernel_for
+
+        with torch.cuda.stream(self._torch_stream):
+            parameters = torch.from_numpy(share.parameters).to(self._device)
+        address = parameters.data_ptr()
+        kernel = kernel_for(share, address, self._stream)
+        rows = None
+        if self._driver.copies_batches:
+            rows = rows_of(share, transfer.local, transfer.remote[share.remote_rank])
+        found = self._prepared[share] = _Prepared(kernel, parameters, address, rows)
+        return found
+
+    def begin(self, work: Work) -> Work:
+        return Work(work.gathers, work.sources, work.transfer, _Tables())
+
+    def _upload(self, work: Work) -> _Slot:
+        remote, local = work.remote_blocks, work.local_blocks
+        count = len(remote) + len(local)
+        slot = work.device_copy.slot = self._slot(count)
+        slot.numbers[: len(remote)] = remote
+        slot.numbers[len(remote) : count] = local
+        self._driver.upload(slot.address, slot.source, 8 * count, self._stream)
+        return slot
+
+    def end(self, work: Work) -> None:
+        if work.device_copy is not None and work.device_copy.slot is not None:
+            self._free_slots.append(work.device_copy.slot)
+
+    def _slot(self, count: int) -> _Slot:
+        """Memory for a pull's tables, used before if possible: to allocate takes longer."""
+        for slot in self._free_slots:
+            if len(slot.numbers) >= count:
+                self._free_slots.remove(slot)
+                return slot
+        size = max(_SLOT_NUMBERS, 1 << (count - 1).bit_length())
+        with torch.cuda.stream(self._torch_stream):
+            device = torch.empty(size, dtype=torch.int64, device=self._device)
+        return _Slot(torch.empty(size, dtype=torch.int64, pin_memory=True), device)
+
+    def room(self, gather: Gather) -> int:
+        prepared = self._prepared.get(gather.share)
+        if prepared is None:
+            return ALL_BYTES
+        if prepared.rows is not None and self._uses_copies(prepared):
+            return max(1, _COPIES // prepared.rows.pieces) * gather.share.block_bytes
+        if not self._busy():
+            return ALL_BYTES
+        now = time.perf_counter()
+        if now < self._paced_until:
+            return 0
+        self._paced_until = now + _PACED_BYTES / PACED_BYTES_PER_S
+        return _PACED_BYTES
+
+    def _uses_copies(self, prepared: _Prepared) -> bool:
+        rows = prepared.rows
+        if rows is None or rows.run_bytes >= self._long_run_bytes:
+            return rows is not None
+        return rows.row_bytes >= LONG_ROW_BYTES and self._busy()
+
+    def launch(self, work: Work, index: int, first: int, count: int) -> int:
+        gather = work.gathers[index]
+        prepared = self._prepared.get(gather.share) or self._prepare(gather.share, work.transfer)
+        event = self._free_events.pop() if self._free_events else self._driver.new_event()
+        try:
+            if prepared.rows is not None and self._uses_copies(prepared):
+                self._copy(work, index, prepared.rows, first, count)
+            else:
+                self._gather(work, index, prepared, first, count)
+            self._driver.record(event, self._stream)
+        except CudaError:
+            self._wait()  # for what was queued, as there is no event to tell its end
+            raise
+        return event
+
+    def _copy(self, work: Work, index: int, rows: Rows, first: int, count: int) -> None:
+        """By the copy engines."""
+        source = work.sources[index].address
+        runs, strided = plan_copies(rows, work.gathers[index], work.transfer, first, count)
+        for copies in (runs, strided):
+            if copies is not None:
+                np.add(copies.sources, source, out=copies.sources)
+                np.add(copies.targets, self._target, out=copies.targets)
+        if runs is not None:
+            self._driver.copy_runs(runs, self._stream)
+        if strided is not None:
+            pitches = (rows.source.pitch, rows.target.pitch)
+            self._driver.copy_rows(strided, rows.count, pitches, self._stream)
+
+    def _gather(self, work: Work, index: int, prepared: _Prepared, first: int, count: int) -> None:
+        """By the kernel."""
+        gather = work.gathers[index]
+        slot = work.device_copy.slot or self._upload(work)
+        prepared.kernel.launch(
+            self._num_programs,
+            self._stream,
+            work.sources[index].address,
+            self._target,
+            prepared.address,
+            slot.address,
+            slot.address + 8 * len(work.remote_blocks),
+            gather.ordinal(first),
+            count * gather.share.block_units,
+            gather.token_start,
+            gather.token_stop,
+        )
+
+    def _wait(self) -> None:
+        try:
+            self._torch_stream.synchronize()
+        except RuntimeError:
+            logger.exception("waiting for a launch that failed in part")
+
+    def finished(self, token: Any) -> bool:
+        if not self._driver.has_ended(token):
+            return False
+        self._free_events.append(token)
+        return True

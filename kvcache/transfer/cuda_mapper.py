@@ -23,7 +23,7 @@ from kvcache.transfer import cuda_ipc
 from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.copies import Rows, plan_copies, rows_of
 from kvcache.transfer.cuda_driver import CudaError, Driver, driver
-from kvcache.transfer.gather import Gather, Share, shares_of
+from kvcache.transfer.gather import Share, shares_of
 from kvcache.transfer.mapper import ALL_BYTES, MappedMemory, Mapper, NotMappable, Work, offered
 from kvcache.transfer.topology import IntArray
 from protocol.handshake import RankMetadata
@@ -38,10 +38,11 @@ LONG_RUN_BYTES = 256 << 10  # shorter ones are slower than the kernel: 64 KiB re
 # Beside a batch. The kernel costs it some 1 ms for each GiB, whatever number of multiprocessors it
 # takes for how long: so it is paced, and where copy engines can do it they do, at two thirds of the
 # kernel's speed.
-PACED_BYTES_PER_S = 80e9
+PACED_BYTES_PER_S = 90e9
 _PACED_BYTES = 16 << 20  # of a launch then
 LONG_ROW_BYTES = 2 << 10
 _COPIES = 128  # of a launch: more would keep the interpreter's lock for more than 0.1 ms
+_FIRST_COPIES = 8  # of a pull's first launch: the link has work sooner
 _AWAKE_S = 0.0002  # the driver's first call after more than that takes 20 us longer
 _SLOT_NUMBERS = 4096
 
@@ -207,12 +208,14 @@ class CudaMapper(Mapper):
             device = torch.empty(size, dtype=torch.int64, device=self._device)
         return _Slot(torch.empty(size, dtype=torch.int64, pin_memory=True), device)
 
-    def room(self, gather: Gather) -> int:
-        prepared = self._prepared.get(gather.share)
+    def room(self, work: Work, index: int) -> int:
+        share = work.gathers[index].share
+        prepared = self._prepared.get(share)
         if prepared is None:
             return ALL_BYTES
         if prepared.rows is not None and self._uses_copies(prepared):
-            return max(1, _COPIES // prepared.rows.pieces) * gather.share.block_bytes
+            copies = _FIRST_COPIES if work.device_copy is None else _COPIES
+            return max(1, copies // prepared.rows.pieces) * share.block_bytes
         if not self._busy():
             return ALL_BYTES
         now = time.perf_counter()

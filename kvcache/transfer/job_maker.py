@@ -137,7 +137,6 @@ class JobMaker:
         if self._mapped is not None:
             mapped = self._mapped.job(pull.pull_id, peer.metadata, transfer)
             if mapped is not None:
-                mapped.pace.expected_s = peer.speed.expected_s(mapped.plan.bytes_read)
                 return mapped
         usual = DEFAULT_COSTS["cuda" if self._between_gpus(peer) else "cpu"]
         plan = planner.plan(transfer, self._costs or peer.costs or usual)

@@ -102,7 +102,7 @@ class Mapper(ABC):
     def begin(self, work: Work) -> Work:
         """Prepares a pull's launches."""
 
-    def room(self, gather: Gather) -> int:
+    def room(self, work: Work, index: int) -> int:
         """The most bytes that the next launch of this gather may take now; 0: none for now."""
         return ALL_BYTES
 
@@ -188,7 +188,7 @@ class MemoryMapper(Mapper):
     def begin(self, work: Work) -> Work:
         return work
 
-    def room(self, gather: Gather) -> int:
+    def room(self, work: Work, index: int) -> int:
         return self.rooms.pop(0) if self.rooms else ALL_BYTES
 
     def launch(self, work: Work, index: int, first: int, count: int) -> Any:

@@ -147,7 +147,11 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
     pull_id: str
 
 
-Command = AddPeer | DropPeer | Pull | StopPull
+class Expect(msgspec.Struct, frozen=True, tag="expect"):
+    """Coordinator to rank: an order to read is likely to follow within milliseconds."""
+
+
+Command = AddPeer | DropPeer | Pull | StopPull | Expect
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

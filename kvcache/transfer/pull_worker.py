@@ -269,7 +269,8 @@ class PullWorker:
             peer.users += 1
             self._jobs[pull.pull_id] = (job, peer)
             if isinstance(job, MappedJob):
-                self._advance_one(job)
+                self._advance_one(job)  # before all else: the link idles
+                job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
             if self._prefault is not None:
                 self._prefault.reach(max(pull.local_block_ids, default=-1))
 

@@ -15,7 +15,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from kvcache.transfer.pull import Command, Hello, Report, command_decoder, encode, report_decoder
+from kvcache.transfer.pull import (
+    Command,
+    Expect,
+    Hello,
+    Report,
+    command_decoder,
+    encode,
+    report_decoder,
+)
 from kvcache.transfer.waker import Waker
 from kvcache.transfer.wire import Wire, WireClosed, listen, tune, wait_readable
 
@@ -128,11 +136,14 @@ class OutsideLink(WorkerLink):
             return []
         try:
             self._wire.flush()
-            return [command_decoder.decode(frame) for frame in self._wire.receive()]
+            commands = [command_decoder.decode(frame) for frame in self._wire.receive()]
         except WireClosed:  # rank 0 is gone, and with it the engine: nothing to do but end
             self._wire.close()
             self._wire = None
             return []
+        if any(isinstance(command, Expect) for command in commands):
+            self.expected_until = time.perf_counter() + _EXPECTED_S
+        return [command for command in commands if not isinstance(command, Expect)]
 
     def report(self, report: Report) -> None:
         if self._wire is not None:
@@ -187,7 +198,9 @@ class RankLinks:
             link.send(command)
 
     def expect(self) -> None:
-        """A command is likely to follow within milliseconds: ranks inside stay awake for it."""
+        """A command is likely to follow within milliseconds: the ranks stay awake for it."""
+        for wire in list(self._ranks.values()):
+            self._send(wire, Expect())
         for link in self._inside.values():
             link.expect()
 

@@ -8,19 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from engine.batch import StepInput
 from engine.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from tests.gpu.test_runner import (
     MODELS,
+    PROMPTS,
+    RESTRICTED,
     SERVED,
     assert_same_but_for_ties,
     config_for,
     decode,
     runner_for,
+    tables_for,
 )
 
 pytestmark = [
@@ -41,14 +46,46 @@ def _run_rank(rank: int, port: int, folders: list[Path], results: Any) -> None:
         runner.capture_graphs()
         assert runner.graphs is not None
         tokens, logits = decode(runner, NUM_STEPS)
+        masked = continue_masked(runner, NUM_STEPS)
         runners.append(runner)  # leaving a group that graphs refer to blocks
-        if rank == 0:
-            results.put((tokens, logits.cpu().numpy()))
-    if rank == 0:
-        results.close()
-        results.join_thread()
+        found = (tokens, logits.cpu().numpy()) if rank == 0 else ()
+        results.put((folder.name, rank, found, masked))
+    results.close()
+    results.join_thread()
     torch.cuda.synchronize()
     os._exit(0)  # as a rank process of an engine ends
+
+
+def masks_of(vocab_size: int, index: int) -> np.ndarray:
+    """Random ones for each of PROMPTS, the same on every rank."""
+    words = -(-vocab_size // 32)
+    random = np.random.default_rng(index)
+    return random.integers(-(2**31), 2**31, (len(PROMPTS), words)).astype(np.int32)
+
+
+def continue_masked(runner: ModelRunner, num_steps: int) -> list[list[int]]:
+    """Tokens [step][sequence], each step launched before the masks of the last one's were used for
+    the next; only rank 0 learns the masks."""
+    tables, tokens, under_way = tables_for(160), [], []
+    for index in range(num_steps):
+        parts = PROMPTS if index == 0 else [[-1 - row] for row in range(len(PROMPTS))]
+        done = [0 if index == 0 else len(prompt) + index - 1 for prompt in PROMPTS]
+        lens = np.array([len(part) for part in parts], np.int32)
+        step = StepInput(
+            token_ids=np.concatenate([np.array(part, np.int64) for part in parts]),
+            query_lens=lens,
+            context_lens=np.array(done, np.int32) + lens,
+            block_tables=tables,
+            sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
+            sampling=[RESTRICTED] * len(PROMPTS),
+            is_masked=True,
+        )
+        under_way.append(runner.launch(step))
+        if len(under_way) > 1:
+            tokens.append(under_way.pop(0).result().token_ids)
+        if runner.model.parallel.rank == 0:
+            under_way[-1].draw(masks_of(runner.model_config.vocab_size, index))
+    return tokens + [step.result().token_ids for step in under_way]
 
 
 def _free_port() -> int:
@@ -58,8 +95,9 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def continued() -> Iterator[dict[str, Any]]:
-    """What two ranks, started once for all models, continue: tokens and logits by model."""
+def continued() -> Iterator[dict[tuple[str, int], Any]]:
+    """What two ranks, started once for all models, continue, by model and rank: rank 0's tokens
+    and logits, and the tokens of masked steps."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     port = _free_port()
@@ -70,7 +108,8 @@ def continued() -> Iterator[dict[str, Any]]:
     for process in ranks:
         process.start()
     try:
-        yield {name: results.get(timeout=TIMEOUT_S) for name in SERVED}
+        found = [results.get(timeout=TIMEOUT_S) for _ in range(2 * len(SERVED))]
+        yield {(name, rank): rest for name, rank, *rest in found}
     except queue.Empty:
         pytest.fail(f"no result; exit codes {[process.exitcode for process in ranks]}")
     finally:
@@ -80,8 +119,21 @@ def continued() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_two_ranks_continue_like_one(continued: dict[str, Any], name: str) -> None:
-    tokens, logits = continued[name]
+def test_two_ranks_continue_like_one(continued: dict[tuple[str, int], Any], name: str) -> None:
+    (tokens, logits), _ = continued[name, 0]
     with runner_for(MODELS[name], enforce_eager=True) as runner:
         _, expected = decode(runner, NUM_STEPS, forced=tokens)
     assert_same_but_for_ties(tokens, torch.from_numpy(logits).to(expected.device), expected)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(
+    continued: dict[tuple[str, int], Any], name: str
+) -> None:
+    drawn, theirs = (continued[name, rank][1] for rank in range(2))
+    assert drawn == theirs
+    vocab_size = load_config(MODELS[name]).vocab_size
+    for index, tokens in enumerate(drawn):
+        masks = masks_of(vocab_size, index)
+        for row, token in enumerate(tokens):
+            assert masks[row, token // 32] >> (token % 32) & 1, (index, row, token)

@@ -4,6 +4,7 @@ Wanted are tokens [token_start, token_stop) of a sequence, all layers and compon
 of one rank of D. The token axis is cut wherever a block of either side ends.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -74,7 +75,7 @@ def block_table(
         PlanError: the table is too short, or names a block outside the pool, or one twice.
     """
     numbers = blocks if isinstance(blocks, list) else np.asarray(blocks).reshape(-1).tolist()
-    table = np.array(numbers, np.int64)
+    table = np.frombuffer(array("q", numbers), np.int64)
     if not tokens:
         return table
     if len(numbers) * block_size < tokens.stop:

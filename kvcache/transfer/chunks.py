@@ -16,9 +16,11 @@ import numpy as np
 from kvcache.transfer.boxes import Transfer, cut_tokens
 from kvcache.transfer.runs import Axis, RankRead, Runs, axis_offsets, grow, multiply_out
 from kvcache.transfer.runs import runs_in_order as in_order
-from kvcache.transfer.staged import Chunk, Move, Staging, aligned, boxes_at
+from kvcache.transfer.staged import Chunk, Move, Span, Staging, aligned, boxes_at
 from kvcache.transfer.topology import IntArray, byte_strides
 from kvcache.transfer.whole_blocks import joined
+
+_FEW_BLOCKS = 128
 
 
 class Chunks(Sequence[Chunk]):
@@ -85,6 +87,7 @@ def _make(staging: Staging, index: int) -> Chunk:
         staging.regions,
         transfer.local.layout,
         transfer.factors,
+        Span(staging, first, last, start, stop),
     )
 
 
@@ -133,19 +136,34 @@ def _reads(staging: Staging, first: int, last: int) -> Iterator[RankRead]:
 
 
 def _runs(share: _Share, remote: IntArray, slots: IntArray) -> Runs:
-    lengths: IntArray | None = None
     if share.joins and len(remote) > 1:
-        firsts, counts = joined(remote[1:] - remote[:-1] == 1)
-        remote, slots, lengths = remote[firsts], slots[firsts], counts * share.run_bytes
-    if lengths is None:
+        firsts, counts = _rows_of_blocks(remote)
+        bases = Runs(
+            remote[firsts] * share.remote_block + share.remote_offset,
+            slots[firsts] * share.local_block + share.local_offset,
+            counts * share.run_bytes,
+        )
+    else:
         lengths = np.empty(len(remote), np.int64)
         lengths.fill(share.run_bytes)
-    bases = Runs(
-        remote * share.remote_block + share.remote_offset,
-        slots * share.local_block + share.local_offset,
-        lengths,
-    )
+        bases = Runs(
+            remote * share.remote_block + share.remote_offset,
+            slots * share.local_block + share.local_offset,
+            lengths,
+        )
     return multiply_out(bases, share.offsets)
+
+
+def _rows_of_blocks(blocks: IntArray) -> tuple[IntArray, IntArray]:
+    """First ones and lengths of rows of blocks that follow one another."""
+    if len(blocks) > _FEW_BLOCKS:
+        return joined(blocks[1:] - blocks[:-1] == 1)
+    # A loop takes less than half a dozen of numpy's calls when these are not warm.
+    ids = blocks.tolist()
+    firsts = [0]
+    firsts += [index for index in range(1, len(ids)) if ids[index] - ids[index - 1] != 1]
+    counts = [stop - start for start, stop in pairwise([*firsts, len(ids)])]
+    return np.array(firsts, np.int64), np.array(counts, np.int64)
 
 
 def _shares(staging: Staging) -> tuple[_Share, ...]:

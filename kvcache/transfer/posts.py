@@ -6,6 +6,7 @@ cancelled pull must stop soon; bounded in runs, because each costs microseconds 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ class PostLimits:
 GPU_LIMITS = PostLimits(max_bytes=1 << 30)
 
 
-@dataclass(frozen=True)
-class Post:
+class Post(NamedTuple):
     """Runs from one rank of P; offsets in bytes from the bases of the two memories."""
 
     remote_rank: int

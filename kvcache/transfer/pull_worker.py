@@ -38,7 +38,7 @@ from kvcache.transfer.pull import (
 from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.rank_links import InsideLink, OutsideLink, WorkerLink
 from kvcache.transfer.reads import Reads
-from kvcache.transfer.staging import Staging
+from kvcache.transfer.staging import Staging, placing
 from kvcache.transfer.ucx_log import UcxRead
 from protocol.errors import BatonError, InternalError, TransferFailed
 from protocol.handshake import EngineMetadata
@@ -88,7 +88,7 @@ class PullWorker:
         self._agent = agent
         self._pool = pool
         self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
-        self._staging = Staging(staging_bytes, pool) if staging_bytes else None
+        self._staging = Staging(staging_bytes, pool, placing(pool)) if staging_bytes else None
         limits = limits or (GPU_LIMITS if self._kind == "VRAM" else PostLimits())
         self._mapped = mapped
         throttle = Throttle(busy, limits.max_bytes) if self._kind == "VRAM" else None
@@ -145,6 +145,8 @@ class PullWorker:
         use_one_core()
         self._agent.bind_thread()
         self._maker.measure_copies()
+        if self._staging is not None:
+            self._staging.bind_thread()
         if self._mapped is not None:
             self._mapped.bind_thread()
         self._link.open(self._endpoint.rank, self._stopping)
@@ -228,8 +230,9 @@ class PullWorker:
         peer = self._peers[key] = JobPeer(metadata, endpoints)
         owners = self._maker.owners(tp)
         if self._mapped is not None and self._mapped.meet(metadata, owners):
-            self._maker.prepare(peer)
+            self._maker.prepare(peer, mapped=True)
         else:
+            self._maker.prepare(peer, mapped=False)
             self._probe(peer, min(owners))
 
     def _probe(self, peer: JobPeer, rank: int) -> None:

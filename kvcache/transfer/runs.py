@@ -32,8 +32,7 @@ class Runs(NamedTuple):
     lengths: IntArray
 
 
-@dataclass(frozen=True)
-class RankRead:
+class RankRead(NamedTuple):
     """What to read from one rank of P. Three i64[n], bytes from each allocation's base."""
 
     remote_rank: int

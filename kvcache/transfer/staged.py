@@ -79,6 +79,7 @@ class Chunk:
     regions: tuple[Region, ...]  # every move is made in every region
     target: KVLayout  # of the pool
     factors: tuple[float, ...] | None = None  # of the elements, by layer and component
+    span: "Span | None" = None  # which part of a staged transfer it is, if it is one
 
 
 class Way(NamedTuple):
@@ -120,6 +121,16 @@ class Staging(NamedTuple):
     @property
     def num_chunks(self) -> int:
         return len(self.borders) - 1
+
+
+class Span(NamedTuple):
+    """Blocks [first, last) of P in the sequence, of which tokens [start, stop) are wanted."""
+
+    staging: Staging
+    first: int
+    last: int
+    start: int
+    stop: int
 
 
 class StagedEstimate(NamedTuple):
@@ -191,6 +202,8 @@ def stage(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) ->
     if way.slots > 2:
         most = max(staging_bytes // way.slots, min(block_bytes * geometry.period, most))
     blocks = max(1, min(aim, most) // block_bytes)
+    if costs.overlaps:  # few shapes of slots, as each is prepared for placing
+        blocks = 1 << blocks.bit_length() - 1
     # Chunks that end where blocks of both sides do cut no block of D in two.
     period = geometry.period if geometry.period <= blocks else 1
     blocks -= blocks % period

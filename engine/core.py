@@ -53,6 +53,7 @@ from protocol.messages import (
 logger = logging.getLogger("baton.engine")
 
 _NAP_S = 0.00005  # between two looks at a step that the device has not ended
+_LONG_NAP_S = 0.0005  # while it cannot have
 _IDLE_WAIT_S = 1.0  # the loop also looks around this often when nothing wakes it
 _STATS_INTERVAL_S = 0.25
 _SILENT_S = 1.0  # after which an engine with requests speaks, if only to show that it is alive
@@ -239,7 +240,7 @@ class EngineCore(CoreServices):
             self._flush()
         while time.perf_counter() < due_s and not step.pending.has_ended():
             self._hear()
-            time.sleep(_NAP_S)
+            time.sleep(_LONG_NAP_S)
 
     def _hear(self) -> None:
         messages, is_last = self.transport.receive(0.0)

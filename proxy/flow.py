@@ -29,6 +29,7 @@ from proxy.upstream import Headers, Response, TimedOut, Upstream, UpstreamError
 
 logger = get_logger(__name__)
 
+_PREFILL_CONTEXT = "prefill_context"  # why a request is decoded without a prefill
 GIVE_BACK_TIMEOUT_S = 2.0  # a prefill server that is silent frees the KV when its lease ends
 
 
@@ -72,8 +73,10 @@ class Flow:
         if isinstance(prefilled, Answer):
             await reply.relay_answer(prefilled.status, prefilled.headers, prefilled.body)
         elif prefilled is None:
-            leg = bodies.decode_leg(request.body, None)
-            await self._decode("POST", request.path, request.headers, leg, reply, trace)
+            leg, unfit = bodies.decode_leg(request.body, None), []
+            if trace.decode_only == _PREFILL_CONTEXT:  # for those of the longest context
+                unfit = self._fleet.too_small(Kind.DECODE, self._fleet.context(Kind.DECODE) or 0)
+            await self._decode("POST", request.path, request.headers, leg, reply, trace, unfit)
         else:
             await self._decode_prefilled(request, prefilled, reply, trace)
 
@@ -176,7 +179,7 @@ class Flow:
         trace.prefill, trace.prefill_s = server.url, trace.elapsed_s()
         self._metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
         if answer.status != 200 and self._is_beyond(server, answer, context):
-            self._decode_only("prefill_context", trace)
+            self._decode_only(_PREFILL_CONTEXT, trace)
             return None
         if answer.status != 200:
             self._count("prefill", f"status_{answer.status}")

@@ -78,13 +78,16 @@ def test_what_is_too_long_for_the_prefill_servers_alone_is_computed_by_a_decode_
 ) -> None:
     async def test() -> None:
         prefill = [Fake(is_too_long, max_model_len=p_length)]
-        async with Rig(prefill, [Fake(decodes, max_model_len=d_length)]) as rig:
-            response = await rig.complete()
-            if p_length == 100:
-                assert response.status_code == 200
-                assert rig.decode_only("prefill_context") == 1
-            else:
-                assert (response.status_code, response.json()) == (400, TOO_LONG)
-                assert rig.decode[0].calls == []
+        decode = [Fake(decodes, max_model_len=length) for length in (200, d_length)]
+        async with Rig(prefill, decode) as rig:
+            for number in range(1, 4):
+                response = await rig.complete()
+                if p_length == 100:
+                    assert response.status_code == 200
+                    assert rig.decode_only("prefill_context") == number
+                    assert len(decode[1].calls) == number
+                else:
+                    assert (response.status_code, response.json()) == (400, TOO_LONG)
+            assert decode[0].calls == []
 
     run(test())

@@ -1,0 +1,61 @@
+"""Servers of unequal context lengths behind one proxy."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.client import MODEL, complete
+from tests.e2e.cluster import Cluster, running, start_decode, start_prefill, start_proxy, wait_until
+from tests.e2e.reference import Reference
+from tests.e2e.test_equality import make_prompt
+
+pytestmark = pytest.mark.slow
+
+_P, _SMALL, _LARGE = 300, 200, 400
+_seeds = itertools.count(60_000)
+
+
+@pytest.fixture(scope="module")
+def uneven(tiny_model: Path) -> Iterator[Cluster]:
+    prefiller = start_prefill(tiny_model, "--max-model-len", str(_P), "--lease-s", "120")
+    decode = [start_decode(tiny_model, "--max-model-len", str(n)) for n in (_SMALL, _LARGE)]
+    with running(prefiller, *decode), running(proxy := start_proxy([prefiller], decode)):
+        yield Cluster([prefiller], decode, proxy, tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "transferred"),
+    [(100, 50, 100), (190, 10, 190), (190, 11, 190), (100, 290, 100), (250, 20, 250), (350, 20, 0)],
+)
+def test_a_request_is_served_wherever_it_fits(
+    uneven: Cluster,
+    tiny_reference: Reference,
+    prompt_tokens: int,
+    max_tokens: int,
+    transferred: int,
+) -> None:
+    for _ in range(3):  # whoever's turn it is
+        prompt = make_prompt(next(_seeds), prompt_tokens)
+        answer = complete(uneven.url, prompt, max_tokens)
+        assert answer.token_ids == tiny_reference.generate(prompt, max_tokens)
+        assert answer.kv["transferred"] == transferred
+    for server in (*uneven.prefill, *uneven.decode):
+        wait_until(server.all_blocks_home, 10)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "max_tokens"), [(100, 301), (250, 151), (401, 1)])
+def test_a_request_that_fits_nowhere_is_refused_before_any_work(
+    uneven: Cluster, prompt_tokens: int, max_tokens: int
+) -> None:
+    steps = "baton_engine_step_tokens_total"
+    servers = (*uneven.prefill, *uneven.decode)
+    before = [server.metrics()[steps] for server in servers]
+    body = {"model": MODEL, "prompt": make_prompt(1, prompt_tokens), "max_tokens": max_tokens}
+    answer = httpx.post(f"{uneven.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert [server.metrics()[steps] for server in servers] == before

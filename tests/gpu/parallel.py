@@ -8,6 +8,7 @@ the logs are left in build/gpu-tests.
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,14 +94,16 @@ def visible_devices() -> list[str]:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return [device for device in listed.split(",") if device]
+    if shutil.which("nvidia-smi") is None:
+        return []
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return [str(index) for index in range(found.stdout.count("GPU "))]
+    return [str(index) for index in range(len(re.findall("^GPU ", found.stdout, re.MULTILINE)))]
 
 
 def main(options: list[str]) -> int:
     devices = visible_devices()
     if not devices:
-        print("no GPU found: nothing run")
+        print("no GPU found: nothing was run")
         return 0
     LOGS.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()

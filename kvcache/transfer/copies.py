@@ -42,7 +42,9 @@ class Rows:
     @property
     def pieces(self) -> int:
         """Copies that a block of P is, at most."""
-        return (self.source.tokens - 1) // self.target.tokens + 2 if not self.run_bytes else 1
+        ours, theirs = self.target.tokens, self.source.tokens
+        fits = ours % theirs == 0 or theirs % ours == 0
+        return max(theirs // ours, 1) if fits else (theirs - 1) // ours + 2
 
     @property
     def run_bytes(self) -> int:

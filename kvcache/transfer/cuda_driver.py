@@ -3,6 +3,7 @@
 A pull of 128 tokens lasts as long as a few dozen lines of Python that were not run lately, so these
 calls pass through nothing of torch's. They keep the interpreter's lock: each only queues work or
 looks at a flag, and to get the lock back from a busy engine thread takes longer than any of them.
+Only `copy_rows`, which is there for busy engines and takes longest, lets others have it.
 
 All act on the device that is current in the calling thread. Streams, events and functions are the
 driver's handles, addresses are plain integers.
@@ -76,12 +77,12 @@ class Driver:
         self._attributes["order"], self._attributes["flags"] = _IN_STREAM_ORDER, _BESIDE_KERNELS
         self._first = np.zeros(1, np.uint64)  # copy that the attributes are of, and all others
         self._batch = self._bind_batch()
-        self._strided = self._bind_strided()
+        self._strided = self._bind_strided(ctypes.CDLL("libcuda.so.1"))
 
     @property
     def copies_batches(self) -> bool:
         """Whether one call can begin many copies: CUDA 12.8 and later."""
-        return self._batch is not None
+        return self._batch is not None and self._strided is not None
 
     def _bind_batch(self) -> Callable[..., int] | None:
         pointers, count = [_Handle] * 3, _Size
@@ -93,18 +94,17 @@ class Driver:
             return lambda *args: old(*args[:-1], ctypes.addressof(self._failed), args[-1])
         return None
 
-    def _bind_strided(self) -> Callable[..., int] | None:
-        if hasattr(self._library, "cuMemcpy3DBatchAsync_v2"):
-            return self._bind(
-                "cuMemcpy3DBatchAsync_v2", _Size, _Handle, ctypes.c_ulonglong, _Handle
-            )
-        if hasattr(self._library, "cuMemcpy3DBatchAsync"):
-            old = self._bind(
-                "cuMemcpy3DBatchAsync", _Size, _Handle, _Handle, ctypes.c_ulonglong, _Handle
-            )
-            return lambda count, copies, flags, stream: old(
-                count, copies, ctypes.addressof(self._failed), flags, stream
-            )
+    def _bind_strided(self, library: ctypes.CDLL) -> Callable[..., int] | None:
+        flags = ctypes.c_ulonglong
+        if hasattr(library, "cuMemcpy3DBatchAsync_v2"):
+            call = library.cuMemcpy3DBatchAsync_v2
+            call.argtypes = (_Size, _Handle, flags, _Handle)
+            return call
+        if hasattr(library, "cuMemcpy3DBatchAsync"):
+            old = library.cuMemcpy3DBatchAsync
+            old.argtypes = (_Size, _Handle, _Handle, flags, _Handle)
+            failed = ctypes.addressof(self._failed)
+            return lambda count, copies, zero, stream: old(count, copies, failed, zero, stream)
         return None
 
     def _bind(self, name: str, *argtypes: type) -> Callable[..., int]:

@@ -181,10 +181,16 @@ def decode_on(
     made: list[Any],
     num_programs: int = 64,
     long_run_bytes: int = LONG_RUN_BYTES,
+    busy: bool = False,
     **options: Any,
 ) -> Decode:
     def make(pool: KVPool) -> MappedPath:
-        mapper = CudaMapper(pool, num_programs=num_programs, long_run_bytes=long_run_bytes)
+        mapper = CudaMapper(
+            pool,
+            num_programs=num_programs,
+            long_run_bytes=long_run_bytes,
+            busy=lambda: busy,
+        )
         return MappedPath(mapper, required=True)
 
     decode = Decode(lambda: nixl("D", device), device=device, make_mapped=make, **options)
@@ -225,6 +231,7 @@ def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, st
         ({"block_size": 8}, {"block_size": 24, "order": "LCBHND"}),
         ({"tp": 1}, {"tp": 2, "long_run_bytes": 0}),
         ({"block_size": 8}, {"block_size": 24, "long_run_bytes": 0}),
+        ({"order": "LBCNHD"}, {"tp": 2, "busy": True}),
     ],
 )
 def test_a_pull_out_of_another_process(

@@ -68,5 +68,5 @@ COPYING_THREADS = 2  # see lanes.py
 COPYING_SPEEDUP = 1.5
 DEFAULT_COSTS = {
     "cpu": CostModel(3e-6, 8e9, 8e9, COPYING_SPEEDUP),
-    "cuda": CostModel(6e-6, 300e9, 700e9),
+    "cuda": CostModel(6e-6, 300e9, 1.2e12),
 }

@@ -15,6 +15,7 @@ the leased blocks.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ _MAX_CHUNK_S = 0.75e-3
 _CUTS_BETWEEN_GPUS = ((4, True), (2, True), (2, False))  # slots, and whether chunks become smaller
 _CUTS = ((2, False),)
 _LAST_CHUNK_S = 0.04e-3
+_GAP_S = 0.04e-3  # the link idles with two slots, as a smaller chunk is read before one is placed
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,9 @@ def _estimate(staging: Staging, costs: CostModel) -> StagedEstimate:
         staging.borders[-1] - staging.borders[0]
     )
     seconds = costs.staged_s(read_s, place_s, staging.num_chunks, last_share)
+    if staging.way.tapers and staging.way.slots == 2:
+        sizes = [stop - start for start, stop in pairwise(staging.borders)]
+        seconds += _GAP_S * sum(size < sizes[0] for size in sizes)
     return StagedEstimate(staging, descriptors, nbytes, seconds)
 
 

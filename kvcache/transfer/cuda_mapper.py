@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_PROGRAMS = 48  # thread blocks of one launch: 91 % of the plain copy, 64 would be 93 %
-LONG_RUN_BYTES = 256 << 10  # shorter ones are slower than the kernel: 64 KiB reach 139 GB/s
+LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel
 # Beside a batch. The kernel costs it some 1 ms for each GiB, whatever number of multiprocessors it
-# takes for how long: so it is paced, and where copy engines can do it they do, at two thirds of the
-# kernel's speed.
+# takes for how long: so it is paced, and what copy engines do at a third of its speed or more they
+# do.
 PACED_BYTES_PER_S = 90e9
 _PACED_BYTES = 16 << 20  # of a launch then
 LONG_ROW_BYTES = 2 << 10
+_LONG_COPY_BYTES = 64 << 10
 _COPIES = 128  # of a launch: more would keep the interpreter's lock for more than 0.1 ms
 _FIRST_COPIES = 8  # of a pull's first launch: the link has work sooner
 _AWAKE_S = 0.0002  # the driver's first call after more than that takes 20 us longer
@@ -229,7 +230,9 @@ class CudaMapper(Mapper):
         rows = prepared.rows
         if rows is None or rows.run_bytes >= self._long_run_bytes:
             return rows is not None
-        return rows.row_bytes >= LONG_ROW_BYTES and self._busy()
+        width = rows.run_bytes or rows.row_bytes
+        is_long = rows.row_bytes * rows.count >= _LONG_COPY_BYTES
+        return is_long and width >= LONG_ROW_BYTES and self._busy()
 
     def launch(self, work: Work, index: int, first: int, count: int) -> int:
         gather = work.gathers[index]

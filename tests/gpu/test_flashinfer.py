@@ -90,10 +90,11 @@ def test_any_ratio_of_query_to_kv_heads(num_q_heads: int, num_kv_heads: int) -> 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(8, 2), (4, 4), (8, 1), (2, 1)])
 def test_long_new_prompts_read_the_keys_and_values_of_the_step(
-    num_q_heads: int, num_kv_heads: int, head_dim: int
+    num_q_heads: int, num_kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_hopper():
         pytest.skip("fa3 needs a Hopper GPU")
+    monkeypatch.setattr("attention.flashinfer_backend._FRESH_TOKENS_OF_EACH", 550)
     shape = gpu_shape(
         num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=300
     )
@@ -108,6 +109,9 @@ def test_long_new_prompts_read_the_keys_and_values_of_the_step(
     assert new_prompts(backend) == [700, 600]
     # What they stored is read by what follows: a chunk, a decode after a whole prompt.
     check_step(backend, shape, seqs, [(0, 699, 700), (3, 600, 1100)], tolerance=TOLERANCE)
+    # Several are long each; of one alone, or the last, less is enough.
+    check_step(backend, shape, seqs, [(0, 0, 700), (1, 0, 513)], tolerance=TOLERANCE)
+    assert new_prompts(backend) == [513]
     check_step(backend, shape, seqs, [(1, 0, 513)], tolerance=TOLERANCE)
     assert new_prompts(backend) == [513]
     # One that others follow is read from the pool like these.
@@ -120,9 +124,10 @@ def new_prompts(backend: AttentionBackend) -> list[int]:
     return [part.stop - part.start for part in backend._parts if part.is_fresh]
 
 
-def test_a_new_prompt_of_nan_leaves_its_neighbours_alone() -> None:
+def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_hopper():
         pytest.skip("fa3 needs a Hopper GPU")
+    monkeypatch.setattr("attention.flashinfer_backend._FRESH_TOKENS_OF_EACH", 512)
     shape = gpu_shape(num_blocks=300)
     seqs = make_sequences(shape, [600, 530, 700])
     for part in (seqs.k, seqs.v):

@@ -90,7 +90,7 @@ def test_a_long_new_prompt_reads_what_is_stored_of_it() -> None:
         torch.testing.assert_close(outs[0], outs[2], atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(outs[0], outs[1], atol=1e-2, rtol=1e-2)
     if torch.cuda.get_device_capability()[0] == 9:
-        assert [part.is_fresh for part in ours._parts] == [False, True, True]
+        assert [part.is_fresh for part in ours._parts] == [False, True]
     stored = [
         fp8.numbers(each.pool.tensor, torch.float32).nan_to_num(1e9) for each in (ours, plain)
     ]

@@ -205,8 +205,8 @@ class MappedJob:
         index, first, count = self._pending.pop()
         gather = self._work.gathers[index]
         room = self._mapper.room(self._work, index)
-        if room < count * gather.share.block_bytes:
-            fitting = max(room // gather.share.block_bytes, min(room, 1))
+        fitting = max(room // gather.share.block_bytes, min(room, 1))  # a block may exceed the room
+        if fitting < count:
             self._pending.append((index, first + fitting, count - fitting))
             count = fitting
             if count == 0:

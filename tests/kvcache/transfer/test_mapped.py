@@ -96,6 +96,28 @@ def test_a_pull_goes_on_when_there_is_room_again(rig: Any) -> None:
     assert mapper.rooms == [0]  # one block, then the rest
 
 
+def test_blocks_larger_than_the_room_are_launched_one_by_one(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No launch is of nothing, which a GPU would refuse."""
+    mappers = Mappers()
+    prefill, decode = rig(Prefill), rig(Decode, make_mapped=mappers)
+    (mapper,) = mappers.made
+    launch, counts = mapper.launch, []
+
+    def noted(work: Any, index: int, first: int, count: int) -> Any:
+        counts.append(count)
+        return launch(work, index, first, count)
+
+    monkeypatch.setattr(mapper, "launch", noted)
+    mapper.rooms = [1] * 9
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+    assert set(counts) == {1}
+
+
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 8), (8, 16), (5, 12)])
 def test_block_sizes_may_differ(rig: Any, p_size: int, d_size: int) -> None:
     prefill = rig(Prefill, block_size=p_size)

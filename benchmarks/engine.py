@@ -222,8 +222,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         enforce_eager=args.enforce_eager,
         max_num_seqs=max([*args.batch, 1]),
         max_num_batched_tokens=max([*args.prompt, 2048]),
-        input_address="",
-        output_address="",
+        http_address="",
         control_address="",
         transfer_address="",
     )

@@ -24,7 +24,7 @@ import uvloop
 from engine.client import EngineClient
 from engine.http import PlainHooks, create_app
 from engine.tokenizer import Tokenizer
-from engine.transport import ZmqTransport
+from engine.transport import EngineTransport
 from model.default_model import prepare_default_model
 from protocol import lifecycle
 from protocol.messages import AbortRequest, AddRequest, EngineReady, KVUsage, TokenDelta
@@ -47,7 +47,7 @@ class _Settings:
 
 def _play_engine(folder: str, rate: float, text_ids: Sequence[int]) -> None:
     """Answers every request with the ids of a text, over and over, until it is aborted."""
-    transport = ZmqTransport(f"ipc://{folder}/in", f"ipc://{folder}/out")
+    transport = _connected(f"ipc://{folder}/http")
     transport.send_ready(
         EngineReady(num_blocks=1, block_size=64, max_model_len=10**6, vocab_size=10**6)
     )
@@ -69,6 +69,18 @@ def _play_engine(folder: str, rate: float, text_ids: Sequence[int]) -> None:
                 sent = {request_id: count + 1 for request_id, count in sent.items()}
 
 
+def _connected(address: str) -> EngineTransport:
+    """The link to the HTTP process, as soon as that listens."""
+    until = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            return EngineTransport(address)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
 def _next_delta(request_id: str, count: int, text_ids: Sequence[int]) -> TokenDelta:
     usage = KVUsage(recomputed=1) if count == 0 else None
     token_id = text_ids[count % len(text_ids)]
@@ -77,7 +89,7 @@ def _next_delta(request_id: str, count: int, text_ids: Sequence[int]) -> TokenDe
 
 async def _play_http(folder: str, tokenizer: Tokenizer) -> None:
     """A server's HTTP process, as engine/serve.py runs it."""
-    client = EngineClient(f"ipc://{folder}/in", f"ipc://{folder}/out")
+    client = EngineClient(f"ipc://{folder}/http")
     await client.start()
     await client.wait_ready(START_TIMEOUT_S)
     app = create_app(client, tokenizer, _Settings(), PlainHooks(), "fp_benchmark")

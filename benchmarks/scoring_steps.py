@@ -51,8 +51,7 @@ def _runner(args: argparse.Namespace) -> ModelRunner:
         incarnation="0",
         model_dir=args.model,
         block_size=_BLOCK_SIZE,
-        input_address="",
-        output_address="",
+        http_address="",
         control_address="",
         transfer_address="",
     )

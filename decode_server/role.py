@@ -15,7 +15,7 @@ from collections import defaultdict
 from decode_server.failure import FailurePolicy
 from engine.role import KVRole
 from engine.sequence import Phase, Sequence
-from engine.transport import ZmqTransport
+from engine.transport import EngineTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
 from kvcache.transfer import host_mapper
 from kvcache.transfer.agent import TransferAgent
@@ -374,7 +374,7 @@ class DecodeRoleFactory(RoleFactory):
         )
 
     def make_role(
-        self, context: RankContext, metadata: EngineMetadata, transport: ZmqTransport
+        self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
     ) -> KVRole:
         config = context.config
         settings = PullSettings(

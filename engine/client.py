@@ -1,6 +1,6 @@
 """The HTTP process's side of the engine: requests out, tokens in.
 
-`EngineClient` talks to an engine process over ZMQ, `ScriptedEngine` plays one in memory. Both
+`EngineClient` talks to an engine process over a socket, `ScriptedEngine` plays one in memory. Both
 are `Engine`s, and all bookkeeping is in `Engine`: they differ in how a message gets out.
 
     submit([AddRequest, ...]) -> Subscription -> batches of TokenDeltas, one terminal each
@@ -11,14 +11,14 @@ Everything here runs on one event loop; only `fail` may be called from another t
 
 import asyncio
 import contextlib
-import threading
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 
-import zmq
-
+from engine.transport import MAX_BYTES, path_of
+from kvcache.transfer.wire import Wire, WireClosed
 from protocol.errors import EngineDied
 from protocol.logging import get_logger
 from protocol.messages import (
@@ -39,8 +39,6 @@ from protocol.messages import (
 )
 
 log = get_logger(__name__)
-
-_CONTEXT_END_S = 1.0  # longer than the sockets linger
 
 
 def is_terminal(delta: TokenDelta) -> bool:
@@ -263,100 +261,86 @@ class Engine(ABC):
 
 
 class EngineClient(Engine):
-    """An engine in another process. This end binds, because it lives longer.
+    """An engine in another process, which connects to a socket here: this end lives longer.
 
     Args:
-        input_address, output_address: ZMQ endpoints, seen from the engine. A wildcard port is
-            resolved once `start` has returned.
+        address: `ipc://PATH` of the socket.
     """
 
-    def __init__(self, input_address: str, output_address: str) -> None:
+    def __init__(self, address: str) -> None:
         super().__init__()
-        self.input_address = input_address
-        self.output_address = output_address
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._inputs: zmq.Socket[bytes] | None = None
-        self._outputs: zmq.Socket[bytes] | None = None
+        self._path = path_of(address)
+        self._listener: socket.socket | None = None
+        self._wire: Wire | None = None
 
     async def start(self) -> None:
         await super().start()
-        # Plain sockets. A PUSH without high-water mark takes a message at once or never, and
-        # zmq.asyncio takes a future and two turns of the loop over each message that comes.
-        self._context = zmq.Context()
-        self._inputs = self._context.socket(zmq.PUSH)
-        self._inputs.setsockopt(zmq.SNDHWM, 0)
-        self._inputs.bind(self.input_address)
-        self._outputs = self._context.socket(zmq.PULL)
-        self._outputs.setsockopt(zmq.RCVHWM, 0)
-        self._outputs.bind(self.output_address)
-        self.input_address = _last_endpoint(self._inputs)
-        self.output_address = _last_endpoint(self._outputs)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._outputs.fileno(), self._read, self._outputs)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(self._path)
+        self._listener.listen(1)
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     async def close(self) -> None:
         with contextlib.suppress(EngineDied):
             self._send(Shutdown())
         await super().close()
-        inputs, outputs, context = self._inputs, self._outputs, self._context
-        # From here on there is nobody to tell, as requests that end during this find out.
-        self._inputs = self._outputs = self._context = None
-        if outputs is not None:
-            asyncio.get_running_loop().remove_reader(outputs.fileno())
-        for socket in (inputs, outputs):
-            if socket is not None:
-                socket.close(linger=200)
-        if context is not None:
-            await _end_context(context)
-
-    async def wait_ready(self, timeout_s: float) -> EngineReady:
-        ready = await super().wait_ready(timeout_s)
-        # The engine speaks on one connection and listens on another, which may be a moment late.
-        while self._inputs is not None and not self._inputs.poll(0, zmq.POLLOUT):
-            await asyncio.sleep(0.001)
-            self.check_alive()
-        return ready
+        self._disconnect()
+        self._stop_listening()
 
     def _send(self, message: EngineInput) -> None:
-        if self._inputs is None:
-            raise EngineDied("the client is not started, or closed")
+        if self._wire is None:
+            raise EngineDied("the engine is not connected")
         try:
-            self._inputs.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise EngineDied("the engine is not connected") from None
+            self._wire.send(encode(message))
+        except WireClosed:
+            raise EngineDied("the engine is gone") from None
+        if self._wire.has_unsent:
+            asyncio.get_running_loop().add_writer(self._wire.fileno(), self._flush)
 
-    def _read(self, socket: "zmq.Socket[bytes]") -> None:
-        """Takes all messages there are: the descriptor of a ZMQ socket tells only of new ones."""
+    def _accept(self) -> None:
+        assert self._listener is not None
         try:
-            while True:
-                self._take(decode_output(socket.recv(zmq.NOBLOCK)))
-        except zmq.Again:
+            link, _ = self._listener.accept()
+        except BlockingIOError:
             return
+        self._stop_listening()  # there is one engine
+        self._wire = Wire(link, MAX_BYTES)
+        asyncio.get_running_loop().add_reader(self._wire.fileno(), self._read)
+
+    def _stop_listening(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+            listener.close()
+
+    def _disconnect(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            asyncio.get_running_loop().remove_reader(wire.fileno())
+            asyncio.get_running_loop().remove_writer(wire.fileno())
+            wire.close()
+
+    def _flush(self) -> None:
+        if self._wire is None:
+            return
+        with contextlib.suppress(WireClosed):  # `_read` finds out
+            self._wire.flush()
+            if self._wire.has_unsent:
+                return
+        asyncio.get_running_loop().remove_writer(self._wire.fileno())
+
+    def _read(self) -> None:
+        if self._wire is None:
+            return
+        try:
+            for message in self._wire.receive():
+                self._take(decode_output(message))
+        except WireClosed:
+            self._disconnect()  # who watches the engine's processes says why
         except Exception as error:
             log.exception("the engine's messages cannot be read")
             self._fail(f"its messages cannot be read: {error}")
-
-
-async def _end_context(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    """Ends what the closed sockets left. libzmq can wait for ever here when an engine ended while
-    it was connecting (seen in one of 80 starts that failed), so nobody waits for it for long."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-
-    def end() -> None:
-        context.term()
-        with contextlib.suppress(RuntimeError):  # the loop has closed
-            loop.call_soon_threadsafe(ended.set)
-
-    threading.Thread(target=end, name="zmq-end", daemon=True).start()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(ended.wait(), _CONTEXT_END_S)
-
-
-def _last_endpoint(socket: "zmq.Socket[bytes]") -> str:
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return endpoint.rstrip(b"\0").decode()
 
 
 Script = Callable[[AddRequest], AsyncIterator[TokenDelta]]

@@ -6,9 +6,9 @@ import msgspec
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a rank process needs to know at start; facts learned later live elsewhere.
 
-    Addresses are ZMQ endpoints. `input_address` and `output_address` connect rank 0 to the HTTP
-    process, `control_address` connects rank 0 to the other ranks, `transfer_address` connects the
-    pull coordinator to every rank's pull worker.
+    Addresses are `ipc://PATH`. `http_address` connects rank 0 to the HTTP process,
+    `control_address` connects rank 0 to the other ranks (ZMQ), `transfer_address` connects the pull
+    coordinator to every rank's pull worker.
     """
 
     role: str  # "prefill" | "decode"
@@ -36,8 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     threads: int | None = None
-    input_address: str
-    output_address: str
+    http_address: str
     control_address: str
     transfer_address: str
     store_host: str = "127.0.0.1"  # torch.distributed rendezvous, used when tp > 1

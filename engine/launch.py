@@ -79,7 +79,7 @@ class EngineProcesses:
         self._folder = SocketFolder()
 
     def address(self, name: str) -> str:
-        """A ZMQ endpoint in this engine's private folder."""
+        """`ipc://` and a path in this engine's private folder."""
         return f"ipc://{self._folder.path}/{name}"
 
     def start(self, config: EngineConfig) -> None:

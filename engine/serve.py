@@ -130,7 +130,7 @@ class _Server:
         layout = check_geometry(config, model_config)
         if isinstance(self.settings, DecodeSettings):
             check_staging(config, layout)
-        client = EngineClient(config.input_address, config.output_address)
+        client = EngineClient(config.http_address)
         await client.start()
         try:
             self.processes.start(config)
@@ -256,8 +256,7 @@ class _Server:
             max_model_len=settings.max_model_len,
             enable_prefix_caching=settings.enable_prefix_caching,
             threads=settings.threads or max(1, available_cores() // settings.tp),
-            input_address=self.processes.address("in"),
-            output_address=self.processes.address("out"),
+            http_address=self.processes.address("http"),
             control_address=self.processes.address("ranks"),
             transfer_address=self.processes.address("pulls"),
             side_channel_host=settings.host,

@@ -27,7 +27,7 @@ from engine.ranks import Follower, Leader
 from engine.role import KVRole
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.transport import ZmqTransport
+from engine.transport import EngineTransport
 from kvcache.blocks import BlockAllocator
 from kvcache.pool import KVPool
 from kvcache.prefix import PrefixIndex
@@ -85,7 +85,7 @@ class RoleFactory(ABC):
 
     @abstractmethod
     def make_role(
-        self, context: RankContext, metadata: EngineMetadata, transport: ZmqTransport
+        self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
     ) -> KVRole:
         """Called on rank 0, after `make_service`."""
 
@@ -135,7 +135,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _lead(config: EngineConfig, factory: RoleFactory) -> None:
-    transport = ZmqTransport(config.input_address, config.output_address)
+    transport = EngineTransport(config.http_address)
     leader = Leader(config.control_address, config.tp)
     try:
         core, role, service, ready = _build_leader(config, factory, leader, transport)
@@ -160,7 +160,7 @@ def _lead(config: EngineConfig, factory: RoleFactory) -> None:
 
 
 def _build_leader(
-    config: EngineConfig, factory: RoleFactory, leader: Leader, transport: ZmqTransport
+    config: EngineConfig, factory: RoleFactory, leader: Leader, transport: EngineTransport
 ) -> tuple[EngineCore, KVRole, RankService, EngineReady]:
     model_config = load_config(config.model_dir)
     grammars = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)

@@ -10,7 +10,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.role import KVRole
 from engine.sequence import Sequence
-from engine.transport import ZmqTransport
+from engine.transport import EngineTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
 from kvcache.transfer.agent import MemoryKind
 from kvcache.transfer.side_channel import LeaseServer
@@ -126,7 +126,7 @@ class PrefillRoleFactory(RoleFactory):
         return _Readable(context)
 
     def make_role(
-        self, context: RankContext, metadata: EngineMetadata, transport: ZmqTransport
+        self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
     ) -> KVRole:
         config = context.config
         leases = LeaseServer(

@@ -1,4 +1,4 @@
-"""Messages between a server's HTTP process and its engine's rank 0 (msgpack over ZMQ).
+"""Messages between a server's HTTP process and its engine's rank 0 (msgpack over a socket).
 
 The HTTP process validates, tokenizes, verifies `kv_transfer_params` and detokenizes; the engine
 sees token ids only. Every AddRequest is answered by TokenDeltas, the last of which carries

@@ -1,6 +1,7 @@
-"""The client over real ZMQ, and the scripted engine, keep one set of promises."""
+"""The client over a real socket, and the scripted engine, keep one set of promises."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -9,10 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
 from engine.client import SMALL_ENGINE, Engine, EngineClient, ScriptedEngine
+from kvcache.transfer.wire import framed
 from protocol.errors import EngineDied
 from protocol.messages import (
     AbortRequest,
@@ -48,20 +48,22 @@ async def _silent(request: AddRequest) -> AsyncIterator[TokenDelta]:
 
 
 class RemoteEngine:
-    """The engine's end of the sockets: says it is ready, records, and answers when told to."""
+    """The engine's end of the socket: says it is ready, records, and answers when told to."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._context = zmq.asyncio.Context()
-        self._inputs = self._context.socket(zmq.PULL)
-        self._inputs.connect(client.input_address)
-        self._outputs = self._context.socket(zmq.PUSH)
-        self._outputs.connect(client.output_address)
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
 
     async def receive(self) -> Any:
-        return decode_input(await asyncio.wait_for(self._inputs.recv(), WAIT_S))
+        async with asyncio.timeout(WAIT_S):
+            length = int.from_bytes(await self._reader.readexactly(4), "little")
+            return decode_input(await self._reader.readexactly(length))
 
     async def send(self, message: Any) -> None:
-        await self._outputs.send(encode(message))
+        await self.send_raw(encode(message))
+
+    async def send_raw(self, data: bytes) -> None:
+        self._writer.write(framed(data))
+        await self._writer.drain()
 
     async def answer(self, request: AddRequest, *token_ids: int, finish: str | None = None) -> None:
         delta = TokenDelta(
@@ -69,24 +71,24 @@ class RemoteEngine:
         )
         await self.send(Outputs([delta]))
 
-    def close(self) -> None:
-        self._inputs.close(0)
-        self._outputs.close(0)
-        self._context.term()
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
 
 
 @asynccontextmanager
 async def connected(tmp_path: Any) -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
-    client = EngineClient(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
+    client = EngineClient(f"ipc://{tmp_path}/http")
     await client.start()
-    remote = RemoteEngine(client)
+    remote = RemoteEngine(*await asyncio.open_unix_connection(f"{tmp_path}/http"))
     try:
         await remote.send(SMALL_ENGINE)
         assert await client.wait_ready(WAIT_S) == SMALL_ENGINE
         yield client, remote
     finally:
         await client.close()
-        remote.close()
+        await remote.close()
 
 
 async def collect(engine: Engine, request: AddRequest) -> list[TokenDelta]:
@@ -216,7 +218,7 @@ def test_a_dead_engine_ends_every_open_request(tmp_path: Any, how: str) -> None:
             elif how == "thread":
                 threading.Thread(target=client.fail, args=("out of memory",)).start()
             else:
-                await remote._outputs.send(b"\xc1")
+                await remote.send_raw(b"\xc1")
             for answer in answers:
                 (last,) = await asyncio.wait_for(answer, WAIT_S)
                 assert last.error is not None and last.error.code == "engine_died"
@@ -229,7 +231,7 @@ def test_a_dead_engine_ends_every_open_request(tmp_path: Any, how: str) -> None:
 
 def test_an_engine_that_fails_at_start_is_not_waited_for(tmp_path: Any) -> None:
     async def main() -> None:
-        client = EngineClient(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
+        client = EngineClient(f"ipc://{tmp_path}/http")
         await client.start()
         client.fail("no such model")
         with pytest.raises(EngineDied, match="no such model"):
@@ -252,7 +254,7 @@ def test_a_silent_engine_is_given_up() -> None:
 
 def test_nobody_connected_is_a_dead_engine_not_a_hang(tmp_path: Any) -> None:
     async def main() -> None:
-        client = EngineClient(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
+        client = EngineClient(f"ipc://{tmp_path}/http")
         await client.start()
         with pytest.raises(EngineDied, match="not connected"):
             client.submit([add("r")])
@@ -262,33 +264,27 @@ def test_nobody_connected_is_a_dead_engine_not_a_hang(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_transport_that_never_ends_does_not_hold_up_the_end(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    never = threading.Event()
-
+def test_an_engine_that_hangs_up_is_a_dead_engine(tmp_path: Any) -> None:
     async def main() -> None:
-        client = EngineClient(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
-        await client.start()
-        assert client._context is not None
-        end = client._context.term
-        # As libzmq was seen to.
-        monkeypatch.setattr(client._context, "term", lambda: never.wait() and end())
-        await asyncio.wait_for(client.close(), WAIT_S)
+        async with connected(tmp_path) as (client, remote):
+            await remote.close()
+            await _until(lambda: client._wire is None)
+            with pytest.raises(EngineDied, match="not connected"):
+                client.submit([add("r")])
 
     asyncio.run(main())
-    never.set()
-    for thread in threading.enumerate():
-        if thread.name == "zmq-end":
-            thread.join(WAIT_S)
 
 
-def test_wildcard_ports_are_resolved() -> None:
+def test_an_engine_that_reads_late_gets_everything(tmp_path: Any) -> None:
+    """More than the socket holds, while the engine is in a step."""
+    long = [msgspec.structs.replace(add(str(i)), token_ids=[70_000] * 50_000) for i in range(8)]
+
     async def main() -> None:
-        client = EngineClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
-        await client.start()
-        assert "*" not in client.input_address + client.output_address
-        await client.close()
+        async with connected(tmp_path) as (client, remote):
+            subscription = client.submit(long)
+            for request in long:
+                assert await remote.receive() == request
+            subscription.close()
 
     asyncio.run(main())
 

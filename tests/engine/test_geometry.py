@@ -28,8 +28,7 @@ _CONFIG = EngineConfig(
     engine_id="e",
     incarnation="i",
     model_dir="",
-    input_address="",
-    output_address="",
+    http_address="",
     control_address="",
     transfer_address="",
 )

@@ -20,8 +20,7 @@ _BASE = EngineConfig(
     model_dir="m",
     block_size=16,
     max_num_seqs=4,
-    input_address="a",
-    output_address="b",
+    http_address="a",
     control_address="c",
     transfer_address="d",
 )

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.transfer import reformat
-from kvcache.transfer.plan import CostModel, Planner, TransferPlan
+from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, Planner, TransferPlan
 from tests.kvcache.transfer.geometry import (
     COSTS,
     DTYPES,
@@ -82,7 +82,14 @@ def _check(case: Case, d_rank: int, plan: TransferPlan, staging: int) -> None:
             assert leased[first : first + length].all()
 
 
-_COSTS = [COSTS, CostModel(1e-3, 1e12, 1e15), CostModel(1e-9, 1e9, 1e9)]
+# Between CPUs, where descriptors hurt, where copies do, and between GPUs, whose chunks taper.
+_COSTS = [
+    COSTS,
+    CostModel(1e-3, 1e12, 1e15),
+    CostModel(1e-9, 1e9, 1e9),
+    DEFAULT_COSTS["cuda"],
+    CostModel(1e-5, 1e6, 2e6),
+]
 
 
 def _plan_all(pulls: list[Case], d_rank: int, staging_blocks: int, chosen: list[int]) -> None:
@@ -117,7 +124,7 @@ _DRAWS = (
     st.integers(0, 7),
     st.integers(1, 6),
     DTYPES,
-    st.lists(st.sampled_from([0, 1, 1, 2]), min_size=1, max_size=3),
+    st.lists(st.sampled_from([0, 1, 1, 2, 3, 4]), min_size=1, max_size=3),
 )
 
 

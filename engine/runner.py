@@ -334,18 +334,31 @@ class ModelRunner:
         return host.to(self.device, non_blocking=True)
 
 
+def check_devices(config: EngineConfig) -> None:
+    """Every rank looks at all ranks' GPUs, before they wait for each other.
+
+    Raises:
+        ValueError: one is not there.
+    """
+    if config.device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no GPU here: use --device cpu")
+    count = torch.cuda.device_count()
+    for rank, index in enumerate(config.devices):
+        if index >= count:
+            raise ValueError(
+                f"rank {rank} is to run on GPU {index}, but this machine has {count} "
+                f"(0 to {count - 1}): choose others with --devices, or a smaller --tp"
+            )
+
+
 def _device(config: EngineConfig, rank: int) -> torch.device:
     """The device of a rank, made current in this thread where it is a GPU."""
     if config.device != "cuda":
         return torch.device(config.device)
-    if not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch sees no GPU here: use --device cpu")
-    index, count = config.devices[rank], torch.cuda.device_count()
-    if index >= count:
-        raise ValueError(
-            f"rank {rank} is to run on GPU {index}, but this machine has {count} "
-            f"(0 to {count - 1}): choose others with --devices, or a smaller --tp"
-        )
+    check_devices(config)
+    index = config.devices[rank]
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         raise ValueError(
             "PYTORCH_CUDA_ALLOC_CONF asks for expandable segments, whose memory other processes "

@@ -25,7 +25,7 @@ from engine.grammar import GrammarCompiler
 from engine.memory import MemoryTooSmall, PoolSize, free_host_bytes, size_pool
 from engine.ranks import Follower, Leader
 from engine.role import KVRole
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, check_devices
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.transport import EngineTransport
 from kvcache.blocks import BlockAllocator
@@ -104,6 +104,7 @@ def main(factory: RoleFactory) -> None:
         torch.set_num_threads(config.threads)
     code = 0
     try:
+        check_devices(config)
         _lead(config, factory) if rank == 0 else _follow(config, rank, factory)
     except SystemExit:
         logger.info("rank %d ends on SIGTERM", rank)

@@ -49,8 +49,12 @@ class SlotGather:
         """Pulls between these endpoints are going to be staged."""
         self._mapper.prepare(transfer)
 
-    def place(self, span: Span, slot_address: int) -> list[Any]:
-        """Begins to place a chunk that was read to a slot; what tells its end, for `finished`."""
+    def place(self, span: Span, slot_address: int, tokens: list[Any]) -> None:
+        """Begins to place a chunk that was read to a slot.
+
+        Args:
+            tokens: gets what tells the end of all that has begun, for `finished`.
+        """
         work, way = self._work_of(span.staging), _way_of(span.staging)
         size = span.staging.transfer.remote[0].layout.block_size
         first = max(span.first, span.start // size)
@@ -61,7 +65,8 @@ class SlotGather:
         ]
         sources = [MappedMemory(slot_address + offset) for offset in way.offsets]
         part = Work(gathers, sources, work.transfer, work.device_copy)
-        return [self._mapper.launch(part, index, 0, count) for index in range(len(gathers))]
+        for index in range(len(gathers)):
+            tokens.append(self._mapper.launch(part, index, 0, count))
 
     def finished(self, tokens: list[Any]) -> bool:
         """Whether a chunk is placed; forgets what has ended."""

@@ -55,6 +55,7 @@ class Staging:
         self._pool = pool
         self._memory = _allocate(nbytes, pool.device)
         self._gather = SlotGather(mapper) if mapper is not None else None
+        self._gathers = mapper is not None
         self._mapper = mapper
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
         # Of the last copies out of each slot: CUDA events, futures, or what a gather told
@@ -73,7 +74,7 @@ class Staging:
 
     def prepare(self, transfer: Transfer) -> None:
         """Pulls between these endpoints are going to come: does what can be done before."""
-        if self._gather is not None:
+        if self._gather is not None and self._gathers:
             gather = self._gather
             self._or_torch(lambda: gather.prepare(transfer))
 
@@ -83,7 +84,7 @@ class Staging:
             preparation()
         except Exception as error:  # whatever the driver or the kernel's compiler lacks
             logger.warning("staged KV is placed by torch, more slowly: %r", error)
-            self._gather = None
+            self._gathers = False  # no more; what runs has to end
 
     @property
     def base_address(self) -> int:
@@ -125,9 +126,10 @@ class Staging:
 
     def place(self, chunk: Chunk, slot: int, slot_bytes: int) -> None:
         """Begins to copy what was read into the slot to the pool; see `is_free`."""
-        if self._gather is not None and chunk.span is not None:
+        if self._gather is not None and self._gathers and chunk.span is not None:
             address = self.base_address + slot * slot_bytes
-            self._copies[slot] = self._gather.place(chunk.span, address)
+            begun = self._copies[slot] = []  # some may run though another cannot begin
+            self._gather.place(chunk.span, address, begun)
             return
         if self._thread is not None:
             self._copies[slot] = self._thread.submit(self.place_now, chunk, slot, slot_bytes)

@@ -48,7 +48,9 @@ def place_all(case: Case, d_rank: int, staging_blocks: int) -> None:
         slot = np.full(chunk.nbytes + 64, 0xEE, np.uint8)[: chunk.nbytes]
         execute_reads(chunk.reads, sources, slot)
         assert chunk.span is not None
-        assert gather.finished(gather.place(chunk.span, slot.ctypes.data))
+        tokens: list[Any] = []
+        gather.place(chunk.span, slot.ctypes.data, tokens)
+        assert gather.finished(tokens)
     gather.end()
     np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
 
@@ -88,4 +90,36 @@ def test_staging_memory_places_with_its_mapper_or_without(kind: type[MemoryMappe
     staging.leave("a")
     found = pool.tensor.view(-1).numpy()
     np.testing.assert_array_equal(found, memory_of(case, case.d, 0, case.start))
+    staging.close()
+
+
+class LateWithoutCompiler(MemoryMapper):
+    """Prepares one peer and no other."""
+
+    peers = 0
+
+    def prepare(self, transfer: Transfer) -> None:
+        self.peers += 1
+        if self.peers > 1:
+            raise ImportError("no compiler any more")
+
+
+def test_what_a_mapper_places_has_to_end_though_it_is_given_up() -> None:
+    case = simple(side(1, 16), side(1, 64))
+    plan = case.plan(0, costs=STAGE_ALL, staging_bytes=1 << 20)
+    pool = KVPool(case.layout(case.d, 0))
+    mapper = LateWithoutCompiler(pool)
+    staging = Staging(1 << 20, pool, mapper)
+    (chunk,) = plan.chunks
+    assert chunk.span is not None
+    transfer = chunk.span.staging.transfer
+    staging.prepare(transfer)
+    staging.enter("a")
+    mapper.stalled = True
+    staging.place(chunk, 0, plan.slot_bytes)
+    staging.prepare(transfer)  # of another peer
+    assert not staging.is_free(0)
+    mapper.stalled = False
+    assert staging.is_free(0)
+    staging.leave("a")
     staging.close()

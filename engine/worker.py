@@ -132,6 +132,8 @@ def _end_undisturbed() -> None:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, MemoryTooSmall):
+        return str(error)  # what cannot be, in a sentence for the user
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

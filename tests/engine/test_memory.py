@@ -9,6 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.memory import MemoryTooSmall, check_weights_fit, free_host_bytes, size_pool
 from engine.runner import ModelRunner
+from engine.worker import _reason
 from model.config import load_config
 from model.parallel import Parallel
 from tests.make_models import ensure_model
@@ -65,6 +66,11 @@ def test_a_pool_larger_than_the_free_memory_is_refused() -> None:
     told = r"--kv-cache-bytes takes 95 MiB, but .* has 10 MiB free .* lower --kv-cache-bytes"
     with pytest.raises(MemoryTooSmall, match=told):
         _size(free_bytes=10 << 20, kv_cache_bytes=10**8)
+
+
+def test_a_user_is_told_without_the_names_of_our_classes() -> None:
+    assert _reason(MemoryTooSmall("too small: lower it")) == "too small: lower it"
+    assert _reason(KeyError("x")) == "KeyError: 'x'"
 
 
 def test_free_memory_is_read_and_that_of_a_container_is_less(tmp_path: Path) -> None:

@@ -76,9 +76,10 @@ class DecodeHooks:
         }
 
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
-        if kv_params.is_absent(kv_transfer_params) or isinstance(kv_transfer_params, list):
-            return None
-        for params in kv_params.signed(kv_transfer_params, self.secret):
+        offered = kv_transfer_params
+        if not isinstance(offered, dict) or offered.get("text_digest") is None:
+            return None  # as of every prompt that came as ids: the rest needs no look
+        for params in kv_params.signed(offered, self.secret):
             return params.tokenized()
         return None  # `prepare` tells what is wrong with it
 

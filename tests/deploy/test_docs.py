@@ -12,7 +12,8 @@ from protocol.settings_sources import field_paths, option_name
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-OTHERS = {"--kebab-case", "--profile", "--build", "--help"}  # a pattern; docker's; argparse's
+# A pattern; docker's; argparse's; pip's.
+OTHERS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
 # docs/log.md keeps what was; the others name options of other programs.
 OF_BATON = [
     path for path in DOCS if path.name not in ("log.md", "evaluation.md", "CONTRIBUTING.md")

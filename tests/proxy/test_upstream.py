@@ -1,6 +1,7 @@
 """The HTTP client against servers that answer byte by byte as scripted."""
 
 import asyncio
+import errno
 import os
 import resource
 import socket
@@ -37,6 +38,39 @@ def test_bodies_are_read_and_the_connection_is_used_again(answer: bytes) -> None
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b"HTTP/1.1 204 No Content\r\nx-empty:\r\nx-b: 2\r\n\r\n", b""),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nx-empty:\r\nx-b: 2\r\n\r\n", b""),
+        (
+            b"HTTP/1.1 200\r\nTransfer-Encoding: chunked\r\nx-empty:\r\nX-B: 2\r\n\r\n"
+            b"2;x=y\r\nok\r\n0\r\nx-trailer: 1\r\n\r\n",
+            b"ok",
+        ),
+    ],
+)
+def test_heads_and_bodies_however_they_are_written(answer: bytes, body: bytes) -> None:
+    async def by_bytes(_: Reader, writer: Writer) -> None:
+        for position in range(len(answer)):
+            writer.write(answer[position : position + 1])
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        script = Script(answer, by_bytes)
+        async with serving(script) as client:
+            for _ in range(2):
+                response = await client.send(script.url, "POST", "/x", body=b"{}")
+                assert await response.read() == body
+                assert response.header(b"x-empty") == b""
+                assert response.header(b"x-b") == b"2"
+                assert response.header(b"x-trailer") is None
+            assert script.num_connections == 1
+
+    run(test())
+
+
 def test_a_body_may_end_with_the_connection() -> None:
     async def answer(_: Reader, writer: Writer) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
@@ -56,6 +90,28 @@ def test_a_connection_that_its_server_will_close_is_not_used_again() -> None:
         async with serving(script) as client:
             for _ in range(2):
                 assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
+            assert script.num_connections == 2
+
+    run(test())
+
+
+def test_a_connection_that_speaks_while_nobody_asks_is_not_used_again() -> None:
+    async def test() -> None:
+        ask = asyncio.Event()
+
+        async def babbles(_: Reader, writer: Writer) -> None:
+            writer.write(OK)
+            await ask.wait()
+            writer.write(OK)
+            await writer.drain()
+
+        script = Script(babbles, OK)
+        async with serving(script) as client:
+            await (await client.send(script.url, "GET", "/")).read()
+            ask.set()
+            while script.num_closed < 1:
+                await asyncio.sleep(0.002)
+            assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
             assert script.num_connections == 2
 
     run(test())
@@ -83,8 +139,9 @@ def test_nobody_listens() -> None:
         with socket.create_server(("127.0.0.1", 0)) as closed:
             url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         client = HttpUpstream(connect_timeout_s=5.0, read_timeout_s=5.0)
-        with pytest.raises(Unreachable):
-            await client.send(url, "GET", "/")
+        for server in (url, url.replace("127.0.0.1", "localhost")):  # several addresses, often
+            with pytest.raises(Unreachable, match=f"Errno {errno.ECONNREFUSED}"):
+                await client.send(server, "GET", "/")
         with pytest.raises(Unreachable):
             await client.send("http://name.invalid", "GET", "/")
 
@@ -139,6 +196,25 @@ def test_a_connection_that_ends_before_the_head(sent: bytes) -> None:
             with pytest.raises(Lost):
                 await client.send(script.url, "POST", "/", body=b"{}")
             assert len(script.requests) == 1
+
+    run(test())
+
+
+def test_a_head_has_a_limit() -> None:
+    async def endless(_: Reader, writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nx-a: ")
+        try:
+            while True:
+                writer.write(b"a" * 4096)
+                await writer.drain()
+        except ConnectionError:
+            pass
+
+    async def test() -> None:
+        script = Script(endless)
+        async with serving(script) as client:
+            with pytest.raises(Lost, match="too long"):
+                await client.send(script.url, "GET", "/")
 
     run(test())
 

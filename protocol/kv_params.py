@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Annotated, Any, NoReturn
 
 import msgspec
@@ -187,12 +188,29 @@ def sampling_digest(sampling: SamplingParams, stop_token_ids: Sequence[int] = ()
         sampling.frequency_penalty,
         sampling.repetition_penalty,
     )
+    return _shape_digest(
+        numbers,
+        sampling.top_k,
+        tuple(sorted(sampling.logit_bias.items())),
+        tuple(sorted(set(stop_token_ids))) if sampling.min_tokens > 0 else (),
+        None if sampling.grammar is None else (sampling.grammar.kind, sampling.grammar.text),
+    )
+
+
+@lru_cache(maxsize=64)  # most requests of a client, and all that give nothing, have one shape
+def _shape_digest(
+    numbers: tuple[float, ...],
+    top_k: int,
+    logit_bias: tuple[tuple[int, float], ...],
+    stop_token_ids: tuple[int, ...],
+    grammar: tuple[str, str] | None,
+) -> str:
     shape = [
         [_float_text(value) for value in numbers],
-        sampling.top_k,
-        [[token, _float_text(bias)] for token, bias in sorted(sampling.logit_bias.items())],
-        sorted(set(stop_token_ids)) if sampling.min_tokens > 0 else [],
-        sampling.grammar and [sampling.grammar.kind, sampling.grammar.text],
+        top_k,
+        [[token, _float_text(bias)] for token, bias in logit_bias],
+        stop_token_ids,
+        grammar,
     ]
     text = json.dumps(shape, separators=(",", ":"))
     return hashlib.sha256(b"baton sampling\0" + text.encode()).hexdigest()

@@ -1,9 +1,9 @@
 """HTTP/1.1 to the servers over httpx, with as many connections as there are requests in flight.
 
-Every connection has an httpx transport of its own, kept in a stack per server. One transport for
-many connections looks through all of them, each time, for every request: 64 idle ones make that
-3 ms of CPU per request and 512 make it 87 ms. httpx's client above the transport would only cost
-time: cookies, redirects and authentication are the client's and the servers' own business.
+Every connection has an httpx transport of its own (transport.py), kept in a stack per server. One
+transport for many connections looks through all of them, each time, for every request: 64 idle ones
+make that 3 ms of CPU per request and 512 make it 87 ms. httpx's client above the transport would
+only cost time: cookies, redirects and authentication are the business of client and servers.
 
     send() -> head -> chunks... -> end       the connection goes back on the stack
           \\-> error or aclose() on the way   the connection is closed, which the server sees
@@ -11,7 +11,6 @@ time: cookies, redirects and authentication are the client's and the servers' ow
 
 import asyncio
 import errno
-import socket
 import ssl
 from collections import deque
 from collections.abc import Sequence
@@ -22,21 +21,12 @@ import httpx
 
 from protocol.errors import InvalidRequest
 from proxy import retry
+from proxy.transport import ConnectionTransport
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 IDLE_S = 4.0  # a connection idle for longer is not used again; servers drop theirs after 5 s
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
-# A server may rightly be silent for minutes. Probes find a host that is gone in half of one.
-KEEPALIVE_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-SOCKET_OPTIONS = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *(
-        (socket.IPPROTO_TCP, getattr(socket, name), value)
-        for name, value in KEEPALIVE_PROBES
-        if hasattr(socket, name)  # not everywhere
-    ),
-]
 
 
 class UpstreamError(Exception):
@@ -72,7 +62,7 @@ class TimedOut(UpstreamError):
 class _Lane:
     """A transport that has one connection, or none yet, to one server."""
 
-    def __init__(self, transport: httpx.AsyncHTTPTransport) -> None:
+    def __init__(self, transport: ConnectionTransport) -> None:
         self.transport = transport
         self.idle_since = float("-inf")  # on the loop's clock
 
@@ -229,17 +219,8 @@ class HttpUpstream:
     def _tls(self) -> ssl.SSLContext:
         return ssl.create_default_context()  # reads the certificate store: slow
 
-    @cached_property
-    def _no_tls(self) -> ssl.SSLContext:
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # else httpx makes one with certificates
-
     def _open(self, lanes: _Lanes) -> _Lane:
-        transport = httpx.AsyncHTTPTransport(
-            verify=self._tls if lanes.url.scheme == "https" else self._no_tls,
-            trust_env=False,
-            limits=httpx.Limits(keepalive_expiry=None),  # `take` looks at their age
-            socket_options=SOCKET_OPTIONS,
-        )
+        transport = ConnectionTransport(self._tls if lanes.url.scheme == "https" else None)
         lane = _Lane(transport)
         lanes.open.add(lane)
         return lane

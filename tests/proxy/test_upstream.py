@@ -257,6 +257,29 @@ def test_silence_is_timed_before_and_within_a_body() -> None:
     run(test())
 
 
+def test_a_server_that_takes_no_request_is_given_up() -> None:
+    async def takes_nothing(_: Reader, writer: Writer) -> None:
+        await given_up.wait()
+        writer.transport.abort()
+        ended.set()
+
+    async def test() -> None:
+        server = await asyncio.start_server(takes_nothing, "127.0.0.1", 0)
+        client = HttpUpstream(connect_timeout_s=5, read_timeout_s=0.3)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        body = bytes(64 << 20)  # more than sockets hold
+        with pytest.raises(TimedOut):
+            await client.send(url, "POST", "/", body=body)
+        given_up.set()
+        await ended.wait()
+        await client.close()
+        server.close()
+        await server.wait_closed()
+
+    given_up, ended = asyncio.Event(), asyncio.Event()
+    run(test())
+
+
 def test_closing_early_hangs_up() -> None:
     hung_up = asyncio.Event()
 

@@ -1,0 +1,225 @@
+"""An httpx transport of one connection: httpcore's HTTP/1.1 over a socket of the event loop.
+
+httpx's own transport keeps a pool of connections over anyio, and these two take half of the time
+that a request costs; upstream.py keeps connections itself.
+"""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
+
+import httpcore
+import httpx
+
+HIGH_WATER_BYTES = 262144  # unread, at which the server has to wait
+# A server may rightly be silent for minutes. Probes find a host that is gone in half of one.
+KEEPALIVE_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+SOCKET_OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in KEEPALIVE_PROBES
+        if hasattr(socket, name)  # not everywhere
+    ),
+]
+_ERRORS: dict[type[Exception], type[httpx.TransportError]] = {
+    httpcore.ReadTimeout: httpx.ReadTimeout,
+    httpcore.WriteTimeout: httpx.WriteTimeout,
+    httpcore.ReadError: httpx.ReadError,
+    httpcore.WriteError: httpx.WriteError,
+    httpcore.LocalProtocolError: httpx.LocalProtocolError,
+    httpcore.RemoteProtocolError: httpx.RemoteProtocolError,
+}
+
+
+class ConnectionTransport(httpx.AsyncBaseTransport):
+    """Connects when it is first asked, and again after the server has hung up.
+
+    Args:
+        tls: for `https`; None for `http`.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        self._tls = tls
+        self._socket: Socket | None = None
+        self._http: httpcore.AsyncHTTP11Connection | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Sends a request and waits for the head of its answer.
+
+        Raises:
+            httpx.TransportError: ConnectError or ConnectTimeout when nothing was sent.
+        """
+        http = await self._connected(request)
+        url = request.url
+        asked = httpcore.Request(
+            request.method,
+            httpcore.URL(
+                scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+            ),
+            headers=request.headers.raw,
+            content=request.stream,
+            extensions=request.extensions,
+        )
+        with _translated():
+            answer = await http.handle_async_request(asked)
+        return httpx.Response(
+            answer.status, headers=answer.headers, stream=_Body(answer), request=request
+        )
+
+    async def aclose(self) -> None:
+        if self._http is not None:
+            await self._http.aclose()
+
+    async def _connected(self, request: httpx.Request) -> httpcore.AsyncHTTP11Connection:
+        is_usable = self._http is not None and self._http.is_idle()
+        if self._http is not None and is_usable and self._socket is not None:
+            if self._socket.is_quiet:
+                return self._http
+            await self._http.aclose()  # it hung up, or says what nobody asked for
+        url, timeout_s = request.url, request.extensions["timeout"]["connect"]
+        loop = asyncio.get_running_loop()
+        port = url.port or (443 if self._tls else 80)
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, self._socket = await loop.create_connection(
+                    Socket, url.host, port, ssl=self._tls
+                )
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(str(error), request=request) from error
+        except OSError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+        origin = httpcore.Origin(url.raw_scheme, url.raw_host, port)
+        self._http = httpcore.AsyncHTTP11Connection(origin, self._socket)
+        return self._http
+
+
+class Socket(httpcore.AsyncNetworkStream, asyncio.Protocol):
+    """A connected one, as httpcore reads and writes it. One task at a time waits."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._received: list[bytes] = []
+        self._num_received = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._problem: Exception | None = None
+        self._is_paused = False  # reading
+        self._is_full = False  # what is unsent
+
+    @property
+    def is_quiet(self) -> bool:
+        """Connected, and nothing is unread."""
+        transport = self._transport
+        return transport is not None and not transport.is_closing() and not self._received
+
+    # called by httpcore
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        while not self._received:
+            if self._transport is None:
+                if self._problem is not None:
+                    raise httpcore.ReadError(str(self._problem)) from self._problem
+                return b""
+            await self._wait(timeout, httpcore.ReadTimeout)
+        data = self._received[0] if len(self._received) == 1 else b"".join(self._received)
+        rest = data[max_bytes:]
+        self._received = [rest] if rest else []
+        self._num_received = len(rest)
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return data[:max_bytes] if rest else data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        if self._transport is not None:
+            self._transport.write(buffer)
+        while self._is_full and self._transport is not None:
+            await self._wait(timeout, httpcore.WriteTimeout)
+        if self._transport is None:
+            raise httpcore.WriteError(str(self._problem or "closed by the server"))
+
+    async def aclose(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def start_tls(self, *args: Any, **kwargs: Any) -> httpcore.AsyncNetworkStream:
+        raise NotImplementedError("a connection begins with TLS or stays without")
+
+    def get_extra_info(self, info: str) -> Any:
+        return None if self._transport is None else self._transport.get_extra_info(info)
+
+    # called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if (link := transport.get_extra_info("socket")) is not None:
+            for option in SOCKET_OPTIONS:
+                link.setsockopt(*option)
+
+    def data_received(self, data: bytes) -> None:
+        self._received.append(data)
+        self._num_received += len(data)
+        if self._num_received > HIGH_WATER_BYTES and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport, self._problem = None, exc
+        self._wake()
+
+    async def _wait(self, timeout_s: float | None, error: type[Exception]) -> None:
+        """Until something has changed."""
+        waiter = self._waiter = self._loop.create_future()
+        timer = None if timeout_s is None else self._loop.call_later(timeout_s, _end, waiter, error)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, answer: httpcore.Response) -> None:
+        self._stream = cast(Any, answer.stream)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        with _translated():
+            async for piece in self._stream:
+                yield piece
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def _end(waiter: asyncio.Future[None], error: type[Exception]) -> None:
+    if not waiter.done():
+        waiter.set_exception(error())
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """What upstream.py sees are httpx's errors."""
+    try:
+        yield
+    except Exception as error:
+        for known, translated in _ERRORS.items():
+            if isinstance(error, known):
+                raise translated(str(error)) from error
+        raise

@@ -36,7 +36,7 @@ _ERRORS: dict[type[Exception], type[httpx.TransportError]] = {
 
 
 class ConnectionTransport(httpx.AsyncBaseTransport):
-    """Connects when it is first asked, and again after the server has hung up.
+    """Connects when it is first asked, and only then.
 
     Args:
         tls: for `https`; None for `http`.
@@ -46,6 +46,15 @@ class ConnectionTransport(httpx.AsyncBaseTransport):
         self._tls = tls
         self._socket: Socket | None = None
         self._http: httpcore.AsyncHTTP11Connection | None = None
+
+    @property
+    def is_reusable(self) -> bool:
+        """Connected, and whatever is read from now on answers the next request: not so once more
+        has come than an answer, whether it lies in the socket or in the parser."""
+        if self._http is None or self._socket is None:
+            return False
+        is_quiet = self._http.is_idle() and self._socket.is_quiet
+        return is_quiet and not self._http._h11_state.trailing_data[0]
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Sends a request and waits for the head of its answer.
@@ -71,15 +80,15 @@ class ConnectionTransport(httpx.AsyncBaseTransport):
         )
 
     async def aclose(self) -> None:
-        if self._http is not None:
-            await self._http.aclose()
+        self.close()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
     async def _connected(self, request: httpx.Request) -> httpcore.AsyncHTTP11Connection:
-        is_usable = self._http is not None and self._http.is_idle()
-        if self._http is not None and is_usable and self._socket is not None:
-            if self._socket.is_quiet:
-                return self._http
-            await self._http.aclose()  # it hung up, or says what nobody asked for
+        if self._http is not None:
+            return self._http
         url, timeout_s = request.url, request.extensions["timeout"]["connect"]
         loop = asyncio.get_running_loop()
         port = url.port or (443 if self._tls else 80)
@@ -116,6 +125,10 @@ class Socket(httpcore.AsyncNetworkStream, asyncio.Protocol):
         transport = self._transport
         return transport is not None and not transport.is_closing() and not self._received
 
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
     # called by httpcore
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
@@ -143,8 +156,7 @@ class Socket(httpcore.AsyncNetworkStream, asyncio.Protocol):
             raise httpcore.WriteError(str(self._problem or "closed by the server"))
 
     async def aclose(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        self.close()
 
     async def start_tls(self, *args: Any, **kwargs: Any) -> httpcore.AsyncNetworkStream:
         raise NotImplementedError("a connection begins with TLS or stays without")

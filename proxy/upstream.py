@@ -79,19 +79,26 @@ class _Lanes:
     def take(self) -> _Lane | None:
         """The lane to use for the next request; None when none is kept, or fresh enough."""
         now = asyncio.get_running_loop().time()
-        is_fresh = self._idle and now - self._idle[-1].idle_since < IDLE_S
-        return self._idle.pop() if is_fresh else None  # `put` closes the others, off this path
+        while self._idle and now - self._idle[-1].idle_since < IDLE_S:
+            lane = self._idle.pop()
+            if lane.transport.is_reusable:
+                return lane
+            self.close(lane)  # the server hung up, or says what nobody asked for
+        return None  # `put` closes the others, off this path
 
-    async def put(self, lane: _Lane) -> None:
+    def put(self, lane: _Lane) -> None:
         """Keeps a lane for the next request, and closes those that have been idle for too long."""
+        if not lane.transport.is_reusable:
+            self.close(lane)
+            return
         now = lane.idle_since = asyncio.get_running_loop().time()
         self._idle.append(lane)
         while self._idle and now - self._idle[0].idle_since > IDLE_S:
-            await self.close(self._idle.popleft())
+            self.close(self._idle.popleft())
 
-    async def close(self, lane: _Lane) -> None:
+    def close(self, lane: _Lane) -> None:
         self.open.discard(lane)
-        await lane.transport.aclose()
+        lane.transport.close()
 
 
 class Response:
@@ -127,7 +134,7 @@ class Response:
         except httpx.TransportError as error:
             raise _translated(error, self._timeout) from None
         lane, self._lane = self._lane, None
-        await self._lanes.put(lane)
+        self._lanes.put(lane)
         return None
 
     async def read(self) -> bytes:
@@ -144,7 +151,7 @@ class Response:
         """Ends the exchange; the server sees a disconnect unless its body was read to the end."""
         lane, self._lane = self._lane, None
         if lane is not None:
-            await self._lanes.close(lane)
+            self._lanes.close(lane)
 
 
 class Upstream(Protocol):
@@ -209,7 +216,7 @@ class HttpUpstream:
         try:
             response = await lane.transport.handle_async_request(request)
         except BaseException as error:
-            await lanes.close(lane)
+            lanes.close(lane)
             if isinstance(error, httpx.TransportError):
                 raise _translated(error, self._timeout) from None
             raise
@@ -229,7 +236,7 @@ class HttpUpstream:
         """Closes every connection."""
         for lanes in self._servers.values():
             for lane in list(lanes.open):
-                await lanes.close(lane)
+                lanes.close(lane)
         self._servers.clear()
 
 

@@ -1,0 +1,81 @@
+"""The HTTP client against servers that send more or less than an answer."""
+
+import socket
+import struct
+
+import pytest
+
+from proxy import retry
+from proxy.upstream import HttpUpstream, Lost
+from tests.proxy.fakes import run
+from tests.proxy.scripted import OK, Reader, Script, Writer, serving
+
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"1\r\no\r\n1;a=b\r\nk\r\n0\r\nx-trailer: 1\r\n\r\n"
+)
+OTHERS = OK.replace(b"\r\n\r\nok", b"\r\n\r\nno")
+
+
+async def ask(client: HttpUpstream, script: Script) -> bytes:
+    return await (await client.send(script.url, "POST", "/", body=b"{}")).read()
+
+
+@pytest.mark.parametrize(
+    "rest", [OTHERS, b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"\r\n", b"x"]
+)
+@pytest.mark.parametrize("answer", [OK, CHUNKED])
+def test_what_comes_with_an_answer_after_its_end_answers_no_other_request(
+    answer: bytes, rest: bytes
+) -> None:
+    async def test() -> None:
+        script = Script(answer + rest, OK)
+        async with serving(script) as client:
+            assert [await ask(client, script) for _ in range(2)] == [b"ok", b"ok"]
+            assert script.num_connections == 2
+
+    run(test())
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("answer", [OK, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + OK])
+def test_a_server_may_die_at_any_byte_of_its_answer(answer: bytes, resets: bool) -> None:
+    async def dies_after(position: int) -> None:
+        async def dies(_: Reader, writer: Writer) -> None:
+            writer.write(answer[:position])
+            await writer.drain()
+            if resets:
+                link = writer.get_extra_info("socket")
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                writer.transport.abort()
+
+        script = Script(dies, OK)
+        async with serving(script) as client:
+            with pytest.raises(Lost):
+                await ask(client, script)
+            assert await ask(client, script) == b"ok"
+
+    async def test() -> None:
+        for position in range(len(answer)):
+            await dies_after(position)
+
+    run(test())
+
+
+def test_a_request_that_broke_a_connection_made_for_it_is_not_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retry, "STALE_IDLE_S", -1.0)
+
+    async def dies(_: Reader, writer: Writer) -> None:
+        pass
+
+    async def test() -> None:
+        script = Script(OK.replace(b"X-A: 1", b"connection: close"), dies, OK)
+        async with serving(script) as client:
+            assert await ask(client, script) == b"ok"
+            with pytest.raises(Lost):
+                await ask(client, script)
+            assert len(script.requests) == 2
+
+    run(test())

@@ -4,6 +4,7 @@ Plain ASGI: a framework would take longer over a request than everything else he
 """
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -244,15 +245,18 @@ class ProxyApp:
         labels = {"role": server.kind.value, "url": server.url}
         self.metrics.set("baton_proxy_upstream_ready", float(health.ready), **labels)
 
-    def _on_change(self, server: Server, health: Health) -> None:
-        self._show_ready(server, health)
-        if health.ready:
+    def _on_change(self, server: Server, old: Health, new: Health) -> None:
+        self._show_ready(server, new)
+        if new.ready:
             logger.info("%s is ready", server)
-        else:
+            return
+        if old.ready:
             self._poller.hurry(server)
-            if health.silences:
-                self._flow.on_silence(server)
-            logger.warning("%s is not ready: %s", server, health.reason)
+        if new.silences:
+            self._flow.on_silence(server)
+        # When all end together, each sees the others go.
+        level = logging.DEBUG if self.shutting_down else logging.WARNING
+        logger.log(level, "%s is not ready: %s", server, new.reason)
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:

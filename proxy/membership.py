@@ -22,7 +22,8 @@ class Fleet:
     """All servers, in the order in which they joined.
 
     Args:
-        on_change: called with (server, health) when a server becomes ready or stops being so.
+        on_change: called with (server, old, new) when a server becomes ready or stops being so, and
+            when the reason why it is not ready is another.
     """
 
     def __init__(
@@ -30,11 +31,11 @@ class Fleet:
         *,
         policy: HealthPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[Server, Health], None] | None = None,
+        on_change: Callable[[Server, Health, Health], None] | None = None,
     ) -> None:
         self._policy = policy or HealthPolicy()
         self._clock = clock
-        self._on_change = on_change or (lambda _server, _health: None)
+        self._on_change = on_change or (lambda _server, _old, _new: None)
         self._health: dict[Server, Health] = {}
         self._last: dict[Kind, str] = {}
 
@@ -118,5 +119,5 @@ class Fleet:
         if old is None or old is new:
             return  # it left, or nothing changed
         self._health[server] = new
-        if old.ready != new.ready:
-            self._on_change(server, new)
+        if (old.ready, old.reason) != (new.ready, new.reason):
+            self._on_change(server, old, new)

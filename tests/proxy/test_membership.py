@@ -37,12 +37,14 @@ def test_one_url_may_play_both_parts() -> None:
     assert fleet.choose(Kind.DECODE) is None
 
 
-def test_changes_of_readiness_are_told_once() -> None:
-    told: list[tuple[Server, bool]] = []
-    fleet = ready_fleet(P1, on_change=lambda server, health: told.append((server, health.ready)))
-    fleet.unreachable(P1, "refused")
-    fleet.unreachable(P1, "refused")
-    assert told == [(P1, True), (P1, False)]
+def test_changes_of_readiness_and_of_what_bars_it_are_told_once() -> None:
+    told: list[tuple[bool, bool, str]] = []
+    fleet = ready_fleet(
+        P1, on_change=lambda _server, old, new: told.append((old.ready, new.ready, new.reason))
+    )
+    for reason in ("refused", "refused", "loading"):
+        fleet.unreachable(P1, reason)
+    assert told == [(False, True, ""), (True, False, "refused"), (False, False, "loading")]
 
 
 def test_a_failing_server_comes_last_until_its_trial() -> None:

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import random
 import time
+from dataclasses import dataclass
 
 import msgspec
 
 from protocol.logging import get_logger
 from proxy.membership import Fleet, Server
+from proxy.retry import Kind
 from proxy.upstream import Exhausted, Lost, TimedOut, Unreachable, Upstream
 
 logger = get_logger(__name__)
@@ -59,7 +61,7 @@ class Poller:
             started_at = time.monotonic()
             hurry.clear()
             try:
-                ready, reason, max_model_len = await self._ask(server)
+                said = await self._ask(server)
             except (TimeoutError, TimedOut, Exhausted):
                 self._fleet.silent(server, f"no answer within {self._timeout_s:g} s")
             except Exception:  # our own bug must not leave a server unwatched
@@ -68,35 +70,45 @@ class Poller:
             else:
                 self._fleet.polled(
                     server,
-                    ready=ready,
-                    reason=reason,
+                    ready=said.ready,
+                    reason=said.reason,
                     started_at=started_at,
-                    max_model_len=max_model_len,
+                    max_model_len=said.max_model_len,
                 )
             interval_s = self._interval_s * random.uniform(1 - JITTER, 1 + JITTER)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await hurry.wait()
 
-    async def _ask(self, server: Server) -> tuple[bool, str, int | None]:
+    async def _ask(self, server: Server) -> "_Said":
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._upstream.send(server.url, "GET", "/ready")
                 body = await response.read()
         except (Unreachable, Lost) as error:
-            return False, f"{error.reason}: {error}", None
-        return (response.status == 200, *_said(response.status, body))
+            return _Said(False, f"{error.reason}: {error}")
+        return _said(server.kind, response.status, body)
 
 
-def _said(status: int, body: bytes) -> tuple[str, int | None]:
-    """Why a server says that it is not ready, and how long its context is."""
+@dataclass(frozen=True)
+class _Said:
+    ready: bool
+    reason: str  # why not
+    max_model_len: int | None = None  # tokens; None: it did not say
+
+
+def _said(kind: Kind, status: int, body: bytes) -> _Said:
+    """What a server's answer means to a proxy that was told of it as one of `kind`."""
+    ready = status == 200
     try:
         said = msgspec.json.decode(body)
     except msgspec.DecodeError:
         said = None
     if not isinstance(said, dict):
-        return f"status {status}", None
-    error, length = said.get("error"), said.get("max_model_len")
+        return _Said(ready, f"status {status}")
+    role, error, length = said.get("role"), said.get("error"), said.get("max_model_len")
+    if role in ("prefill", "decode") and role != kind.value:
+        return _Said(False, f"it is a {role} server; name it by --{role}, not by --{kind.value}")
     text = error.get("message") if isinstance(error, dict) else said.get("reason")
     reason = text[:200] if isinstance(text, str) else f"status {status}"
-    return reason, length if type(length) is int and length > 0 else None
+    return _Said(ready, reason, length if type(length) is int and length > 0 else None)

@@ -123,8 +123,10 @@ class Fake:
         ready: bool = True,
         address: tuple[str, int] = ("127.0.0.1", 0),
         max_model_len: int | None = None,
+        role: str | None = None,
     ) -> None:
         self.behave = behave
+        self.role = role
         self.ready = ready
         self.max_model_len = max_model_len
         self.calls: list[Call] = []
@@ -148,6 +150,8 @@ class Fake:
                 await call.gone()
                 return
             told: dict[str, Any] = {} if self.ready else {"reason": "the engine is starting"}
+            if self.role is not None:
+                told["role"] = self.role
             if self.max_model_len is not None:
                 told["max_model_len"] = self.max_model_len
             await call.answer(200 if self.ready else 503, told)

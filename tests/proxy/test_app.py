@@ -120,6 +120,46 @@ def test_a_proxy_without_prefill_servers_is_ready_and_says_so() -> None:
     run(test())
 
 
+def test_a_server_given_as_the_other_kind_gets_no_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        prefill, decode = [Fake(decodes, role="decode")], [Fake(prefills, role="prefill")]
+        async with Rig(prefill, decode, ready=False) as rig:
+            await until(lambda: rig.prefill[0].polls > 1 and rig.decode[0].polls > 1)
+            state = (await rig.client.get("/ready")).json()
+            assert [server["reason"] for server in state["servers"]] == [
+                "it is a decode server; name it by --decode, not by --prefill",
+                "it is a prefill server; name it by --prefill, not by --decode",
+            ]
+            assert (await rig.complete()).status_code == 503
+            assert rig.prefill[0].calls == rig.decode[0].calls == []
+
+    run(test())
+    assert "not ready: it is a prefill server" in caplog.text
+
+
+def test_what_is_not_there_at_the_start_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with Rig(decode=[Fake(decodes, ready=False)]) as rig:
+            await until(lambda: rig.decode[0].polls > 3)
+
+    run(test())
+    assert caplog.text.count("not ready: the engine is starting") == 1
+
+
+def test_servers_that_end_with_the_proxy_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            rig.app.shut_down(60.0)
+            await rig.decode[0].stop()
+            decode = rig.app.fleet.servers()[1]
+            await until(lambda: not rig.app.fleet.health(decode).ready)
+
+    run(test())
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
 def test_a_server_that_restarts_is_found_again() -> None:
     async def test() -> None:
         async with Rig() as rig:

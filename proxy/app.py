@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from protocol.errors import BatonError, InternalError, PayloadTooLarge
+from protocol.errors import BatonError, InternalError, InvalidRequest, PayloadTooLarge
 from protocol.logging import get_logger, request_context
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.settings import ProxySettings
@@ -35,6 +35,7 @@ MODELS_PATH = "/v1/models"
 DOCUMENT_PATHS = ("/openapi.json", "/docs")
 # What else of the client's headers the servers get: who asks, and which trace it belongs to.
 FORWARDED_HEADERS = (b"authorization", b"traceparent", b"tracestate")
+MAX_ID_BYTES = 4096  # servers echo it, and an answer's head has a limit of its own
 DISCARD_FACTOR = 8  # of max_body_bytes: what is read of a body that is too large, to answer it
 STOP_TIMEOUT_S = 1.0  # for the last bytes to clients whose requests shutting down ends
 
@@ -73,7 +74,11 @@ class ProxyApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
             case "http":
-                request_id = _request_id(scope)
+                try:
+                    request_id = _request_id(scope)
+                except InvalidRequest as error:
+                    await Reply(send, _new_id()).fail(error)
+                    return
                 with request_context(request_id.decode("latin-1")):
                     await self._http(scope, receive, Reply(send, request_id))
             case "lifespan":
@@ -299,7 +304,15 @@ def _expect(method: str, *allowed: str) -> None:
 
 def _request_id(scope: Scope) -> bytes:
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.strip() or uuid.uuid4().hex.encode()
+    if len(given) > MAX_ID_BYTES:
+        raise InvalidRequest(
+            f"the header X-Request-Id has {len(given)} bytes, the limit is {MAX_ID_BYTES}"
+        )
+    return given.strip() or _new_id()
+
+
+def _new_id() -> bytes:
+    return uuid.uuid4().hex.encode()
 
 
 def _forwarded(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:

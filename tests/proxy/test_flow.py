@@ -106,6 +106,26 @@ def test_a_request_without_an_id_gets_one() -> None:
     run(test())
 
 
+def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers() -> None:
+    async def echoes(call: Call) -> None:
+        told = {"x-request-id": call.headers["x-request-id"]}
+        await call.answer(200, {"kv_transfer_params": KV_PARAMS}, told)
+
+    async def test() -> None:
+        async with Rig([Fake(echoes)], [Fake(echoes)]) as rig:
+            answer = await rig.complete(headers={"x-request-id": "a" * 4096})
+            assert (answer.status_code, answer.headers["x-request-id"]) == (200, "a" * 4096)
+            answer = await rig.complete(headers={"x-request-id": "a" * 200_000})
+            assert answer.status_code == 400
+            message = answer.json()["error"]["message"]
+            assert message == "the header X-Request-Id has 200000 bytes, the limit is 4096"
+            assert len(answer.headers["x-request-id"]) == 32
+            assert (await rig.complete()).status_code == 200
+            assert len(rig.prefill[0].calls) == len(rig.decode[0].calls) == 2
+
+    run(test())
+
+
 @pytest.mark.parametrize("given", [{}, {"seed": None}])
 def test_both_servers_get_the_same_seed(given: dict[str, Any]) -> None:
     async def test() -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from deploy.local_http import LOOPBACK
 from protocol.settings import (
     DecodeSettings,
     ModelOptions,
@@ -25,7 +26,6 @@ PROGRAMS: Mapping[Kind, tuple[str, ...]] = {
     "proxy": (sys.executable, "-m", "proxy"),
 }
 
-LOOPBACK = "127.0.0.1"
 # Servers see a request with kv_transfer_params added by the proxy, which enforces the limit. They
 # carry a prompt's logprobs where those are wanted: 27 bytes each, 20 of them at every token.
 KV_PARAMS_BYTES = 2**26

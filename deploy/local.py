@@ -15,18 +15,17 @@ import socket
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from deploy.commands import (
-    LOOPBACK,
     PROGRAMS,
     Command,
     Kind,
     proxy_command,
     server_commands,
 )
+from deploy.local_http import LOOPBACK, get, url_host
 from protocol import lifecycle
 from protocol.cores import available_cores
 from protocol.settings import UpSettings, describe
@@ -237,15 +236,9 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-def url_host(host: str) -> str:
-    """How a client on this machine writes the address we listen on."""
-    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host
-
-
 def _status(url: str) -> int | None:
     try:
-        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S) as answer:
+        with get(url, PROBE_TIMEOUT_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         with error:
@@ -266,5 +259,5 @@ def example(endpoint: str) -> str:
 
 
 def _model_name(endpoint: str) -> str:
-    with urllib.request.urlopen(f"{endpoint}/v1/models", timeout=PROBE_TIMEOUT_S) as answer:
+    with get(f"{endpoint}/v1/models", PROBE_TIMEOUT_S) as answer:
         return str(json.load(answer)["data"][0]["id"])

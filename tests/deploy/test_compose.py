@@ -147,8 +147,10 @@ def test_the_images_health_check_is_content_with_every_service(
     python, *argv = json.loads(found[1])
     assert python == "python"
     for service in services.values():
-        environ = {**os.environ, **service.env}
+        environ = {**os.environ, "http_proxy": "http://127.0.0.1:9", **service.env}
         subprocess.run([sys.executable, *argv], cwd=ROOT, env=environ, check=True, timeout=60)
+    here = {**environ, "BATON_HOST": "localhost"}
+    subprocess.run([sys.executable, *argv], cwd=ROOT, env=here, check=True, timeout=60)
     environ["BATON_PORT"] = free_port()
     ended = subprocess.run(
         [sys.executable, *argv], cwd=ROOT, env=environ, check=False, capture_output=True, timeout=60

@@ -119,6 +119,20 @@ def test_it_starts_everything_says_so_and_ends_on_sigterm() -> None:
         assert all(gone(member["pid"]) for member in members.values())
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setenv("http_proxy", nobody)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with launched("serve,serve,serve") as launcher:
+        assert '"model": "fake"' in launcher.until("curl ")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 0
+
+
 def test_the_secret_goes_to_servers_alone_and_never_by_argv() -> None:
     with launched("serve,serve,serve") as launcher:
         endpoint = launcher.endpoint()

@@ -37,18 +37,18 @@ class MemoryAgent(TransferAgent):
         self.name = f"{prefix}-{uuid.uuid4().hex}"
         self._regions: list[Region] = []
         self._peers: dict[str, list[tuple[int, int]]] = {}  # readable (address, nbytes)
-        self._stalled = False
+        self._stalled: set[str | None] = set()  # peers; None: all of them
         self._failing = 0
         self.active = 0  # READs posted and not ended
         with _lock:
             _living[self.name] = self
 
-    def stall(self) -> None:
-        """READs stay active, and deliver nothing, until `resume`."""
-        self._stalled = True
+    def stall(self, peer: str | None = None) -> None:
+        """READs, or those from one peer, stay active and deliver nothing until `resume`."""
+        self._stalled.add(peer)
 
     def resume(self) -> None:
-        self._stalled = False
+        self._stalled.clear()
 
     def fail(self, count: int = 1) -> None:
         """The next `count` READs to be polled end in ERROR."""
@@ -107,7 +107,7 @@ class MemoryAgent(TransferAgent):
         return ReadHandle(peer, ReadState.ACTIVE, runs)
 
     def poll(self, handle: ReadHandle) -> ReadState:
-        if handle.ended or self._stalled:
+        if handle.ended or self._stalled & {None, handle.peer}:
             return handle.state
         with _lock:
             gone = handle.peer not in _living

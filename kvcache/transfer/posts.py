@@ -18,7 +18,7 @@ from kvcache.transfer.runs import RankRead
 class PostLimits:
     max_bytes: int = 32 << 20  # 3 to 10 ms of copying on a CPU
     max_runs: int = 1024  # 5 to 8 ms of posting on a GPU
-    max_active: int = 8  # posts of one worker that have not ended
+    max_active: int = 8  # posts to one peer that have not ended
 
 
 # Between GPUs a post copies nothing by itself, and a run that is cut is slower than a whole one.

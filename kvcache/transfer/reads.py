@@ -11,6 +11,7 @@ from kvcache.transfer.job_maker import Job
 from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.pace import Throttle
 from kvcache.transfer.posts import Post
+from kvcache.transfer.pull import PeerKey
 from kvcache.transfer.pull_job import PullJob, Step
 from protocol.errors import BatonError, TransferFailed
 
@@ -18,6 +19,7 @@ from protocol.errors import BatonError, TransferFailed
 @dataclass
 class _Read:
     handle: ReadHandle
+    peer: JobPeer
     job: PullJob
     step: Step
     started: float
@@ -27,6 +29,8 @@ class Reads:
     """Driven by the worker's thread, which owns the agent.
 
     Args:
+        max_active: READs from one peer that have not ended, but for those of jobs given up: a peer
+            that hangs takes none of what others may have.
         throttle: bounds the rate beside a batch.
         failed: is told of a job of which a READ failed, or could not be posted.
         counters: `posts` are counted here.
@@ -61,16 +65,24 @@ class Reads:
 
     def post_one(self, jobs: Iterable[tuple[Job, JobPeer]]) -> PullJob | None:
         """Posts one piece of the first job that has one now; whose it was."""
-        if len(self._active) >= self._max_active:
-            return None
         if self._throttle is not None and not self._throttle.admits(time.perf_counter()):
             return None
+        full = self._full_peers()
         for job, peer in jobs:
-            found = job.next_post() if isinstance(job, PullJob) else None
-            if found is not None and isinstance(job, PullJob):
+            if not isinstance(job, PullJob) or peer.key in full:
+                continue
+            found = job.next_post()
+            if found is not None:
                 self._post(job, peer, *found)
                 return job
         return None
+
+    def _full_peers(self) -> set[PeerKey]:
+        """Those from which nothing more may be read for now."""
+        if len(self._active) < self._max_active:
+            return set()
+        counts = Counter(read.peer.key for read in self._active if not read.job.stopping)
+        return {key for key, count in counts.items() if count >= self._max_active}
 
     def _post(self, job: PullJob, peer: JobPeer, step: Step, post: Post) -> None:
         try:
@@ -83,7 +95,7 @@ class Reads:
         self._counters["posts"] += 1
         if self._throttle is not None:
             job.pace.throttled |= self._throttle.posted(post.nbytes, started)
-        read = _Read(handle, job, step, started)
+        read = _Read(handle, peer, job, step, started)
         if handle.ended:
             self._end(read)
         else:

@@ -11,7 +11,14 @@ import pytest
 
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.posts import PostLimits
-from kvcache.transfer.pull import PeerFailed, PeerReady, PullDone, PullDrained, PullFailed
+from kvcache.transfer.pull import (
+    PeerFailed,
+    PeerReady,
+    PullDone,
+    PullDrained,
+    PullFailed,
+    PullStuck,
+)
 from protocol.errors import (
     LeaseGone,
     PeerIncompatible,
@@ -328,6 +335,30 @@ def test_a_stuck_pull_does_not_stop_the_others(rig: Any) -> None:
     assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
     assert_pulled(decode, remote, [4], 0, 8)
     assert decode.wait(PullDrained) == PullDrained("stuck")
+
+
+def test_reads_that_hang_leave_others_room(rig: Any) -> None:
+    hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
+    limits = PostLimits(max_bytes=64, max_runs=1, max_active=2)
+    decode = rig(Decode, limits=limits, settings={"drain_grace_s": 0.05})
+    agent = decode.agents[0]
+    agent.stall(hung.agents[0].name)
+    decode.coordinator.pull("hung", hung.lease([5, 6], 16), 0, 16, [3, 4])
+    while agent.active < 2:
+        decode.woken.wait(0.01)
+    remote = other.lease([6], 8)
+    decode.coordinator.pull("b", remote, 0, 8, [7])
+    assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
+    assert_pulled(decode, remote, [7], 0, 8)
+    assert agent.active == 2  # so much at once from one peer
+    decode.coordinator.cancel("hung")
+    assert decode.wait(PullStuck) == PullStuck("hung")
+    decode.coordinator.pull("c", hung.lease([7, 8], 16), 0, 16, [1, 2])
+    while agent.active < 4:  # what was given up takes no room, even from the same peer
+        decode.woken.wait(0.01)
+    agent.resume()
+    assert isinstance(decode.wait(PullDone, PullFailed, pull_id="c"), PullDone)
+    assert decode.wait(PullDrained) == PullDrained("hung")
 
 
 @pytest.mark.parametrize("timeout_s", [0.3, 0.1])

@@ -11,7 +11,6 @@ import json
 import queue
 import secrets
 import shlex
-import socket
 import sys
 import time
 import urllib.error
@@ -28,6 +27,7 @@ from deploy.commands import (
 from deploy.local_http import LOOPBACK, get, url_host
 from protocol import lifecycle
 from protocol.cores import available_cores
+from protocol.listening import CannotListen, bind
 from protocol.settings import UpSettings, describe
 
 FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for
@@ -224,16 +224,11 @@ class _Notes:
 
 def check_port(host: str, port: int) -> None:
     """Raises ClusterFailed when nobody could listen there: better known before models load."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ClusterFailed(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another --port "
-                "(make serve PORT=...)"
-            ) from None
+    try:
+        bind(host, port).close()
+    except CannotListen as error:
+        hint = " (make serve PORT=...)" if str(error).endswith("--port") else ""
+        raise ClusterFailed(f"{error}{hint}") from None
 
 
 def _status(url: str) -> int | None:

@@ -39,6 +39,7 @@ from protocol.cluster_secret import cluster_secret
 from protocol.connections import bound_clients, bounded_protocol, raise_file_limit
 from protocol.cores import available_cores
 from protocol.errors import EngineDied
+from protocol.listening import bind
 from protocol.logging import setup_logging
 from protocol.messages import EngineReady
 from protocol.settings import DecodeSettings, EngineSettings, PrefillSettings, describe
@@ -109,7 +110,8 @@ class _Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             self.loop.add_signal_handler(number, self.stop.set)
         try:
-            listener = _bind(self.settings.host, self.settings.port)
+            listener = bind(self.settings.host, self.settings.port)
+            listener.listen(2048)
             bound_clients(listener, self.settings.client_timeout_s)
             with listener:
                 return await self._start_and_serve(listener)
@@ -353,18 +355,3 @@ def _has_gpu() -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return found.returncode == 0 and b"GPU" in found.stdout
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise StartFailure(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
-        ) from error
-    listener.listen(2048)
-    return listener

@@ -6,13 +6,14 @@ process and decides; the others execute what it sends. All watch their parent an
 """
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -47,6 +48,7 @@ from protocol.handshake import (
     EngineMetadata,
     RankMetadata,
 )
+from protocol.listening import CannotListen
 from protocol.logging import setup_logging
 from protocol.messages import EngineReady
 
@@ -104,14 +106,15 @@ def main(factory: RoleFactory) -> None:
         torch.set_num_threads(config.threads)
     code = 0
     try:
-        check_devices(config)
+        with _starting():
+            check_devices(config)
         _lead(config, factory) if rank == 0 else _follow(config, rank, factory)
     except SystemExit:
         logger.info("rank %d ends on SIGTERM", rank)
     except Exception as error:
         _end_undisturbed()
         code = 1
-        if not isinstance(error, ValueError | MemoryTooSmall):  # those explain themselves
+        if not isinstance(error, CannotStart):
             logger.exception("rank %d ends", rank)
         lifecycle.report_failure(_reason(error))
     # Tearing down NIXL and UCX from interpreter shutdown can crash after everything is done.
@@ -131,9 +134,22 @@ def _end_undisturbed() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+class CannotStart(Exception):
+    """What an option, the model or this machine does not permit, in a sentence for the user."""
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Tells what explains itself, while starting, from our own bugs."""
+    try:
+        yield
+    except (ValueError, MemoryTooSmall, CannotListen) as error:
+        raise CannotStart(str(error)) from error
+
+
 def _reason(error: BaseException) -> str:
-    if isinstance(error, MemoryTooSmall):
-        return str(error)  # what cannot be, in a sentence for the user
+    if isinstance(error, CannotStart):
+        return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -141,7 +157,8 @@ def _lead(config: EngineConfig, factory: RoleFactory) -> None:
     transport = EngineTransport(config.http_address)
     leader = Leader(config.control_address, config.tp)
     try:
-        core, role, service, ready = _build_leader(config, factory, leader, transport)
+        with _starting():
+            core, role, service, ready = _build_leader(config, factory, leader, transport)
     except Exception as error:
         _end_undisturbed()
         transport.send_failed(_reason(error))
@@ -199,12 +216,13 @@ def _build_leader(
 
 def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
     follower = Follower(config.control_address, rank)
-    model_config = load_config(config.model_dir)
-    runner = ModelRunner(config, model_config, _parallel(config, rank, follower.join()))
-    num_blocks = follower.agree_on_blocks(_pool_size(config, model_config, runner).num_blocks)
-    compat = _compat(config, model_config)
-    _, service, own = _allocate(config, rank, runner, num_blocks, compat, factory)
-    service.start()
+    with _starting():
+        model_config = load_config(config.model_dir)
+        runner = ModelRunner(config, model_config, _parallel(config, rank, follower.join()))
+        num_blocks = follower.agree_on_blocks(_pool_size(config, model_config, runner).num_blocks)
+        compat = _compat(config, model_config)
+        _, service, own = _allocate(config, rank, runner, num_blocks, compat, factory)
+        service.start()
     gc.freeze()  # as on rank 0
     follower.announce(own)
     try:

@@ -14,11 +14,12 @@ from starlette.middleware.cors import CORSMiddleware
 from protocol import lifecycle
 from protocol.connections import bound_clients, bounded_protocol, raise_file_limit
 from protocol.cors import cors_options
+from protocol.listening import CannotListen, bind
 from protocol.logging import get_logger, setup_logging
 from protocol.settings import ProxySettings, describe, parse
 from proxy.app import ProxyApp
 
-logger = get_logger(__name__)
+logger = get_logger("proxy")  # also where this module is called __main__
 
 BACKLOG = 4096
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first
@@ -70,12 +71,6 @@ def make_server(app: ProxyApp) -> ProxyServer:
     return ProxyServer(config, app, settings.shutdown_grace_s)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the proxy; returns the exit status."""
     lifecycle.watch_parent()
@@ -87,11 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_file_limit()
     logger.info("settings %s", describe(settings))
     try:
-        listener = listen(settings.host, settings.port)
-    except OSError as error:
-        reason = f"cannot listen on {settings.host} port {settings.port}: {error.strerror}"
-        lifecycle.report_failure(reason)
+        listener = bind(settings.host, settings.port)
+    except CannotListen as error:
+        lifecycle.report_failure(str(error))
         return 1
+    listener.listen(BACKLOG)
     _serve(settings, listener)
     return 0
 

@@ -38,6 +38,7 @@ from protocol.handshake import (
     open_request,
     seal_reply,
 )
+from protocol.listening import CannotListen
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +88,11 @@ class LeaseServer:
         self._table = LeaseTable(words=self._words)
         names = ("granted", "renewed", "gone", "refused", "metadata_sent", "internal_errors")
         self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
+        own = bind_host or host
         try:
-            self._listener = listen(bind_host or host, port)
+            self._listener = listen(own, port)
         except OSError as error:
-            raise OSError(f"side channel cannot listen on {host}:{port}: {error}") from error
+            raise CannotListen(own, port, error, "--side-channel-port") from error
         self._port = int(self._listener.getsockname()[1])
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)

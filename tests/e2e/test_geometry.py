@@ -1,6 +1,7 @@
 """One cell of each kind of difference between a prefill and a decode server; test_matrix.py has
 them all."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -183,6 +184,21 @@ def test_replicated_kv_equals_one_server(
 def test_geometry_that_cannot_work_is_refused_at_start_with_the_reason(
     tiny_model: Path, module: str, argv: Sequence[str], words: Sequence[str]
 ) -> None:
+    last = _last_words(tiny_model, module, argv)
+    assert all(word in last for word in words), last
+
+
+def test_a_side_channel_port_that_is_taken_is_refused_at_start_with_the_option(
+    tiny_model: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = ["--side-channel-port", str(port), "--kv-cache-tokens", "64"]
+        last = _last_words(tiny_model, "prefill_server", argv)
+    assert f"127.0.0.1:{port} (Address already in use); use another --side-channel-port" in last
+
+
+def _last_words(tiny_model: Path, module: str, argv: Sequence[str]) -> str:
     command = [sys.executable, "-m", module, "--model", str(tiny_model), "--port", "0"]
     ended = subprocess.run(
         [*command, "--device", "cpu", *argv], capture_output=True, text=True, timeout=60
@@ -190,4 +206,4 @@ def test_geometry_that_cannot_work_is_refused_at_start_with_the_reason(
     assert ended.returncode != 0
     last = ended.stderr.strip().splitlines()[-1]
     assert "error: " in last and "Traceback" not in ended.stderr
-    assert all(word in last for word in words), last
+    return last

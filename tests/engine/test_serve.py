@@ -11,8 +11,9 @@ import pytest
 
 from engine.client import ScriptedEngine
 from engine.http import PlainHooks
-from engine.serve import StartFailure, _bind, _devices, _Server
+from engine.serve import StartFailure, _devices, _Server
 from engine.tokenizer import Tokenizer
+from protocol.listening import bind
 from protocol.messages import AddRequest, TokenDelta
 from protocol.settings import PrefillSettings
 from tests.engine.http_server import READY
@@ -83,7 +84,7 @@ def test_an_engine_that_ends_when_told_to_is_no_failure(
         server, engine = _serving(_EndingEngine())
         server.stop.set()
         await engine.start()
-        with _bind("127.0.0.1", 0) as listener:
+        with bind("127.0.0.1", 0) as listener:
             code = await server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
         assert server.failure is not None and server.failure.done()
         server.processes.stop(1.0)
@@ -110,7 +111,7 @@ def test_open_requests_are_told_why_the_engine_died(
     async def main() -> httpx.Response:
         server, engine = _serving(_EndingEngine(_never))
         await engine.start()
-        with _bind("127.0.0.1", 0) as listener:
+        with bind("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             serving = asyncio.create_task(
                 server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]

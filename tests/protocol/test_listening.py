@@ -1,0 +1,33 @@
+"""Where one cannot listen, the message names the address, the reason and the option to change."""
+
+import socket
+
+import pytest
+
+from protocol.listening import CannotListen, bind
+
+
+def test_a_free_port_is_taken_and_may_be_listened_on() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        sock.listen()
+        socket.create_connection(sock.getsockname()).close()
+
+
+def test_a_taken_port_is_named_with_the_option_of_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotListen) as caught:
+            bind("127.0.0.1", port)
+    told = f"cannot listen on 127.0.0.1:{port} (Address already in use); use another --port"
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [("256.1.1.1", "Name or service not known"), ("203.0.113.1", "Cannot assign")],
+)
+def test_a_host_that_is_not_ours_is_named_with_the_option_of_the_host(
+    host: str, reason: str
+) -> None:
+    with pytest.raises(CannotListen, match=rf"{host}:0 \({reason}.*\); use another --host$"):
+        bind(host, 0)

@@ -13,8 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.transfer.boxes import Transfer, cut_tokens
-from kvcache.transfer.runs import Axis, RankRead, Runs, axis_offsets, grow, multiply_out
+from kvcache.transfer.boxes import Transfer, cut_tokens, direct_boxes
+from kvcache.transfer.runs import (
+    Axis,
+    RankRead,
+    Runs,
+    axis_offsets,
+    find_runs,
+    grow,
+    multiply_out,
+)
 from kvcache.transfer.runs import runs_in_order as in_order
 from kvcache.transfer.staged import Chunk, Move, Span, Staging, aligned, boxes_at
 from kvcache.transfer.topology import IntArray, byte_strides
@@ -37,6 +45,17 @@ class Chunks(Sequence[Chunk]):
         for staging in stagings:
             self._firsts.append(self._firsts[-1] + staging.num_chunks)
         self.slot_bytes = max(staging.slot_bytes for staging in stagings)
+
+    def unstaged(self) -> tuple[RankRead, ...] | None:
+        """What they bring, read straight into the pool; None where elements change on the way."""
+        transfers = [staging.transfer for staging in self._stagings]
+        if any(transfer.converts for transfer in transfers):
+            return None
+        return tuple(
+            RankRead(owner, *find_runs(boxes))
+            for transfer in transfers
+            for owner, boxes in direct_boxes(transfer)
+        )
 
     def __len__(self) -> int:
         return self._firsts[-1]

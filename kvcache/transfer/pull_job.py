@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.chunks import Chunks
 from kvcache.transfer.pace import Pace, Throttle
 from kvcache.transfer.plan import TransferPlan
 from kvcache.transfer.posts import Post, PostLimits, cut
+from kvcache.transfer.runs import RankRead
 from kvcache.transfer.staged import Chunk
 from kvcache.transfer.staging import Staging
 from protocol.errors import BatonError
@@ -16,6 +18,7 @@ from protocol.errors import BatonError
 # On a GPU. The transport wants to be called now and then; a slot that has filled waits to be placed
 # and filled again, and the link with it.
 _READ_NAP_S, _STAGED_NAP_S = 0.00005, 0.00001
+_HANGS_S = 1.0  # without the end of any READ
 
 
 @dataclass
@@ -55,6 +58,7 @@ class PullJob:
         self.end_announced = False
         nap_s = _STAGED_NAP_S if plan.chunks else _READ_NAP_S
         self.pace = Pace(time.perf_counter(), longest_nap_s=nap_s)
+        self._pool_address = pool_address
         self._limits = limits
         self._most_now = throttle.post_bytes if throttle is not None else None
         self._staging = staging if plan.chunks else None
@@ -64,13 +68,15 @@ class PullJob:
         self._posting: Step | None = None
         self._waiting: tuple[int, Chunk] | None = None  # for its slot
         self._exhausted = False
+        self._moved_at = time.monotonic()  # when a READ was posted or ended last
         self._slot_bytes = plan.slot_bytes
         self._num_slots = 0
         if self._staging is not None:
             self._num_slots = self._staging.num_slots(self._slot_bytes)
             self._staging.enter(pull_id)
+        self._unstaged: tuple[RankRead, ...] = ()
         if plan.reads:  # first: they wait for no slot
-            self._begin(Step(cut(plan.reads, limits, self._most_now), pool_address))
+            self._read_into_pool(plan.reads)
 
     @property
     def active(self) -> int:
@@ -94,6 +100,28 @@ class PullJob:
         """Every byte is in its place."""
         return self.ended and not self.stopping
 
+    @property
+    def hangs(self) -> bool:
+        """READs of it are active, and none has ended for long."""
+        return self.active > 0 and time.monotonic() - self._moved_at >= _HANGS_S
+
+    @property
+    def awaits_staging(self) -> bool:
+        """What is left of it needs the staging memory that another pull has."""
+        staging = self._staging
+        return staging is not None and not self.stopping and not staging.owned_by(self.pull_id)
+
+    def pass_staging_by(self) -> bool:
+        """Reads what awaits staging memory straight into the pool, in however many runs; False
+        where that cannot be."""
+        chunks, staging = self.plan.chunks, self._staging
+        reads = chunks.unstaged() if isinstance(chunks, Chunks) else None
+        if reads is None or staging is None:
+            return False
+        staging.leave(self.pull_id)
+        self._staging, self._waiting, self._unstaged = None, None, reads
+        return True
+
     def stop(self, error: BatonError | None = None) -> None:
         """Posts nothing more. The first error stays."""
         self.stopping = True
@@ -114,6 +142,7 @@ class PullJob:
 
     def read_ended(self, step: Step) -> None:
         step.active -= 1
+        self._moved_at = time.monotonic()
         self._finish(step)
 
     def leave(self) -> None:
@@ -121,12 +150,18 @@ class PullJob:
         if self._staging is not None:
             self._staging.leave(self.pull_id)
 
+    def _read_into_pool(self, reads: tuple[RankRead, ...]) -> Step:
+        return self._begin(Step(cut(reads, self._limits, self._most_now), self._pool_address))
+
     def _begin(self, step: Step) -> Step:
         self._open.append(step)
         self._posting = step
         return step
 
     def _next_step(self) -> Step | None:
+        if self._unstaged:
+            reads, self._unstaged = self._unstaged, ()
+            return self._read_into_pool(reads)
         if self._staging is None:
             self._exhausted = True
             return None
@@ -152,6 +187,7 @@ class PullJob:
 
     def read_posted(self, step: Step, handle: ReadHandle) -> None:
         step.active += 1
+        self._moved_at = time.monotonic()
         if step.lane is None:
             step.at_once &= handle.ended
 

@@ -280,6 +280,7 @@ class PullWorker:
     def _progress(self) -> bool:
         """Polls, posts at most one piece, ends what has ended; whether anything happened."""
         polled = self._reads.poll() | self._advance()
+        self._pass_hung_staging_by()
         posted = self._reads.post_one(self._jobs.values())
         if posted is not None and posted.pull_id in self._jobs:
             self._jobs.move_to_end(posted.pull_id)  # pulls take turns
@@ -288,6 +289,20 @@ class PullWorker:
             self._end(job)
         self._announce_ends()
         return polled or posted is not None or bool(ended) or self._prepare()
+
+    def _pass_hung_staging_by(self) -> None:
+        """Others do not wait for staging memory while the READs of who has it hang."""
+        owner = self._jobs.get(self._staging.owner or "") if self._staging is not None else None
+        if owner is None or len(self._jobs) == 1:
+            return
+        holder, _ = owner
+        if not (isinstance(holder, PullJob) and holder.hangs):
+            return
+        for job, _ in list(self._jobs.values()):
+            if not (isinstance(job, PullJob) and job.awaits_staging) or job.pass_staging_by():
+                continue
+            if holder.stopping or isinstance(holder, ProbeJob):  # it is waited for by nobody else
+                self._fail(job, TransferFailed("READs that hang have the staging memory"))
 
     def _prepare(self) -> bool:
         jobs = [job for job, _ in self._jobs.values() if isinstance(job, PullJob)]

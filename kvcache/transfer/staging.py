@@ -102,6 +102,11 @@ class Staging:
         """Joins the queue."""
         self._queue.append(pull_id)
 
+    @property
+    def owner(self) -> str | None:
+        """Whose the slots are."""
+        return self._queue[0] if self._queue else None
+
     def owned_by(self, pull_id: str) -> bool:
         return bool(self._queue) and self._queue[0] == pull_id
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer import probe_job
+from kvcache.transfer import probe_job, pull_job
 from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
@@ -93,6 +93,20 @@ def test_no_pull_waits_for_a_probe_that_takes_too_long(
     decode.agents[0].resume()
     assert isinstance(decode.wait(*ENDINGS, pull_id="a"), PullDone)
     assert planned_with == [DEFAULT_COSTS["cpu"]]
+
+
+def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
+    hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
+    decode = rig(Decode, staging_bytes=4 << 20, settings={"drain_grace_s": 0.05})
+    decode.agents[0].stall(hung.agents[0].name)
+    decode.coordinator.pull("hung", hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
+    while not decode.agents[0].active:  # the probe has begun
+        decode.woken.wait(0.001)
+    pull(decode, other, "a")
+    pull(decode, other, "b")
+    decode.agents[0].resume()
+    assert isinstance(decode.wait(*ENDINGS, pull_id="hung"), PullDone)
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])

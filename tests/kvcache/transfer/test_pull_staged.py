@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer import reformat
+from kvcache.transfer import pull_job, reformat
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.pull import PullDone, PullFailed
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed, PullStuck
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import DEADLINE_S, ENDINGS, Decode, Prefill, assert_pulled, layout, nixl_agent
@@ -99,6 +99,71 @@ def test_one_slot_fills_while_the_other_is_placed(rig: Any, monkeypatch: Any) ->
     done = decode.wait(*ENDINGS)
     assert isinstance(done, PullDone) and done.path == "staged", done
     assert_pulled(decode, remote, blocks, 0, 64)
+
+
+def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
+    """Another prefill side, where the READs of a first one hang and have the staging memory."""
+    monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
+    hung = rig(Prefill, engine_id="hung", order="LBCNHD", block_size=16)
+    other = rig(Prefill, order="LBCNHD", block_size=16, num_blocks=64)
+    settings = {"drain_grace_s": 0.05}
+    decode = rig(Decode, staging_bytes=2 * 16 * layout().token_bytes, settings=settings)
+    decode.agents[0].stall(hung.agents[0].name)
+    remote = hung.lease([1, 3, 2], 41)
+    decode.coordinator.pull("hung", remote, 3, 41, [6, 2, 5, 1, 3, 4])
+    while not decode.agents[0].active:
+        decode.woken.wait(0.01)
+    return other, decode
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(
+    rig: Any, monkeypatch: Any, given_up: bool
+) -> None:
+    other, decode = _hung_owner(rig, monkeypatch)
+    if given_up:
+        decode.coordinator.cancel("hung")
+        assert isinstance(decode.wait(PullStuck), PullStuck)
+    pulls = {}
+    for number in range(3):
+        remote = other.lease([5 * number + i for i in (5, 1, 3)], 41)
+        blocks = [7 + 6 * number + i for i in (5, 1, 4, 0, 2, 3)]
+        pulls[str(number)] = remote, blocks
+        decode.coordinator.pull(str(number), remote, 3, 41, blocks)
+    for pull_id, (remote, blocks) in pulls.items():
+        assert isinstance(decode.wait(*ENDINGS, pull_id=pull_id), PullDone)
+        assert_pulled(decode, remote, blocks, 3, 41)
+    decode.agents[0].resume()
+    assert isinstance(decode.wait(*ENDINGS), PullDrained if given_up else PullDone)
+    remote = other.lease([9, 2], 32)
+    decode.coordinator.pull("last", remote, 0, 32, [9, 12, 10, 11])
+    assert isinstance(decode.wait(*ENDINGS, pull_id="last"), PullDone)
+    assert_pulled(decode, remote, [9, 12, 10, 11], 0, 32)
+
+
+def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(
+    rig: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
+    options: dict[str, Any] = {"order": "LBCNHD", "block_size": 16, "dtype": "bfloat16"}
+    hung, other = rig(Prefill, engine_id="hung", **options), rig(Prefill, **options)
+    settings = {"drain_grace_s": 0.05}
+    decode = rig(Decode, staging_bytes=1 << 18, convert=True, settings=settings)
+    decode.agents[0].stall(hung.agents[0].name)
+    decode.coordinator.pull("hung", hung.lease([1, 3], 32), 0, 32, [6, 2, 5, 1])
+    while not decode.agents[0].active:
+        decode.woken.wait(0.01)
+    decode.coordinator.cancel("hung")
+    remote = other.lease([1, 3], 32)
+    decode.coordinator.pull("a", remote, 0, 32, [7, 8, 9, 10])
+    failed = decode.wait(*ENDINGS, pull_id="a")
+    assert isinstance(failed, PullFailed) and failed.drained
+    assert "staging memory" in failed.error.message
+    decode.agents[0].resume()
+    assert decode.wait(PullDrained) == PullDrained("hung")
+    remote = other.lease([1, 3], 32)
+    decode.coordinator.pull("b", remote, 0, 32, [7, 8, 9, 10])
+    assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
 
 
 def test_a_copy_that_fails_fails_the_pull(rig: Any, monkeypatch: Any) -> None:

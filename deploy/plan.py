@@ -3,12 +3,13 @@
 import json
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
+from pydantic_settings import NoDecode
 
 from kvcache.transfer.explain import Explanation, Geometry, Model, explain
-from kvcache.transfer.plan import DEFAULT_COSTS, CostModel
+from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, PlanError
 from model.config import load_config
 from protocol.settings import (
     DEFAULT_MODEL,
@@ -25,7 +26,7 @@ class PlanGroup(GeometryOptions):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    dtype: DType | Literal["float8_e4m3fn"] = Field(
+    dtype: Literal[DType, "float8_e4m3fn"] = Field(
         "auto", description="type of the KV; auto: as `baton up` on --device"
     )
 
@@ -39,7 +40,12 @@ class PlanSettings(LinkOptions, BatonSettings):
 
     model: str = Field(DEFAULT_MODEL, min_length=1, description="a local directory or a hub id")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
-    device: str = Field("cpu", pattern="^(cpu|cuda)$", description="cost model: cpu or cuda")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="whose links and dtype to assume")
+    transfer_costs: Annotated[tuple[float, ...], NoDecode] = Field(
+        (),
+        description="us per descriptor, GB/s of reading, GB/s of placing, such as 3,8,7 (none: "
+        "what was seen on --device; a server measures its own)",
+    )
     tokens: int = Field(1000, ge=1, description="length of the prompt (tokens)")
     hit_tokens: int = Field(0, ge=0, description="prefix the decode server has already (tokens)")
     staging_bytes: int = Field(256 * 2**20, ge=1, description="staging memory (bytes)")
@@ -58,10 +64,19 @@ def plan(settings: PlanSettings) -> Explanation:
     config = load_config(settings.model, settings.revision)
     model = Model(config.num_layers, config.kv_heads_total, config.kv_components, config.kv_dim)
     auto_dtype = "float32" if settings.device == "cpu" else config.dtype
+    sides = {
+        "prefill": settings.prefill.geometry(auto_dtype),
+        "decode": settings.decode.geometry(auto_dtype),
+    }
+    for name, geometry in sides.items():
+        try:
+            geometry.endpoints(model, settings.tokens)
+        except PlanError as error:
+            raise PlanError(f"{name} server: {error}") from error
     return explain(
         model,
-        settings.prefill.geometry(auto_dtype),
-        settings.decode.geometry(auto_dtype),
+        sides["prefill"],
+        sides["decode"],
         tokens=settings.tokens,
         hit_tokens=settings.hit_tokens,
         costs=CostModel.configured(settings.transfer_costs, settings.device)

@@ -261,9 +261,6 @@ class _Server:
             http_address=self.processes.address("http"),
             control_address=self.processes.address("ranks"),
             transfer_address=self.processes.address("pulls"),
-            side_channel_host=settings.host,
-            side_channel_advertise=settings.advertised_host,
-            side_channel_port=settings.side_channel_port,
             cluster_secret=self.secret,
             log_level=settings.log_level,
             **_role_options(settings, device),
@@ -306,7 +303,12 @@ def _devices(settings: EngineSettings, device: str) -> list[int]:
 
 def _role_options(settings: EngineSettings, device: str) -> dict[str, Any]:
     if isinstance(settings, PrefillSettings):
-        return {"lease_s": settings.lease_s}
+        return {
+            "lease_s": settings.lease_s,
+            "side_channel_host": settings.host,
+            "side_channel_advertise": settings.advertised_host,
+            "side_channel_port": settings.side_channel_port,
+        }
     assert isinstance(settings, DecodeSettings)
     names: Sequence[str] = (
         "kv_load_failure_policy",

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -174,6 +173,14 @@ class EngineOptions(GeometryOptions):
             raise ValueError(f"{scales} scales nothing: give --kv-cache-dtype float8_e4m3fn too")
         return scales
 
+    @field_validator("kv_cache_bytes")
+    @classmethod
+    def _is_the_only_size(cls, nbytes: int | None, info: ValidationInfo) -> int | None:
+        tokens = info.data.get("kv_cache_tokens")
+        if nbytes is not None and tokens is not None:
+            raise ValueError(f"{nbytes}, and --kv-cache-tokens is {tokens}: give one of them")
+        return nbytes
+
     @field_validator("devices", mode="before")
     @classmethod
     def _split_devices(cls, value: Any) -> Any:
@@ -278,16 +285,12 @@ class ListenOptions(BaseModel):
     @field_validator("cors_origin")
     @classmethod
     def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(one if one == "*" else _base_url(one) for one in origins)
+        return tuple(one if one == "*" else sources.base_url(one) for one in origins)
 
 
 class ServerOptions(ListenOptions):
     """What a prefill or decode server needs besides its engine."""
 
-    side_channel_host: str | None = Field(
-        None, description="address that decode servers reach this one at (None: --host)"
-    )
-    side_channel_port: Port = Field(0, description="port of the KV side channel (0: a free one)")
     cluster_secret: SecretStr | None = Field(
         None,
         min_length=16,
@@ -300,11 +303,6 @@ class ServerOptions(ListenOptions):
     hang_timeout_s: Seconds = Field(
         300.0, description="longest silence of an engine at work before it is given up (s)"
     )
-
-    @property
-    def advertised_host(self) -> str:
-        """The address other machines reach the side channel at."""
-        return self.side_channel_host or self.host
 
 
 class BatonSettings(BaseSettings):
@@ -346,6 +344,11 @@ class EngineSettings(EngineOptions, ModelOptions, ServerOptions, BatonSettings):
 class PrefillSettings(PrefillOptions, EngineSettings):
     """A prefill server: runs prompts and leases their KV to decode servers."""
 
+    side_channel_host: str | None = Field(
+        None, description="address that decode servers reach this one at (None: --host)"
+    )
+    side_channel_port: Port = Field(0, description="port of the KV side channel (0: a free one)")
+
     @field_validator("side_channel_host")
     @classmethod
     def _is_an_address_to_connect_to(cls, name: str | None, info: ValidationInfo) -> str | None:
@@ -356,6 +359,11 @@ class PrefillSettings(PrefillOptions, EngineSettings):
                 "machine; give the name or address that they reach it at"
             )
         return name
+
+    @property
+    def advertised_host(self) -> str:
+        """The address other machines reach the side channel at."""
+        return self.side_channel_host or self.host
 
 
 class DecodeSettings(DecodeOptions, EngineSettings):
@@ -388,7 +396,7 @@ class ProxySettings(ListenOptions, BatonSettings):
     @field_validator("prefill", "decode")
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_base_url(url) for url in urls)
+        return tuple(sources.base_url(url) for url in urls)
 
 
 class _Group(BaseModel):
@@ -489,12 +497,3 @@ def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[st
 
 def _axes(names: list[str]) -> str:
     return ("axis " if len(names) == 1 else "axes ") + ", ".join(names)
-
-
-def _base_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is not a URL; write http://host:port")
-    if parts.path.rstrip("/") or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} has a path; write http://host:port alone")
-    return f"{parts.scheme}://{parts.netloc}"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -27,7 +28,7 @@ MACHINE_PREFIX = "BATON_TEST_"
 
 
 # What to write for an option, by the name that pydantic gives its type.
-_METAVARS = {"str": "TEXT", "int": "N", "float": "NUMBER"}
+_METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
 _LISTS = {"tuple[str,...]": "TEXT,..", "tuple[int,...]": "N,..", "tuple[float,...]": "NUMBER,.."}
 
 
@@ -97,6 +98,16 @@ def split_list(value: Any) -> Any:
         text = value.strip()
         return json.loads(text) if text.startswith("[") else [v for v in text.split(",") if v]
     return value
+
+
+def base_url(url: str) -> str:
+    """`url` without a slash at its end. Raises ValueError unless it is http://host:port."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is not a URL; write http://host:port")
+    if parts.path.rstrip("/") or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} has a path; write http://host:port alone")
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def check_environment(cls: type[BaseModel], programs: Sequence[type[BaseModel]]) -> None:

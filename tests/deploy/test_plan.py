@@ -63,7 +63,7 @@ def test_the_costs_of_the_link_decide_the_path(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--decode.tp=3"], "tp is 3"),
+        (["--decode.tp=3"], "decode server: tp is 3"),
         (["--decode.dtype=bfloat16"], "bfloat16"),
         (["--prefill.dtype=float8_e4m3fn"], "float8_e4m3fn on the peer"),
         (["--hit-tokens=2000"], "hit_tokens is 2000"),
@@ -76,10 +76,18 @@ def test_what_cannot_be_is_refused(
     assert told in capsys.readouterr().err
 
 
-def test_an_impossible_layout_is_refused_at_the_command_line(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ("--prefill.kv-layout=BHLCD", "--prefill.kv-layout: 'BHLCD' lacks axis N"),
+        ("--decode.dtype=int4", "--decode.dtype: Input should be 'auto', 'float32',"),
+        ("--device=tpu", "--device: Input should be 'cpu' or 'cuda', not 'tpu'"),
+    ],
+)
+def test_what_is_not_known_is_refused_at_the_command_line(
+    argv: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(["--prefill.kv-layout=BHLCD"])
+        main([argv])
     assert exit_.value.code == 2
-    assert "--prefill.kv-layout: 'BHLCD' lacks axis N" in capsys.readouterr().err
+    assert told in capsys.readouterr().err

@@ -162,6 +162,14 @@ def test_decode_servers_are_never_told_to_connect_to_every_address(wildcard: str
     settings = load(PrefillSettings, ["--host", wildcard, "--side-channel-host", "host-p"])
     assert settings.advertised_host == "host-p"
     load(DecodeSettings, ["--host", wildcard])
+    with pytest.raises(ConfigError, match="unrecognized arguments: --side-channel-port 1"):
+        load(DecodeSettings, ["--side-channel-port", "1"])
+
+
+def test_a_kv_cache_of_two_sizes_is_refused_naming_both() -> None:
+    argv = ["--kv-cache-tokens", "64", "--kv-cache-bytes", "1000"]
+    with pytest.raises(ConfigError, match="--kv-cache-bytes: 1000, and --kv-cache-tokens is 64"):
+        load(PrefillSettings, argv)
 
 
 @pytest.mark.parametrize("order", ["BHLCND", "LCBNHD", "NHBCLD"])
@@ -189,6 +197,7 @@ def test_help_explains_every_option(
     text = capsys.readouterr().out
     assert text.startswith("usage: baton x [options]\n\n")
     assert "default: None" not in text and "tuple[" not in text
+    assert "SecretStr" not in text and "{{" not in text
     groups = {path[0] for path in field_paths(cls) if len(path) > 1}
     for path in field_paths(cls):
         if len(path) > 1 or path[0] not in groups:

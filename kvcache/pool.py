@@ -1,6 +1,5 @@
 """The memory of a rank's KV cache: one allocation, and strided views of it for every order."""
 
-import logging
 import mmap
 from collections.abc import Sequence
 from typing import Final
@@ -9,8 +8,9 @@ import torch
 
 from kvcache.layout import AXES, KVLayout
 from kvcache.shared_memory import SharedMemory
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TORCH_DTYPES: Final = {
     "float32": torch.float32,

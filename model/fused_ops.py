@@ -7,12 +7,13 @@ torch where it says no: on the CPU, in float32, or without flashinfer.
 """
 
 import functools
-import logging
 from typing import Any, Final
 
 import torch
 
-logger = logging.getLogger(__name__)
+from protocol.logging import get_logger
+
+logger = get_logger(__name__)
 
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _ROPE_HEAD_DIMS: Final = (64, 128, 256)

@@ -84,6 +84,15 @@ def silent_handlers(source: str) -> Iterator[int]:
                     yield node.lineno
 
 
+def strange_loggers(source: str) -> Iterator[int]:
+    """Lines that make a logger outside "baton", whose lines below a warning nobody sees."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="getLogger"), args=[name]):
+                if not (isinstance(name, ast.Constant) and str(name.value).startswith("baton.")):
+                    yield node.lineno
+
+
 def private_paths(text: str) -> Iterator[int]:
     for number, line in enumerate(text.splitlines(), 1):
         if PRIVATE_PATH.search(line):
@@ -121,6 +130,16 @@ def test_no_handler_swallows_every_error() -> None:
         f"{short(path)}:{line}"
         for path in python_files()
         for line in silent_handlers(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_logger_is_heard_at_the_level_that_was_asked_for() -> None:
+    found = [
+        f"{short(path)}:{line} use protocol.logging.get_logger(__name__)"
+        for path in python_files()
+        if not is_test(path) and short(path) != "protocol/logging.py"
+        for line in strange_loggers(path.read_text())
     ]
     assert not found, "\n".join(found)
 
@@ -171,6 +190,11 @@ def test_the_handler_check_sees_silence(source: str) -> None:
 )
 def test_the_handler_check_lets_named_or_logged_errors_pass(source: str) -> None:
     assert not list(silent_handlers(source))
+
+
+def test_the_logger_check_sees_names_outside_baton() -> None:
+    assert list(strange_loggers("x = logging.getLogger(__name__)")) == [1]
+    assert not list(strange_loggers('x = logging.getLogger("baton.x")'))
 
 
 def test_the_length_check_counts_a_whole_function() -> None:

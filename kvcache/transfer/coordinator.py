@@ -7,7 +7,6 @@ What an engine or a worker in this process has to say is obeyed in their own thr
 (turns.py): a pull of 128 tokens takes less time than waking a thread twice.
 """
 
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,9 +57,10 @@ from kvcache.transfer.side_client import Address, SideChannelClient
 from kvcache.transfer.turns import Turns
 from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable
 from protocol.handshake import CompatRecord, Gone, Metadata, Ok, Refused, Reply, Request
+from protocol.logging import get_logger
 from protocol.messages import RemotePrefill
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
 _CLOSE_LINGER_S = 0.2

@@ -8,7 +8,6 @@ two geometries lies on the device since the handshake, the block tables of a pul
 copy, and the driver is called without anything around it (cuda_driver.py).
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -27,11 +26,12 @@ from kvcache.transfer.gather import Share, shares_of
 from kvcache.transfer.mapper import ALL_BYTES, MappedMemory, Mapper, NotMappable, Work, offered
 from kvcache.transfer.topology import IntArray
 from protocol.handshake import RankMetadata
+from protocol.logging import get_logger
 
 if TYPE_CHECKING:
     from kvcache.transfer.mapped_kernel import Kernel  # needs Triton, which only GPU machines have
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 NUM_PROGRAMS = 48  # thread blocks of one launch: 91 % of the plain copy, 64 would be 93 %
 LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel

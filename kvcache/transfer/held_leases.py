@@ -16,7 +16,6 @@ byte of a pull. An id that stands there, while every process of P is alive, is w
 What cannot be opened or watched (another host, container or user) is never held here, and D asks.
 """
 
-import logging
 from dataclasses import dataclass
 
 import msgspec
@@ -26,8 +25,9 @@ from kvcache.shared_memory import NotShared, OpenedMemory, SharedMemory
 from kvcache.transfer.processes import ProcessGone, Watched, own_record
 from kvcache.transfer.pull import PeerKey
 from protocol.handshake import EngineMetadata, HeldLeasesRecord
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class PublishedWords(LeaseWords):

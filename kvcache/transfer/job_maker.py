@@ -1,7 +1,5 @@
 """From a pull's order to the job that carries it out on one rank: mapped, or READs by a plan."""
 
-import logging
-
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
 from kvcache.transfer.job_peer import JobPeer
@@ -23,8 +21,9 @@ from kvcache.transfer.staging import Staging
 from kvcache.transfer.topology import head_groups
 from kvcache.transfer.ucx_log import UcxRead
 from protocol.errors import PeerIncompatible
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MIN_PROBE_BYTES = 4 << 20  # of staging memory: less tells nothing
 

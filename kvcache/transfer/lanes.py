@@ -6,7 +6,6 @@ every other chunk keep two processors at it. READs that need no staging stay wit
 copy each byte once, and the engine's steps need the processors, too.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +22,9 @@ from kvcache.transfer.agent import (
 )
 from kvcache.transfer.copy_thread import copy_thread
 from kvcache.transfer.ucx_log import UcxRead
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(eq=False)

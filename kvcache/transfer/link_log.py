@@ -1,12 +1,11 @@
 """What is said of a link to a peer once it has been used: the transport, its speed, and the fix for
 one that is slower than it should be."""
 
-import logging
-
 from kvcache.transfer.cost import CostModel
 from kvcache.transfer.ucx_log import GPU_FIX, UcxRead, has_rdma
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Over NVLink or between GPUs of one PCIe switch it is more, by way of host memory less.
 SLOW_GPU_BYTES_PER_S = 15e9

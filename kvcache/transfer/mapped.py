@@ -8,7 +8,6 @@ kernels read of it counts for nothing without the fence, and the fence is what a
 answer.
 """
 
-import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,8 +22,9 @@ from kvcache.transfer.plan import TransferPlan
 from kvcache.transfer.pull import PeerKey
 from protocol.errors import BatonError, PeerIncompatible
 from protocol.handshake import EngineMetadata
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Some 2.8 ms over NVLink; often the mapper has room for less. A launch of the kernel loses 10 us.
 CHUNK_BYTES = 1 << 30

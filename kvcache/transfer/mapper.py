@@ -6,7 +6,6 @@ told to stall or fail: for tests and for reading along.
 """
 
 import ctypes
-import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -26,8 +25,9 @@ from kvcache.transfer.gather import Gather, locate
 from kvcache.transfer.processes import host_id
 from kvcache.transfer.topology import IntArray
 from protocol.handshake import RankMetadata
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 EXTRA_KEY = "mapped"  # in RankMetadata.extra
 ALL_BYTES = 1 << 62

@@ -8,7 +8,6 @@ calls of its own never answers.
 """
 
 import ctypes
-import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -31,12 +30,13 @@ from kvcache.transfer.agent import (
 )
 from kvcache.transfer.ucx_log import UcxRead, ucx_log
 from protocol.errors import TransferFailed
+from protocol.logging import get_logger
 
 ucx_log.begin()  # before UCX is loaded
 
 from nixl import _bindings as nixl  # noqa: E402
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _PROGRESS_DELAY_US = 100_000  # upper bound of a sleep that events end early
 _SEGMENTS = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}

@@ -7,7 +7,6 @@ transport's usual constants stay; a pull that waited fails when its own time is 
 come later than `_WAIT_S` do not wait.
 """
 
-import logging
 import time
 from dataclasses import replace
 
@@ -20,8 +19,9 @@ from kvcache.transfer.pull_job import PullJob, Step
 from kvcache.transfer.runs import RankRead
 from kvcache.transfer.staged import ALIGN_BYTES, Chunk, aligned
 from kvcache.transfer.staging import Staging
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _WAIT_S = 0.25  # a probe takes 5 to 10 ms
 _CPU_BYTES = 4 << 20  # of long runs: 1 ms, where a GPU needs more to be seen at its speed

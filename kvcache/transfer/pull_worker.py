@@ -4,7 +4,6 @@ It blocks while there is nothing to do, and looks at commands between any two po
 stops within one post. A READ that does not end keeps its pull here until it does (I7).
 """
 
-import logging
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -42,8 +41,9 @@ from kvcache.transfer.staging import Staging, placing
 from kvcache.transfer.ucx_log import UcxRead
 from protocol.errors import BatonError, InternalError, TransferFailed
 from protocol.handshake import EngineMetadata
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
 _FENCE_S = 0.0005  # so long after a pull the thread looks for the fence's answer itself

@@ -6,7 +6,6 @@ client (side_client.py) posts requests and takes replies without ever blocking: 
 nonce. A message on the wire is its MAC and its payload.
 """
 
-import logging
 import select
 import threading
 import time
@@ -39,8 +38,9 @@ from protocol.handshake import (
     seal_reply,
 )
 from protocol.listening import CannotListen
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ENDED_STATES = (LeaseState.COMPLETED, LeaseState.EXPIRED, LeaseState.ABORTED)
 

@@ -5,7 +5,6 @@ waits for it; a request that may have been lost with it is its asker's to repeat
 """
 
 import errno
-import logging
 import select
 import socket
 import threading
@@ -18,8 +17,9 @@ from typing import Any
 from kvcache.transfer.waker import Waker
 from kvcache.transfer.wire import Wire, WireClosed, framed, tune, wait_readable
 from protocol.handshake import FrameError, Reply, Request, open_reply, seal_request
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Address = tuple[str, int]
 _Endpoint = tuple[int, Any]  # address family, address

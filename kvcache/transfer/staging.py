@@ -8,7 +8,6 @@ after the copies out of it have finished).
 """
 
 import importlib.util
-import logging
 import mmap
 import sys
 from collections import deque
@@ -27,8 +26,9 @@ from kvcache.transfer.cuda_mapper import CudaMapper
 from kvcache.transfer.mapper import Mapper
 from kvcache.transfer.slot_gather import SlotGather
 from kvcache.transfer.staged import Chunk
+from protocol.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _HUGE_PAGE_BYTES = 2 << 20
 _PROGRAMS = 132  # thread blocks: 1.2 TB/s on an H200, where 48 reach 0.57

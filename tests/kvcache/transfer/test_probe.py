@@ -111,7 +111,7 @@ def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any, monkeypatch: Any) -
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_costs_are_measured_and_logged_once(rig: Any, make_agent: Any, caplog: Any) -> None:
-    caplog.set_level(logging.INFO, "kvcache.transfer.link_log")
+    caplog.set_level(logging.INFO)
     prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent, staging_bytes=4 << 20)
     pull(decode, prefill, "a")
     costs = measured(decode)
@@ -127,7 +127,7 @@ def test_costs_are_measured_and_logged_once(rig: Any, make_agent: Any, caplog: A
 def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
     rig: Any, planned_with: list[CostModel], caplog: Any
 ) -> None:
-    caplog.set_level(logging.INFO, "kvcache.transfer.job_maker")
+    caplog.set_level(logging.INFO)
     costs = CostModel.configured((3, 8, 7), "cpu")
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, costs=costs)
     pull(decode, prefill, "a")

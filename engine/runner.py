@@ -242,6 +242,8 @@ class ModelRunner:
 
     def _begin(self, step: StepInput) -> LaunchedStep:
         assert self.memory is not None, "allocate() comes first"
+        if self.device.type == "cpu":
+            self.memory.pool.use(int(step.block_tables.max()))
         if step.copies:
             self.memory.pool.copy_blocks(step.copies)
         if len(step.sample_rows) == 0:

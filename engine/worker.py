@@ -31,6 +31,7 @@ from engine.scheduler import Scheduler, SchedulerLimits
 from engine.transport import EngineTransport
 from kvcache.blocks import BlockAllocator
 from kvcache.pool import KVPool
+from kvcache.prefault import PrefaultThread
 from kvcache.prefix import PrefixIndex
 from kvcache.stepping import Stepping
 from kvcache.transfer.agent import TransferAgent
@@ -286,6 +287,8 @@ def _allocate(
     pool = runner.allocate(num_blocks).pool
     runner.capture_graphs()
     cuda = pool.device.type == "cuda"
+    if not cuda:
+        PrefaultThread(pool).start()
     agent = NixlAgent(
         f"{config.engine_id}-{rank}",
         device_id=pool.device_id if cuda else None,

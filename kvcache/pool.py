@@ -56,6 +56,7 @@ class KVPool:
         # dtype[B, H, L, C, N, D] whatever the order
         self.canonical = self.tensor.permute([layout.order.index(axis) for axis in AXES])
         by_layer = self.canonical.permute(2, 0, 3, 1, 4, 5)
+        self.highest_block = -1  # of those that steps and pulls have used
         self._layers = by_layer.unbind(0)
         self._components = [view.unbind(1) for view in self._layers]
 
@@ -80,6 +81,10 @@ class KVPool:
         """What an element of this layer's keys (0) or values (1) is multiplied by when read."""
         index = layer * self.layout.num_components + component
         return self.scales[index] if self.scales else 1.0
+
+    def use(self, block: int) -> None:
+        """A step or a pull uses blocks up to this one."""
+        self.highest_block = max(self.highest_block, block)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, each pair being (source, target); no target may occur twice."""

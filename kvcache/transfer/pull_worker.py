@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.prefault import Prefault
 from kvcache.transfer.agent import MemoryKind, TransferAgent
 from kvcache.transfer.copy_thread import use_one_core
 from kvcache.transfer.job_maker import Job, JobMaker
@@ -113,8 +112,6 @@ class PullWorker:
         self._reads = Reads(agent, pool, limits.max_active, self._fail, self.counters, throttle)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"pull-{rank}", daemon=True)
-        on_cpu = self._kind == "DRAM"
-        self._prefault = Prefault(pool.base_address, pool.layout) if on_cpu else None
         self._register()
 
     def start(self) -> None:
@@ -174,9 +171,6 @@ class PullWorker:
             if self._mapped is not None:
                 self._mapped.stay_awake()
             time.sleep(_ALERT_NAP_S)
-        elif self._prefault is not None and not self._prefault.done:
-            self._link.wait(self._prefault.pause_s)
-            self._prefault.step()
         else:
             self._link.wait(None)
 
@@ -274,8 +268,7 @@ class PullWorker:
             if isinstance(job, MappedJob):
                 self._advance_one(job)  # before all else: the link idles
                 job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
-            if self._prefault is not None:
-                self._prefault.reach(max(pull.local_block_ids, default=-1))
+            self._pool.use(max(pull.local_block_ids, default=-1))
 
     def _progress(self) -> bool:
         """Polls, posts at most one piece, ends what has ended; whether anything happened."""

@@ -1,13 +1,16 @@
 """Pages get their memory without a byte changing, ahead of the blocks in use."""
 
 import mmap
+import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
 from kvcache import prefault as module
 from kvcache.layout import KVLayout
-from kvcache.prefault import Prefault
+from kvcache.pool import KVPool
+from kvcache.prefault import Prefault, PrefaultThread
 
 _SHAPE = {"num_heads": 2, "num_layers": 4, "num_components": 2, "block_size": 64, "head_dim": 64}
 
@@ -62,3 +65,32 @@ def test_memory_that_cannot_be_had_ends_it() -> None:
     assert prefault.done
     prefault.reach(10)
     assert prefault.done
+
+
+def test_a_ranks_thread_stays_ahead_of_its_steps_and_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = _layout("BHLCND", 20)
+    monkeypatch.setattr(module, "_AHEAD_BYTES", layout.nbytes // 4)  # five blocks
+    monkeypatch.setattr(module, "_LATER_PAUSE_S", 0.001)
+    monkeypatch.setattr(module, "_LOOK_S", 0.001)
+    populated: set[int] = set()
+    reached = threading.Condition()
+
+    class Watched(Prefault):
+        def step(self) -> None:
+            super().step()
+            if self.done:
+                with reached:
+                    populated.add(self._reached)
+                    reached.notify()
+
+    monkeypatch.setattr(module, "Prefault", Watched)
+    pool = KVPool(layout)
+    thread = PrefaultThread(pool)
+    thread.start()
+    try:
+        for used, blocks in ((-1, 5), (3, 9), (1, 9), (19, 20)):
+            pool.use(used)
+            with reached:
+                assert reached.wait_for(partial(populated.__contains__, blocks), 20), populated
+    finally:
+        thread.close()

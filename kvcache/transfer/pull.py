@@ -174,7 +174,8 @@ class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
-    """Rank to coordinator: no READ of this pull is active any more. Sent once for each Pull."""
+    """Rank to coordinator: no READ of this pull is active any more. Sent once for each Pull,
+    and for a StopPull of what is not, or not any more, known."""
 
     pull_id: str
     rank: int

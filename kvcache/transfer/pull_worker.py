@@ -6,7 +6,7 @@ stops within one post. A READ that does not end keeps its pull here until it doe
 
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 from kvcache.layout import KVLayout
@@ -103,6 +103,7 @@ class PullWorker:
             throttle=throttle,
         )
         self._link: WorkerLink = inside or OutsideLink(connect_address)
+        self._commands: deque[Command] = deque()  # not yet obeyed
         self._peers: dict[PeerKey, JobPeer] = {}
         self._jobs: OrderedDict[str, tuple[Job, JobPeer]] = OrderedDict()
         self._poll_min_s, self._poll_max_s = _POLL_S[self._kind]
@@ -149,9 +150,10 @@ class PullWorker:
         self._link.open(self._endpoint.rank, self._stopping)
         while not self._stopping.is_set():
             try:
+                while self._commands:
+                    self._obey(self._commands.popleft())
                 self._wait(self._progress())
-                for command in self._link.receive():
-                    self._obey(command)
+                self._commands += self._link.receive()
             except Exception as error:  # our bug; no pull may hang for it
                 logger.exception("pull worker")
                 self.counters["internal_errors"] += 1
@@ -237,10 +239,11 @@ class PullWorker:
             self._jobs[job.pull_id] = (job, peer)
 
     def _stop_waiting(self, pull_id: str) -> None:
+        """Says that no READ of it is active: again, if it has ended here already."""
         for peer in self._peers.values():
-            if peer.probe is not None and pull_id in peer.probe.waiting:
-                del peer.probe.waiting[pull_id]
-                self._tell_end(pull_id, None, None)
+            if peer.probe is not None:
+                peer.probe.waiting.pop(pull_id, None)
+        self._tell_end(pull_id, None, None)
 
     def _probed(self, job: ProbeJob, peer: JobPeer) -> None:
         peer.probe = None

@@ -1,7 +1,7 @@
 """D's end of the side channel: one connection for each prefill engine, requests and replies apart.
 
-A connection that is lost is made anew for as long as somebody wants it, and what was not sent
-waits for it; a request that may have been lost with it is its asker's to repeat.
+A connection that is lost is made anew, for a minute, and what was not sent waits for it; a request
+that may have been lost with it is its asker's to repeat.
 """
 
 import errno
@@ -28,6 +28,7 @@ MAC_BYTES = 32  # of a message; its payload follows
 _MAX_REPLY_BYTES = 64 << 20
 _MAX_UNSENT = 1000  # requests to one peer
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 1.0
+_GIVE_UP_S = 60.0  # no question waits so long, and a lease that was to be given back has expired
 
 
 @dataclass(eq=False)
@@ -108,8 +109,12 @@ class SideChannelClient:
                 found.extend((link.address, reply) for reply in self._receive(link))
         now = time.monotonic()
         for link in list(self._links.values()):
-            if link.retry_at <= now:
+            if link.retry_at > now:
+                continue
+            if self._clock() - self._unconnected_since[link.address] < _GIVE_UP_S:
                 self._connect(link)
+            else:
+                self.forget(link.address)
         return found
 
     def forget(self, address: Address) -> None:

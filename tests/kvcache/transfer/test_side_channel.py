@@ -369,6 +369,25 @@ def test_a_client_knows_to_whom_it_has_no_connection(clock: Clock) -> None:
     client.close()
 
 
+def test_a_client_gives_an_address_up_that_nothing_listens_at(clock: Clock) -> None:
+    """Or each prefill server that ever died would be tried for ever."""
+    server = Server(clock)
+    server.close()
+    client = SideChannelClient(SECRET, clock)
+    client.post(server.address, renew("00" * 16))
+    clock.now += 59.0
+    client.receive_all()
+    assert client.unconnected() == {server.address: 1000.0}
+    clock.now += 1.0
+    deadline = time.monotonic() + DEADLINE_S
+    while client.unconnected():
+        assert time.monotonic() < deadline
+        wait_readable(client, timeout_s=min(0.1, client.retry_in_s()))
+        client.receive_all()
+    assert client.retry_in_s() == float("inf")
+    client.close()
+
+
 def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int]:
     """Answers one request as it likes: an attacker at a known address."""
     listener = listen("127.0.0.1", 0)

@@ -129,6 +129,16 @@ def test_fingerprints_tell_models_apart(checkpoint, tmp_path_factory):
     assert len(dummies) == 2
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_fingerprint_tells_apart_what_differs_in_one_token_s_row(checkpoint, name):
+    config = load_config(checkpoint)
+    found = {fingerprint(config, checkpoint)}
+    for row in range(config.vocab_size):
+        rewrite(checkpoint, lambda tensors, row=row: tensors[name][row].mul_(1.01))
+        found.add(fingerprint(config, checkpoint))
+    assert len(found) == config.vocab_size + 1
+
+
 def test_the_size_of_a_model_is_read_from_headers(checkpoint):
     tensors = load_file(checkpoint / "model.safetensors")
     assert num_weights(checkpoint) == sum(tensor.numel() for tensor in tensors.values())

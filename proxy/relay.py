@@ -12,7 +12,7 @@ import msgspec
 
 from protocol import sse
 from protocol.errors import BatonError
-from proxy.upstream import Headers, Response
+from proxy.upstream import Headers, Response, UpstreamError
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -119,7 +119,7 @@ class Reply:
             Whether the stream had an end of its own. If not, `fail` has to end it.
 
         Raises:
-            UpstreamError: the server broke it off.
+            UpstreamError: the server broke it off before that.
         """
         events = EventBuffer()
         self.is_stream = True
@@ -132,8 +132,12 @@ class Reply:
         except asyncio.CancelledError:
             self.finished = events.has_ended  # many clients hang up at [DONE]
             raise
-        if rest := events.rest():
-            await self._body(rest, more=True)
+        except UpstreamError:
+            if not events.has_ended:  # all that is missing is HTTP's own end
+                raise
+        else:
+            if rest := events.rest():
+                await self._body(rest, more=True)
         if events.has_ended:
             await self._body(b"", more=False)
         return events.has_ended

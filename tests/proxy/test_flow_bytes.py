@@ -1,0 +1,64 @@
+"""A decode server that dies at each byte of its answer, seen by a client of the proxy."""
+
+import asyncio
+
+import pytest
+
+from proxy.app import ProxyApp
+from tests.proxy.fakes import Fake, Rig, decodes, run, until
+from tests.proxy.scripted import OK, Reader, Writer, read_request
+
+STREAM = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    b'a\r\ndata: {"a"\r\n4\r\n:1}\n\r\n1\r\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n'
+)
+WHOLE = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 7\r\n\r\n{"a":1}'
+
+
+class Dying:
+    """Answers health checks, and of each other answer the first `position` bytes."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.position = 0
+
+    async def __call__(self, reader: Reader, writer: Writer) -> None:
+        try:
+            while (await read_request(reader)).startswith(b"GET /ready"):
+                writer.write(OK)
+            writer.write(self.answer[: self.position])
+            await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@pytest.mark.parametrize("answer", [STREAM, WHOLE])
+def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer: bytes) -> None:
+    async def test() -> None:
+        dying = Dying(answer)
+        async with await asyncio.start_server(dying, "127.0.0.1", 0) as server:
+            fake = Fake(decodes)  # never asked: it lends the rig its place
+            fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with Rig(prefill=[], decode=[fake]) as rig:
+                await asks(rig, dying)
+
+    async def asks(rig: Rig, dying: Dying) -> None:
+        head = answer.index(b"\r\n\r\n") + 4
+        done = answer.find(b"[DONE]\n\n") + len(b"[DONE]\n\n")
+        for dying.position in range(len(answer) + 1):
+            await until(lambda: _is_ready(rig.app))
+            response = await rig.complete(stream=answer is STREAM)
+            if answer is WHOLE:
+                assert response.status_code == (200 if dying.position == len(answer) else 502)
+                continue
+            assert response.status_code == (200 if dying.position >= head else 502)
+            ends = [response.text.count(end) for end in ("data: [DONE]\n\n", '"error":{')]
+            assert ends == ([1, 0] if dying.position >= done else [0, 1]), dying.position
+
+    run(test())
+
+
+def _is_ready(app: ProxyApp) -> bool:
+    return all(app.fleet.health(server).ready for server in app.fleet.servers())

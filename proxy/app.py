@@ -50,7 +50,7 @@ class ProxyApp:
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
         self.metrics = Metrics("proxy")
-        self.fleet = Fleet(on_change=self._on_change)
+        self.fleet = Fleet(on_change=self._on_change, on_silence=self._on_silence)
         self._upstream = HttpUpstream(
             connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
         )
@@ -257,11 +257,12 @@ class ProxyApp:
             return
         if old.ready:
             self._poller.hurry(server)
-        if new.silences:
-            self._flow.on_silence(server)
         # When all end together, each sees the others go.
         level = logging.DEBUG if self.shutting_down else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)
+
+    def _on_silence(self, server: Server, is_long: bool) -> None:
+        self._flow.on_silence(server, is_long)
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:

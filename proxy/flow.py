@@ -99,10 +99,10 @@ class Flow:
                 self._giving_back.add(task)
                 task.add_done_callback(self._giving_back.discard)
 
-    def on_silence(self, server: Server) -> None:
-        """Prefill legs go elsewhere, or are done without; a decode server keeps its requests, as
-        the client would get an error for one that may still be answered."""
-        if server.kind is Kind.PREFILL:
+    def on_silence(self, server: Server, is_long: bool) -> None:
+        """Prefill legs go elsewhere, or are done without. A decode server keeps its requests for
+        longer, as a client may get an error for one that may still be answered."""
+        if is_long or server.kind is Kind.PREFILL:
             self._legs.give_up(server)
 
     async def close(self) -> None:
@@ -246,7 +246,7 @@ class Flow:
 
     async def _relay(self, server: Server, response: Response, reply: Reply, trace: Trace) -> None:
         try:
-            ended = await _relay(response, reply, trace)
+            ended = await self._legs.unless_given_up(server, _relay(response, reply, trace))
         except UpstreamError as error:
             self._legs.failed(server, failure_of(error), None, f"{server}: {error}")
             raise _broken(server, error) from None

@@ -24,6 +24,7 @@ class Circuit(Enum):
 @dataclass(frozen=True)
 class HealthPolicy:
     silences: int = 3  # health checks without an answer, in a row, that make a server not ready
+    long_silence: int = 10  # so many of them: it will not answer what it was asked before either
     failures: int = 5  # in a row
     cooldown_s: float = 5.0  # doubles with each failed trial
     max_cooldown_s: float = 60.0

@@ -13,7 +13,15 @@ from proxy import retry
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
 from proxy.membership import Fleet, Server
 from proxy.retry import Failure, Kind, RetryPolicy
-from proxy.upstream import Exhausted, Headers, Response, TimedOut, Unreachable, UpstreamError
+from proxy.upstream import (
+    Exhausted,
+    Headers,
+    Lost,
+    Response,
+    TimedOut,
+    Unreachable,
+    UpstreamError,
+)
 
 logger = get_logger(__name__)
 
@@ -52,6 +60,7 @@ class Answer:
 
 
 ResultT = TypeVar("ResultT", Answer, Answer | Response)
+WorkT = TypeVar("WorkT")
 
 
 class LegFailed(Exception):
@@ -88,7 +97,7 @@ class Legs:
         self._fleet = fleet
         self._metrics = metrics
         self._policy = policy
-        self._patience: dict[Server, set[asyncio.Timeout]] = {}  # of legs without an answer
+        self._patience: dict[Server, set[asyncio.Timeout]] = {}  # of whom it keeps waiting
 
     async def run(
         self,
@@ -136,24 +145,28 @@ class Legs:
         self, server: Server, send: Callable[[Server], Awaitable[ResultT]]
     ) -> ResultT:
         self._in_flight(server, +1)
+        try:
+            return await self.unless_given_up(server, send(server))
+        except BaseException:
+            self.release(server)
+            raise
+
+    async def unless_given_up(self, server: Server, work: Awaitable[WorkT]) -> WorkT:
+        """What the server is waited for. Raises Lost once it is given up."""
         waiting = self._patience.setdefault(server, set())
         try:
             async with asyncio.timeout(None) as patience:
                 waiting.add(patience)
                 try:
-                    return await send(server)
+                    return await work
                 finally:
                     waiting.discard(patience)
         except TimeoutError:
-            self.release(server)
-            raise TimedOut("silent, to health checks as well") from None
-        except BaseException:
-            self.release(server)
-            raise
+            raise Lost("silent, to health checks as well") from None
 
     def give_up(self, server: Server) -> None:
-        """The server does not even answer health checks: legs without an answer wait no longer."""
-        for patience in self._patience.get(server, ()):
+        """The server does not even answer health checks: nothing waits for it any longer."""
+        for patience in self._patience.pop(server, ()):
             patience.reschedule(asyncio.get_running_loop().time())
 
     def release(self, server: Server) -> None:

@@ -24,6 +24,8 @@ class Fleet:
     Args:
         on_change: called with (server, old, new) when a server becomes ready or stops being so, and
             when the reason why it is not ready is another.
+        on_silence: called with (server, whether that is a `long_silence`) at each health check
+            without an answer, once they have made a server not ready.
     """
 
     def __init__(
@@ -32,10 +34,12 @@ class Fleet:
         policy: HealthPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[Server, Health, Health], None] | None = None,
+        on_silence: Callable[[Server, bool], None] | None = None,
     ) -> None:
         self._policy = policy or HealthPolicy()
         self._clock = clock
         self._on_change = on_change or (lambda _server, _old, _new: None)
+        self._on_silence = on_silence or (lambda _server, _is_long: None)
         self._health: dict[Server, Health] = {}
         self._last: dict[Kind, str] = {}
 
@@ -103,7 +107,10 @@ class Fleet:
         self._set(server, polled)
 
     def silent(self, server: Server, reason: str) -> None:
-        self._set(server, health.silent(self.health(server), reason, self._policy))
+        new = health.silent(self.health(server), reason, self._policy)
+        self._set(server, new)
+        if not new.ready and new.silences >= self._policy.silences:
+            self._on_silence(server, new.silences >= self._policy.long_silence)
 
     def unreachable(self, server: Server, reason: str) -> None:
         self._set(server, health.unreachable(self.health(server), reason, self._clock()))

@@ -62,8 +62,10 @@ class Poller:
             hurry.clear()
             try:
                 said = await self._ask(server)
-            except (TimeoutError, TimedOut, Exhausted):
+            except (TimeoutError, TimedOut):
                 self._fleet.silent(server, f"no answer within {self._timeout_s:g} s")
+            except Exhausted:
+                logger.warning("no descriptors are left for the health check of %s", server)
             except Exception:  # our own bug must not leave a server unwatched
                 logger.exception("health check of %s", server)
                 self._fleet.silent(server, "the health check failed")

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from proxy.health import HealthPolicy
+from proxy.membership import Server
+from proxy.retry import Kind
 from tests.proxy.fakes import KV_PARAMS, Call, Drop, Fake, Rig, decodes, prefills, run, until
 
 
@@ -106,10 +109,65 @@ def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not_waite
             await until(lambda: len(stopped.calls) == 1)
             stopped.silent = True
             assert (await request).status_code == 200
-            assert rig.decode_only("timeout") == (not others)
+            assert rig.decode_only("lost") == (not others)
             for fake in fakes:
                 labels = {"role": "prefill", "url": fake.url}
                 assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_decode_server_that_answers_no_health_checks_for_long_is_not_waited_for(
+    begun: bool, others: int
+) -> None:
+    async def stops(call: Call) -> None:
+        if begun:
+            await call.start()
+            await call.write(b"data: 1\n\n")
+        stopped.silent = True
+        await call.gone()
+
+    stopped = Fake(stops)
+
+    async def test() -> None:
+        fakes = [stopped, *(Fake(decodes) for _ in range(others))]
+        async with Rig(decode=fakes, health_timeout_s=0.05, read_timeout_s=3600.0) as rig:
+            answer = await rig.complete(stream=True)
+            assert answer.status_code == (200 if begun or others else 502)
+            if others and not begun:
+                assert answer.text.endswith("data: [DONE]\n\n")
+            else:
+                assert '"decode_server_lost"' in answer.text
+                assert "health checks" in answer.text
+                assert "[DONE]" not in answer.text
+            for fake in fakes:
+                labels = {"role": "decode", "url": fake.url}
+                assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
+
+    run(test())
+
+
+def test_a_decode_server_silent_for_a_while_keeps_its_requests() -> None:
+    goes_on = asyncio.Event()
+
+    async def pauses(call: Call) -> None:
+        pausing.silent = True
+        await goes_on.wait()
+        pausing.silent = False
+        await decodes(call)
+
+    pausing = Fake(pauses)
+
+    async def test() -> None:
+        async with Rig(decode=[pausing], health_timeout_s=0.05) as rig:
+            request = asyncio.create_task(rig.complete())
+            server = Server(Kind.DECODE, pausing.url)
+            await until(lambda: rig.app.fleet.health(server).silences > HealthPolicy.silences)
+            assert not rig.app.fleet.health(server).ready
+            goes_on.set()
+            assert (await request).json() == {"text": "onetwo"}
 
     run(test())
 

@@ -1,0 +1,48 @@
+"""What health checks that were not answered say about a server, and what they do not."""
+
+import pytest
+
+from proxy.health import Health, HealthPolicy
+from proxy.membership import Fleet, Server
+from proxy.poller import Poller
+from proxy.retry import Kind
+from proxy.upstream import Exhausted, Headers, Response, TimedOut, UpstreamError
+from tests.proxy.fakes import run, until
+
+D1 = Server(Kind.DECODE, "http://d1")
+
+
+class Failing:
+    """An upstream that fails in one way."""
+
+    def __init__(self, error: UpstreamError) -> None:
+        self.error = error
+        self.asked = 0
+
+    async def send(
+        self, url: str, method: str, path: str, *, headers: Headers = (), body: bytes = b""
+    ) -> Response:
+        self.asked += 1
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "is_told"), [(TimedOut("1 s"), True), (Exhausted("24"), False)])
+def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
+    error: UpstreamError, is_told: bool
+) -> None:
+    told: list[bool] = []
+
+    async def test() -> Health:
+        fleet = Fleet(on_silence=lambda _server, is_long: told.append(is_long))
+        fleet.join(D1)
+        fleet.polled(D1, ready=True, reason="", started_at=0.0)
+        upstream = Failing(error)
+        poller = Poller(fleet, upstream, interval_s=1e-4, timeout_s=1.0)
+        poller.start()
+        await until(lambda: upstream.asked > HealthPolicy.long_silence)
+        await poller.close()
+        return fleet.health(D1)
+
+    assert run(test()).ready is not is_told
+    short = HealthPolicy.long_silence - HealthPolicy.silences
+    assert told[: short + 1] == ([False] * short + [True] if is_told else [])

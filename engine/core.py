@@ -33,6 +33,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from engine.batch import Executor, PendingStep, StepFailed, StepInput, StepOutput, build_step
+from engine.core_stats import SILENT_S, CoreStats
 from engine.grammar import GrammarCompiler, StepMasks
 from engine.outbox import Draw, Outbox
 from engine.role import CoreServices, KVRole, Transport
@@ -55,16 +56,7 @@ logger = logging.getLogger("baton.engine")
 _NAP_S = 0.00005  # between two looks at a step that the device has not ended
 _LONG_NAP_S = 0.0005  # while it cannot have
 _IDLE_WAIT_S = 1.0  # the loop also looks around this often when nothing wakes it
-_STATS_INTERVAL_S = 0.25
-_SILENT_S = 1.0  # after which an engine with requests speaks, if only to show that it is alive
 _QUIET_S = 5.0  # after which the books are checked, once: for many blocks that takes a while
-_TOTALS = (
-    "baton_engine_steps",
-    "baton_engine_step_tokens",
-    "baton_engine_step_seconds",
-    "baton_prefix_cache_query_tokens",
-    "baton_prefix_cache_hit_tokens",
-)
 
 
 @dataclass(frozen=True)
@@ -100,9 +92,7 @@ class EngineCore(CoreServices):
         self._pace = StepPace()
         self._last_finish_s = 0.0
         self._is_last = False  # whether the link asked to end while a step was waited for
-        self._totals = dict.fromkeys(_TOTALS, 0.0)
-        self._last_stats: dict[str, float] = {}
-        self._stats_due_s = 0.0
+        self._stats = CoreStats()
         self._check_due_s = 0.0
         role.bind(self)
 
@@ -213,10 +203,8 @@ class EngineCore(CoreServices):
             step = self._launched.popleft()
             output = step.pending.result()
             now_s = time.perf_counter()
-            self._totals["baton_engine_steps"] += 1
-            self._totals["baton_engine_step_tokens"] += step.num_tokens
             seconds = now_s - max(step.started_s, self._last_finish_s)
-            self._totals["baton_engine_step_seconds"] += seconds
+            self._stats.step_ended(step.num_tokens, seconds)
             self._pace.took(step.num_tokens, seconds)
             self._last_finish_s = now_s
             self.scheduler.step_finished()
@@ -225,7 +213,7 @@ class EngineCore(CoreServices):
     def _wait_for(self, pending: PendingStep) -> None:
         """Until a launched step has ended. Who comes meanwhile has their pull begun at once, which
         is over, mostly, before the next step is planned; their first tokens go out."""
-        silent_from_s = time.monotonic() + _SILENT_S  # an engine that hangs shall not seem alive
+        silent_from_s = time.monotonic() + SILENT_S  # an engine that hangs shall not seem alive
         while not pending.has_ended():
             if time.monotonic() < silent_from_s:
                 self._hear()
@@ -348,9 +336,7 @@ class EngineCore(CoreServices):
 
     def _begin(self, plan: Plan) -> None:
         for sequence in plan.admitted:
-            hits = min(sequence.num_computed, sequence.num_prompt_tokens)
-            self._totals["baton_prefix_cache_query_tokens"] += sequence.num_prompt_tokens
-            self._totals["baton_prefix_cache_hit_tokens"] += hits
+            self._stats.admitted(sequence)
             self._outbox.found_elsewhere(sequence)
         if plan.receiving:
             self._flush()  # nor do they wait for a pull to be begun
@@ -483,17 +469,12 @@ class EngineCore(CoreServices):
     # -- observability -----------------------------------------------------------------------
 
     def _report_stats(self) -> None:
-        now_s = time.monotonic()
-        if now_s < self._stats_due_s and not self.is_idle:
+        if not self._stats.is_due(is_idle=self.is_idle):
             return
         values = self.stats()
-        overdue = not self.is_idle and now_s >= self._stats_due_s + _SILENT_S
-        if values != self._last_stats or overdue:
+        if self._stats.is_news(values, is_idle=self.is_idle):
             self.transport.send_stats(values)
-            self._last_stats = values
-            self._stats_due_s = now_s + _STATS_INTERVAL_S
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
-        totals = {name: float(value) for name, value in self._totals.items()}
-        return {**self.scheduler.stats(), **totals, **self.role.stats()}
+        return {**self.scheduler.stats(), **self._stats.totals(), **self.role.stats()}

@@ -107,7 +107,9 @@ def _add_models(app: FastAPI, api: Api) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         if name not in api.model_names:
-            return error_response(ModelNotFound(f"There is no model {name[:200]!r}."))
+            names = " or ".join(map(repr, api.model_names))
+            told = f"The model in the path is {name[:200]!r}; this server has {names}."
+            return error_response(ModelNotFound(told))
         return JSONResponse(model_card(name, created, max_model_len()))
 
 

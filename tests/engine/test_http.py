@@ -363,6 +363,8 @@ def test_ready_and_models_say_what_is_served(tokenizer: Tokenizer) -> None:
             (card,) = (await server.http.get("/v1/models")).json()["data"]
             assert (card["id"], card["max_model_len"]) == ("m", CONTEXT)
             assert (await server.http.get("/v1/models/m")).json() == card
-            assert (await server.http.get("/v1/models/a/b")).status_code == 404
+            missing = await server.http.get("/v1/models/a/b")
+            assert missing.status_code == 404
+            assert missing.json()["error"]["message"].startswith("The model in the path is 'a/b'; ")
 
     run(main)

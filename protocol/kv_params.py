@@ -64,7 +64,11 @@ class KVTransferParams:
     def verify(self, secret: bytes) -> None:
         """Raises KVParamsRejected unless a holder of the cluster secret signed these values."""
         if not hmac.compare_digest(self.signature.encode(), _signature(self, secret).encode()):
-            _reject("signature", "does not match: the object was altered or comes from elsewhere")
+            _reject(
+                "signature",
+                "does not match: the object was altered, or who signed it has another cluster "
+                "secret (give all servers one BATON_CLUSTER_SECRET)",
+            )
 
     def tokenized(self) -> tuple[str, list[int]] | None:
         """The text digest and its token ids, where both are told and the ids are those of the

@@ -20,6 +20,7 @@ from kvcache.transfer.peers import (
     address_of,
     check_reference,
     key_of,
+    unreachable,
 )
 from kvcache.transfer.pull import (
     AddPeer,
@@ -258,10 +259,10 @@ class PullCoordinator:
         """Nothing listens there: whatever waits for an answer from there fails now."""
         self._counters["connections_lost"] += 1
         self._bury(address)
-        self._fail_address(address, f"{address[0]}:{address[1]} has no prefill server any more")
+        self._fail_address(address, unreachable(address, "cannot be connected to"))
 
-    def _fail_address(self, address: Address, reason: str) -> None:
-        error, now = PeerUnreachable(reason), self._clock()
+    def _fail_address(self, address: Address, error: PeerUnreachable) -> None:
+        now = self._clock()
         for state in self._states():
             if address_of(state.remote) == address:
                 self._peers.forget(key_of(state.remote))

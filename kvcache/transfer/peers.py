@@ -18,6 +18,14 @@ _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
 _MAX_FAILED = 1024  # remembered; the references that name peers are signed, so this is ample
 
 
+def unreachable(address: tuple[str, int], what: str) -> PeerUnreachable:
+    """The error for a side channel that `what` was seen of, with what to look at."""
+    return PeerUnreachable(
+        f"the prefill server's side channel at {address[0]}:{address[1]} {what}; if the server "
+        "lives, give it a --side-channel-host and -port that this host reaches"
+    )
+
+
 class PeerStatus(Enum):
     FETCHING = "fetching"
     READY = "ready"
@@ -83,8 +91,8 @@ class PeerTable:
         late = [peer for peer in fetching if now >= peer.deadline]
         limit_s = self._settings.handshake_timeout_s
         for peer in late:
-            where = f"{peer.address[0]}:{peer.address[1]}"
-            self.fail(peer, PeerUnreachable(f"{where} did not answer within {limit_s} s"), now)
+            told = f"did not answer within {limit_s:g} s (--handshake-timeout-s)"
+            self.fail(peer, unreachable(peer.address, told), now)
         asking = [peer for peer in fetching if _is_fetching(peer) and now >= peer.next_ask]
         for peer in asking:
             peer.next_ask = now + limit_s / 4

@@ -81,6 +81,7 @@ def test_a_silent_peer_is_asked_again_and_given_up() -> None:
     assert peers.deadline() == 4.0
     assert peers.due(4.0) == ([], [peer])
     assert isinstance(peer.error, PeerUnreachable)
+    assert "did not answer" in str(peer.error) and "--side-channel-host" in str(peer.error)
 
 
 def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound() -> None:

@@ -267,6 +267,7 @@ def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig: Any) -> N
     decode.coordinator.connect(remote)
     failed = decode.wait(PeerReady, PeerFailed)
     assert isinstance(failed.error, PeerUnreachable)
+    assert "--side-channel-host" in failed.error.message
     rig(Prefill, port=remote.port, incarnation=remote.incarnation)  # it is back, but not asked
     decode.coordinator.connect(remote)
     assert decode.wait(PeerReady, PeerFailed) == PeerFailed("P", remote.incarnation, failed.error)

@@ -14,7 +14,7 @@ from pydantic import Field
 from kvcache.transfer.link_log import SLOW_GPU_BYTES_PER_S, SLOW_GPU_FIX
 from kvcache.transfer.transports import Host, Link, look, measure
 from kvcache.transfer.ucx_log import has_rdma
-from protocol.settings import BatonSettings, parse
+from protocol.settings import BatonSettings, DecodeOptions, parse
 
 _MIN_SHM_BYTES = 64 << 20
 _NVLINK_BYTES = 256 << 20
@@ -101,12 +101,12 @@ def _advice_on_links(host: Host, found: Sequence[Link]) -> list[str]:
     return notes
 
 
-def used(found: Sequence[Link]) -> str:
-    """What `--transfer auto` takes on this machine."""
+def used(transfer: str, found: Sequence[Link]) -> str:
+    """What `--transfer auto` or `nixl` takes on this machine."""
     works = [link.path for link in found if link.bytes_per_s is not None]
-    if "mapped" in works:
+    if transfer == "auto" and "mapped" in works:
         return "mapped"
-    return "nixl" if works else "nothing: every pull would fail and be computed again"
+    return "nixl" if "nixl" in works else "nothing: every pull would fail and be computed again"
 
 
 def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
@@ -126,7 +126,8 @@ def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
         rate = f"{link.bytes_per_s / 1e9:.2f} GB/s" if link.bytes_per_s else "does not work"
         lines.append(f"{link.path:7} {link.source} -> {link.target}: {rate}{_way(link)}")
     if found:
-        lines.append(f"--transfer auto uses on one host: {used(found)}")
+        default = DecodeOptions().transfer_for("cuda" if host.gpus else "cpu")
+        lines.append(f"--transfer {default} (the default here) uses: {used(default, found)}")
     lines += [f"WARNING: {note}" for note in notes] or ["nothing needs mending"]
     return "\n".join(lines)
 

@@ -54,8 +54,15 @@ def test_what_is_missing_is_named_with_its_fix(host: Host, word: str) -> None:
 def test_a_slow_way_between_gpus_is_a_warning_with_the_fix() -> None:
     (note,) = advice(GPU_HOST, [FAST, SLOW])
     assert "6.0 GB/s" in note and "ipc: host" in note
-    assert used([FAST, SLOW]) == "mapped"
-    assert used([replace(FAST, bytes_per_s=None, reason="no peer access"), SLOW]) == "nixl"
+    assert used("auto", [FAST, SLOW]) == "mapped"
+    assert used("auto", [replace(FAST, bytes_per_s=None, reason="no peer access"), SLOW]) == "nixl"
+
+
+def test_the_way_that_is_told_is_the_one_that_servers_take_by_default() -> None:
+    assert "--transfer auto (the default here) uses: mapped" in text(GPU_HOST, [FAST, SLOW], [])
+    cpu_host = replace(GPU_HOST, gpus=(), peer_access=())
+    assert "--transfer nixl (the default here) uses: nixl" in text(cpu_host, [FAST, SLOW], [])
+    assert used("nixl", [FAST]).startswith("nothing")
 
 
 def test_a_way_that_does_not_work_says_why() -> None:

@@ -232,14 +232,20 @@ class Pair:
         self.d.core.round([request])
         return name
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        """Rounds of both engines until the condition holds."""
+    def until(
+        self,
+        condition: Callable[[], bool],
+        timeout_s: float = 20.0,
+        sides: Sequence[Side] | None = None,
+    ) -> None:
+        """Rounds of both engines, or of these, until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "the condition never came true"
-            progressed = self.p.core.round([]) | self.d.core.round([])
-            self.p.core.check_integrity()
-            self.d.core.check_integrity()
+            progressed = False
+            for side in sides or (self.p, self.d):
+                progressed |= side.core.round([])
+                side.core.check_integrity()
             if not progressed:
                 threading.Event().wait(0.002)  # the threads' turn
 

@@ -9,7 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.memory import MemoryTooSmall, check_weights_fit, free_host_bytes, size_pool
 from engine.runner import ModelRunner
-from engine.worker import _reason
+from engine.worker import CannotStart, _reason, _starting
 from model.config import load_config
 from model.parallel import Parallel
 from tests.make_models import ensure_model
@@ -69,7 +69,9 @@ def test_a_pool_larger_than_the_free_memory_is_refused() -> None:
 
 
 def test_a_user_is_told_without_the_names_of_our_classes() -> None:
-    assert _reason(MemoryTooSmall("too small: lower it")) == "too small: lower it"
+    with pytest.raises(CannotStart) as caught, _starting():
+        raise MemoryTooSmall("too small: lower it")
+    assert _reason(caught.value) == "too small: lower it"
     assert _reason(KeyError("x")) == "KeyError: 'x'"
 
 

@@ -81,8 +81,9 @@ class StepOutput:
 
 
 class StepFailed(Exception):
-    """A step could not be launched, and left nothing behind that taking it again, whole or one
-    sequence at a time, would not overwrite: the device is well, and no other rank has begun."""
+    """A step could not be launched, or its tokens not be drawn, and nothing is left behind that
+    taking it again, whole or one sequence at a time, would not overwrite: the device is well, and
+    no other rank has begun."""
 
 
 class PendingStep(Protocol):
@@ -93,6 +94,9 @@ class PendingStep(Protocol):
 
         Args:
             masks: [R, ceil(V / 32)], bit t % 32 of word t // 32 set where a row may draw token t.
+
+        Raises:
+            StepFailed: they could not be; the step has ended, and is not asked for its result.
         """
 
     def has_ended(self) -> bool:

@@ -15,10 +15,11 @@ preemption may be due the round first takes in the result. A step with grammars 
 its logits; its tokens are drawn once the masks are known, which follow from the step before. The
 scheduler keeps a released block from everyone until no launched step refers to it (I8).
 
-An exception that is one request's ends that request alone. A step that could not be launched, while
-the device is well and no other rank has begun it, is taken again one sequence at a time; who fails
-by itself is failed. So is a request whose tokens cannot be taken in. Everything else (the device, a
-collective, the books of the blocks) ends the engine: nobody could say what is right any more.
+An exception that is one request's ends that request alone. A step that could not be launched, or
+drawn, while the device is well and no other rank has begun it, is taken again one sequence at a
+time; who fails by itself is failed. So is a request whose tokens cannot be taken in. Everything
+else (the device, a collective, the books of the blocks) ends the engine: nobody could say what is
+right any more.
 """
 
 import logging
@@ -187,7 +188,12 @@ class EngineCore(CoreServices):
         if masks is None:
             self._finish_steps(1)
             masks = self._masks(scheduled)
-        pending.draw(masks.result())
+        try:
+            pending.draw(masks.result())
+        except StepFailed:
+            self._launched.pop()  # no other was under way
+            self.scheduler.step_undrawn(scheduled)
+            raise
 
     def _launch(self, scheduled: list[Scheduled], step: StepInput) -> PendingStep:
         started_s = time.perf_counter()

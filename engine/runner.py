@@ -7,6 +7,8 @@ tokens waits for the step, and a step that draws nothing is waited for.
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -226,10 +228,16 @@ class ModelRunner:
             StepFailed: it did not begin, or only in part, and can be taken again.
         """
         self.stepping.launching()
-        try:
+        with self._failing_alone():
             pending = self._begin(step)
             self.stepping.launched(pending.has_ended)
-            return pending
+        return pending
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Makes a StepFailed of what is no fault of the device, where no other rank takes part."""
+        try:
+            yield
         except AssertionError:
             raise
         except Exception as error:
@@ -238,6 +246,7 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # raises where it is the device that failed
                 torch.cuda.empty_cache()
+            self.stepping.launched(lambda: True)
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
     def _begin(self, step: StepInput) -> LaunchedStep:
@@ -289,9 +298,10 @@ class ModelRunner:
     def _draw_masked(
         self, launched: DecodeOutput, batch: SamplingBatch, shaping: Shaping | None, masks: Int32s
     ) -> SampledTokens:
-        drawn = sample(launched.logits, batch, self.shaper.masked(shaping, masks))
-        self._share(drawn)
-        self.last_drawn.keep(drawn.token_ids)
+        with self._failing_alone():
+            drawn = sample(launched.logits, batch, self.shaper.masked(shaping, masks))
+            self._share(drawn)
+            self.last_drawn.keep(drawn.token_ids)
         return drawn
 
     def _share(self, drawn: SampledTokens) -> None:

@@ -405,6 +405,15 @@ class Scheduler:
         while self._deferred and self._deferred[0][0] <= self._num_finished_steps:
             self.allocator.release(self._deferred.popleft()[1])
 
+    def step_undrawn(self, scheduled: Sequenceable[Scheduled]) -> None:
+        """The only launched step has ended without its tokens: it shall be taken again."""
+        self.step_finished()
+        for item in scheduled:
+            sequence = item.sequence
+            if sequence.phase is Phase.RUNNING:  # else its blocks are gone
+                sequence.num_launched -= item.num_tokens
+                sequence.num_awaited -= bool(item.draws)
+
     def computed(self, item: Scheduled) -> None:
         """A finished step wrote the KV of what was scheduled."""
         sequence = item.sequence

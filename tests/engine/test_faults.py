@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from engine.batch import StepFailed, StepInput
+from engine.batch import Int32s, StepFailed, StepInput
 from engine.grammar import GrammarCompiler
 from engine.role import KVRole
 from engine.runner import ModelRunner
@@ -121,6 +123,98 @@ def test_any_mixture_of_good_and_bad_requests(
             assert out.tokens(f"r{index}", choice) == expected_output(
                 prompt, max_tokens, choice=choice
             )
+
+
+class _Undrawn(ShadowExecutor):
+    """Cannot draw for a bad request under a grammar once its context is longer than `length`."""
+
+    def __init__(self, depth: int, length: int) -> None:
+        super().__init__(32, 4, depth)
+        self.length = length
+
+    def launch(self, step: StepInput) -> _ShadowStep:
+        launched = super().launch(step)
+        lens = step.context_lens[step.sample_rows].tolist()
+        bad = [params.seed == BAD_SEED for params in step.sampling]
+        if any(n > self.length for n, is_bad in zip(lens, bad, strict=True) if is_bad):
+            launched.draw = self._fail  # type: ignore[method-assign]
+        return launched
+
+    def _fail(self, masks: Int32s) -> None:
+        step = self.under_way.pop()
+        assert not self.under_way, "the one before has ended"
+        self.execute(step.step, None)  # its KV is written, its copies are made
+        raise StepFailed("no memory for the masks")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("length", [0, 5, 6, 7, 9])
+def test_tokens_that_cannot_be_drawn_under_a_grammar_end_one_request(
+    depth: int, length: int
+) -> None:
+    core, _, out = make_core(executor=_Undrawn(depth, length))
+    core.grammars = compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
+    grammar = Grammar("regex", "([a-z]{3} ){12}")
+    compiler._future(grammar).exception()
+    ruled = SamplingParams(temperature=0.0, grammar=grammar)
+    penalties = SamplingParams(presence_penalty=0.5, repetition_penalty=1.2)  # counted exactly once
+
+    def add_all(name: str, *others: AddRequest) -> None:
+        core.round(
+            [
+                add(f"{name} penalised", [1, 2, 3], 12, penalties),
+                add(f"{name} choices", [7] * 9, 9, num_choices=2),
+                add(f"{name} ruled", [9, 9], 9, ruled, num_choices=2),
+                *others,
+            ]
+        )
+        run_until_idle(core)
+        assert core.is_idle
+        assert_all_blocks_home(core)
+
+    add_all("a", bad_one := add("x", [4] * 5, 12, replace(ruled, seed=BAD_SEED), num_choices=2))
+    add_all("b")
+    compiler.close()
+    assert_ended_alone(out, bad_one.request_id)
+    for name in "ab":
+        assert out.tokens(f"{name} penalised") == expected_output([1, 2, 3], 12)
+        for choice in range(2):
+            assert out.tokens(f"{name} choices", choice) == expected_output(
+                [7] * 9, 9, choice=choice
+            )
+            told, alone = (out.tokens(f"{n} ruled", choice) for n in (name, "b"))
+            assert told == alone and len(told) == 9
+
+
+def test_memory_that_masks_lack_is_one_requests_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ensure_model("gqa")
+    runner = ModelRunner(
+        make_config(model_dir=str(model), block_size=4), load_config(model), Parallel()
+    )
+    runner.allocate(8)
+    step = StepInput(
+        token_ids=np.arange(5),
+        query_lens=np.array([5], np.int32),
+        context_lens=np.array([5], np.int32),
+        block_tables=np.array([[1, 2]], np.int32),
+        sample_rows=np.zeros(1, np.int32),
+        sampling=[SamplingParams(temperature=0.0)],
+        is_masked=True,
+    )
+    masks = np.full((1, 16), -1, np.int32)
+    expected = runner.launch(step)
+    expected.draw(masks)
+
+    def lacks(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("Tried to allocate 2 MiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.runner.sample", lacks)
+        with pytest.raises(StepFailed, match="OutOfMemoryError: Tried to allocate"):
+            runner.launch(step).draw(masks)
+    again = runner.launch(step)
+    again.draw(masks)
+    assert again.result().token_ids == expected.result().token_ids
 
 
 @pytest.mark.parametrize("depth", [0, 1])

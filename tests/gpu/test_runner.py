@@ -211,43 +211,60 @@ def test_launching_a_decode_step_waits_for_nothing(
                 assert len(under_way.pop(0).result().token_ids) == len(PROMPTS)
 
 
-def _take_all_memory(fraction: float) -> list[torch.Tensor]:
-    torch.cuda.set_per_process_memory_fraction(fraction)
+@contextmanager
+def no_memory() -> Iterator[None]:
+    """The device has none to give."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
     taken = []
     for size in (1 << 20, 1 << 14, 512):
         with contextlib.suppress(torch.OutOfMemoryError):
             while True:
                 taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-    return taken
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _step_of_one(token_ids: list[int], context_len: int, *, is_masked: bool = False) -> StepInput:
+    return StepInput(
+        token_ids=np.array(token_ids),
+        query_lens=np.array([len(token_ids)], np.int32),
+        context_lens=np.array([context_len], np.int32),
+        block_tables=tables_for(160)[:1],
+        sample_rows=np.zeros(1, np.int32),
+        sampling=[GREEDY],
+        is_masked=is_masked,
+    )
 
 
 def test_a_step_that_runs_out_of_memory_can_be_taken_again() -> None:
-    def step(token_ids: list[int], context_len: int) -> StepInput:
-        return StepInput(
-            token_ids=np.array(token_ids),
-            query_lens=np.array([len(token_ids)], np.int32),
-            context_lens=np.array([context_len], np.int32),
-            block_tables=tables_for(160)[:1],
-            sample_rows=np.zeros(1, np.int32),
-            sampling=[GREEDY],
-        )
-
     with runner_for(MODELS[SERVED[0]]) as runner:
-        first = step(PROMPTS[0], 70)
+        first = _step_of_one(PROMPTS[0], 70)
         expected = runner.execute(first).token_ids
-        expected += runner.execute(step(expected, 71)).token_ids
+        expected += runner.execute(_step_of_one(expected, 71)).token_ids
         under_way = runner.launch(first)
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(0).total_memory
-        taken = _take_all_memory((torch.cuda.memory_reserved() + (8 << 20)) / total)
-        try:
-            with pytest.raises(StepFailed, match="OutOfMemoryError"):
-                runner.launch(step(PROMPTS[3], 130))
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-            del taken
+        with no_memory(), pytest.raises(StepFailed, match="OutOfMemoryError"):
+            runner.launch(_step_of_one(PROMPTS[3], 130))
         drawn = under_way.result().token_ids  # what was launched before is as ever
-        assert drawn + runner.execute(step(drawn, 71)).token_ids == expected
+        assert drawn + runner.execute(_step_of_one(drawn, 71)).token_ids == expected
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_masks_that_run_out_of_memory_can_be_drawn_again(enforce_eager: bool) -> None:
+    with runner_for(MODELS[SERVED[0]], enforce_eager=enforce_eager) as runner:
+        masks = np.full((1, -(-runner.model_config.vocab_size // 32)), -1, np.int32)
+        drawn = runner.execute(_step_of_one(PROMPTS[0], 70)).token_ids
+        expected = runner.execute(_step_of_one(drawn, 71)).token_ids
+        step = _step_of_one(drawn, 71, is_masked=True)
+        under_way = runner.launch(step)
+        with no_memory(), pytest.raises(StepFailed, match="OutOfMemoryError"):
+            under_way.draw(masks)
+        again = runner.launch(step)
+        again.draw(masks)
+        assert again.result().token_ids == expected
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -118,6 +118,10 @@ class ProxyApp:
                 logger.info("client gone, phase %s", trace.phase)
         except BatonError as error:
             await self._tell(reply, error)
+        except asyncio.CancelledError:
+            if not self.shutting_down:
+                raise
+            await self._tell(reply, ShuttingDown("this proxy is shutting down"))
         except Exception:
             logger.exception("failed: %s", path)
             await self._tell(reply, InternalError("the proxy failed; its log says how"))

@@ -294,6 +294,25 @@ def test_requests_in_flight_may_finish_when_the_proxy_ends() -> None:
     run(test())
 
 
+def test_a_client_still_sending_its_request_is_told_when_the_proxy_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        async with Rig(shutdown_grace_s=1.0) as rig:
+            reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{")
+            await writer.drain()
+            await until(lambda: bool(rig.server.server_state.tasks))
+            rig.server.should_exit = True
+            answer = await reader.read()
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 503") and b'"code":"shutting_down"' in answer
+            await rig.task
+
+    run(test())
+    assert "Traceback" not in caplog.text
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends(stream: bool) -> None:
     begun, aborted = asyncio.Event(), asyncio.Event()

@@ -3,6 +3,7 @@
 - A client that vanished, or takes nothing of what it is sent: the kernel ends the connection, which
   the application sees as a client that left. A slow reader that goes on reading is left alone.
 - A client that owes the rest of a request and is silent: the connection is closed.
+- A client that sends hundreds of requests ahead of its answers: the connection is closed.
 - A client that leaves while it has sent requests ahead: the running one is told of it, too.
 - A client that offers to go on in another protocol (h2c is offered by Java's clients with every
   request): it is answered in this one, and its body is read.
@@ -17,6 +18,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of another request
+MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every answer
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
@@ -61,9 +63,10 @@ class _BoundedHttp(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            message = "Invalid HTTP request received."
-            self.logger.warning(message)
-            self.send_400_response(message)
+            if not self.transport.is_closing():
+                message = "Invalid HTTP request received."
+                self.logger.warning(message)
+                self.send_400_response(message)
         if self.transport.is_closing():
             return
         is_answering = self.cycle is not None and not self.cycle.response_complete
@@ -76,6 +79,9 @@ class _BoundedHttp(HttpToolsProtocol):
             self.send_400_response("The request's head is too long.")
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_AHEAD:
+            self.transport.abort()
+            raise httptools.HttpParserError("too many requests ahead")  # parses no more
         if not self.parser.should_upgrade():
             self._in_body, self._head_bytes = True, 0
             super().on_headers_complete()

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from protocol.connections import MAX_HEAD_BYTES
+from protocol.connections import MAX_AHEAD, MAX_HEAD_BYTES
 from tests.proxy.fakes import Call, Fake, Rig, decodes, run, until
 
 TIMEOUT_S = 0.4
@@ -146,6 +146,26 @@ def test_a_client_that_leaves_with_requests_ahead_ends_the_one_that_runs() -> No
             writer.close()
             await ended.wait()
             await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
+
+    run(test())
+
+
+def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound() -> None:
+    one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def test() -> None:
+        async with Rig() as rig:
+            reader, writer = await connect(rig)
+            writer.write(one * MAX_AHEAD)
+            for _ in range(MAX_AHEAD):
+                await reader.readuntil(b'{"status":"ok"}')
+            writer.close()
+            reader, writer = await connect(rig)
+            with contextlib.suppress(ConnectionError):
+                writer.write(one * 100 * MAX_AHEAD)
+                assert (await reader.read()).count(b"HTTP/1.1 200") <= 2 * MAX_AHEAD
+            writer.close()
+            assert (await rig.client.get("/health")).status_code == 200
 
     run(test())
 

@@ -102,9 +102,15 @@ def split_list(value: Any) -> Any:
 
 def base_url(url: str) -> str:
     """`url` without a slash at its end. Raises ValueError unless it is http://host:port."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, (parts.hostname or "").encode("idna")
+    except ValueError as error:
+        raise ValueError(f"{url!r} is not a URL ({error}); write http://host:port") from None
+    if parts.scheme not in ("http", "https") or not host:
         raise ValueError(f"{url!r} is not a URL; write http://host:port")
+    if port == 0 or re.search(r"[\s@]", parts.netloc):
+        raise ValueError(f"{url!r} names no server; write http://host:port, the port above 0")
     if parts.path.rstrip("/") or parts.query or parts.fragment:
         raise ValueError(f"{url!r} has a path; write http://host:port alone")
     return f"{parts.scheme}://{parts.netloc}"

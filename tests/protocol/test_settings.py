@@ -182,7 +182,11 @@ def test_server_urls_repeat_or_join_with_commas(monkeypatch: pytest.MonkeyPatch)
     assert repeated.prefill == ("http://a:1", "http://b:2")
     monkeypatch.setenv("BATON_DECODE", "http://c:3,https://d:4")
     assert load(ProxySettings, []).decode == ("http://c:3", "https://d:4")
-    for wrong in ("c:3", "ftp://c:3", "http://c:3/v1", "http://"):
+    kept = "http://[::1]:3", "http://a_b:3", "http://\u00fc.example:3"
+    assert load(ProxySettings, [f"--decode={url}" for url in kept]).decode == kept
+    wrong_hosts = ("http://u:p@c:3", "http://c d:3", "http://c..d:3", f"http://{'c' * 64}:3")
+    wrong_ports = ("http://c:0", "http://c:65536", "http://c:x", "http://[::1")
+    for wrong in ("c:3", "ftp://c:3", "http://c:3/v1", "http://", *wrong_hosts, *wrong_ports):
         with pytest.raises(ConfigError, match="write http://host:port"):
             load(ProxySettings, ["--decode", wrong])
 

@@ -82,14 +82,18 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     in the file their data offsets count from.
 
     Raises:
-        ModelLoadError: it is no such file.
+        ModelLoadError: it is no such file, or the end of it is missing.
     """
     try:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     except (ValueError, OverflowError, MemoryError) as error:
         raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
-    return header, 8 + size
+    start, found = 8 + size, os.fstat(file.fileno()).st_size
+    ends = (t["data_offsets"][1] for name, t in header.items() if name != "__metadata__")
+    if found < (wanted := start + max(ends, default=0)):
+        raise ModelLoadError(f"{path} has {found} of {wanted} bytes: download it again")
+    return header, start
 
 
 def num_weights(folder: Path) -> int:

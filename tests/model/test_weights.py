@@ -1,13 +1,15 @@
 """Weights: sharded files, zero copies, what is missing or left over, and dummies."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from model.config import ModelError, ModelLoadError, load_config, parse_config
-from model.files import num_weights
+from model.files import num_weights, read_header
 from model.fingerprint import fingerprint
 from model.registry import load_model
 from model.weights import DummySource, SafetensorsSource, WeightLoader
@@ -89,6 +91,16 @@ def test_a_truncated_file_is_refused(checkpoint):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelLoadError, match="not a safetensors file"):
         load(checkpoint)
+
+
+def test_a_file_that_is_cut_off_is_named_with_both_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(64)}, path)
+    whole = path.stat().st_size
+    os.truncate(path, whole - 1)
+    with path.open("rb") as file:
+        with pytest.raises(ModelLoadError, match=f"{path} has {whole - 1} of {whole} bytes"):
+            read_header(path, file)
 
 
 def test_an_unknown_load_format_is_refused(checkpoint):

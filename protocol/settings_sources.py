@@ -160,8 +160,10 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
         return {}
     try:
         content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {name}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--config {name}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {name}: not YAML: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -195,6 +197,8 @@ def explain_validation(error: ValidationError) -> str:
         path = [str(part) for part in item["loc"] if isinstance(part, str)]
         reason = item["msg"].removeprefix("Value error, ")
         secret = bool(path) and path[-1].endswith("secret")
+        if secret:  # pydantic counts its items
+            reason = reason.replace("items after validation, not", "characters, not")
         given = "" if secret or item["type"] == "value_error" else f", not {item['input']!r}"
         lines.append(f"{option_name(path)}: {reason}{given}")
     return "\n".join(lines)

@@ -133,7 +133,9 @@ class Pair:
         self.depth = depth
         self._quarantine_timeout_s = quarantine_timeout_s
         self.now_s = 1000.0  # P's clock, moved by hand
-        self._start_prefill(p_block_size, p_order, lease_s, p_compat or self.compat)
+        self._prefill = p_block_size, p_order, lease_s, p_compat or self.compat
+        self._gone: list[Side] = []  # whose memory a READ that hangs may still name
+        self._start_prefill(*self._prefill)
         self._start_decode(d_block_size, d_order, policy, settings or PullSettings())
 
     def make_pool(self, block_size: int, order: str) -> KVPool:
@@ -154,7 +156,12 @@ class Pair:
         return Side(core, executor, out, agent)
 
     def _start_prefill(
-        self, block_size: int, order: str, lease_s: float, compat: CompatRecord
+        self,
+        block_size: int,
+        order: str,
+        lease_s: float,
+        compat: CompatRecord,
+        port: int = 0,
     ) -> None:
         pool, agent = self.make_pool(block_size, order), MemoryAgent("p")
         agent.register(pool.base_address, pool.nbytes)
@@ -176,7 +183,7 @@ class Pair:
             tp_size=1,
             ranks=[rank],
         )
-        self.leases = LeaseServer("127.0.0.1", 0, metadata, SECRET, clock=lambda: self.now_s)
+        self.leases = LeaseServer("127.0.0.1", port, metadata, SECRET, clock=lambda: self.now_s)
         self.leases.start()
         self.p = self._side(pool, PrefillRole(config, self.leases), agent)
 
@@ -193,6 +200,14 @@ class Pair:
         self.worker.start()
         role = DecodeRole(self.coordinator, FailurePolicy(policy), self._quarantine_timeout_s)
         self.d = self._side(pool, role, agent)
+
+    def restart_prefill(self) -> None:
+        """P ends, and another one comes at its address."""
+        port = self.leases.address[1]
+        self.leases.close()
+        self.p.agent.close()
+        self._gone.append(self.p)
+        self._start_prefill(*self._prefill, port=port)
 
     def close(self) -> None:
         self.coordinator.close()

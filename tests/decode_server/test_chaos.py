@@ -1,4 +1,5 @@
-"""Random workloads under random faults: hung and failing READs, aborts, leases that run out.
+"""Random workloads under random faults: hung and failing READs, aborts, leases that run out, a
+prefill server that is started again.
 
 Whatever comes, each request has its terminal events, every token is the continuation of its own
 prompt, and in the end every block is home. Where more of D's pool hangs than an engine goes on
@@ -83,7 +84,9 @@ class _Chaos:
                 pair.d.agent.resume()
         elif dice < 0.73:
             pair.d.agent.fail(self.random.randrange(1, 3))
-        elif dice < 0.77:
+        elif dice < 0.75:
+            pair.restart_prefill()
+        elif dice < 0.79:
             pair.now_s += self.random.choice([1.0, 10.0, 1e4])
         else:
             for _ in range(self.random.randrange(1, 6)):
@@ -100,7 +103,7 @@ class _Chaos:
             name = f"local{len(self.asked)}"
             self.pair.d.core.round([add(name, prompt, max_tokens, num_choices=choices)])
         else:
-            if self.stays_hung and self.pair.p.core.scheduler.allocator.num_available < 15:
+            if self.pair.p.core.scheduler.allocator.num_available < 20:
                 self.pair.now_s += 1e4  # leases of READs that hang end by P's clock alone
             params = self.pair.prefill(prompt, num_choices=choices)
             if self.random.random() < 0.1:  # as of a request that was refused

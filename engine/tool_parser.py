@@ -189,6 +189,8 @@ class _CallReader:
 
 
 def _json_string(text: str) -> str | None:
+    if not text.lstrip().startswith('"'):  # nor parsed: a model may nest brackets without end
+        return None
     try:
         value = json.loads(text)
     except ValueError:

@@ -106,6 +106,17 @@ def test_an_answer_is_read_the_same_however_it_is_cut(
         assert read(new(kind), pieces) == (content, calls), pieces
 
 
+@pytest.mark.parametrize("kind", ["hermes", "llama3_json", "required"])
+@pytest.mark.parametrize("nested", ['{"name": "add", "arguments": %s}', '{"name": %s}', "{%s: 1}"])
+def test_brackets_nested_without_end_are_text_like_any_other(kind: str, nested: str) -> None:
+    deep = "[" * 20_000 + "]" * 20_000
+    text = nested % deep
+    begin = "<tool_call>" if kind == "hermes" else ""
+    is_call = "arguments" in nested
+    expected = ("", [("add", deep)]) if is_call else (begin + text, [])
+    assert read(new(kind), [begin + text]) == expected
+
+
 def test_arguments_come_as_they_are_written() -> None:
     """The name first, then pieces of the arguments, not all at the end."""
     parser = new("hermes")

@@ -26,7 +26,13 @@ from engine.http_limits import (
     token_limit,
     too_long,
 )
-from engine.http_middleware import CLIENT_GONE, ClientDisconnected, error_response, read_body
+from engine.http_middleware import (
+    CLIENT_GONE,
+    ClientDisconnected,
+    error_response,
+    read_body,
+    refusal_of,
+)
 from engine.http_prompt import Namer, Prompt
 from engine.http_tally import Tally
 from engine.http_text import given_texts, num_chars, text_digest, tokenize
@@ -94,7 +100,8 @@ class Api:
             if asked is not None:  # what the decode server would refuse after the prefill
                 behind = endpoint.parse(asked)
             call = await self._start(parsed, endpoint, tally, behind, decode_context(members))
-        except BatonError as error:
+        except (BatonError, RecursionError) as raised:
+            error = refusal_of(raised)
             for message in self.hooks.refused(members.get("kv_transfer_params")):
                 self.client.tell(message)
             tally.close(error)

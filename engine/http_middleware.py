@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protocol.errors import BatonError, PayloadTooLarge
+from protocol.errors import BatonError, InvalidRequest, PayloadTooLarge
 from protocol.logging import request_context
 
 CLIENT_GONE = 499  # what proxies log for it; nobody reads it
@@ -91,6 +91,15 @@ def error_response(error: BatonError) -> Response:
     """An error as an HTTP response in OpenAI's shape."""
     kind = DrainingResponse if isinstance(error, PayloadTooLarge) else JSONResponse
     return kind(error.to_openai(), status_code=error.status)
+
+
+def refusal_of(raised: BatonError | RecursionError) -> BatonError:
+    """What a request is refused with. One that could be read may yet be nested too deeply for what
+    looks into it later (an error's message, a chat template): by then there is less of the stack.
+    """
+    if isinstance(raised, BatonError):
+        return raised
+    return InvalidRequest("The body is nested too deeply; send a flatter one.")
 
 
 def plain_error(status: int, message: str, code: str) -> Response:

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 
 from engine.http_generate import Api
 from engine.http_limits import check_model, check_token_ids
-from engine.http_middleware import read_body
+from engine.http_middleware import read_body, refusal_of
 from engine.http_text import INLINE_CHARS
 from engine.tokenizer import Tokenizer
 from protocol.openai import parse_json_object
@@ -37,10 +37,13 @@ async def _answer(
     request: Request, api: Api, work: Callable[[dict[str, Any], Api], dict[str, Any]]
 ) -> Response:
     raw = await read_body(request, api.settings.max_body_bytes)
-    members = parse_json_object(raw)
-    if len(raw) > INLINE_CHARS:
-        return JSONResponse(await asyncio.to_thread(work, members, api))
-    return JSONResponse(work(members, api))
+    try:
+        members = parse_json_object(raw)
+        if len(raw) > INLINE_CHARS:
+            return JSONResponse(await asyncio.to_thread(work, members, api))
+        return JSONResponse(work(members, api))
+    except RecursionError as raised:
+        raise refusal_of(raised) from None
 
 
 def _tokenize(members: dict[str, Any], api: Api) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -105,6 +106,35 @@ def test_what_is_not_a_json_object_is_refused(tokenizer: Tokenizer, content: byt
             response = await server.http.post("/v1/completions", content=content)
             assert response.status_code == 400
             assert "JSON" in response.json()["error"]["message"]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("path", "members"),
+    [
+        ("/v1/completions", '"model": "m", "prompt": %s'),
+        ("/v1/chat/completions", '"model": "m", "messages": [], "guided_json": %s'),
+        ("/v1/responses", '"model": "m", "input": %s'),
+        ("/tokenize", '"messages": [{"role": "user", "content": %s}]'),
+    ],
+)
+def test_a_body_of_whatever_depth_is_the_client_s_mistake(
+    tokenizer: Tokenizer, path: str, members: str
+) -> None:
+    """Some depths can be read but not shown in a message."""
+    deepest = sys.getrecursionlimit()
+
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            bodies = [
+                "{" + members % ("[" * depth + "]" * depth) + "}"
+                for depth in range(deepest - 150, deepest)
+            ]
+            posts = [server.http.post(path, content=body) for body in bodies]
+            for response in await asyncio.gather(*posts):
+                assert response.status_code == 400
+                assert response.json()["error"]["code"] == "invalid_request"
 
     run(main)
 

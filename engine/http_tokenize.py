@@ -39,8 +39,8 @@ async def _answer(
     raw = await read_body(request, api.settings.max_body_bytes)
     try:
         members = parse_json_object(raw)
-        if len(raw) > INLINE_CHARS:
-            return JSONResponse(await asyncio.to_thread(work, members, api))
+        if len(raw) > INLINE_CHARS:  # nor is a long answer written where streams would wait for it
+            return await asyncio.to_thread(lambda: JSONResponse(work(members, api)))
         return JSONResponse(work(members, api))
     except RecursionError as raised:
         raise refusal_of(raised) from None

@@ -133,10 +133,10 @@ class Choice:
 def _take_calls_out(piece: ChoicePiece, parser: ToolParser) -> None:
     """Moves the calls in a piece's text to its `tool_calls`."""
     parsed = parser.feed(piece.text)
-    piece.text, piece.tool_calls = parsed.content, parsed.calls
+    piece.text, piece.tool_calls = parsed.content, parser.wanted(parsed.calls)
     if piece.finish_reason is not None:
         rest = parser.finish()
         piece.text += rest.content
-        piece.tool_calls += rest.calls
+        piece.tool_calls += parser.wanted(rest.calls)
         if piece.finish_reason == "stop" and parser.num_calls:
             piece.finish_reason = "tool_calls"

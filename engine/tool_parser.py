@@ -38,10 +38,20 @@ class Parsed:
 
 
 class ToolParser(ABC):
-    """One choice's answer. `feed` all of its text, then `finish` once."""
+    """One choice's answer. `feed` all of its text, then `finish` once.
+
+    Attributes:
+        num_calls: that the model wrote so far.
+        parallel: whether the client takes more than the first of them.
+    """
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.parallel = True
+
+    def wanted(self, calls: list[ToolCallPiece]) -> list[ToolCallPiece]:
+        """Of what was parsed, what the client is told."""
+        return calls if self.parallel else [call for call in calls if call.index == 0]
 
     @abstractmethod
     def feed(self, text: str) -> Parsed: ...
@@ -60,6 +70,13 @@ class ToolParser(ABC):
 
 def create_tool_parser(tools: Tools, syntax: Syntax) -> ToolParser | None:
     """A parser for one answer, None where it can have no calls."""
+    parser = _parser_for(tools, syntax)
+    if parser is not None:
+        parser.parallel = tools.parallel
+    return parser
+
+
+def _parser_for(tools: Tools, syntax: Syntax) -> ToolParser | None:
     match tools.mode:
         case "none":
             return None

@@ -80,6 +80,27 @@ def test_a_call_whole_and_streamed(
     run(main)
 
 
+def test_one_call_at_most_where_a_client_takes_no_more(tokenizer: Tokenizer) -> None:
+    """Under "auto" nothing keeps the model from writing two."""
+    script = saying(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
+    asked = {"tools": [TOOL], "parallel_tool_calls": False}
+
+    async def main() -> None:
+        async with serving_4k(tokenizer, script) as server:
+            (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
+            assert len(choice["message"]["tool_calls"]) == 2
+            (choice,) = (await server.chat(**asked)).json()["choices"]
+            assert call_of(choice) == ("add", '{"a": 1}')
+            assert choice["message"]["content"] == "Both: done"
+            streamed = chunks(await server.chat(stream=True, **asked))
+            deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+            calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+            assert {call["index"] for call in calls} == {0}
+            assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+
+    run(main)
+
+
 def test_an_answer_without_calls_is_as_ever(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         async with serving_4k(

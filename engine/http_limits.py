@@ -87,10 +87,11 @@ def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len
     if asked is None:
         return room if isinstance(parsed, ChatRequest) else min(DEFAULT_COMPLETION_TOKENS, room)
     if asked > room:
+        field = parsed.limit_field
         raise ContextLengthExceeded(
             f"This model's maximum context length is {max_model_len} tokens. The prompt has "
-            f"{num_prompt_tokens} tokens and `max_tokens` asks for {asked} more; lower "
-            f"`max_tokens` to at most {room} or shorten the prompt.",
-            param="max_tokens",
+            f"{num_prompt_tokens} tokens and `{field}` asks for {asked} more; lower "
+            f"`{field}` to at most {room} or shorten the prompt.",
+            param=field,
         )
     return asked

@@ -204,6 +204,11 @@ class GenerationRequest(StructuredFields):
         return min(given, default=None)
 
     @property
+    def limit_field(self) -> str:
+        """The field that `token_limit` came in, for error messages."""
+        return "max_tokens" if self.max_tokens == self.token_limit else "max_completion_tokens"
+
+    @property
     def num_logprobs(self) -> int | None:
         return None
 
@@ -218,7 +223,8 @@ class GenerationRequest(StructuredFields):
             refuse("prompt_logprobs", "cannot be streamed; set `stream` to false or leave it out")
         limit = self.token_limit
         if limit is not None and self.min_tokens > limit and not self.is_prefill:
-            refuse("min_tokens", f"is {self.min_tokens}, above `max_tokens`, which is {limit}")
+            problem = f"is {self.min_tokens}, above `{self.limit_field}`, which is {limit}"
+            refuse("min_tokens", problem)
 
     @property
     def is_prefill(self) -> bool:

@@ -108,6 +108,10 @@ class ResponsesChat(ChatRequest):
     def demand(self) -> Demand | None:
         return _demand_of(self.asked.text)
 
+    @property
+    def limit_field(self) -> str:
+        return "max_output_tokens"
+
 
 def parse_responses(body: dict[str, Any]) -> ResponsesChat:
     """Validates the body of /v1/responses. Raises InvalidRequest naming the field."""

@@ -70,6 +70,36 @@ def test_bad_input_is_a_clear_refusal(
     run(main)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        ("/v1/completions", {"prompt": "xy", "max_tokens": 63}, "max_tokens"),
+        ("/v1/completions", {"prompt": "xy", "max_completion_tokens": 63}, "max_completion_tokens"),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "max_tokens": 99,
+                "max_completion_tokens": 98,
+            },
+            "max_completion_tokens",
+        ),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 63}, "max_output_tokens"),
+    ],
+)
+def test_a_limit_beyond_the_context_is_named_as_the_client_named_it(
+    tokenizer: Tokenizer, path: str, fields: dict[str, Any], field: str
+) -> None:
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            response = await server.http.post(path, json={"model": "m", **fields})
+            error = response.json()["error"]
+            assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+            assert f"`{field}` asks for {fields[field]} more; lower `{field}`" in error["message"]
+
+    run(main)
+
+
 def test_the_longest_prompt_and_answer_that_fit_are_served(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         async with serving(tokenizer) as server:

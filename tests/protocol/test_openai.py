@@ -258,6 +258,8 @@ def test_what_shapes_the_distribution_reaches_the_engine() -> None:
 def test_more_tokens_than_the_limit_are_not_asked_for() -> None:
     with pytest.raises(InvalidRequest, match="`min_tokens` is 9, above `max_tokens`, which is 8"):
         completion(min_tokens=9, max_tokens=8)
+    with pytest.raises(InvalidRequest, match="above `max_completion_tokens`, which is 7"):
+        completion(min_tokens=9, max_tokens=8, max_completion_tokens=7)
     leg = completion(min_tokens=9, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     assert leg.min_tokens == 9
 

@@ -79,13 +79,14 @@ def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len
 
     Raises:
         ContextLengthExceeded: the prompt, or it and the limit the client asked for, do not fit.
+        InvalidRequest: `min_tokens` is above the limit that the client did not ask for.
     """
     room = max_model_len - num_prompt_tokens
     asked = parsed.token_limit
     if room < 1 and (asked != 0 or room < 0):  # to be scored only, a prompt may fill the context
         raise too_long(num_prompt_tokens, max_model_len, prompt_param(parsed))
     if asked is None:
-        return room if isinstance(parsed, ChatRequest) else min(DEFAULT_COMPLETION_TOKENS, room)
+        return _unasked_limit(parsed, room)
     if asked > room:
         field = parsed.limit_field
         raise ContextLengthExceeded(
@@ -95,3 +96,15 @@ def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len
             param=field,
         )
     return asked
+
+
+def _unasked_limit(parsed: GenerationRequest, room: int) -> int:
+    """Of a request without a limit of its own."""
+    limit = room if isinstance(parsed, ChatRequest) else min(DEFAULT_COMPLETION_TOKENS, room)
+    if parsed.min_tokens > limit:
+        raise InvalidRequest(
+            f"`min_tokens` is {parsed.min_tokens}, and without `max_tokens` at most {limit} "
+            "tokens are generated here; lower the one or set the other.",
+            param="min_tokens",
+        )
+    return limit

@@ -50,6 +50,8 @@ from tests.engine.http_server import (
         ({"model": "nope"}, 404, "'nope'; this server has 'm'"),
         ({"temperature": -1}, 400, "`temperature` is -1"),
         ({"n": 129}, 400, "`n`"),
+        ({"min_tokens": 17}, 400, "`min_tokens` is 17, and without `max_tokens` at most 16 "),
+        ({"prompt": "x" * 60, "min_tokens": 5}, 400, "`min_tokens` is 5, .* at most 4 tokens"),
         ({"prompt": "x" * MAX_BODY}, 413, f"longer than {MAX_BODY} bytes"),
     ],
 )
@@ -183,15 +185,16 @@ def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) ->
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"max_tokens": 8}, "min_tokens"),
-        ({"max_tokens": 9, "stream_options": "all"}, "stream_options"),
+        ({"max_tokens": 16}, "min_tokens"),
+        ({"max_tokens": 17, "stream_options": "all"}, "stream_options"),
+        ({}, "min_tokens"),
     ],
 )
 def test_a_prefill_is_refused_for_what_its_client_asked(
     tokenizer: Tokenizer, asked: dict[str, Any], param: str
 ) -> None:
-    params = {"do_remote_decode": True, "client_request": asked}
-    leg = {"max_tokens": 1, "min_tokens": 9, "kv_transfer_params": params}
+    params = {"do_remote_decode": True, "client_request": asked, "max_model_len": CONTEXT}
+    leg = {"max_tokens": 1, "min_tokens": 17, "kv_transfer_params": params}
 
     async def main() -> None:
         async with serving(tokenizer) as server:

@@ -6,13 +6,14 @@ begun to write blanks would otherwise go on until `max_tokens`.
 """
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from protocol.messages import Grammar
 
@@ -30,6 +31,9 @@ _JSON_OPTIONS: "JsonCompileOptions" = {
 # A state of the lexer takes 1 to 2 kB and is made as outputs reach it. Errors go to clients.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
+
+# What llguidance takes for Lark's form. Its own pattern takes minutes over 100,000 empty lines.
+_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 
 # Rules that refer to one another in a row of thousands are followed by recursion, in Rust, where
 # an overflow ends the process. A text of the largest size takes a third of this.
@@ -108,12 +112,15 @@ def _to_llguidance(grammar: Grammar) -> str:
             choices = json.loads(grammar.text)
             quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
             return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
-        case "grammar" if "::=" in grammar.text and len(grammar.text) > MAX_GBNF_CHARS:
+        case "grammar" if _LARK.search(grammar.text):
+            return LLMatcher.grammar_from_lark(grammar.text)
+        case "grammar" if len(grammar.text) > MAX_GBNF_CHARS:
             raise GrammarError(
-                f"it has {len(grammar.text)} characters, in GBNF at most {MAX_GBNF_CHARS}"
+                f"it has no rule `start:`, so it is GBNF, and has {len(grammar.text)} characters, "
+                f"at most {MAX_GBNF_CHARS}"
             )
         case "grammar":
-            return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text))
 
 
 def _one_line(text: str, limit: int = 300) -> str:

@@ -22,6 +22,7 @@ from protocol.messages import Grammar
         Grammar("choice", json.dumps(["yes", 'say "no"\\', "", "é\n"])),
         Grammar("grammar", 'start: "a" rest\nrest: /[0-9]+/'),
         Grammar("grammar", 'root ::= "a" rest\nrest ::= [0-9]+'),
+        Grammar("grammar", '\n // x ::= y\n\tstart : "::="' + " " * MAX_GBNF_CHARS),
     ],
     ids=lambda grammar: grammar.kind,
 )
@@ -47,6 +48,7 @@ def test_what_can_be_used(grammar: Grammar) -> None:
         ("grammar", "root ::= (", "line 1"),
         ("regex", "a" * (MAX_GRAMMAR_CHARS + 1), str(MAX_GRAMMAR_CHARS)),
         ("grammar", 'root ::= "' + "a" * MAX_GBNF_CHARS + '"', str(MAX_GBNF_CHARS)),
+        ("grammar", "\n" * MAX_GRAMMAR_CHARS, str(MAX_GBNF_CHARS)),  # llguidance looks for minutes
     ],
 )
 def test_a_mistake_is_named_in_one_line(kind: str, text: str, said: str) -> None:

@@ -110,7 +110,11 @@ def _to_llguidance(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
             choices = json.loads(grammar.text)
-            quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+            # Lark takes every character as JSON writes it, but for this one.
+            quoted = (
+                json.dumps(choice, ensure_ascii=False).replace("\x7f", r"\u007f")
+                for choice in choices
+            )
             return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
         case "grammar" if _LARK.search(grammar.text):
             return LLMatcher.grammar_from_lark(grammar.text)

@@ -20,6 +20,7 @@ from protocol.messages import Grammar
         Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
         Grammar("regex", r"\d{3}-[a-z]+"),
         Grammar("choice", json.dumps(["yes", 'say "no"\\', "", "é\n"])),
+        Grammar("choice", json.dumps([chr(code) for code in (*range(0x300), 0x2028, 0x1F98A)])),
         Grammar("grammar", 'start: "a" rest\nrest: /[0-9]+/'),
         Grammar("grammar", 'root ::= "a" rest\nrest ::= [0-9]+'),
         Grammar("grammar", '\n // x ::= y\n\tstart : "::="' + " " * MAX_GBNF_CHARS),

@@ -7,6 +7,7 @@ error; a later failure ends the stream with an error event and no [DONE].
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -148,6 +149,7 @@ class Call:
         self.tally = tally
         self._sends_empty = parsed.return_token_ids or parsed.wants_logprobs
         self._tells_usage = parsed.continuous_usage
+        self._num_told = 0  # tokens of a stream so far
 
     async def respond(self, receive: Receive) -> Response:
         """The response; a stream is begun, and closes the generation itself."""
@@ -195,18 +197,24 @@ class Call:
         last = len(pieces) - 1 if self.generation.done else -1
         parts: list[bytes] = []
         for position, piece in enumerate(pieces):
+            self._num_told += len(piece.token_ids)
             if position == last:
                 usage, extra = self._finish(piece.finish_reason)
                 parts.append(self._writer.last_chunk(piece, usage, extra) + self._writer.end)
             elif self._tells_something(piece):
-                usage_so_far = self.generation.usage if self._tells_usage else None
-                parts.append(self._writer.chunk(piece, usage_so_far))
+                parts.append(self._writer.chunk(piece, self._usage_so_far()))
         return b"".join(parts)
+
+    def _usage_so_far(self) -> Usage | None:
+        """Up to the piece at hand, where a client wants it: others may have arrived with it."""
+        if not self._tells_usage:
+            return None
+        return msgspec.structs.replace(self.generation.usage, completion_tokens=self._num_told)
 
     def _tells_something(self, piece: ChoicePiece) -> bool:
         if piece.text or piece.tool_calls or piece.first or piece.finish_reason:
             return True
-        return self._sends_empty
+        return self._sends_empty and bool(piece.token_ids)  # none after a stop string
 
     def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:
         usage = self.generation.usage

@@ -154,6 +154,7 @@ class Api:
             parsed.model,
             fingerprint=self.fingerprint,
             include_usage=parsed.include_usage,
+            continuous_usage=parsed.continuous_usage,
             return_token_ids=parsed.return_token_ids,
         )
 

@@ -89,6 +89,7 @@ class ResponseWriter:
         created: seconds since the epoch; it and `response_id` stay the same over a stream.
         fingerprint: of the model and this version: what a seed's results depend on.
         include_usage: a last chunk with the usage follows, and `usage` is null in the others.
+        continuous_usage: it is not null there, but the usage so far.
         return_token_ids: choices carry `token_ids` and, on the first, `prompt_token_ids`.
     """
 
@@ -105,6 +106,7 @@ class ResponseWriter:
         *,
         fingerprint: str | None = None,
         include_usage: bool = False,
+        continuous_usage: bool = False,
         return_token_ids: bool = False,
     ) -> None:
         self._head = {
@@ -114,6 +116,7 @@ class ResponseWriter:
             "system_fingerprint": fingerprint,
         }
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
         self._return_token_ids = return_token_ids
         head = _encode({**self._head, "object": self.chunk_object})[:-1]
         self._before = b"data: " + head + b',"choices":['
@@ -140,7 +143,8 @@ class ResponseWriter:
         if not self._include_usage:
             return self._whole_event([self._with_extras(self.delta(piece), piece)], tail)
         tail = {"usage": usage.to_openai(), **tail}
-        return self.chunk(piece) + self._whole_event([], tail)
+        so_far = usage if self._continuous_usage else None
+        return self.chunk(piece, so_far) + self._whole_event([], tail)
 
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
         """The whole response body."""

@@ -183,16 +183,49 @@ def test_the_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
 # -- streams -----------------------------------------------------------------------------------
 
 
-def test_usage_can_come_with_every_chunk(tokenizer: Tokenizer) -> None:
+def at_once(token_ids: list[int]) -> Any:
+    """A script in which all of a request's tokens arrive together, each in a delta of its own."""
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        end = {"finish_reason": "length", "usage": USAGE}
+        for members in (*({"token_ids": [i]} for i in token_ids), end):
+            for choice in range(request.num_choices):
+                yield TokenDelta(request_id=request.request_id, choice=choice, **members)
+
+    return script
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_usage_can_come_with_every_chunk(tokenizer: Tokenizer, n: int) -> None:
+    """Of the tokens up to that chunk, though more have arrived together with them."""
     options = {"include_usage": True, "continuous_usage_stats": True}
+    script = at_once(tokenizer.encode("abc"))
 
     async def main() -> None:
-        async with serving(tokenizer, saying(tokenizer, "abc")) as server:
-            found = chunks(await server.post(stream=True, stream_options=options))
-            usages = [chunk["usage"] for chunk in found if chunk["usage"] is not None]
-            counts = [usage["completion_tokens"] for usage in usages]
-            assert counts == sorted(counts) and counts[-1] == 3 and len(counts) >= 3
-            assert {usage["prompt_tokens"] for usage in usages} == {2}
+        async with serving(tokenizer, script) as server:
+            asked = {"stream": True, "return_token_ids": True, "stream_options": options, "n": n}
+            *found, last = chunks(await server.post(**asked))
+            num_tokens = 0
+            for chunk in found:
+                num_tokens += len(chunk["choices"][0]["token_ids"])
+                assert chunk["usage"]["completion_tokens"] == num_tokens
+                assert chunk["usage"]["prompt_tokens"] == 2
+            assert last["usage"]["completion_tokens"] == num_tokens == 3 * n
+
+    run(main)
+
+
+def test_nothing_follows_a_stop_string_but_the_end(tokenizer: Tokenizer) -> None:
+    """The engine goes on until it hears of it."""
+    script = at_once(tokenizer.encode("one two three"))
+    asked = {"stop": "e", "return_token_ids": True, "stream": True}
+
+    async def main() -> None:
+        async with serving(tokenizer, script) as server:
+            *found, last = chunks(await server.post(**asked))
+            assert "".join(chunk["choices"][0]["text"] for chunk in found) == "on"
+            assert all(chunk["choices"][0]["token_ids"] for chunk in found)
+            assert last["choices"][0]["finish_reason"] == "stop"
 
     run(main)
 

@@ -96,12 +96,18 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reason(self) -> str:
-        """Why it ended: what it reported, else its last line, else its exit status."""
-        ended = describe_exit(self.process.returncode)
+        """Why it ended: what it reported, else its last line, else its exit status. What a process
+        said last tells nothing if it ended in order, and little if it was killed."""
+        code = self.process.returncode
+        ended = describe_exit(code)
         if self.failure is not None:
             return self.failure
-        last = next((line for line in reversed(self.tail) if line.strip()), None)
-        return f"{last.strip()} ({ended})" if last else ended
+        last = next((line.strip() for line in reversed(self.tail) if line.strip()), None)
+        if code == 0:
+            return f"somebody told it to ({ended})"
+        if last is None:
+            return ended
+        return f"{ended}, its last line: {last}" if (code or 0) < 0 else f"{last} ({ended})"
 
 
 def describe_exit(returncode: int | None) -> str:

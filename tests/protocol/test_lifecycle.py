@@ -79,9 +79,15 @@ def test_the_last_line_is_the_reason_of_a_crash(
 
 
 def test_death_by_signal_is_named(events: Events) -> None:
-    child = events.spawn("import os; os.kill(os.getpid(), 9)")
+    child = events.spawn("import os; print('at work', flush=True); os.kill(os.getpid(), 9)")
     assert events.next() == lifecycle.Exited(child, -9)
-    assert child.reason() == "killed by SIGKILL"
+    assert child.reason() == "killed by SIGKILL, its last line: at work"
+
+
+def test_an_end_in_order_is_not_explained_by_what_was_said_last(events: Events) -> None:
+    child = events.spawn("print('at work')")
+    assert events.next() == lifecycle.Exited(child, 0)
+    assert child.reason() == "somebody told it to (exit status 0)"
 
 
 def test_a_program_that_is_not_there_leaks_no_descriptor() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from engine.client import EngineClient
+from engine.client import Engine, EngineClient
 from engine.config import EngineConfig
 from engine.geometry import check_geometry, check_staging
 from engine.http import ServerHooks, create_app
@@ -48,6 +48,8 @@ from protocol.version import system_fingerprint
 logger = logging.getLogger("baton.serve")
 
 _START_TIMEOUT_S = 600.0
+_LEASES = "baton_leases_held"  # among an engine's stats
+_LOOK_S = 0.02  # how often they are looked at by a server that ends
 _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
 
 HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
@@ -202,8 +204,7 @@ class _Server:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         hung.cancel()
         server.should_exit = True  # accepts nothing more; open requests may finish for a while
-        if not self.failure.done():
-            await asyncio.wait({serving}, timeout=self.settings.shutdown_grace_s / 2)
+        await self._drain(serving, client)
         failed = self.failure.result() if self.failure.done() else None
         if failed is not None:
             client.fail(failed)  # the clients are told that, not that the server is ending
@@ -213,6 +214,19 @@ class _Server:
         if failed is not None:
             raise StartFailure(failed)
         return 0
+
+    async def _drain(self, serving: asyncio.Future[None], client: Engine) -> None:
+        """Lets open requests finish, and decode servers come for the KV they were promised, while
+        the engine lives and for half of the grace time."""
+        assert self.failure is not None
+        limit_s = self.settings.shutdown_grace_s / 2
+        until = self.loop.time() + limit_s
+        ends: set[asyncio.Future[Any]] = {serving, self.failure}
+        await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        while client.stats.get(_LEASES, 0) and not self.failure.done():
+            if self.loop.time() >= until:
+                return
+            await asyncio.sleep(_LOOK_S)
 
     async def _watch_for_hang(self, client: EngineClient) -> None:
         """Gives up an engine whose processes live but do not get on: a stopped rank, a GPU or a

@@ -72,6 +72,29 @@ def test_kv_that_was_released_comes_home_at_once_and_is_not_used(
     _assert_recomputed(tiny_cluster.decode[0], prompt, params, expected)
 
 
+def test_a_prefill_server_told_to_end_waits_until_its_kv_was_pulled(
+    tiny_cluster: Cluster, tiny_model: Path, tiny_reference: Reference, prompt: list[int]
+) -> None:
+    server = start_prefill(tiny_model, "--shutdown-grace-s", "60")
+    with running(server):
+        params = prefill(server.url, prompt)
+        server.child.signal(signal.SIGTERM)
+        wait_until(lambda: not _listens(server))
+        answer = complete(tiny_cluster.decode[0].url, prompt, 6, kv_transfer_params=params)
+        assert answer.token_ids == tiny_reference.generate(prompt, 6)
+        assert answer.kv["transferred"] == len(prompt)
+        assert server.child.exited.wait(20)  # the grace time would be over in 30 s
+        assert server.child.returncode == 0
+
+
+def _listens(server: Server) -> bool:
+    try:
+        httpx.get(f"{server.url}/health", timeout=10)
+    except httpx.TransportError:
+        return False
+    return True
+
+
 def test_an_expired_lease_is_never_used(
     tiny_model: Path, tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
 ) -> None:

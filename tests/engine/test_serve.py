@@ -93,6 +93,30 @@ def test_an_engine_that_ends_when_told_to_is_no_failure(
     assert asyncio.run(asyncio.wait_for(main(), 60)) == 0
 
 
+def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
+
+    async def main() -> tuple[bool, int]:
+        server, engine = _serving(_EndingEngine())
+        server.stop.set()
+        await engine.start()
+        engine.stats["baton_leases_held"] = 1.0
+        with bind("127.0.0.1", 0) as listener:
+            serving = asyncio.create_task(
+                server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
+            )
+            ended, _ = await asyncio.wait({serving}, timeout=0.5)
+            was_kept = not ended and engine.healthy
+            engine.stats["baton_leases_held"] = 0.0
+            code = await serving
+        server.processes.stop(1.0)
+        return was_kept, code
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == (True, 0)
+
+
 def test_gpus_are_not_named_to_a_server_on_the_cpu() -> None:
     with pytest.raises(StartFailure, match=r"--devices 0,1 names GPUs .*`baton doctor`"):
         _devices(PrefillSettings(_cli_parse_args=[], devices=(0, 1), tp=2), "cpu")

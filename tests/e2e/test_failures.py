@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -298,3 +299,44 @@ def test_an_engine_that_hangs_is_given_up(tiny_model: Path, prompt: list[int]) -
         assert answer.status_code == 503
         assert "--hang-timeout-s" in answer.json()["error"]["message"]
         assert decode.child.exited.wait(30) and decode.child.returncode == 1
+
+
+def _rank_pid(server: Server, rank: int) -> int:
+    """The process of one rank."""
+    for pid in server.engine_pids():
+        argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if argv[argv.index(b"--rank") + 1] == str(rank).encode():
+            return pid
+    raise AssertionError(f"{server.name} has no rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "told"),
+    [
+        pytest.param(1, signal.SIGKILL, "decode.1", id="a follower is killed"),
+        pytest.param(0, signal.SIGKILL, "decode.0", id="rank 0 is killed", marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, "--hang-timeout-s", id="a follower stops"),
+    ],
+)
+def test_a_lost_rank_ends_its_engine_with_one_error(
+    tiny_model: Path, prompt: list[int], rank: int, number: int, told: str
+) -> None:
+    decode = start_decode(tiny_model, "--tp", "2", "--hang-timeout-s", "2")
+    with running(decode):
+        complete(decode.url, prompt, 2)
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": 400,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with httpx.stream("POST", f"{decode.url}/v1/completions", json=body, timeout=60) as answer:
+            events = (line for line in answer.iter_lines() if line)
+            for _ in range(3):
+                next(events)
+            os.kill(_rank_pid(decode, rank), number)
+            *_, last = events
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == "engine_died" and told in error["message"], error
+        assert decode.child.exited.wait(60) and decode.child.returncode == 1

@@ -5,6 +5,7 @@
 What happens after an AddRequest is accepted is in http_call.py.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable
@@ -59,6 +60,10 @@ from protocol.openai import (
 from protocol.responses_request import ResponsesChat, parse_responses
 from protocol.responses_writer import ResponsesWriter
 
+# Larger bodies are checked off the event loop: one of many small messages takes half a second for
+# a megabyte.
+INLINE_BODY_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -72,6 +77,15 @@ class Endpoint:
 COMPLETIONS = Endpoint("completions", parse_completion, CompletionWriter)
 CHAT = Endpoint("chat", parse_chat, ChatWriter)
 RESPONSES = Endpoint("responses", parse_responses, ResponsesWriter)
+
+
+def _parse(
+    endpoint: Endpoint, members: dict[str, Any]
+) -> tuple[GenerationRequest, GenerationRequest | None]:
+    """A request, and the client's own where it is the prefill leg of one: what the decode server
+    would refuse after the prefill."""
+    parsed, asked = endpoint.parse(members), client_request(members)
+    return parsed, None if asked is None else endpoint.parse(asked)
 
 
 @dataclass(frozen=True)
@@ -94,11 +108,12 @@ class Api:
         tally = Tally(self.metrics, endpoint.name)
         members: dict[str, Any] = {}
         try:
-            members = parse_json_object(await read_body(request, self.settings.max_body_bytes))
-            parsed = endpoint.parse(members)
-            asked, behind = client_request(members), None
-            if asked is not None:  # what the decode server would refuse after the prefill
-                behind = endpoint.parse(asked)
+            raw = await read_body(request, self.settings.max_body_bytes)
+            members = parse_json_object(raw)
+            if len(raw) > INLINE_BODY_BYTES:
+                parsed, behind = await asyncio.to_thread(_parse, endpoint, members)
+            else:
+                parsed, behind = _parse(endpoint, members)
             call = await self._start(parsed, endpoint, tally, behind, decode_context(members))
         except (BatonError, RecursionError) as raised:
             error = refusal_of(raised)

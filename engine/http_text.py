@@ -17,6 +17,7 @@ from engine.tokenizer import Tokenizer
 from protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
 
 INLINE_CHARS = 2048  # longer texts are tokenized off the event loop: this many take 1 ms
+_HEAD_CHARS = 32  # that a template writes around a message
 
 
 def num_chars(parsed: GenerationRequest) -> list[int]:
@@ -59,9 +60,21 @@ async def tokenize(parsed: GenerationRequest, tokenizer: Tokenizer) -> list[list
     Raises:
         InvalidRequest: the chat template refuses the messages.
     """
-    if sum(num_chars(parsed)) > INLINE_CHARS:
-        return await asyncio.to_thread(_encode, parsed, tokenizer)
-    return _encode(parsed, tokenizer)
+    if _is_short(parsed):
+        return _encode(parsed, tokenizer)
+    return await asyncio.to_thread(_encode, parsed, tokenizer)
+
+
+def _is_short(parsed: GenerationRequest) -> bool:
+    """Whether the text, all that a template may write into it included, is tokenized in no time."""
+    if not isinstance(parsed, ChatRequest):
+        return sum(num_chars(parsed)) <= INLINE_CHARS
+    if parsed.tools or parsed.chat_template_kwargs:
+        return False
+    turns = parsed.messages
+    names = sum(len(turn.name or "") + len(turn.tool_call_id or "") for turn in turns)
+    size = sum(num_chars(parsed)) + names + _HEAD_CHARS * len(turns)
+    return size <= INLINE_CHARS and not any(turn.tool_calls for turn in turns)
 
 
 def _encode(parsed: GenerationRequest, tokenizer: Tokenizer) -> list[list[int]]:

@@ -60,12 +60,12 @@ async def serving(
     ready: EngineReady | None = READY,
     fingerprint: str | None = None,
     origins: tuple[str, ...] = (),
+    max_body: int = MAX_BODY,
 ) -> AsyncIterator[Server]:
     engine = ScriptedEngine(script, ready)
     await engine.start()
-    app = create_app(
-        engine, tokenizer, Settings(cors_origin=origins), hooks or PlainHooks(), fingerprint
-    )
+    settings = Settings(max_body_bytes=max_body, cors_origin=origins)
+    app = create_app(engine, tokenizer, settings, hooks or PlainHooks(), fingerprint)
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     listener = config.bind_socket()

@@ -1,23 +1,28 @@
 """A decode server takes the token ids that a prefill server made of its text, and no others."""
 
+import threading
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from decode_server.failure import FailurePolicy
 from decode_server.server import DecodeHooks
-from engine.http_text import text_digest
+from engine.http_generate import CHAT
+from engine.http_text import INLINE_CHARS, text_digest
 from engine.tokenizer import Tokenizer
 from prefill_server.server import PrefillHooks
 from protocol import kv_params
 from protocol.messages import FirstToken, SamplingParams
 from protocol.openai import REMOTE_DECODE, GenerationRequest, parse_chat, parse_completion
-from tests.engine.http_server import run, saying, serving
+from tests.engine.http_server import READY, run, saying, serving
 
 _SECRET = b"the cluster's secret"
 _TOLD = [7, 7, 7]  # what no tokenizer makes of the texts here: it shows who tokenized
 _CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "seed": 7}
 _TEXT = {"model": "m", "prompt": "abc", "seed": 7}
+_ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
 
 
 def _parse(body: dict[str, Any]) -> GenerationRequest:
@@ -132,5 +137,83 @@ def test_a_prefill_server_tells_what_it_tokenized(
         async with serving(tokenizer, saying(tokenizer, "x"), PrefillHooks(_SECRET)) as server:
             assert (await server.http.post("/v1/completions", json=body)).status_code == 200
             assert {added.text_digest for added in server.engine.added} == {told}
+
+    run(main)
+
+
+# -- what streams do not wait for ---------------------------------------------------------------
+
+
+class _Watched(Tokenizer):
+    """Remembers which threads tokenized."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.__dict__ = {**tokenizer.__dict__}
+        self.threads: list[int] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+_LONG = "x" * INLINE_CHARS
+_TOOL = {"type": "function", "function": {"name": "f", "description": _LONG}}
+_HI = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "aside"),
+    [
+        ({"messages": [_HI]}, False),
+        ({"messages": [{"role": "user", "content": _LONG}]}, True),
+        ({"messages": [_HI] * 100}, True),
+        ({"messages": [_HI], "tools": [_TOOL]}, True),
+        ({"messages": [{**_HI, "name": _LONG}]}, True),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": {"a": _LONG}}}],
+                    }
+                ]
+            },
+            True,
+        ),
+    ],
+)
+def test_long_texts_are_tokenized_aside(
+    tokenizer: Tokenizer, asked: dict[str, Any], aside: bool
+) -> None:
+    """Whatever makes them long."""
+    watched = _Watched(tokenizer)
+
+    async def main() -> None:
+        async with serving(watched, saying(tokenizer, "x"), ready=_ROOMY) as server:
+            assert (await server.chat(**asked)).status_code == 200
+            assert [thread != threading.get_ident() for thread in watched.threads] == [aside]
+
+    run(main)
+
+
+@pytest.mark.parametrize(("num_messages", "aside"), [(10, False), (3000, True)])
+def test_large_bodies_are_checked_aside(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, num_messages: int, aside: bool
+) -> None:
+    threads: list[int] = []
+
+    def parse(members: dict[str, Any]) -> GenerationRequest:
+        threads.append(threading.get_ident())
+        return parse_chat(members)
+
+    chat = ("/v1/chat/completions", replace(CHAT, parse=parse))
+    monkeypatch.setattr("engine.http._ENDPOINTS", (chat,))
+
+    async def main() -> None:
+        async with serving(
+            tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=1_000_000
+        ) as server:
+            assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
+            assert [thread != threading.get_ident() for thread in threads] == [aside]
 
     run(main)

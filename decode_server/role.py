@@ -17,6 +17,7 @@ from engine.role import KVRole
 from engine.sequence import Phase, Sequence
 from engine.transport import EngineTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
+from kvcache.stripe import Stripe
 from kvcache.transfer import host_mapper
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.coordinator import PullCoordinator
@@ -364,6 +365,7 @@ class DecodeRoleFactory(RoleFactory):
                 _agent(context),
                 context.pool,
                 config.transfer_address,
+                dcp=config.dcp,
                 staging_bytes=config.staging_bytes,
                 convert=config.kv_convert,
                 costs=CostModel.configured(config.transfer_costs, context.pool.device.type),
@@ -390,6 +392,7 @@ class DecodeRoleFactory(RoleFactory):
             settings=settings,
             on_event=transport.wake,
             convert=config.kv_convert,
+            stripe=Stripe(0, config.dcp, config.block_size),
             inside={0: self._inside},
         )
         coordinator.start()

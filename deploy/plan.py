@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -15,10 +16,9 @@ from protocol.settings import (
     DEFAULT_MODEL,
     BatonSettings,
     DType,
-    GeometryOptions,
-    LinkOptions,
     parse,
 )
+from protocol.settings_kv import ContextParallelism, GeometryOptions, LinkOptions
 
 
 class PlanGroup(GeometryOptions):
@@ -33,6 +33,17 @@ class PlanGroup(GeometryOptions):
     def geometry(self, auto_dtype: str) -> Geometry:
         dtype = auto_dtype if self.dtype == "auto" else self.dtype
         return Geometry(self.tp, self.kv_layout, self.block_size, dtype)
+
+
+class DecodePlanGroup(PlanGroup):
+    """The geometry of the side that reads."""
+
+    dcp: ContextParallelism = Field(
+        1, description="decode context parallelism (ranks, a divisor of --decode.tp)"
+    )
+
+    def geometry(self, auto_dtype: str) -> Geometry:
+        return replace(super().geometry(auto_dtype), dcp=self.dcp)
 
 
 class PlanSettings(LinkOptions, BatonSettings):
@@ -52,7 +63,7 @@ class PlanSettings(LinkOptions, BatonSettings):
     kv_convert: bool = Field(False, description="convert KV of another dtype instead of refusing")
     as_json: bool = Field(False, description="print one JSON line instead of a text")
     prefill: PlanGroup = Field(PlanGroup(), description="geometry of the prefill server")
-    decode: PlanGroup = Field(PlanGroup(), description="geometry of the decode server")
+    decode: DecodePlanGroup = Field(DecodePlanGroup(), description="geometry of the decode server")
 
 
 def plan(settings: PlanSettings) -> Explanation:

@@ -21,7 +21,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[int] = []  # CUDA indices, one per rank
     dtype: str = "float32"
     tp: int = 1
-    block_size: int = 64
+    dcp: int = 1  # ranks that share the tokens of every sequence; divides tp
+    block_size: int = 64  # tokens of a block on one rank
     kv_layout: str = "BHLCND"
     kv_cache_dtype: str = "auto"  # "auto": dtype
     kv_scales: list[float] = []  # of FP8 KV, by layer and component; resolved once for all ranks
@@ -60,3 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def kv_dtype(self) -> str:
         """What KV is stored in."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens in one block of a block table, on all ranks that share it."""
+        return self.block_size * self.dcp

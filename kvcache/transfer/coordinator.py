@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from kvcache.stripe import Stripe
 from kvcache.transfer.event_queue import EventQueue
 from kvcache.transfer.held_leases import HeldLeases
 from kvcache.transfer.peers import (
@@ -77,6 +78,7 @@ class PullCoordinator:
         compat: of this engine.
         on_event: called from any thread when `drain` has something; must not block.
         convert: accept peers with another KV dtype.
+        stripe: of any rank, where ranks share tokens: peers must have blocks to cut it from.
         inside: links to the workers of this process, by rank.
 
     Raises:
@@ -94,6 +96,7 @@ class PullCoordinator:
         clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[], None] | None = None,
         convert: bool = False,
+        stripe: Stripe | None = None,
         inside: Mapping[int, InsideLink] | None = None,
     ) -> None:
         self._num_ranks = num_ranks
@@ -113,7 +116,7 @@ class PullCoordinator:
         )
         for link in (inside or {}).values():
             link.on_report, link.on_wait = self._turns.take, self._awaits_fence
-        self._peers = PeerTable(compat, self._settings, convert)
+        self._peers = PeerTable(compat, self._settings, convert, stripe)
         self._pulls: dict[str, PullState] = {}
         self._spans: dict[str, tuple[int, int, list[int]]] = {}  # of pulls begun
         self._ended: OrderedDict[str, bool] = OrderedDict()  # -> PullDrained was told
@@ -149,7 +152,8 @@ class PullCoordinator:
         """Reads tokens [token_start, token_stop) into blocks of this engine, on every rank.
 
         Args:
-            local_block_ids: from token 0 of the sequence on, in this engine's block size.
+            local_block_ids: from token 0 of the sequence on, each of this engine's block size
+                times its dcp.
         """
         span = (token_start, token_stop, list(local_block_ids))
         self._turns.call(lambda: self._do_pull(pull_id, remote, span))

@@ -22,7 +22,7 @@ from kvcache.transfer.plan import (
 )
 from kvcache.transfer.topology import IntArray
 
-_KEYS = {"tp": "tp", "layout": "order", "block": "block_size", "dtype": "dtype"}
+_KEYS = {"tp": "tp", "layout": "order", "block": "block_size", "dtype": "dtype", "dcp": "dcp"}
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,12 @@ class Geometry:
     order: str = DEFAULT_ORDER
     block_size: int = 64  # tokens
     dtype: str = "bfloat16"
+    dcp: int = 1  # of D: ranks that share the tokens of every sequence
 
     @classmethod
     def parse(cls, text: str) -> "Geometry":
-        """From `tp=2,layout=BHLCND,block=64,dtype=bfloat16`; what is left out keeps its default.
+        """From `tp=2,layout=BHLCND,block=64,dtype=bfloat16,dcp=1`; what is left out keeps its
+        default.
 
         Raises:
             PlanError: names the part that is not understood.
@@ -57,7 +59,7 @@ class Geometry:
             if key.strip() not in _KEYS or not value:
                 raise PlanError(f"geometry has {part!r}; use KEY=VALUE with {', '.join(_KEYS)}")
             values[_KEYS[key.strip()]] = value.strip()
-        for name in values.keys() & {"tp", "block_size"}:
+        for name in values.keys() & {"tp", "block_size", "dcp"}:
             if not values[name].isdecimal():
                 raise PlanError(f"geometry has {name} {values[name]!r}; use a whole number")
             values[name] = int(values[name])
@@ -67,19 +69,23 @@ class Geometry:
         """All ranks of such an engine, with room for `tokens` tokens.
 
         Raises:
-            PlanError: the heads cannot be spread over tp ranks.
+            PlanError: the heads cannot be spread over tp / dcp groups of ranks.
             LayoutError: sizes, order or dtype are impossible.
         """
         heads = model.total_kv_heads
-        if self.tp < 1 or (self.tp % heads and heads % self.tp):
-            raise PlanError(f"tp is {self.tp}; use a divisor or a multiple of the {heads} KV heads")
-        blocks = -(-tokens // self.block_size) + 1 if self.block_size > 0 else 1
+        if self.dcp < 1 or self.tp % self.dcp:
+            raise PlanError(f"dcp is {self.dcp}; use a divisor of tp, which is {self.tp}")
+        groups = self.tp // self.dcp
+        if groups < 1 or (groups % heads and heads % groups):
+            what = f"tp is {self.tp}" if self.dcp == 1 else f"tp / dcp is {groups}"
+            raise PlanError(f"{what}; use a divisor or a multiple of the {heads} KV heads")
+        blocks = self.num_blocks(tokens) + 1 if self.block_size > 0 else 1
         return [
             Endpoint(
                 KVLayout(
                     self.order,
                     blocks,
-                    len(heads_of(rank, self.tp, model.total_kv_heads)),
+                    len(heads_of(rank // self.dcp, groups, heads)),
                     model.num_layers,
                     model.num_components,
                     self.block_size,
@@ -88,12 +94,18 @@ class Geometry:
                 ),
                 rank,
                 self.tp,
+                dcp=self.dcp,
             )
             for rank in range(self.tp)
         ]
 
+    def num_blocks(self, tokens: int) -> int:
+        """That a sequence of so many tokens takes; every rank has its part of each."""
+        return -(-tokens // (self.block_size * self.dcp))
+
     def __str__(self) -> str:
-        return f"tp {self.tp}, {self.order}, {self.block_size}-token blocks, {self.dtype}"
+        ranks = f"tp {self.tp}" if self.dcp == 1 else f"tp {self.tp}, dcp {self.dcp}"
+        return f"{ranks}, {self.order}, {self.block_size}-token blocks, {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,7 @@ class RankExplanation:
 
     rank: int
     heads: str  # of the model, "0-3"
+    tokens: int  # of the prompt, that it reads
     remote_ranks: tuple[int, ...]
     path: str
     descriptors: int
@@ -171,7 +184,7 @@ def explain(
     """Plans a prompt of `tokens` tokens from P to every rank of D.
 
     Raises:
-        PlanError: the two cannot be bridged, or a tp does not fit the heads.
+        PlanError: the two cannot be bridged, or a tp or dcp does not fit the heads.
         LayoutError: one of the layouts cannot exist.
     """
     if not 0 <= hit_tokens <= tokens:
@@ -185,26 +198,28 @@ def explain(
             model.total_kv_heads,
             hit_tokens,
             tokens,
-            _scattered(tokens, d.block_size),
-            _scattered(tokens, p.block_size),
+            _scattered(d.num_blocks(tokens)),
+            _scattered(p.num_blocks(tokens)),
             costs=costs,
             staging_bytes=staging_bytes,
             convert=convert,
             allow_mixed=True,
         )
-        ranks.append(_explain_rank(end, model, plan))
+        hit, whole = end.stripe.num_local(np.array([hit_tokens, tokens])).tolist()
+        ranks.append(_explain_rank(end, model, plan, whole - hit))
         used.update(ranks[-1].remote_ranks)
     idle = tuple(end.rank for end in remote if end.rank not in used)
     return Explanation(model, p, d, tokens, hit_tokens, idle, tuple(ranks))
 
 
-def _explain_rank(end: Endpoint, model: Model, plan: TransferPlan) -> RankExplanation:
+def _explain_rank(end: Endpoint, model: Model, plan: TransferPlan, tokens: int) -> RankExplanation:
     reads: list[RankRead] = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
     lengths = np.concatenate([read.lengths for read in reads]) if reads else np.zeros(1, np.int64)
     heads = end.heads(model.total_kv_heads)
     return RankExplanation(
         rank=end.rank,
         heads=_listed(heads),
+        tokens=tokens,
         remote_ranks=tuple(sorted({read.remote_rank for read in reads})),
         path=plan.path,
         descriptors=plan.descriptors,
@@ -224,17 +239,16 @@ def _rank_lines(rank: RankExplanation) -> list[str]:
         _size(count) for count in (rank.run_bytes_min, rank.run_bytes_median, rank.run_bytes_max)
     )
     return [
-        f"D rank {rank.rank}: head(s) {rank.heads} from P rank(s) {_listed(rank.remote_ranks)}, "
-        f"{rank.path}",
+        f"D rank {rank.rank}: {rank.tokens} tokens of head(s) {rank.heads} from P rank(s) "
+        f"{_listed(rank.remote_ranks)}, {rank.path}",
         f"  {rank.descriptors} descriptors, {_size(rank.bytes_read)} read for "
         f"{_size(rank.useful_bytes)} wanted; runs of {runs} (min / median / max)",
         f"  why: {rank.why}",
     ]
 
 
-def _scattered(tokens: int, block_size: int) -> IntArray:
+def _scattered(count: int) -> IntArray:
     """A block table in which no two neighbours are next to each other, as after long use."""
-    count = -(-tokens // block_size)
     odd_then_even = np.concatenate((np.arange(1, count, 2), np.arange(0, count, 2)))
     return odd_then_even.astype(np.int64) + 1
 

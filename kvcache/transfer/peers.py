@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvcache.stripe import Stripe, StripeError
 from kvcache.transfer.pull import PeerKey, PullSettings
 from protocol.errors import BatonError, LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import CompatRecord, EngineMetadata, check_compatible, check_consistent
@@ -54,12 +55,21 @@ def address_of(remote: RemotePrefill) -> tuple[str, int]:
 
 
 class PeerTable:
-    """Peers by (engine id, incarnation)."""
+    """Peers by (engine id, incarnation).
+
+    Args:
+        stripe: what a rank of ours wants to read of a sequence; None: all of it.
+    """
 
     def __init__(
-        self, local: CompatRecord, settings: PullSettings, allow_convert: bool = False
+        self,
+        local: CompatRecord,
+        settings: PullSettings,
+        allow_convert: bool = False,
+        stripe: Stripe | None = None,
     ) -> None:
         self._local = local
+        self._stripe = stripe
         self._settings = settings
         self._allow_convert = allow_convert
         self._peers: dict[PeerKey, Peer] = {}
@@ -109,6 +119,7 @@ class PeerTable:
             check_consistent(metadata)
             self._check_identity(peer, metadata)
             check_compatible(self._local, metadata.compat, self._allow_convert)
+            self._check_tokens(metadata)
         except BatonError as error:
             self.fail(peer, error, now)
         else:
@@ -145,6 +156,22 @@ class PeerTable:
             )
         if metadata.incarnation != incarnation:
             raise LeaseGone(f"prefill server {engine_id} at {where} was restarted")
+
+    def _check_tokens(self, metadata: EngineMetadata) -> None:
+        """Every rank of the peer has all tokens, in blocks that our stripe can be cut from."""
+        if metadata.dcp_size != 1:
+            ours = self._stripe.size if self._stripe else 1
+            raise PeerIncompatible(
+                f"dcp_size is {metadata.dcp_size} on the prefill server (and {ours} here): KV is "
+                "read from servers of dcp_size 1 only. Start it without context parallelism.",
+                param="dcp_size",
+            )
+        if self._stripe is None:
+            return
+        try:
+            self._stripe.check_remote(metadata.ranks[0].layout.block_size)
+        except StripeError as error:
+            raise PeerIncompatible(str(error), param="block_size") from error
 
     def _prune(self) -> None:
         failed = [key for key, p in self._peers.items() if p.status is PeerStatus.FAILED]

@@ -2,7 +2,9 @@
 
 There is no case per feature. Tensor parallelism decides whose heads are wanted from whom
 (topology.py), block sizes and prefix hits cut the token axis (boxes.py), the layouts' strides
-decide how long the runs are (runs.py). Ways of moving the runs compete on cost:
+decide how long the runs are (runs.py). Context parallelism picks a rank's blocks before all that,
+in `Planner.check`: behind it a rank's share is a shorter sequence. Ways of moving the runs compete
+on cost:
 
     direct   READ every run into its final place
     staged   READ the peer's own, longer runs into staging memory, then copy (staged.py)
@@ -121,7 +123,8 @@ def plan_transfer(
         local: this rank of D.
         remote: all ranks of P, by rank.
         total_kv_heads: KV heads of the model.
-        local_block_ids: D's blocks from token 0 of the sequence on, in D's block size.
+        local_block_ids: D's blocks from token 0 of the sequence on, in D's block size; with
+            a dcp, of dcp times as many tokens, of which the rank keeps its own.
         remote_block_ids: P's leased blocks from token 0 on, in P's block size.
         costs: of the link between the two.
         lease_hash: spreads leases over ranks of P that hold the same head.
@@ -216,6 +219,7 @@ class Planner:
         self._allow_mixed = allow_mixed
         self._num_blocks = min(end.layout.num_blocks for end in remote)
         self._sizes = local.layout.block_size, remote[0].layout.block_size
+        self._stripe = local.stripe if local.dcp > 1 else None
         self._period = lcm(*self._sizes)
         self._groups = head_groups(local.heads(total_kv_heads), len(remote), total_kv_heads)
         self._takes_turns = any(len(group.owners) > 1 for group in self._groups)
@@ -238,7 +242,7 @@ class Planner:
         lease_hash: int = 0,
     ) -> Transfer:
         """A pull, as one transfer that stays inside both sides' memory; arguments as of
-        `plan_transfer`.
+        `plan_transfer`. Tokens and blocks of the transfer are this rank's share of them.
 
         Raises:
             PlanError: block tables that do not fit.
@@ -246,7 +250,11 @@ class Planner:
         start, stop = tokens
         if not 0 <= start <= stop:
             raise PlanError(f"token range is [{start}, {stop}); use 0 <= start <= stop")
-        (ours, theirs), span = self._sizes, range(start, stop)
+        ours, theirs = self._sizes
+        if self._stripe is not None:
+            start, stop = self._stripe.num_local(np.array([start, stop])).tolist()
+            remote_block_ids = self._stripe.remote_blocks(remote_block_ids, theirs)
+        span = range(start, stop)
         local_blocks = block_table(
             "local_block_ids",
             local_block_ids,

@@ -54,7 +54,7 @@ class PullWorker:
     """One rank's end of every pull.
 
     Args:
-        tp_size, total_kv_heads: geometry of this engine.
+        tp_size, total_kv_heads, dcp: geometry of this engine; dcp as of Endpoint.
         agent: not yet used for reads; the worker registers the pool and owns the agent from
             `start` on, its `close` included.
         connect_address: the coordinator's `worker_address`.
@@ -75,6 +75,7 @@ class PullWorker:
         pool: KVPool,
         connect_address: str,
         *,
+        dcp: int = 1,
         staging_bytes: int | None = None,
         convert: bool = False,
         costs: CostModel | None = None,
@@ -83,7 +84,7 @@ class PullWorker:
         inside: InsideLink | None = None,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._endpoint = Endpoint(pool.layout, rank, tp_size, pool.scales)
+        self._endpoint = Endpoint(pool.layout, rank, tp_size, pool.scales, dcp)
         self._agent = agent
         self._pool = pool
         self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
@@ -215,14 +216,16 @@ class PullWorker:
         if key in self._peers:
             self._peers[key].dropped = False
             return
-        tp = metadata.tp_size
+        tp, dcp = metadata.tp_size, metadata.dcp_size
         try:
             layouts = [KVLayout.from_record(rank.layout) for rank in metadata.ranks]
         except ValueError as error:  # its pulls fail: not connected
             logger.error("prefill server %s: %s", metadata.engine_id, error)
             return
         scales = metadata.compat.kv_scales
-        endpoints = tuple(Endpoint(layout, rank, tp, scales) for rank, layout in enumerate(layouts))
+        endpoints = tuple(
+            Endpoint(layout, rank, tp, scales, dcp) for rank, layout in enumerate(layouts)
+        )
         peer = self._peers[key] = JobPeer(metadata, endpoints)
         owners = self._maker.owners(tp)
         if self._mapped is not None and self._mapped.meet(metadata, owners):

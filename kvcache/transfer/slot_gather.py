@@ -118,7 +118,7 @@ def _make_way(staging: StagedTransfer) -> _Way:
     scales = transfer.remote[0].scales
     return _Way(
         tuple(
-            _RegionEnd(region.source, index, len(parts), scales, heads)
+            _RegionEnd(region.source, index, len(parts), scales, held=heads)
             for index, (_, region, heads) in enumerate(parts)
         ),
         tuple(HeadGroup(group.heads, (index,), 0) for index, (group, _, _) in enumerate(parts)),

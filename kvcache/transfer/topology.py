@@ -4,6 +4,9 @@ Ranks hold contiguous ranges of the model's KV heads; where there are more ranks
 with few heads, or the one latent "head" of MLA) neighbours hold copies of the same head. A rank of
 D takes each of its heads from the ranks of P that hold it. Several holders share the work block by
 block, so that no rank of P is a hot spot; a holder nobody reads from simply never comes up.
+
+Ranks of D that share the tokens of every sequence (decode context parallelism) hold the same heads;
+each wants the tokens of its own stripe only (kvcache/stripe.py).
 """
 
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.layout import KVLayout
+from kvcache.stripe import Stripe, StripeError
 
 IntArray = npt.NDArray[np.int64]
 
@@ -48,10 +52,16 @@ class Endpoint:
     rank: int
     tp: int
     scales: tuple[float, ...] = ()  # of KVPool: empty, or of each layer and component
+    dcp: int = 1  # neighbouring ranks that share the tokens of every sequence; divides tp
 
     def heads(self, total_kv_heads: int) -> range:
         """The model's KV heads on this rank."""
-        return heads_of(self.rank, self.tp, total_kv_heads)
+        return heads_of(self.rank // self.dcp, self.tp // self.dcp, total_kv_heads)
+
+    @property
+    def stripe(self) -> Stripe:
+        """The tokens of every sequence on this rank."""
+        return Stripe(self.rank % self.dcp, self.dcp, self.layout.block_size)
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,7 @@ def head_groups(
     Args:
         local_heads: the heads wanted.
         turn: shifts whose turn it is among copies; D rank + lease hash spreads readers and leases.
+            Ranks that share tokens begin at different copies, too.
     """
     shares = _shares(local_heads, remote_tp, total_heads)
     return tuple(HeadGroup(heads, owners, turn) for heads, owners in shares)
@@ -129,6 +140,7 @@ def _check_once(
 ) -> None:
     """`check_endpoints`, remembered where nothing is wrong: two engines' geometries stay."""
     _check_ranks(remote)
+    _check_stripe(local, remote[0])
     for name in ("num_layers", "num_components", "head_dim"):
         ours, theirs = getattr(local.layout, name), getattr(remote[0].layout, name)
         if ours != theirs:
@@ -141,6 +153,17 @@ def _check_once(
                 f"num_heads is {end.layout.num_heads} on rank {end.rank} of tp {end.tp}, "
                 f"where {total_kv_heads} heads in all make {held}"
             )
+
+
+def _check_stripe(local: Endpoint, remote: Endpoint) -> None:
+    if local.dcp < 1 or local.tp % local.dcp:
+        raise PlanError(f"dcp is {local.dcp} of tp {local.tp}; use a divisor of tp")
+    if remote.dcp != 1:
+        raise PlanError(f"dcp is {remote.dcp} on the peer; KV is read from peers of dcp 1 only")
+    try:
+        local.stripe.check_remote(remote.layout.block_size)
+    except StripeError as error:
+        raise PlanError(str(error)) from error
 
 
 def _check_elements(local: Endpoint, remote: Endpoint, convert: bool) -> None:

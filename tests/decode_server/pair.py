@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
+from kvcache.stripe import Stripe
 from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.pull import PullSettings
@@ -129,8 +130,10 @@ class Pair:
         p_compat: CompatRecord | None = None,
         depth: int = 0,
         quarantine_timeout_s: float = 30.0,
+        stripe: Stripe | None = None,
     ) -> None:
         self.depth = depth
+        self._stripe = stripe  # as if D's ranks shared tokens
         self._quarantine_timeout_s = quarantine_timeout_s
         self.now_s = 1000.0  # P's clock, moved by hand
         self._prefill = p_block_size, p_order, lease_s, p_compat or self.compat
@@ -191,7 +194,9 @@ class Pair:
         self, block_size: int, order: str, policy: str, settings: PullSettings
     ) -> None:
         pool, agent = self.make_pool(block_size, order), MemoryAgent("d")
-        self.coordinator = PullCoordinator("tcp://127.0.0.1:0", 1, self.compat, SECRET, settings)
+        self.coordinator = PullCoordinator(
+            "tcp://127.0.0.1:0", 1, self.compat, SECRET, settings, stripe=self._stripe
+        )
         self.coordinator.start()
         address = self.coordinator.worker_address
         self.worker = PullWorker(

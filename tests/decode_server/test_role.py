@@ -12,6 +12,7 @@ import pytest
 
 from decode_server.role import QuarantineOverflow
 from kvcache.blocks import BlockState
+from kvcache.stripe import Stripe
 from kvcache.transfer.pull import PullSettings
 from prefill_server import role
 from protocol import kv_params
@@ -263,6 +264,25 @@ def test_a_first_token_of_another_model_is_not_used(make_pair: MakePair, max_tok
     name = pair.ask(PROMPT, forged, max_tokens)
     assert pair.answer(name) == expected_output(PROMPT, max_tokens)
     assert pair.usage(name) == (0, 14, 0)
+    pair.settle()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(
+    make_pair: MakePair, policy: str
+) -> None:
+    pair = make_pair(p_block_size=8, stripe=Stripe(0, 2, 4), policy=policy)
+    name = pair.ask(PROMPT, pair.prefill(PROMPT))
+    if policy == "recompute":
+        assert pair.answer(name) == expected_output(PROMPT, 6)
+        assert pair.usage(name) == (0, 14, 0)
+    else:
+        pair.until(lambda: bool(pair.d.out.terminals(name)))
+        (end,) = pair.d.out.terminals(name)
+        assert end.error is not None and end.error.code == "peer_incompatible"
+        assert "block_size is 4 here and 8 on the peer" in end.error.message
+        assert "--block-size 8, or without --dcp" in end.error.message
+    assert pair.worker.counters["posts"] == 0
     pair.settle()
 
 

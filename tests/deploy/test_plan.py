@@ -49,6 +49,18 @@ def test_a_hit_is_not_moved_and_the_text_says_why(
     assert text.count("why: ") == 2
 
 
+def test_ranks_of_d_may_share_tokens(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", model, "--tokens=200", "--decode.tp=4", "--decode.dcp=2"]
+    assert main([*argv, "--prefill.block-size=16", "--as-json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert [rank["tokens"] for rank in ranks] == [128, 72] * 2
+    assert [rank["heads"] for rank in ranks] == ["0-1", "0-1", "2-3", "2-3"]
+    per_token = 3 * 2 * 2 * 8 * 4  # layers x K,V x heads x head dim x itemsize
+    assert [rank["useful_bytes"] for rank in ranks] == [128 * per_token, 72 * per_token] * 2
+    with pytest.raises(SystemExit):
+        main([*argv, "--prefill.dcp=2"])
+
+
 def test_the_costs_of_the_link_decide_the_path(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from kvcache import fp8
 from kvcache.pool import TORCH_DTYPES, KVPool
+from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.cuda_mapper import LONG_RUN_BYTES, CudaMapper
-from kvcache.transfer.gather import Gather, launches, locate
+from kvcache.transfer.gather import launches, locate, make_gathers
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.mapper import MappedMemory, Work
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
@@ -56,13 +57,11 @@ def random_pool(case: Case, side: Side, rank: int, seed: int) -> KVPool:
     return pool
 
 
-def emulated(
-    case: Case, gathers: tuple[Gather, ...], sources: list[KVPool], target: KVPool
-) -> torch.Tensor:
+def emulated(transfer: Transfer, sources: list[KVPool], target: KVPool) -> torch.Tensor:
     """What target holds after all gathers, by `locate` and torch's own conversion."""
     into = target.tensor.cpu().clone().view(-1)
-    remote, local = np.array(case.p.blocks), np.array(case.d.blocks)
-    for gather in gathers:
+    remote, local = transfer.remote_blocks, transfer.local_blocks
+    for gather in make_gathers(transfer):
         reads, writes, factors = locate(gather, remote, local, 0, gather.num_blocks)
         rows = (
             sources[gather.share.remote_rank]
@@ -104,8 +103,7 @@ def test_the_kernel_does_what_its_arithmetic_says(
     d_rank %= case.d.tp
     sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
     target = random_pool(case, case.d, d_rank, 99)
-    gathers = gathers_of(case, d_rank)
-    wanted = emulated(case, gathers, sources, target)
+    wanted = emulated(transfer_of(case, d_rank), sources, target)
     gather_on_gpu(case, d_rank, sources, target, chunk_bytes)
     assert torch.equal(target.flat_bytes.cpu(), wanted)
 
@@ -120,7 +118,7 @@ def test_copy_engines_do_what_the_kernel_does(
     d_rank %= case.d.tp
     sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
     target = random_pool(case, case.d, d_rank, 99)
-    wanted = emulated(case, gathers_of(case, d_rank), sources, target)
+    wanted = emulated(transfer_of(case, d_rank), sources, target)
     gather_on_gpu(case, d_rank, sources, target, chunk_bytes, long_run_bytes=0)
     assert torch.equal(target.flat_bytes.cpu(), wanted)
 
@@ -153,7 +151,7 @@ def test_a_latent_cache_of_every_dtype(source: str, target: str) -> None:
     case = Case(p, d, heads=1, layers=5, components=1, head_dim=576, start=17, stop=190)
     sources = [random_pool(case, p, 0, 5), random_pool(case, p, 1, 5)]  # copies of one head
     into = random_pool(case, d, 0, 6)
-    wanted = emulated(case, gathers_of(case, 0), sources, into)
+    wanted = emulated(transfer_of(case, 0), sources, into)
     gather_on_gpu(case, 0, sources, into, 1 << 20)
     assert torch.equal(into.flat_bytes.cpu(), wanted)
     assert TORCH_DTYPES[target] == into.tensor.dtype

@@ -156,6 +156,24 @@ def test_a_value_that_cannot_be_is_refused_naming_it(option: str, value: str, to
     assert option in str(caught.value)
 
 
+def test_a_context_parallelism_that_cannot_be_is_refused_naming_it() -> None:
+    assert load(DecodeSettings, ["--tp", "4", "--dcp", "2"]).dcp == 2
+    assert load(UpSettings, ["--decode.tp=2", "--decode.dcp=2"]).decode.dcp == 2
+    for argv, told in (
+        (["--tp", "4", "--dcp", "3"], "--dcp: 3 does not divide tp 4"),
+        (["--dcp", "2"], "--dcp: 2 does not divide tp 1"),
+        (["--tp", "2", "--dcp", "0"], "--dcp: .*greater than or equal to 1"),
+        (
+            ["--tp", "2", "--dcp", "2", "--kv-cache-dtype", "float8_e4m3fn"],
+            "--dcp: 2 ranks cannot share tokens stored as float8_e4m3fn",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            load(DecodeSettings, argv)
+    with pytest.raises(ConfigError, match="--dcp"):  # it is of decode servers
+        load(PrefillSettings, ["--tp", "2", "--dcp", "2"])
+
+
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
 def test_decode_servers_are_never_told_to_connect_to_every_address(wildcard: str) -> None:
     with pytest.raises(ConfigError, match="--side-channel-host: decode servers cannot connect"):

@@ -35,6 +35,18 @@ class Side:
     num_blocks: int
     dtype: str = "float32"
     scales: tuple[float, ...] = ()
+    dcp: int = 1  # of D; then a block of the table is a block on each rank that shares it
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.block_size * self.dcp
+
+    def heads(self, rank: int, total: int) -> range:
+        return heads_of(rank // self.dcp, self.tp // self.dcp, total)
+
+    def kept(self, rank: int, tokens: np.ndarray) -> np.ndarray:
+        """Those of the tokens that the rank keeps."""
+        return tokens[tokens // self.block_size % self.dcp == rank % self.dcp]
 
 
 @dataclass(frozen=True)
@@ -51,14 +63,15 @@ class Case:
 
     def endpoints(self, side: Side) -> list[Endpoint]:
         return [
-            Endpoint(self.layout(side, rank), rank, side.tp, side.scales) for rank in range(side.tp)
+            Endpoint(self.layout(side, rank), rank, side.tp, side.scales, side.dcp)
+            for rank in range(side.tp)
         ]
 
     def layout(self, side: Side, rank: int) -> KVLayout:
         return KVLayout(
             order=side.order,
             num_blocks=side.num_blocks,
-            num_heads=len(heads_of(rank, side.tp, self.heads)),
+            num_heads=len(side.heads(rank, self.heads)),
             num_layers=self.layers,
             num_components=self.components,
             block_size=side.block_size,
@@ -81,11 +94,12 @@ class Case:
 
 
 def element_map(case: Case, side: Side, rank: int, tokens: np.ndarray) -> np.ndarray:
-    """Element offset of [head on the rank, layer, component, token, dim], by indexing an arange."""
+    """Element offset of [head on the rank, layer, component, token, dim], by indexing an arange;
+    tokens are those of the sequence that the rank keeps."""
     layout = case.layout(side, rank)
     where = np.arange(np.prod(layout.shape)).reshape(layout.shape)
     where = where.transpose([layout.order.index(axis) for axis in "BHLCND"])
-    blocks = np.array(side.blocks, int)[tokens // side.block_size]
+    blocks = np.array(side.blocks, int)[tokens // side.tokens_per_block]
     # Two index arrays with slices between: their axis comes first.
     picked = where[blocks, :, :, :, tokens % side.block_size, :]
     return picked.transpose(1, 2, 3, 0, 4)
@@ -108,10 +122,10 @@ def garbage(case: Case, side: Side, rank: int) -> np.ndarray:
 
 
 def memory_of(case: Case, side: Side, rank: int, start: int = 0) -> np.ndarray:
-    """The rank's pool with tokens [start, stop) in it; garbage everywhere else."""
+    """The rank's pool with its part of tokens [start, stop) in it; garbage everywhere else."""
     memory = garbage(case, side, rank)
-    tokens = np.arange(start, case.stop)
-    heads = heads_of(rank, side.tp, case.heads)
+    tokens = side.kept(rank, np.arange(start, case.stop))
+    heads = side.heads(rank, case.heads)
     memory[element_map(case, side, rank, tokens)] = codes(case, heads, tokens)
     return memory
 
@@ -138,19 +152,21 @@ def execute_reads(reads, sources: list[np.ndarray], into: np.ndarray) -> None:
 
 def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarray:
     owners = [r for r in range(case.p.tp) if head in heads_of(r, case.p.tp, case.heads)]
-    turns = (d_rank + case.lease_hash + tokens // case.p.block_size) % len(owners)
+    mine = case.d.kept(d_rank, np.arange(case.stop))  # whose blocks it counts
+    blocks = np.searchsorted(mine, tokens) // case.p.block_size
+    turns = (d_rank + case.lease_hash + blocks) % len(owners)
     return np.array(owners)[turns]
 
 
 def fewest_descriptors(case: Case, d_rank: int) -> int:
     """Brute force: pairs every element with its source, counts where both sides stop being next."""
-    tokens = np.arange(case.start, case.stop)
-    d_heads = heads_of(d_rank, case.d.tp, case.heads)
+    tokens = case.d.kept(d_rank, np.arange(case.start, case.stop))
+    d_heads = case.d.heads(d_rank, case.heads)
     local = element_map(case, case.d, d_rank, tokens)
     owner = np.stack([owner_of(case, d_rank, head, tokens) for head in d_heads])
     count = 0
     for rank in range(case.p.tp):
-        p_heads = heads_of(rank, case.p.tp, case.heads)
+        p_heads = case.p.heads(rank, case.heads)
         shared = [h for h in d_heads if h in p_heads]
         if not shared:
             continue
@@ -189,6 +205,16 @@ def sides(draw, tokens: int) -> Side:
 
 
 @st.composite
+def shared_sides(draw, p: Side, tokens: int) -> Side:
+    """Sides of D whose ranks share tokens: they cut a sequence where blocks of P end."""
+    dcp, size = draw(st.integers(2, 4)), p.block_size * draw(st.integers(1, 3))
+    blocks, num_blocks = draw(block_tables(size * dcp, tokens))
+    tp = dcp * draw(st.integers(1, 8 // dcp))
+    order = draw(st.sampled_from([p.order, *ORDERS]))
+    return Side(tp, order, size, blocks, num_blocks, dcp=dcp)
+
+
+@st.composite
 def cases(draw) -> Case:
     tokens = draw(st.integers(1, 130))
     p, d = draw(sides(tokens)), draw(sides(tokens))
@@ -197,6 +223,8 @@ def cases(draw) -> Case:
     if draw(st.integers(0, 2)) == 0:
         blocks, num_blocks = draw(block_tables(p.block_size, tokens))
         d = dataclasses.replace(d, block_size=p.block_size, blocks=blocks, num_blocks=num_blocks)
+    if draw(st.integers(0, 2)) == 0:
+        d = draw(shared_sides(p, tokens))
     return Case(
         p,
         d,

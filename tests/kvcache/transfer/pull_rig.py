@@ -22,6 +22,7 @@ import torch
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
+from kvcache.stripe import Stripe
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.mapped import MappedPath
@@ -43,6 +44,7 @@ from protocol.messages import FirstToken, RemotePrefill
 SECRET = b"cluster secret"
 DEADLINE_S = 30.0
 HEADS, LAYERS, HEAD_DIM = 4, 3, 8
+_MOST_HEADS = 8
 ENDINGS = (PullDone, PullFailed, PullDrained)
 # Of a lease where nobody looks at more than its names.
 REMOTE = RemotePrefill(
@@ -62,11 +64,13 @@ REMOTE = RemotePrefill(
 )
 
 
-def layout(tp: int = 1, rank: int = 0, **changes: Any) -> KVLayout:
+def layout(
+    tp: int = 1, rank: int = 0, *, heads: int = HEADS, dcp: int = 1, **changes: Any
+) -> KVLayout:
     values = {
         "order": "BHLCND",
         "num_blocks": 32,
-        "num_heads": len(heads_of(rank, tp, HEADS)),
+        "num_heads": len(heads_of(rank // dcp, tp // dcp, heads)),
         "num_layers": LAYERS,
         "num_components": 2,
         "block_size": 8,
@@ -91,17 +95,28 @@ def compat(**changes: Any) -> CompatRecord:
 
 def value(head: Any, layer: Any, component: Any, block: Any, token: Any, element: Any) -> Any:
     """What P keeps there; block is P's."""
-    number = ((((block * HEADS + head) * LAYERS + layer) * 2 + component) * 256 + token) * HEAD_DIM
+    number = (
+        (((block * _MOST_HEADS + head) * LAYERS + layer) * 2 + component) * 256 + token
+    ) * HEAD_DIM
     return (number + element) % 16_000_057 + 1  # exact in float32, never 0
 
 
-def fill(pool: KVPool, rank: int, tp: int) -> None:
+def fill(pool: KVPool, rank: int, tp: int, heads: int = HEADS) -> None:
     sizes = pool.layout.sizes
     grid = np.meshgrid(*(np.arange(sizes[axis]) for axis in "BHLCND"), indexing="ij")
     block, head, layer, component, token, element = grid
-    first = heads_of(rank, tp, HEADS).start
+    first = heads_of(rank, tp, heads).start
     numbers = value(head + first, layer, component, block, token, element)
     pool.canonical.copy_(torch.from_numpy(numbers).to(pool.tensor.dtype))
+
+
+def compat_of(layout: KVLayout, heads: int, scales: tuple[float, ...] = ()) -> CompatRecord:
+    return compat(
+        kv_dtype=layout.dtype,
+        num_components=layout.num_components,
+        total_kv_heads=heads,
+        kv_scales=scales,
+    )
 
 
 class Prefill:
@@ -119,10 +134,11 @@ class Prefill:
         secret: bytes = SECRET,
         device: str = "cpu",
         shows_words: bool = True,
+        heads: int = HEADS,
         **changes: Any,
     ) -> None:
-        self.tp = tp
-        self.layouts = [layout(tp, rank, **changes) for rank in range(tp)]
+        self.tp, self.heads = tp, heads
+        self.layouts = [layout(tp, rank, heads=heads, **changes) for rank in range(tp)]
         self.pools = [KVPool(each, device) for each in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
         ranks = [self._rank(rank) for rank in range(tp)]
@@ -130,7 +146,7 @@ class Prefill:
             protocol_version=PROTOCOL_VERSION,
             engine_id=engine_id,
             incarnation=incarnation or uuid.uuid4().hex,
-            compat=compat(kv_dtype=self.layouts[0].dtype),
+            compat=compat_of(self.layouts[0], heads),
             tp_size=tp,
             ranks=ranks,
         )
@@ -145,7 +161,7 @@ class Prefill:
 
     def _rank(self, rank: int) -> RankMetadata:
         pool, agent = self.pools[rank], self.agents[rank]
-        fill(pool, rank, self.tp)
+        fill(pool, rank, self.tp, self.heads)
         cuda = pool.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(pool.device)
@@ -207,6 +223,9 @@ class Decode:
         make_agent: Callable[[], TransferAgent],
         *,
         tp: int = 1,
+        dcp: int = 1,
+        heads: int = HEADS,
+        scales: tuple[float, ...] = (),
         secret: bytes = SECRET,
         limits: PostLimits | None = None,
         staging_bytes: int | None = None,
@@ -217,29 +236,31 @@ class Decode:
         costs: CostModel | None = None,
         **changes: Any,
     ) -> None:
-        self.tp = tp
+        self.tp, self.dcp, self.heads = tp, dcp, heads
         self.woken = threading.Event()
         self.events: list[Event] = []
-        self.layouts = [layout(tp, rank, **changes) for rank in range(tp)]
-        self.pools = [KVPool(each, device) for each in self.layouts]
+        self.layouts = [layout(tp, rank, heads=heads, dcp=dcp, **changes) for rank in range(tp)]
+        self.pools = [KVPool(each, device, scales) for each in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
         self.coordinator = PullCoordinator(
             "tcp://127.0.0.1:0",
             tp,
-            compat(kv_dtype=self.layouts[0].dtype),
+            compat_of(self.layouts[0], heads, scales),
             secret,
             PullSettings(**(settings or {})),
             on_event=self.woken.set,
             convert=convert,
+            stripe=Stripe(0, dcp, self.layouts[0].block_size),
         )
         self.workers = [
             PullWorker(
                 rank,
                 tp,
-                HEADS,
+                heads,
                 self.agents[rank],
                 self.pools[rank],
                 self.coordinator.worker_address,
+                dcp=dcp,
                 limits=limits,
                 staging_bytes=staging_bytes,
                 convert=convert,
@@ -276,15 +297,39 @@ class Decode:
 
     def tokens(self, block_ids: list[int], start: int, stop: int) -> Any:
         """[token, head of the model, layer, component, element] as the pools hold them now."""
-        size = self.layouts[0].block_size
-        rows = [[block_ids[t // size], t % size] for t in range(start, stop)]
-        index = torch.tensor(rows, dtype=torch.long).reshape(-1, 2)
-        merged = np.zeros((stop - start, HEADS, LAYERS, 2, HEAD_DIM), dtype=np.float32)
+        sizes = self.layouts[0].sizes
+        shape = (stop - start, self.heads, LAYERS, sizes["C"], HEAD_DIM)
+        merged = np.zeros(shape, dtype=np.float32)
         for rank, pool in enumerate(self.pools):
-            part = pool.canonical.cpu().permute(0, 4, 1, 2, 3, 5)[index[:, 0], index[:, 1]]
-            heads = heads_of(rank, self.tp, HEADS)
-            merged[:, heads.start : heads.stop] = part.float().numpy()
+            tokens, rows = self._places(rank, block_ids, start, stop)
+            part = pool.canonical.cpu().float().permute(0, 4, 1, 2, 3, 5)[rows]
+            heads = heads_of(rank // self.dcp, self.tp // self.dcp, self.heads)
+            merged[tokens - start, heads.start : heads.stop] = part.numpy()
         return merged
+
+    def _places(self, rank: int, block_ids: list[int], start: int, stop: int) -> Any:
+        """The tokens of [start, stop) that a rank keeps, and their (blocks, places in them)."""
+        size = self.layouts[0].block_size
+        tokens = np.arange(start, stop)
+        tokens = tokens[tokens // size % self.dcp == rank % self.dcp]
+        blocks = np.array(block_ids, int)[tokens // (size * self.dcp)]
+        return tokens, (torch.from_numpy(blocks), torch.from_numpy(tokens % size))
+
+    def fill(self, number: float) -> None:
+        """Everywhere."""
+        for pool in self.pools:
+            pool.canonical.fill_(number)
+
+    def is_only_written_at(self, block_ids: list[int], start: int, stop: int) -> bool:
+        """After `fill`: whether all but tokens [start, stop) is as it was."""
+        before = []
+        for rank, pool in enumerate(self.pools):
+            _, rows = self._places(rank, block_ids, start, stop)
+            rest = pool.canonical.cpu().float().permute(0, 4, 1, 2, 3, 5).clone()
+            filled = float(rest[0, 0, 0, 0, 0, 0])  # of the null block
+            rest[rows] = filled
+            before.append(bool((rest == filled).all()))
+        return all(before)
 
     def close(self) -> None:
         self.coordinator.close()
@@ -292,11 +337,13 @@ class Decode:
             worker.close()
 
 
-def expected(remote: RemotePrefill, start: int, stop: int) -> Any:
+def expected(
+    remote: RemotePrefill, start: int, stop: int, heads: int = HEADS, components: int = 2
+) -> Any:
     """[token, head, layer, component, element] that P holds for these tokens."""
     tokens = np.arange(start, stop)
     block = np.array(remote.block_ids)[tokens // remote.block_size]
-    shape = np.ix_(tokens, *(np.arange(size) for size in (HEADS, LAYERS, 2, HEAD_DIM)))
+    shape = np.ix_(tokens, *(np.arange(size) for size in (heads, LAYERS, components, HEAD_DIM)))
     token, head, layer, component, element = shape
     where = np.array(block)[:, None, None, None, None]
     numbers = value(head, layer, component, where, token % remote.block_size, element)
@@ -304,7 +351,9 @@ def expected(remote: RemotePrefill, start: int, stop: int) -> Any:
 
 
 def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, stop: int) -> None:
-    assert np.array_equal(decode.tokens(blocks, start, stop), expected(remote, start, stop))
+    components = decode.layouts[0].num_components
+    wanted = expected(remote, start, stop, decode.heads, components)
+    assert np.array_equal(decode.tokens(blocks, start, stop), wanted)
 
 
 def nixl_agent() -> TransferAgent:
@@ -371,9 +420,9 @@ def serve_prefill(agent_kind: Callable[..., TransferAgent], options: dict[str, A
 
 def serve_worker(agent_kind: Callable[[str], TransferAgent], options: dict[str, Any]) -> None:
     """One rank of D; answers with a digest of what lies in its blocks."""
-    rank, tp = options["rank"], options["tp"]
-    pool = KVPool(layout(tp, rank))
-    worker = PullWorker(rank, tp, HEADS, agent_kind("D"), pool, options["address"])
+    rank, tp, dcp = options["rank"], options["tp"], options.get("dcp", 1)
+    pool = KVPool(layout(tp, rank, dcp=dcp))
+    worker = PullWorker(rank, tp, HEADS, agent_kind("D"), pool, options["address"], dcp=dcp)
     worker.start()
     say({"rank": rank})
     for line in sys.stdin:

@@ -38,6 +38,46 @@ def test_a_latent_is_read_once_and_from_all_ranks_in_turn() -> None:
     assert found.idle_p_ranks == ()
 
 
+def test_ranks_that_share_tokens_read_their_own() -> None:
+    d = Geometry(tp=4, dcp=4)
+    found = explain(MLA, Geometry(tp=4), d, tokens=1000, hit_tokens=256)
+    # Of blocks of 64: three each, but the last one, of 40 tokens, is the last rank's.
+    assert [rank.tokens for rank in found.ranks] == [192, 192, 192, 168]
+    for rank in found.ranks:
+        assert rank.bytes_read == rank.useful_bytes == rank.tokens * 27 * 576 * 2
+        assert rank.descriptors >= 3 and rank.heads == "0"
+    assert "tp 4, dcp 4, BHLCND" in str(found)
+    assert "D rank 3: 168 tokens of head(s) 0 from P rank(s)" in str(found)
+
+
+def test_heads_are_cut_by_groups_of_ranks_and_tokens_inside_them() -> None:
+    found = explain(LLAMA, Geometry(tp=2), Geometry(tp=4, dcp=2, block_size=128), tokens=1024)
+    assert [rank.heads for rank in found.ranks] == ["0-3", "0-3", "4-7", "4-7"]
+    assert [rank.remote_ranks for rank in found.ranks] == [(0,), (0,), (1,), (1,)]
+    assert [rank.tokens for rank in found.ranks] == [512] * 4
+    assert [rank.descriptors for rank in found.ranks] == [8] * 4
+
+
+def test_a_prompt_shorter_than_a_stripe_leaves_ranks_without_work() -> None:
+    found = explain(LLAMA, Geometry(), Geometry(tp=2, dcp=2), tokens=40)
+    assert [(rank.tokens, rank.remote_ranks) for rank in found.ranks] == [(40, (0,)), (0, ())]
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "said"),
+    [
+        (Geometry(), Geometry(tp=4, dcp=3), "dcp is 3; use a divisor of tp, which is 4"),
+        (Geometry(), Geometry(dcp=0), "dcp is 0"),
+        (Geometry(), Geometry(tp=6, dcp=2), "tp / dcp is 3; use a divisor or a multiple of the 8"),
+        (Geometry(tp=2, dcp=2), Geometry(), "dcp is 2 on the peer"),
+        (Geometry(block_size=128), Geometry(tp=2, dcp=2), "block_size is 64 here and 128 on the"),
+    ],
+)
+def test_tokens_that_cannot_be_shared_out_are_refused(p: Geometry, d: Geometry, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        explain(LLAMA, p, d)
+
+
 def test_ranks_of_p_without_a_reader_are_named() -> None:
     # 64 tokens are one block of the peer: one of the two copies of the latent serves it.
     found = explain(MLA, Geometry(tp=2), Geometry(tp=1), tokens=64)
@@ -62,8 +102,8 @@ def test_the_dict_is_json_and_holds_the_totals() -> None:
 
 def test_parsing_keeps_defaults_and_reads_every_key() -> None:
     assert Geometry.parse("") == Geometry()
-    parsed = Geometry.parse("tp=2,layout=LBCNHD,block=16,dtype=float32")
-    assert parsed == Geometry(2, "LBCNHD", 16, "float32")
+    parsed = Geometry.parse("tp=2,layout=LBCNHD,block=16,dtype=float32,dcp=2")
+    assert parsed == Geometry(2, "LBCNHD", 16, "float32", 2)
 
 
 @pytest.mark.parametrize("text", ["tp", "tp=", "tp=two", "tp=-1", "blocks=16"])

@@ -44,8 +44,9 @@ def gathers_of(case: Case, d_rank: int) -> tuple[Gather, ...]:
 def gather_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray:
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
-    remote, local = np.array(case.p.blocks), np.array(case.d.blocks)
-    for gather in gathers_of(case, d_rank):
+    transfer = transfer_of(case, d_rank)
+    remote, local = transfer.remote_blocks, transfer.local_blocks
+    for gather in make_gathers(transfer):
         elements = gather.share.unit_elements
         source = sources[gather.share.remote_rank].reshape(-1, elements)
         for first, count in launches(gather, chunk_bytes):

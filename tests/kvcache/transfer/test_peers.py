@@ -3,6 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvcache.stripe import Stripe
 from kvcache.transfer.peers import PeerStatus, PeerTable
 from kvcache.transfer.pull import PullSettings
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable
@@ -56,6 +57,12 @@ def metadata(**changes: Any) -> EngineMetadata:
         "ranks": [rank],
     }
     return EngineMetadata(**{**values, **changes})
+
+
+def two_ranks(**changes: Any) -> EngineMetadata:
+    (rank,) = metadata().ranks
+    ranks = [rank, msgspec.structs.replace(rank, rank=1)]
+    return metadata(tp_size=2, ranks=ranks, **changes)
 
 
 def table() -> PeerTable:
@@ -116,6 +123,34 @@ def test_unusable_answers_fail_the_peer(answer: EngineMetadata, error: type) -> 
     peers.metadata_came(peer, answer, 0.0)
     assert peer.status is PeerStatus.FAILED and isinstance(peer.error, error)
     assert peer.metadata is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "stripe", "field", "said"),
+    [
+        (two_ranks(dcp_size=2), None, "dcp_size", "2 on the prefill server (and 1 here)"),
+        (two_ranks(dcp_size=2), Stripe(0, 2, 16), "dcp_size", "of dcp_size 1 only"),
+        (metadata(), Stripe(0, 2, 8), "block_size", "block_size is 8 here and 16 on the peer"),
+        (metadata(), Stripe(0, 2, 24), "block_size", "--block-size 16"),
+    ],
+)
+def test_tokens_that_a_rank_cannot_pick_are_refused(
+    answer: EngineMetadata, stripe: Stripe | None, field: str, said: str
+) -> None:
+    peers = PeerTable(COMPAT, SETTINGS, stripe=stripe)
+    peer = peers.connect(REMOTE, 0.0)
+    peers.metadata_came(peer, answer, 0.0)
+    assert isinstance(peer.error, PeerIncompatible) and peer.error.param == field
+    assert said in peer.error.message
+    assert peers.outcomes["peer_incompatible"] == 1
+
+
+@pytest.mark.parametrize("stripe", [None, Stripe(0, 1, 5), Stripe(1, 2, 16), Stripe(0, 4, 48)])
+def test_tokens_that_a_rank_can_pick_are_not(stripe: Stripe | None) -> None:
+    peers = PeerTable(COMPAT, SETTINGS, stripe=stripe)
+    peer = peers.connect(REMOTE, 0.0)
+    peers.metadata_came(peer, metadata(), 0.0)
+    assert peer.status is PeerStatus.READY
 
 
 def test_handshakes_are_counted_by_outcome() -> None:

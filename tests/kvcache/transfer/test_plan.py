@@ -75,8 +75,9 @@ def check_staged(case: Case, d_rank: int, staging_blocks: int) -> str:
 @given(cases(), st.integers(0, 7), st.integers(1, 6), DTYPES)
 def test_staged_plans_are_exact_and_stay_in_the_lease(case, d_rank, staging_blocks, dtypes) -> None:
     case = with_dtypes(case, *dtypes)
-    path = check_staged(case, d_rank % case.d.tp, staging_blocks)
-    if case.start < case.stop and dtypes[0] != dtypes[1]:
+    d_rank %= case.d.tp
+    path = check_staged(case, d_rank, staging_blocks)
+    if len(case.d.kept(d_rank, np.arange(case.start, case.stop))) and dtypes[0] != dtypes[1]:
         assert path == "staged"
 
 
@@ -136,6 +137,21 @@ def test_a_latent_is_read_once_by_each_rank_and_striped_over_its_copies() -> Non
         assert plan.bytes_read == 128 * 2 * 4 * 4
         assert [read.remote_rank for read in plan.reads] == [0, 1, 2, 3]
         assert [len(read.lengths) for read in plan.reads] == [2, 2, 2, 2]
+
+
+def test_ranks_that_share_tokens_begin_at_different_copies() -> None:
+    """Each wants one block of a latent that every rank of P has: nobody is asked twice at once."""
+    d = Side(4, "BHLCND", 16, (1,), 2, dcp=4)
+    case = simple(side(4, tokens=64), d, heads=1, components=1, stop=64, lease_hash=5)
+    reads = [read for d_rank in range(4) for read in case.plan(d_rank).reads]
+    assert sorted(read.remote_rank for read in reads) == [0, 1, 2, 3]
+
+
+def test_groups_that_hold_copies_of_a_head_begin_at_different_copies_too() -> None:
+    d = Side(4, "BHLCND", 16, (1,), 2, dcp=2)  # two groups of two ranks, one latent
+    case = simple(side(4, tokens=32), d, heads=1, components=1, stop=32)
+    reads = [read for d_rank in range(4) for read in case.plan(d_rank).reads]
+    assert sorted(read.remote_rank for read in reads) == [0, 1, 2, 3]
 
 
 def test_copies_of_heads_on_both_sides_are_read_once() -> None:
@@ -216,6 +232,18 @@ def test_writing_one_block_twice_is_refused() -> None:
     case = simple(side(1), dataclasses.replace(side(1), blocks=(1, 2, 3, 4, 5, 6, 7, 3)))
     with pytest.raises(PlanError, match="local_block_ids names block 3 twice"):
         case.plan(0)
+
+
+@pytest.mark.parametrize(
+    "p, d, message",
+    [
+        (side(1, 32), Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2), "16 here and 32 on the peer"),
+        (Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2), side(2), "dcp is 2 on the peer"),
+    ],
+)
+def test_tokens_that_cannot_be_shared_out_are_refused(p: Side, d: Side, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        simple(p, d, heads=1).plan(0)
 
 
 @pytest.mark.parametrize("start, stop", [(-1, 4), (5, 4)])

@@ -80,7 +80,7 @@ def reader() -> Iterator[Reader]:
 def expected(case: Case, d_rank: int, bases: list[int]) -> np.ndarray:
     memory = np.zeros(case.layout(case.d, d_rank).nbytes, np.uint8)
     theirs = pattern(MEMORY_BYTES).view(np.uint32)
-    tokens = np.arange(case.start, case.stop)
+    tokens = case.d.kept(d_rank, np.arange(case.start, case.stop))
     d_heads = case.endpoints(case.d)[d_rank].heads(case.heads)
     targets = element_map(case, case.d, d_rank, tokens)
     for index, head in enumerate(d_heads):

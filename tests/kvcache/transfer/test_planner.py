@@ -40,7 +40,7 @@ def pulls(draw) -> list[Case]:
         stop = draw(st.integers(1, first.stop))
         start = draw(st.integers(0, stop))
         if draw(st.booleans()):  # whole blocks
-            period = math.lcm(first.p.block_size, first.d.block_size)
+            period = math.lcm(first.p.block_size, first.d.tokens_per_block)
             start, stop = start // period * period, max(stop // period * period, 1)
         is_scattered = draw(st.booleans())
         p, d = (_elsewhere(side, stop, rng, is_scattered) for side in roomy)
@@ -54,7 +54,7 @@ def pulls(draw) -> list[Case]:
 
 
 def _elsewhere(side: Side, stop: int, rng: np.random.Generator, is_scattered: bool) -> Side:
-    count = -(-stop // side.block_size)
+    count = -(-stop // side.tokens_per_block)
     ids = rng.permutation(side.num_blocks)[:count]
     if not is_scattered:
         first = int(rng.integers(0, side.num_blocks - count + 1))

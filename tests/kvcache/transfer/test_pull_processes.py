@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,6 @@ def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
 
 
 def test_ranks_in_processes_of_their_own(prefill: Child) -> None:
-    import threading
-
     woken = threading.Event()
     coordinator = PullCoordinator("tcp://127.0.0.1:0", 2, compat(), SECRET, on_event=woken.set)
     coordinator.start()
@@ -93,6 +92,30 @@ def test_ranks_in_processes_of_their_own(prefill: Child) -> None:
     for rank, worker in enumerate(workers):
         heads = heads_of(rank, 2, HEADS)
         assert worker.ask(block_ids=[3, 1, 7]) == digest(tokens[:, heads.start : heads.stop])
+        worker.close()
+    coordinator.close()
+
+
+def test_ranks_in_processes_of_their_own_that_share_tokens(prefill: Child) -> None:
+    """24 tokens: two blocks are the first rank's, one is the second one's."""
+    woken = threading.Event()
+    coordinator = PullCoordinator("tcp://127.0.0.1:0", 2, compat(), SECRET, on_event=woken.set)
+    coordinator.start()
+    workers = [
+        Child("worker", rank=rank, tp=2, dcp=2, address=coordinator.worker_address)
+        for rank in (0, 1)
+    ]
+    remote = prefill.lease([5, 2, 9], 24)
+    coordinator.pull("a", remote, 0, 24, [3, 1])
+    assert woken.wait(DEADLINE_S)
+    (done,) = coordinator.drain()
+    assert isinstance(done, PullDone), done
+    tokens = expected(remote, 0, 24)
+    nothing = np.zeros_like(tokens[:8])
+    for worker, kept in zip(
+        workers, ((tokens[:8], tokens[16:]), (tokens[8:16], nothing)), strict=True
+    ):
+        assert worker.ask(block_ids=[3, 1]) == digest(np.concatenate(kept))
         worker.close()
     coordinator.close()
 

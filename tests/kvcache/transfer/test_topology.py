@@ -1,5 +1,7 @@
 """Heads and their owners: laws over all sizes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -115,6 +117,24 @@ def test_unequal_dtypes_pass_when_conversion_is_allowed() -> None:
 def test_a_head_count_that_does_not_follow_from_tp_is_refused() -> None:
     with pytest.raises(PlanError, match="num_heads is 4 on rank 0 of tp 1, where 8 heads"):
         check_endpoints(endpoints(1, 4)[0], endpoints(2, 8), 8)
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(3, 2), (2, 4), (1, 0)])
+def test_groups_that_do_not_divide_the_ranks_are_refused(tp: int, dcp: int) -> None:
+    local = dataclasses.replace(endpoints(1, 4)[0], tp=tp, dcp=dcp)
+    with pytest.raises(PlanError, match=f"dcp is {dcp} of tp {tp}; use a divisor"):
+        check_endpoints(local, endpoints(1, 4), 4)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), HEADS)
+def test_ranks_that_share_tokens_hold_the_heads_of_their_group(
+    groups: int, dcp: int, heads: int
+) -> None:
+    tp = groups * dcp
+    for rank in range(tp):
+        end = Endpoint(endpoints(1, 4)[0].layout, rank, tp, dcp=dcp)
+        assert end.heads(heads) == heads_of(rank // dcp, groups, heads)
+        assert (end.stripe.rank, end.stripe.size) == (rank % dcp, dcp)
 
 
 def test_ranks_missing_or_out_of_order_are_refused() -> None:

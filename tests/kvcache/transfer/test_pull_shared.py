@@ -1,0 +1,180 @@
+"""Pulls into ranks that share the tokens of every sequence (decode context parallelism)."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvcache import fp8
+from kvcache.pool import KVPool
+from kvcache.transfer.host_mapper import HostMapper
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.plan import CostModel
+from kvcache.transfer.pull import PeerFailed, PeerReady, PullDone, PullFailed
+from protocol.errors import PeerIncompatible
+from protocol.handshake import EngineMetadata
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import ENDINGS, LAYERS, Decode, Prefill, assert_pulled, expected, nixl_agent
+
+SHARED = [(2, 2), (4, 2), (4, 4)]  # tp and dcp of D
+MODELS = [{"heads": 1, "num_components": 1}, {"heads": 2}, {"heads": 8}]  # MLA, GQA
+STAGE = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
+
+
+def table(tokens: int, size: int, of: int = 31) -> list[int]:
+    """Scattered, of blocks 1 to `of`."""
+    return (
+        np.random.default_rng(tokens)
+        .permutation(np.arange(1, of + 1))[: -(-tokens // size)]
+        .tolist()
+    )
+
+
+def on_host(pool: KVPool) -> MappedPath:
+    return MappedPath(HostMapper(pool), required=True, chunk_bytes=1 << 14)
+
+
+def check_pulls(prefill: Prefill, decode: Decode, spans: list[tuple[int, int]], path: str) -> None:
+    """Pulls tokens [hit, stop) of prompts, one after the other, and looks at every byte."""
+    sizes = [side.layouts[0].block_size for side in (prefill, decode)]
+    for hit, stop in spans:
+        remote = prefill.lease(table(stop, sizes[0]), stop)
+        blocks = table(stop, sizes[1] * decode.dcp, 9)
+        decode.fill(-1.0)
+        decode.coordinator.pull(f"{hit}-{stop}", remote, hit, stop, blocks)
+        done = decode.wait(*ENDINGS)
+        assert isinstance(done, PullDone) and set(done.path.split("+")) <= set(path.split()), done
+        assert_pulled(decode, remote, blocks, hit, stop)
+        assert decode.is_only_written_at(blocks, hit, stop)
+        layout = decode.layouts[0]
+        copies = max(decode.tp // decode.dcp // decode.heads, 1)
+        each = LAYERS * layout.num_components * layout.head_dim * 4 * decode.heads * copies
+        assert done.nbytes == (stop - hit) * each  # no token comes to two ranks of a group
+    assert prefill.outcomes(len(spans)) == ["completed"] * len(spans)
+
+
+def spans_of(tokens_per_block: int) -> list[tuple[int, int]]:
+    """Of a prompt shorter than one rank's block, than a stripe, odd ones, whole ones, hits."""
+    whole = 2 * tokens_per_block
+    return [
+        (0, 3),
+        (0, tokens_per_block - 1),
+        (0, whole + 5),
+        (0, whole),
+        (tokens_per_block, whole + 7),
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("tp", "dcp"), SHARED)
+@pytest.mark.parametrize("p_tp", [1, 2, 4])
+def test_every_rank_gets_its_tokens_of_its_heads(
+    rig: Any, p_tp: int, tp: int, dcp: int, model: dict[str, int]
+) -> None:
+    prefill = rig(Prefill, tp=p_tp, **model)
+    decode = rig(Decode, tp=tp, dcp=dcp, block_size=16, **model)
+    check_pulls(prefill, decode, spans_of(16 * dcp), "direct")
+
+
+@pytest.mark.parametrize(("p_size", "d_size"), [(16, 16), (16, 32), (8, 24)])
+@pytest.mark.parametrize(("p_order", "d_order"), [("LBCNHD", "BHLCND"), ("BLCNHD", "LCBHND")])
+@pytest.mark.parametrize("path", ["direct", "staged mixed", "mapped"])
+def test_any_layout_by_any_path(
+    rig: Any, path: str, p_order: str, d_order: str, p_size: int, d_size: int
+) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "direct": {},
+        "staged mixed": {"staging_bytes": 1 << 20, "costs": STAGE},
+        "mapped": {"make_mapped": on_host},
+    }
+    prefill = rig(Prefill, tp=2, order=p_order, block_size=p_size)
+    options = {"order": d_order, "block_size": d_size, **ways[path]}
+    decode = rig(Decode, tp=4, dcp=2, **options)
+    check_pulls(prefill, decode, spans_of(2 * d_size), path)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("costs", [None, STAGE])
+def test_over_nixl(rig: Any, model: dict[str, int], costs: CostModel | None) -> None:
+    prefill = rig(Prefill, nixl_agent, tp=2, order="LBCNHD", block_size=16, **model)
+    staging_bytes = 1 << 20 if costs else None
+    options = {"block_size": 32, "staging_bytes": staging_bytes, "costs": costs}
+    decode = rig(Decode, nixl_agent, tp=4, dcp=4, **options, **model)
+    check_pulls(prefill, decode, spans_of(128), "direct staged mixed")
+
+
+@pytest.mark.parametrize("make_mapped", [None, on_host])
+def test_the_dtype_and_the_scales_change_on_the_way(rig: Any, make_mapped: Any) -> None:
+    prefill = rig(Prefill, tp=2)
+    scales = tuple(float(2**index) * 1e4 for index in range(LAYERS * 2))
+    options = {"make_mapped": make_mapped} if make_mapped else {"staging_bytes": 1 << 20}
+    decode = rig(Decode, tp=4, dcp=2, dtype="float8_e4m3fn", scales=scales, convert=True, **options)
+    remote, blocks = prefill.lease(table(53, 8), 53), table(53, 16, 9)
+    decode.fill(-1.0)
+    decode.coordinator.pull("a", remote, 16, 53, blocks)
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    stored = expected(remote, 16, 53) / np.array(scales).reshape(LAYERS, 2, 1)
+    wanted = fp8.stored_as(torch.from_numpy(stored.astype(np.float32)), torch.float8_e4m3fn)
+    np.testing.assert_array_equal(decode.tokens(blocks, 16, 53), wanted.float().numpy())
+    assert decode.is_only_written_at(blocks, 16, 53)
+
+
+def with_dcp(metadata: EngineMetadata) -> EngineMetadata:
+    return msgspec.structs.replace(metadata, dcp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "field", "said"),
+    [
+        ({"block_size": 32}, {"dcp": 2, "block_size": 16}, "block_size", "is 16 here and 32 on"),
+        ({"block_size": 24}, {"dcp": 2, "block_size": 32}, "block_size", "--block-size 24"),
+        ({"edit": with_dcp}, {}, "dcp_size", r"is 2 on the prefill server \(and 1 here\)"),
+        ({"edit": with_dcp}, {"dcp": 2}, "dcp_size", r"is 2 on the prefill server \(and 2 here\)"),
+    ],
+)
+def test_what_cannot_be_bridged_is_refused_at_the_handshake(
+    rig: Any, p: dict[str, Any], d: dict[str, Any], field: str, said: str
+) -> None:
+    prefill, decode = rig(Prefill, tp=2, **p), rig(Decode, tp=2, **d)
+    remote = prefill.lease([5, 2], 16)
+    decode.coordinator.hold("a", remote)
+    decode.coordinator.connect(remote)
+    failed = decode.wait(PeerReady, PeerFailed)
+    assert isinstance(failed, PeerFailed) and isinstance(failed.error, PeerIncompatible)
+    assert failed.error.param == field
+    assert re.search(said, failed.error.message)
+    decode.coordinator.pull("a", remote, 0, 16, [3, 1])
+    ended = decode.wait(*ENDINGS)
+    assert isinstance(ended, PullFailed) and ended.drained and ended.error is failed.error
+    assert all(worker.counters["posts"] == 0 for worker in decode.workers)
+
+
+def test_unequal_block_sizes_are_bridged_where_ranks_share_no_tokens(rig: Any) -> None:
+    prefill, decode = rig(Prefill, block_size=24), rig(Decode, tp=2, block_size=32)
+    check_pulls(prefill, decode, [(0, 61)], "direct")
+
+
+def test_a_rank_without_a_token_ends_at_once(rig: Any) -> None:
+    """All three tokens are on the first rank of each group; the others do not wait for them."""
+    prefill, decode = rig(Prefill), rig(Decode, MemoryAgent, tp=4, dcp=2)
+    for agent in decode.agents[::2]:
+        agent.stall()
+    remote = prefill.lease([5], 3)
+    decode.coordinator.pull("a", remote, 0, 3, [4])
+    while [len(state._reports) for state in decode.coordinator._states()] != [2]:
+        decode.woken.wait(0.001)
+    assert decode.settle() == []
+    for agent in decode.agents[::2]:
+        agent.resume()
+    done = decode.wait(*ENDINGS)
+    assert isinstance(done, PullDone) and done.path == "direct", done
+    assert_pulled(decode, remote, [4], 0, 3)
+    assert [worker.counters["posts"] > 0 for worker in decode.workers] == [True, False] * 2
+    assert prefill.outcomes() == ["completed"]

@@ -158,6 +158,10 @@ class AttentionBackend(ABC):
         """`forward`, and the natural log-sum-exp of the scaled scores, float32 [T, num_q_heads]."""
         raise NotImplementedError(f"{type(self).__name__} does not return log-sum-exp")
 
+    def always_with_lse(self) -> None:
+        """Only forwards "with_lse" will follow: some kernels must know when they are planned."""
+        return None
+
     def forward_mla(
         self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
     ) -> torch.Tensor:
@@ -171,4 +175,10 @@ class AttentionBackend(ABC):
         Returns:
             [T, num_q_heads, R] in q_latent's dtype, to be multiplied by the value up-projection.
         """
+        raise NotImplementedError(f"{type(self).__name__} does not serve MLA models")
+
+    def forward_mla_with_lse(
+        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward_mla`, and what `forward_with_lse` returns besides the output."""
         raise NotImplementedError(f"{type(self).__name__} does not serve MLA models")

@@ -11,7 +11,6 @@ FlashAttention-3 reads contiguous ones faster (`_plan_fresh`), and where the poo
 read these, once they have been rounded like what is stored.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,6 +24,7 @@ from flashinfer.utils import is_sm90a_supported
 from attention import decode_split, rotate_kernel
 from attention.base import AttentionBatch, UnsupportedPool
 from attention.flashinfer_base import (
+    LN_2,
     CapturedBuffers,
     FlashInferBase,
     indptr_of,
@@ -38,7 +38,6 @@ from kvcache.pool import KVPool
 _HEAD_DIMS: Final = (64, 128, 256)
 _VIEW_ORDER: Final = "HND"  # of the views below; their strides say how the pool really lies
 _INT_WORKSPACE_BYTES: Final = 8 * 2**20
-_LN_2: Final = math.log(2)
 # Prompts that read their own keys and values, each by a launch of its own; see `_plan_fresh`.
 # Several shorter ones fill the GPU better by one launch over the pool.
 _FRESH_TOKENS: Final = 512
@@ -256,7 +255,7 @@ class FlashInferBackend(FlashInferBase):
         for part in self._parts:
             rows = slice(part.start, part.stop)
             self._run(part, layer, q, k, v, out=out[rows], lse=lse[rows], return_lse=True)
-        return out, lse.mul_(_LN_2)  # the kernels count in powers of two
+        return out, lse.mul_(LN_2)  # the kernels count in powers of two
 
     def _run(
         self,

@@ -9,6 +9,7 @@ the host a plan is written to pinned memory that the device copies from, and `pl
 it has copied the last one. It has when the step before the last has ended, so nobody waits long.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from protocol.handshake import FP8
 
 # Partial results of split contexts. 256 decode rows of 32 heads take 68 MiB of it.
 _WORKSPACE_BYTES: Final = 384 * 2**20
+LN_2: Final = math.log(2)  # from the kernels' log-sum-exps, in powers of two, to natural ones
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 
 

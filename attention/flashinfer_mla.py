@@ -11,7 +11,13 @@ from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.page import append_paged_mla_kv_cache
 
 from attention.base import AttentionBatch, UnsupportedPool
-from attention.flashinfer_base import CapturedBuffers, FlashInferBase, indptr_of, query_dtype
+from attention.flashinfer_base import (
+    LN_2,
+    CapturedBuffers,
+    FlashInferBase,
+    indptr_of,
+    query_dtype,
+)
 from attention.pages import Pages, pages_of
 from kvcache.pool import KVPool
 
@@ -53,6 +59,10 @@ class FlashInferMLABackend(FlashInferBase):
         )
         self._planned = self._eager
         self._num_rows = 0
+        self._lse_mode = "none"
+
+    def always_with_lse(self) -> None:
+        self._lse_mode = "base2"
 
     def plan(self, batch: AttentionBatch) -> None:
         self.set_slots(batch.slot_mapping)
@@ -78,6 +88,7 @@ class FlashInferMLABackend(FlashInferBase):
             kv_data_type=self.dtype,
             query_layout="split",
             kv_cache_layout="split",
+            lse_mode=self._lse_mode,
         )
         self._planned = kernel
         self._num_rows = int(batch.query_lens.sum())
@@ -104,6 +115,24 @@ class FlashInferMLABackend(FlashInferBase):
     def forward_mla(
         self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
     ) -> torch.Tensor:
+        return self._forward_mla(layer, q_latent, q_rope, latent)
+
+    def forward_mla_with_lse(
+        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.empty(q_latent.shape[:2], dtype=torch.float32, device=q_latent.device)
+        found = lse[: self._num_rows]
+        out = self._forward_mla(layer, q_latent, q_rope, latent, lse=found, return_lse=True)
+        return out, lse.mul_(LN_2)  # the kernels count in powers of two
+
+    def _forward_mla(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
         cache = self._caches[layer]
         append_paged_mla_kv_cache(
             latent[:, :LATENT_DIM],
@@ -114,7 +143,9 @@ class FlashInferMLABackend(FlashInferBase):
         )
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         rows = slice(0, self._num_rows)
-        self._planned.run(query=(q_latent[rows], q_rope[rows]), kv_cache=cache, out=out[rows])
+        self._planned.run(
+            query=(q_latent[rows], q_rope[rows]), kv_cache=cache, out=out[rows], **options
+        )
         return out
 
 

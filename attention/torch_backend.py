@@ -141,11 +141,30 @@ class TorchBackend(AttentionBackend):
     def forward_mla(
         self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
     ) -> torch.Tensor:
+        return self._forward_mla(layer, q_latent, q_rope, latent, with_lse=False)[0]
+
+    def forward_mla_with_lse(
+        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self._forward_mla(layer, q_latent, q_rope, latent, with_lse=True)
+        assert lse is not None
+        return out, lse
+
+    def _forward_mla(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        *,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # With the up-projections absorbed, the cached row is the one key and, but for its rope
         # part, the one value of all heads.
         rank = q_latent.shape[-1]
         q, row = torch.cat([q_latent, q_rope], -1), latent.unsqueeze(1)
-        return self._forward(layer, q, row, row, with_lse=False)[0][..., :rank]
+        out, lse = self._forward(layer, q, row, row, with_lse=with_lse)
+        return out[..., :rank], lse
 
     def _forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, with_lse: bool

@@ -1,0 +1,332 @@
+"""Attention of a rank that keeps a part of every sequence's tokens: decode context parallelism.
+
+The ranks of a group hold the same KV heads and share the tokens (kvcache/stripe.py). What a decode
+step moves between them is small, so the queries travel: every rank gathers the query heads of the
+whole group, attends with them over its own tokens, and sends each rank its heads' partial results,
+which that one merges by their log-sum-exps ("Helix Parallelism", arXiv:2507.07120, has the same
+exchange). A prompt has as many queries as keys, so there the keys travel: the cached blocks of its
+context are put together in `scratch`, where the rank attends with its own heads as if it had never
+been otherwise.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attention.base import AttentionBackend, AttentionBatch
+from attention.pages import Int32s, num_leading_decodes
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+from kvcache.stripe import IntArray, Stripe
+
+
+class ContextGroup(Protocol):
+    """The ranks that share every sequence's tokens."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[...] of each rank -> [size, ...] on every rank."""
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[size, ...], a part for each rank -> [size, ...], the part for this one of each."""
+
+
+MakeBackend = Callable[[KVPool, int], AttentionBackend]  # from a pool and a number of query heads
+
+
+@dataclass(frozen=True, eq=False)
+class _Prompts:
+    """Sequences of a step, rows [start, stop) of it, whose contexts fit into scratch together."""
+
+    start: int
+    stop: int
+    batch: AttentionBatch  # over scratch
+    cached_blocks: torch.Tensor  # i64 [n] blocks of this rank's pool
+    targets: torch.Tensor  # i64 [size * n] blocks of scratch, by the rank they come from
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """Where the prompt rows of a step go that this rank keeps."""
+
+    rows: torch.Tensor  # i64 [n] of the step
+    blocks: torch.Tensor  # i64 [n]
+    offsets: torch.Tensor  # i64 [n] within their blocks
+
+
+class ContextParallelBackend(AttentionBackend):
+    """See AttentionBackend. Batches come as if one pool held blocks of `stripe.tokens_per_block`.
+
+    Args:
+        stripe: which tokens `pool` holds.
+        pool: this rank's KV, of all KV heads of the group.
+        make: makes the backends that do the work, over `pool` and over `scratch`.
+        num_q_heads: query heads of this rank.
+        scratch_tokens: context of the prompts that are attended to at once; that of the longest
+            sequence, or more.
+    """
+
+    def __init__(
+        self,
+        stripe: Stripe,
+        group: ContextGroup,
+        pool: KVPool,
+        make: MakeBackend,
+        *,
+        num_q_heads: int,
+        head_dim: int,
+        scale: float,
+        scratch_tokens: int,
+    ) -> None:
+        group_heads, kv_heads = num_q_heads * group.size, pool.layout.num_heads
+        # The KV heads that a rank's own query heads read: a share of the group's, or a shared one.
+        per_kv_head = group_heads // kv_heads
+        firsts = np.arange(group.size) * num_q_heads // per_kv_head
+        needed = np.arange(max(1, num_q_heads // per_kv_head))
+        self.scratch = KVPool(
+            KVLayout(
+                order="LBCHND",
+                num_blocks=1 + -(-scratch_tokens // stripe.tokens_per_block) * stripe.size,
+                num_heads=len(needed),
+                num_layers=1,
+                num_components=pool.layout.num_components,
+                block_size=stripe.block_size,
+                head_dim=pool.layout.head_dim,
+                dtype=pool.layout.dtype,
+            ),
+            pool.device,
+        )
+        super().__init__(self.scratch, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
+        self._stripe = stripe
+        self._group = group
+        self._own = pool
+        self._heads = _upload(firsts[:, None] + needed, pool.device)  # [size, needed]
+        self._shared = make(pool, group_heads)
+        self._shared.always_with_lse()
+        self._alone = make(self.scratch, num_q_heads)
+        self._num_decodes = 0
+        self._prompts: list[_Prompts] = []
+        self._absent_rows = torch.empty(0, device=pool.device)
+        self._stored = _Stored(*(torch.empty(0, dtype=torch.int64),) * 3)
+
+    # -- plans -------------------------------------------------------------------------------
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._num_decodes = count = num_leading_decodes(batch.query_lens)
+        if count:
+            decodes = self._local(_part(batch, 0, count))
+            self._shared.plan(decodes)
+            self._absent_rows = _upload(self._absent(batch.context_lens[:count]), self.pool.device)
+        self._plan_stores(batch)
+        self._prompts = self._group_prompts(batch)
+        if len(self._prompts) == 1:
+            self._alone.plan(self._prompts[0].batch)
+
+    def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
+        self._shared.reserve_captured(max_seqs, max_blocks)
+        self._captured_absent = torch.zeros(max_seqs, dtype=torch.bool, device=self.pool.device)
+
+    def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
+        padded = batch.padded_to(num_rows, self._stripe.tokens_per_block)
+        self._shared.plan_captured(self._local(padded), num_rows)
+        self._absent_rows = self._captured_absent[:num_rows]
+        absent = torch.from_numpy(self._absent(padded.context_lens))
+        if self.pool.device.type == "cuda":
+            absent = absent.pin_memory()
+        self._absent_rows.copy_(absent, non_blocking=True)
+        self._num_decodes, self._prompts = num_rows, []
+
+    def _absent(self, context_lens: Int32s) -> npt.NDArray[np.bool_]:
+        """[S] whether none of a sequence's tokens is here."""
+        found: npt.NDArray[np.bool_] = self._stripe.num_local(context_lens) == 0
+        return found
+
+    def _local(self, batch: AttentionBatch) -> AttentionBatch:
+        """Single queries over the tokens that are here; over one that counts for nothing where
+        none is, as kernels want some."""
+        local_lens = self._stripe.num_local(batch.context_lens)
+        return AttentionBatch(
+            query_lens=batch.query_lens,
+            context_lens=np.maximum(local_lens, 1).astype(np.int32),
+            block_tables=batch.block_tables,
+            slot_mapping=self._stripe.local_slots(batch.slot_mapping),
+        )
+
+    def _plan_stores(self, batch: AttentionBatch) -> None:
+        slots = self._stripe.local_slots(batch.slot_mapping)
+        blocks, offsets = np.divmod(slots, self._stripe.block_size)
+        rows = np.arange(len(slots))
+        kept = (blocks != 0) & (rows >= self._num_decodes)
+        device = self.pool.device
+        self._stored = _Stored(
+            _upload(rows[kept], device),
+            _upload(blocks[kept], device),
+            _upload(offsets[kept], device),
+        )
+
+    def _group_prompts(self, batch: AttentionBatch) -> list[_Prompts]:
+        """The sequences after the decodes, in order, as many at once as scratch holds."""
+        cached = batch.context_lens - batch.query_lens
+        cached_blocks = -(-cached // self._stripe.tokens_per_block)
+        filled = -(-batch.context_lens // self._stripe.block_size)
+        room = np.maximum(cached_blocks * self._stripe.size, filled)
+        groups, first, free = [], self._num_decodes, self.scratch.layout.num_blocks - 1
+        for seq in range(first, batch.num_seqs):
+            if room[seq] > free:
+                groups.append(self._prompts_of(batch, first, seq, cached_blocks, room))
+                first, free = seq, self.scratch.layout.num_blocks - 1
+            free -= room[seq]
+        if first < batch.num_seqs:
+            groups.append(self._prompts_of(batch, first, batch.num_seqs, cached_blocks, room))
+        return groups
+
+    def _prompts_of(
+        self, batch: AttentionBatch, first: int, last: int, cached_blocks: Int32s, room: Int32s
+    ) -> _Prompts:
+        """Sequences [first, last) laid out in scratch one after the other."""
+        begins = 1 + np.cumsum(room[first:last]) - room[first:last]
+        tables = begins[:, None] + np.arange(int(room[first:last].max()))
+        tables[np.arange(tables.shape[1]) >= room[first:last, None]] = 0
+        part = _part(batch, first, last)
+        counts = cached_blocks[first:last]
+        return _Prompts(
+            start=int(batch.query_lens[:first].sum()),
+            stop=int(batch.query_lens[:last].sum()),
+            batch=AttentionBatch(
+                query_lens=part.query_lens,
+                context_lens=part.context_lens,
+                block_tables=tables.astype(np.int32),
+                slot_mapping=self._scratch_slots(part, begins),
+            ),
+            cached_blocks=self._to_device(
+                [table[:n] for table, n in zip(part.block_tables, counts, strict=True)]
+            ),
+            targets=self._to_device(
+                [
+                    begin + np.arange(n) * self._stripe.size + source
+                    for source in range(self._stripe.size)
+                    for begin, n in zip(begins, counts, strict=True)
+                ]
+            ),
+        )
+
+    def _scratch_slots(self, part: AttentionBatch, begins: IntArray) -> IntArray:
+        """A sequence's blocks follow each other in scratch, so its tokens do."""
+        before = part.context_lens - np.cumsum(part.query_lens)
+        firsts = begins * self._stripe.block_size + before
+        return np.repeat(firsts, part.query_lens) + np.arange(int(part.query_lens.sum()))
+
+    def _to_device(self, parts: list[IntArray]) -> torch.Tensor:
+        return _upload(np.concatenate(parts).astype(np.int64), self.pool.device)
+
+    # -- attention ---------------------------------------------------------------------------
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if count := self._num_decodes:
+            queries = self._gather_heads(q[:count])
+            part, lse = self._shared.forward_with_lse(layer, queries, k[:count], v[:count])
+            out[:count] = self._merge(part, lse)
+        for prompts in self._filled(layer):
+            rows = slice(prompts.start, prompts.stop)
+            own_k, own_v = (self._own_heads(x[rows]) for x in (k, v))
+            out[rows] = self._alone.forward(0, q[rows], own_k, own_v)
+        self._store(layer, (k, v))
+        return out
+
+    def forward_mla(
+        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+        if count := self._num_decodes:
+            rank = q_latent.shape[-1]
+            queries = self._gather_heads(torch.cat([q_latent[:count], q_rope[:count]], -1))
+            part, lse = self._shared.forward_mla_with_lse(
+                layer, queries[..., :rank], queries[..., rank:], latent[:count]
+            )
+            out[:count] = self._merge(part, lse)
+        for prompts in self._filled(layer):
+            rows = slice(prompts.start, prompts.stop)
+            out[rows] = self._alone.forward_mla(0, q_latent[rows], q_rope[rows], latent[rows])
+        self._store(layer, (latent[:, None],))
+        return out
+
+    def _gather_heads(self, q: torch.Tensor) -> torch.Tensor:
+        """[n, heads, D] of this rank -> [n, size * heads, D] of the group."""
+        return self._group.all_gather(q.contiguous()).transpose(0, 1).flatten(1, 2)
+
+    def _merge(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """The group's heads [n, size * heads, D] over this rank's tokens -> this rank's heads
+        [n, heads, D] over all tokens."""
+        num_rows, size = len(out), self._group.size
+        if out.device.type == "cuda" and out.element_size() == 2:
+            from attention import dcp_kernels  # needs Triton, which only GPU machines have
+
+            packed = dcp_kernels.pack(out.contiguous(), lse, self._absent_rows, size)
+            return dcp_kernels.merge(self._group.all_to_all(packed))
+        lse = lse.masked_fill(self._absent_rows[:, None], float("-inf"))
+        parts = torch.cat([out.float(), lse.unsqueeze(-1)], -1)  # as float32: merged only once
+        parts = parts.view(num_rows, size, self.num_q_heads, -1).transpose(0, 1)
+        parts = self._group.all_to_all(parts.contiguous())
+        outs, lses = parts[..., :-1], parts[..., -1:]
+        weights = torch.softmax(lses, dim=0)  # some rank has tokens: not all are -inf
+        # Where nothing was read, the output may be anything, and 0 * NaN would not be 0.
+        return torch.where(weights > 0, outs * weights, 0).sum(0).to(out.dtype)
+
+    def _filled(self, layer: int) -> Iterator[_Prompts]:
+        """The step's prompts, each with its cached context in scratch and planned."""
+        for prompts in self._prompts:
+            if len(self._prompts) > 1:
+                self._alone.plan(prompts.batch)
+            if len(prompts.cached_blocks):
+                self._exchange(layer, prompts)
+            yield prompts
+
+    def _exchange(self, layer: int, prompts: _Prompts) -> None:
+        """Puts together the cached blocks that the group's ranks keep: to each rank the heads that
+        its queries read."""
+        blocks = self._own.view(layer)[prompts.cached_blocks]  # [n, C, H, N, D]
+        parts = blocks[:, :, self._heads].permute(2, 0, 1, 3, 4, 5)
+        found = self._group.all_to_all(parts.contiguous())
+        self.scratch.view(0)[prompts.targets] = found.flatten(0, 1)
+
+    def _own_heads(self, kv: torch.Tensor) -> torch.Tensor:
+        """[n, H, D] of the group's KV heads -> those that this rank's queries read."""
+        first = self._group.rank * self.num_q_heads * kv.shape[1]
+        first //= self._group.size * self.num_q_heads
+        return kv[:, first : first + self.num_kv_heads]
+
+    def _store(self, layer: int, components: tuple[torch.Tensor, ...]) -> None:
+        """Keeps the prompt rows' [T, H, D] that belong here."""
+        to = self._stored
+        if self._prompts and len(to.rows):
+            for component, new in enumerate(components):
+                target = self._own.component(layer, component)
+                target[to.blocks, :, to.offsets] = new[to.rows].to(target.dtype)
+
+
+def _part(batch: AttentionBatch, first: int, last: int) -> AttentionBatch:
+    """Sequences [first, last) of a batch."""
+    start, stop = int(batch.query_lens[:first].sum()), int(batch.query_lens[:last].sum())
+    return AttentionBatch(
+        query_lens=batch.query_lens[first:last],
+        context_lens=batch.context_lens[first:last],
+        block_tables=batch.block_tables[first:last],
+        slot_mapping=batch.slot_mapping[start:stop],
+    )
+
+
+def _upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """On a GPU without waiting for what it still computes."""
+    host = torch.from_numpy(array)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)

@@ -1,0 +1,95 @@
+"""What lies between attention and the exchange of its partial results, a launch each.
+
+As single operations this is a dozen launches of every layer: on H200s 30 us of a decode step, times
+32 layers. A partial result travels as D elements of 16 bits and its log-sum-exp as two more.
+"""
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+_LSE_ELEMENTS: Final = 2  # of 16 bits
+
+
+def _pack(  # type: ignore[no-untyped-def]
+    out, lse, absent, packed, num_rows, num_heads, own_heads,
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    place = row * num_heads + head
+    target = ((head // own_heads) * num_rows + row) * own_heads + head % own_heads
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(out + place * D + offsets, mask=offsets < D)
+    tl.store(packed + target * (D + 2) + offsets, x, mask=offsets < D)
+    certainty = tl.where(tl.load(absent + row), float("-inf"), tl.load(lse + place))
+    as_floats = packed.to(tl.pointer_type(tl.float32))
+    tl.store(as_floats + (target * (D + 2) + D) // 2, certainty)
+
+
+def _merge(  # type: ignore[no-untyped-def]
+    packed, out, num_rows, own_heads,
+    SIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    offsets = tl.arange(0, BLOCK)
+    as_floats = packed.to(tl.pointer_type(tl.float32))
+    highest = tl.full((), float("-inf"), tl.float32)
+    for source in tl.static_range(SIZE):
+        place = (source * num_rows + row) * own_heads + head
+        highest = tl.maximum(highest, tl.load(as_floats + (place * (D + 2) + D) // 2))
+    total = tl.full((), 0.0, tl.float32)
+    summed = tl.zeros((BLOCK,), tl.float32)
+    for source in tl.static_range(SIZE):
+        place = (source * num_rows + row) * own_heads + head
+        weight = tl.exp(tl.load(as_floats + (place * (D + 2) + D) // 2) - highest)
+        x = tl.load(packed + place * (D + 2) + offsets, mask=offsets < D, other=0.0)
+        # Where nothing was read, x may be anything, and 0 * NaN would not be 0.
+        summed += tl.where(weight > 0, x.to(tl.float32) * weight, 0.0)
+        total += weight
+    place = row * own_heads + head
+    result = (summed / total).to(out.dtype.element_ty)
+    tl.store(out + place * D + offsets, result, mask=offsets < D)
+
+
+_pack_kernel: Any = triton.jit(_pack)
+_merge_kernel: Any = triton.jit(_merge)
+
+
+def pack(out: torch.Tensor, lse: torch.Tensor, absent: torch.Tensor, size: int) -> torch.Tensor:
+    """Partial results by the rank they are for.
+
+    Args:
+        out: 16 bits, contiguous [n, size * heads, D].
+        lse: float32, contiguous [n, size * heads].
+        absent: bool [n], where nothing was read.
+
+    Returns:
+        out's dtype [size, n, heads, D + 2].
+    """
+    num_rows, num_heads, dim = out.shape
+    packed = out.new_empty(size, num_rows, num_heads // size, dim + _LSE_ELEMENTS)
+    _pack_kernel[(num_rows, num_heads)](
+        out,
+        lse,
+        absent,
+        packed,
+        num_rows,
+        num_heads,
+        num_heads // size,
+        D=dim,
+        BLOCK=triton.next_power_of_2(dim),
+    )
+    return packed
+
+
+def merge(packed: torch.Tensor) -> torch.Tensor:
+    """[size, n, heads, D + 2], each rank's partial results -> [n, heads, D] over all of them."""
+    size, num_rows, heads, width = packed.shape
+    dim = width - _LSE_ELEMENTS
+    out = packed.new_empty(num_rows, heads, dim)
+    _merge_kernel[(num_rows, heads)](
+        packed, out, num_rows, heads, SIZE=size, D=dim, BLOCK=triton.next_power_of_2(dim)
+    )
+    return out

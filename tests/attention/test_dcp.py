@@ -1,0 +1,232 @@
+"""Ranks that share the tokens of sequences, here threads, attend as one that has them whole."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attention.base import AttentionBatch
+from attention.dcp import ContextParallelBackend, MakeBackend
+from attention.torch_backend import TorchBackend
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+from kvcache.stripe import Stripe
+
+LAYERS, SCALE, NUM_BLOCKS = 2, 0.3, 24
+
+
+class Ranks:
+    """A ContextGroup for each of `size` threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._slots: list[torch.Tensor | None] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=30)
+
+    def member(self, rank: int) -> "Member":
+        return Member(self, rank)
+
+    def exchange(self, rank: int, tensor: torch.Tensor, pick: Callable) -> torch.Tensor:
+        self._slots[rank] = tensor
+        self._barrier.wait()
+        found = torch.stack([pick(part) for part in self._slots])
+        self._barrier.wait()
+        return found
+
+    def run(self, work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        """What `work` gives for each rank."""
+        results: list = [None] * self.size
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = work(rank)
+            except BaseException as error:
+                results[rank] = error
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return results
+
+
+class Member:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank, self.size = ranks, rank, ranks.size
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.ranks.exchange(self.rank, tensor, lambda part: part)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.ranks.exchange(self.rank, tensor, lambda part: part[self.rank])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and in what the ranks compute."""
+
+    make: MakeBackend
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    head_dim: int = 16
+    latent_dim: int = 12  # the part of head_dim that is not rope, of MLA
+    block_size: int = 4
+    tolerance: float = 1e-5
+
+
+def make_torch(pool: KVPool, num_q_heads: int) -> TorchBackend:
+    head_dim = pool.layout.head_dim
+    return TorchBackend(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=SCALE)
+
+
+class Bench:
+    """Torch attention over whole sequences, and `size` ranks that share them.
+
+    Args:
+        size: ranks of the group, which has `kv_heads` and `q_heads`.
+        components: 1 makes it MLA.
+        scratch: tokens of prompts' contexts at once.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        kv_heads: int,
+        q_heads: int,
+        components: int,
+        *,
+        scratch: int,
+        setting: Setting = Setting(make_torch),
+    ) -> None:
+        self.size, self.kv_heads, self.q_heads = size, kv_heads, q_heads
+        self.setting, self.is_mla = setting, components == 1
+        self.tokens_per_block = size * setting.block_size
+        self.whole = make_torch(self._make_pool(self.tokens_per_block, components), q_heads)
+        self.ranks = Ranks(size)
+        self.pools = [self._make_pool(setting.block_size, components) for _ in range(size)]
+        self.parts = [
+            ContextParallelBackend(
+                Stripe(rank, size, setting.block_size),
+                self.ranks.member(rank),
+                pool,
+                setting.make,
+                num_q_heads=q_heads // size,
+                head_dim=setting.head_dim,
+                scale=SCALE,
+                scratch_tokens=scratch,
+            )
+            for rank, pool in enumerate(self.pools)
+        ]
+        for part in self.parts:
+            part.scratch.tensor.fill_(float("nan"))
+        self.generator = torch.Generator().manual_seed(5)
+
+    def _make_pool(self, block_size: int, components: int) -> KVPool:
+        sizes = (NUM_BLOCKS, self.kv_heads, LAYERS, components, block_size, self.setting.head_dim)
+        dtype = str(self.setting.dtype).removeprefix("torch.")
+        pool = KVPool(KVLayout("BHLCND", *sizes, dtype), self.setting.device)
+        pool.tensor.fill_(float("nan"))  # what nobody wrote must not be seen
+        return pool
+
+    def step(self, query_lens: list[int], context_lens: list[int], tables: np.ndarray) -> None:
+        batch = make_batch(query_lens, context_lens, tables, self.tokens_per_block)
+        for backend in (self.whole, *self.parts):
+            backend.plan(batch)
+        self._compare(batch.num_tokens)
+
+    def captured_step(self, context_lens: list[int], tables: np.ndarray, num_rows: int) -> None:
+        """A decode step as CUDA graphs have it."""
+        ones = [1] * len(context_lens)
+        batch = make_batch(ones, context_lens, tables, self.tokens_per_block)
+        self.whole.plan(batch)
+        for part in self.parts:
+            part.plan_captured(batch, num_rows)
+        self._compare(batch.num_tokens, num_rows - batch.num_tokens)
+
+    def _compare(self, num_tokens: int, num_padding: int = 0) -> None:
+        setting = self.setting
+        for layer in range(LAYERS):
+            q, k, v = (
+                torch.randn(num_tokens, heads, setting.head_dim, generator=self.generator).to(
+                    setting.device, setting.dtype
+                )
+                for heads in (self.q_heads, self.kv_heads, self.kv_heads)
+            )
+            expected = self._forward(self.whole, layer, q, k, v)
+            padded = [F.pad(x, (0, 0, 0, 0, 0, num_padding)) for x in (q, k, v)]
+            found = torch.cat(self.ranks.run(partial(self._forward_part, layer, *padded)), 1)
+            tolerance = setting.tolerance
+            torch.testing.assert_close(found[:num_tokens], expected, atol=tolerance, rtol=tolerance)
+
+    def _forward_part(self, layer, q, k, v, rank) -> torch.Tensor:
+        own = q.chunk(self.size, 1)[rank]
+        return self._forward(self.parts[rank], layer, own, k, v)
+
+    def _forward(self, backend, layer, q, k, v) -> torch.Tensor:
+        if self.is_mla:
+            rank = self.setting.latent_dim
+            return backend.forward_mla(layer, q[..., :rank], q[..., rank:], k[:, 0].clone())
+        return backend.forward(layer, q, k.clone(), v.clone())
+
+
+def make_batch(query_lens, context_lens, tables, block_size) -> AttentionBatch:
+    slots = []
+    for table, query, context in zip(tables, query_lens, context_lens, strict=True):
+        positions = np.arange(context - query, context)
+        slots.append(table[positions // block_size] * block_size + positions % block_size)
+    return AttentionBatch(
+        query_lens=np.array(query_lens, np.int32),
+        context_lens=np.array(context_lens, np.int32),
+        block_tables=tables.astype(np.int32),
+        slot_mapping=np.concatenate(slots).astype(np.int64),
+    )
+
+
+def check_growing_sequences(bench: Bench) -> None:
+    """Steps of prompts, parts of prompts and single tokens, until sequences fill their blocks."""
+    block_size = bench.setting.block_size
+    longest = 3 * bench.tokens_per_block
+    random = np.random.default_rng(3)
+    tables = random.permutation(np.arange(1, NUM_BLOCKS))[:20].reshape(5, 4)
+    lens = [0] * 5
+    while min(lens) < longest:
+        drawn = random.choice([1, 1, 3, block_size, 2 * block_size + 1], 5)
+        queries = [min(int(n), longest - done) for n, done in zip(drawn, lens, strict=True)]
+        # Single tokens come first, as the scheduler has it.
+        order = [i for i in np.argsort([n > 1 for n in queries], kind="stable") if queries[i]]
+        for i in order:
+            lens[i] += queries[i]
+        bench.step([queries[i] for i in order], [lens[i] for i in order], tables[order])
+
+
+# size of the group, its KV heads, its query heads, components
+GQA = [(2, 1, 4, 2), (2, 2, 4, 2), (2, 4, 4, 2), (4, 2, 8, 2), (4, 1, 4, 2)]
+MLA = [(2, 1, 4, 1), (4, 1, 8, 1)]
+
+
+@pytest.mark.parametrize("group", GQA + MLA, ids=str)
+@pytest.mark.parametrize("scratch", [64, 1000], ids=["in-turns", "at-once"])
+def test_shared_tokens_attend_like_whole_sequences(group, scratch):
+    check_growing_sequences(Bench(*group, scratch=scratch))
+
+
+def test_a_sequence_shorter_than_a_stripe_lies_on_one_rank():
+    bench = Bench(2, 1, 4, 2, scratch=64)
+    tables = np.array([[3], [7]])
+    bench.step([2, 3], [2, 3], tables)
+    bench.step([1, 1], [3, 4], tables)  # rank 1 still has nothing to say
+    bench.step([1, 1], [4, 5], tables)
+    first, second = (pool.component(0, 0) for pool in bench.pools)
+    assert not first[3].isnan().any()
+    assert second[3].isnan().all()
+    assert second[7].isnan().all(-1).tolist() == [[False, True, True, True]]

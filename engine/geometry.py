@@ -16,14 +16,14 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
     """The layout of rank 0's smallest pool, one block beside the null block.
 
     Raises:
-        InvalidParallelism: `tp` ranks cannot share the model.
+        InvalidParallelism: `tp` ranks cannot share the model, or not in groups of `dcp`.
         LayoutError: `kv_layout` or `block_size` describe no KV cache.
     """
-    check_parallelism(model, config.tp)
+    check_parallelism(model, config.tp, config.dcp)
     return KVLayout(
         order=config.kv_layout,
         num_blocks=2,
-        num_heads=len(heads_of(0, config.tp, model.kv_heads_total)),
+        num_heads=len(heads_of(0, config.tp // config.dcp, model.kv_heads_total)),
         num_layers=model.num_layers,
         num_components=model.kv_components,
         block_size=config.block_size,

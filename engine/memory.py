@@ -137,7 +137,7 @@ def size_pool(
         capacity_blocks, source = _gpu_capacity(config, block_bytes, free_bytes)
     else:
         capacity_blocks, source = _capacity(config, block_bytes, wanted_len, free_bytes)
-    capacity_tokens = capacity_blocks * config.block_size
+    capacity_tokens = capacity_blocks * config.tokens_per_block
     if config.max_model_len and capacity_tokens < wanted_len:
         raise MemoryTooSmall(
             f"the KV pool holds {capacity_tokens} tokens ({source}), fewer than one sequence of "
@@ -155,8 +155,9 @@ def size_pool(
         num_blocks=capacity_blocks + 1,
         max_model_len=max_len,
         explanation=(
-            f"KV pool: {capacity_tokens} tokens in {capacity_blocks} blocks of {config.block_size},"
-            f" {size_mib:.0f} MiB per rank ({source}); longest sequence {max_len} tokens"
+            f"KV pool: {capacity_tokens} tokens in {capacity_blocks} blocks of "
+            f"{config.tokens_per_block}, {size_mib:.0f} MiB per rank ({source}); longest sequence "
+            f"{max_len} tokens"
         ),
     )
 
@@ -175,14 +176,14 @@ def _capacity(
             )
         return asked
     budget = min(int(free_bytes * _CPU_FREE_SHARE), _CPU_DEFAULT_MAX_BYTES)
-    useful = -(-wanted_len // config.block_size) * config.max_num_seqs
+    useful = -(-wanted_len // config.tokens_per_block) * config.max_num_seqs
     return min(budget // block_bytes, useful), "a share of the free memory"
 
 
 def _asked_for(config: EngineConfig, block_bytes: int) -> tuple[int, str] | None:
     """Usable blocks by an option, and which."""
     if config.kv_cache_tokens is not None:
-        return -(-config.kv_cache_tokens // config.block_size), "--kv-cache-tokens"
+        return -(-config.kv_cache_tokens // config.tokens_per_block), "--kv-cache-tokens"
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes // block_bytes, "--kv-cache-bytes"
     return None
@@ -197,8 +198,8 @@ def _gpu_capacity(config: EngineConfig, block_bytes: int, free_bytes: int) -> tu
             raise MemoryTooSmall(
                 f"the model's weights and its largest step leave no room for KV under "
                 f"{_UTILIZATION} {config.gpu_memory_utilization}: {missing / 2**20:.0f} MiB are "
-                f"missing for one block of {config.block_size} tokens; raise {_UTILIZATION} or "
-                "--tp, lower --max-num-batched-tokens, or free the GPU"
+                f"missing for one block of {config.tokens_per_block} tokens; raise "
+                f"{_UTILIZATION} or --tp, lower --max-num-batched-tokens, or free the GPU"
             )
         blocks = free_bytes // block_bytes - 1
         return blocks, f"{_UTILIZATION} {config.gpu_memory_utilization}"

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from attention.base import AttentionBackend
+from attention.dcp import ContextParallelBackend
 from attention.registry import create_backend
 from engine.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, StepOutput
 from engine.config import EngineConfig
@@ -29,6 +30,7 @@ from engine.shaping import LogitShaper, Shaping
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stepping import Stepping
+from kvcache.stripe import Stripe
 from model.base import CausalLM
 from model.config import ModelConfig
 from model.files import num_weights
@@ -117,15 +119,36 @@ class ModelRunner:
     def _make_memory(self, num_blocks: int) -> RankMemory:
         spec = self.model.attention_spec
         pool = KVPool(self.layout(num_blocks), self.device, self.config.kv_scales)
-        backend = create_backend(
-            self.config.attention_backend,
+
+        def make(over: KVPool, num_q_heads: int) -> AttentionBackend:
+            return create_backend(
+                self.config.attention_backend,
+                over,
+                num_q_heads=num_q_heads,
+                head_dim=self.model_config.kv_dim,
+                scale=spec.scale,
+                dtype=_DTYPES[self.config.dtype],
+            )
+
+        context = self.model.parallel.context
+        if context is None:
+            return RankMemory(pool, make(pool, spec.num_q_heads))
+        backend = ContextParallelBackend(
+            Stripe(context.rank, context.size, self.config.block_size),
+            context,
             pool,
+            make,
             num_q_heads=spec.num_q_heads,
             head_dim=self.model_config.kv_dim,
             scale=spec.scale,
-            dtype=_DTYPES[self.config.dtype],
+            scratch_tokens=max(self._longest, self.config.max_num_batched_tokens),
         )
         return RankMemory(pool, backend)
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest sequence that any pool might hold."""
+        return self.config.max_model_len or self.model_config.max_position
 
     def kv_budget_bytes(self) -> int:
         """GPU memory that this rank's KV may take: what is free under the configured utilization
@@ -148,7 +171,7 @@ class ModelRunner:
     def _run_largest_step(self) -> None:
         """One prompt as long as a step may be, and as many draws."""
         num_tokens = min(self.config.max_num_batched_tokens, self.model_config.max_position)
-        num_blocks = -(-num_tokens // self.config.block_size)
+        num_blocks = -(-num_tokens // self.config.tokens_per_block)
         torch.cuda.reset_peak_memory_stats(self.device)
         memory = self._make_memory(num_blocks + 1)
         lens = np.array([num_tokens], np.int32)
@@ -174,8 +197,8 @@ class ModelRunner:
             return
         assert self.memory is not None, "allocate() comes first"
         layout = self.memory.pool.layout
-        longest = self.config.max_model_len or self.model_config.max_position
-        max_blocks = min(layout.num_blocks_for(longest), layout.num_blocks - 1)
+        needed = -(-self._longest // self.config.tokens_per_block)
+        max_blocks = min(needed, layout.num_blocks - 1)
         try:
             graphs = DecodeGraphs(
                 self.model,
@@ -183,7 +206,7 @@ class ModelRunner:
                 self.last_drawn,
                 max_seqs=self.config.max_num_seqs,
                 max_blocks=max_blocks,
-                block_size=self.config.block_size,
+                block_size=self.config.tokens_per_block,
                 device=self.device,
             )
         except NotImplementedError as error:
@@ -330,7 +353,7 @@ class ModelRunner:
         self, backend: AttentionBackend, step: StepInput, rows: Int64s | None = None
     ) -> torch.Tensor:
         """Hidden states of all tokens of the step, or of those `rows` only."""
-        backend.plan(step.attention_batch(self.config.block_size))
+        backend.plan(step.attention_batch(self.config.tokens_per_block))
         token_ids = self._to_device(step.token_ids.copy())
         if self.last_drawn.check(int(step.token_ids.min())):
             token_ids = self.last_drawn.fill_in(token_ids)

@@ -199,15 +199,16 @@ def _build_leader(
         incarnation=config.incarnation,
         compat=compat,
         tp_size=config.tp,
+        dcp_size=config.dcp,
         ranks=leader.collect(own),
     )
     service.start()
     role = factory.make_role(context, metadata, transport)
-    max_len = min(size.max_model_len, (num_blocks - 1) * config.block_size)
+    max_len = min(size.max_model_len, (num_blocks - 1) * config.tokens_per_block)
     core = EngineCore(_scheduler(config, num_blocks, max_len), leader, role, transport, grammars)
     ready = EngineReady(
         num_blocks=num_blocks - 1,
-        block_size=config.block_size,
+        block_size=config.tokens_per_block,
         max_model_len=max_len,
         vocab_size=model_config.vocab_size,
         side_channel_port=role.side_channel_port(),
@@ -245,6 +246,7 @@ def _parallel(
         host=config.store_host,
         port=port,
         device=device,
+        dcp=config.dcp,
         on_listening=on_listening,
     )
 
@@ -314,11 +316,11 @@ def _scheduler(config: EngineConfig, num_blocks: int, max_model_len: int) -> Sch
     prefix: PrefixIndex | None = None
     allocator = BlockAllocator(num_blocks)
     if config.enable_prefix_caching:
-        prefix = PrefixIndex(allocator, config.block_size)
+        prefix = PrefixIndex(allocator, config.tokens_per_block)
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        block_size=config.block_size,
+        block_size=config.tokens_per_block,
     )
     return Scheduler(limits, allocator, prefix)

@@ -7,7 +7,7 @@ from model.base import AttentionSpec
 from model.config import ModelConfig
 from model.decoder import AttentionLayer, Decoder, FeedForward
 from model.layers import RMSNorm, even_share, load_columns, load_mlp, load_norm, load_rows
-from model.parallel import Parallel, heads_of
+from model.parallel import Parallel
 from model.rope import Angles, Rope
 from model.weights import WeightLoader
 
@@ -23,7 +23,7 @@ class LlamaAttention:
         self._head_dim = config.head_dim
         prefix = f"model.layers.{layer}.self_attn"
         q_rows = self._element_rows(even_share(parallel, config.num_heads))
-        kv_rows = self._element_rows(heads_of(parallel.rank, parallel.size, config.num_kv_heads))
+        kv_rows = self._element_rows(parallel.kv_heads(config.num_kv_heads))
         q_shape = (config.num_heads * config.head_dim, config.hidden_size)
         kv_shape = (config.num_kv_heads * config.head_dim, config.hidden_size)
         self._qkv = load_columns(
@@ -97,7 +97,7 @@ class LlamaForCausalLM(Decoder):
         config, parallel = self.config, self.parallel
         return AttentionSpec(
             num_q_heads=config.num_heads // parallel.size,
-            num_kv_heads=len(heads_of(parallel.rank, parallel.size, config.num_kv_heads)),
+            num_kv_heads=len(parallel.kv_heads(config.num_kv_heads)),
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
             mla=False,

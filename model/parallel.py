@@ -8,6 +8,7 @@ import ipaddress
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -27,22 +28,69 @@ def heads_of(rank: int, size: int, total_heads: int) -> range:
     return range(start, max(start + 1, (rank + 1) * total_heads // size))
 
 
+class ContextRanks:
+    """One rank's end of a context-parallel group (attention/dcp.py).
+
+    Args:
+        rank, size: this rank within the group, of how many.
+        group: a ProcessGroupGloo or ProcessGroupNCCL of these.
+    """
+
+    def __init__(self, rank: int, size: int, group: Any) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Contiguous [...] of each rank -> [size, ...] on every rank."""
+        parts = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        self._group._allgather_base(parts, tensor).wait()
+        return parts.view(self.size, *tensor.shape)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Contiguous [size, ...], a part for each rank -> [size, ...], each rank's for this one."""
+        parts = torch.empty_like(tensor)
+        self._group.alltoall_base(parts, tensor, [], []).wait()
+        return parts
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
 class Parallel:
     """One rank's end of a tensor-parallel group. A group of size 1 does nothing.
 
     Args:
         rank, size: this rank, of how many.
         group: a ProcessGroupGloo or ProcessGroupNCCL; None only for size 1. `connect` makes one.
+        context: the ranks, neighbours of this one, that hold the same KV heads and share the
+            tokens; None where every rank keeps all tokens.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: Any = None,
+        context: ContextRanks | None = None,
+    ) -> None:
         if not 0 <= rank < size:
             raise InvalidParallelism(f"rank {rank} is not in a group of {size}")
         if size > 1 and group is None:
             raise InvalidParallelism(f"a group of {size} ranks needs a process group: use connect")
         self.rank = rank
         self.size = size
+        self.context = context
         self._group = group
+
+    @property
+    def dcp(self) -> int:
+        """Ranks that share every sequence's tokens."""
+        return self.context.size if self.context else 1
+
+    def kv_heads(self, total_heads: int) -> range:
+        """The KV heads of this rank's context group, or of this rank without one."""
+        return heads_of(self.rank // self.dcp, self.size // self.dcp, total_heads)
 
     @classmethod
     def connect(
@@ -53,6 +101,7 @@ class Parallel:
         host: str,
         port: int,
         device: torch.device | str = "cpu",
+        dcp: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         on_listening: Callable[[int], None] | None = None,
     ) -> "Parallel":
@@ -62,6 +111,7 @@ class Parallel:
             port: 0 lets rank 0 take a free one, which nobody else can take meanwhile.
             on_listening: rank 0 tells its port before it waits for the others.
             device: "cpu" uses gloo, "cuda:N" NCCL on that GPU.
+            dcp: size of the context-parallel groups, a divisor of `size`.
             timeout_s: for joining, and afterwards for each collective.
         """
         if size == 1:
@@ -72,7 +122,13 @@ class Parallel:
         )
         if on_listening is not None:
             on_listening(store.port)
-        return cls(rank, size, _make_group(store, rank, size, host, torch.device(device), timeout))
+        make = partial(_make_group, host=host, device=torch.device(device), timeout=timeout)
+        group = make(store, rank, size)
+        if dcp == 1:
+            return cls(rank, size, group)
+        context_store = distributed.PrefixStore(f"context-{rank // dcp}", store)
+        context = ContextRanks(rank % dcp, dcp, make(context_store, rank % dcp, dcp))
+        return cls(rank, size, group, context)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` over all ranks in place and returns it; bit-identical on every rank."""
@@ -99,12 +155,15 @@ class Parallel:
     def close(self) -> None:
         """Leaves the group; every rank calls it, after its last collective."""
         group, self._group = self._group, None
+        context, self.context = self.context, None
+        if context is not None:
+            context.close()
         if group is not None:
             group.shutdown()
 
 
 def _make_group(
-    store: Any, rank: int, size: int, host: str, device: torch.device, timeout: timedelta
+    store: Any, rank: int, size: int, *, host: str, device: torch.device, timeout: timedelta
 ) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)

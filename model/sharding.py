@@ -7,12 +7,19 @@ class InvalidParallelism(ModelError):
     """A tensor-parallel size that does not fit the model."""
 
 
-def check_parallelism(config: ModelConfig, size: int) -> None:
-    """Raises InvalidParallelism unless `size` ranks can share the model."""
+def check_parallelism(config: ModelConfig, size: int, dcp: int = 1) -> None:
+    """Raises InvalidParallelism unless `size` ranks can share the model, and the `size / dcp`
+    groups of ranks that hold the same KV heads its KV heads."""
     problem = _problem(config, size)
     if problem:
         sizes = [n for n in range(1, config.num_heads + 1) if not _problem(config, n)]
         raise InvalidParallelism(f"tp={size} {problem}; use {' or '.join(map(str, sizes))}")
+    groups, kv_heads = size // dcp, config.kv_heads_total
+    if kv_heads % groups and groups % kv_heads:
+        raise InvalidParallelism(
+            f"dcp={dcp} with tp={size} makes {groups} groups of ranks, which neither divides nor "
+            f"is a multiple of the model's {kv_heads} KV heads; use another dcp"
+        )
 
 
 def _problem(config: ModelConfig, size: int) -> str | None:

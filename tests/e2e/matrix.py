@@ -35,14 +35,23 @@ class Geometry:
     block_size: int = 64
     layout: str = "BHLCND"
     options: tuple[str, ...] = ()  # further ones of the command line
+    dcp: int = 1  # of a decode server
 
     @property
     def argv(self) -> tuple[str, ...]:
         size = ("--tp", str(self.tp), "--block-size", str(self.block_size))
-        return (*size, "--kv-layout", self.layout, "--kv-cache-tokens", "6144", *self.options)
+        dcp = ("--dcp", str(self.dcp)) if self.dcp > 1 else ()
+        lay = ("--kv-layout", self.layout, "--kv-cache-tokens", "6144")
+        return (*size, *dcp, *lay, *self.options)
+
+    @property
+    def tokens_per_block(self) -> int:
+        """What a prefix cache keeps or forgets at once."""
+        return self.block_size * self.dcp
 
     def __str__(self) -> str:
-        return "-".join([f"tp{self.tp}", str(self.block_size), self.layout, *self.options])
+        dcp = [f"dcp{self.dcp}"] if self.dcp > 1 else []
+        return "-".join([f"tp{self.tp}", *dcp, str(self.block_size), self.layout, *self.options])
 
 
 def model_dir(name: str) -> Path:
@@ -201,7 +210,7 @@ def check_cell(
         expected = list(pool.map(lambda case: ask(oracle, case.prompt, NUM_TOKENS), cases))
     for case, reply, right in zip(cases, replies, expected, strict=True):
         assert_alike(reply, right)
-        hit = case.on_decode // d.block_size * d.block_size
+        hit = case.on_decode // d.tokens_per_block * d.tokens_per_block
         assert reply.kv == {
             "transferred": len(case.prompt) - hit,
             "recomputed": 0,

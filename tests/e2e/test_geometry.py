@@ -29,6 +29,7 @@ _PLAIN = Geometry()
 _TWO = Geometry(tp=2)
 _SMALL = Geometry(block_size=16)
 _NHD = Geometry(block_size=16, layout="LBCNHD")
+_SHARED = Geometry(2, 32, dcp=2)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,8 @@ _CELLS = {
     "tp 2 to 1, blocks of 64 to 16": (_TWO, _SMALL),
     "tp 2 to 2": (_TWO, _TWO),
     "tp 1 to 2": (_PLAIN, _TWO),
+    "NHD blocks of 16 to ranks that share tokens, in blocks of 32": (_NHD, _SHARED),
+    "tp 2 to ranks that share tokens": (_TWO, Geometry(2, dcp=2)),
 }
 
 
@@ -148,8 +151,18 @@ def test_told_to_convert_a_decode_server_bridges_dtypes_and_block_sizes(
 
 @pytest.mark.parametrize(
     ("model", "p", "d"),
-    [("mla", _PLAIN, _TWO), ("gqa2", _PLAIN, Geometry(tp=4))],
-    ids=["latent attention, tp 1 to 2", "2 KV heads, tp 1 to 4"],
+    [
+        ("mla", _PLAIN, _TWO),
+        ("mla", _PLAIN, Geometry(2, dcp=2)),
+        ("gqa2", _PLAIN, Geometry(tp=4)),
+        ("gqa2", _PLAIN, Geometry(4, dcp=2)),
+    ],
+    ids=[
+        "latent attention, tp 1 to 2",
+        "latent attention, to two ranks that share tokens",
+        "2 KV heads, tp 1 to 4",
+        "2 KV heads, to two times two ranks that share tokens",
+    ],
 )
 def test_replicated_kv_equals_one_server(
     engines: Farm, model: str, p: Geometry, d: Geometry

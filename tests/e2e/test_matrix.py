@@ -36,6 +36,13 @@ def test_every_tensor_parallelism(engines: Farm, model: str, p: int, d: int) -> 
     _check(engines, model, Geometry(p), Geometry(d))
 
 
+@pytest.mark.parametrize(("tp", "dcp"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("p", _TP)
+@pytest.mark.parametrize("model", ["gqa4", "gqa2", "mla"])
+def test_every_way_to_share_tokens(engines: Farm, model: str, p: int, tp: int, dcp: int) -> None:
+    _check(engines, model, Geometry(p), Geometry(tp, dcp=dcp))
+
+
 @pytest.mark.parametrize(("p", "d"), list(product((16, 64), repeat=2)))
 def test_every_block_size(engines: Farm, p: int, d: int) -> None:
     _check(engines, "gqa4", Geometry(1, p), Geometry(2, d))
@@ -61,6 +68,8 @@ _COMBINED = [
     ("gqa6", Geometry(3, 16, "LBCNHD"), Geometry(2, 100, "BNCLHD")),
     ("gqa4", Geometry(1, 1), Geometry(2, 256)),
     ("gqa4", Geometry(2, 256), Geometry(1, 1)),
+    ("gqa4", Geometry(4, 8, "LBCNHD"), Geometry(4, 24, "LCBHND", dcp=2)),
+    ("mla", Geometry(2, 16), Geometry(4, 16, "LBCNHD", ("--transfer", "mapped"), dcp=4)),
 ]
 
 

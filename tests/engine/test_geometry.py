@@ -45,6 +45,14 @@ def test_the_layout_is_that_of_one_rank(tp: int, heads: int) -> None:
     assert (layout.order, layout.block_size, layout.head_dim) == ("LBCNHD", 16, 16)
 
 
+@pytest.mark.parametrize(("tp", "dcp", "heads"), [(2, 2, 4), (4, 2, 2), (8, 2, 1), (8, 8, 4)])
+def test_ranks_that_share_tokens_hold_their_groups_heads(tp: int, dcp: int, heads: int) -> None:
+    config = _changed(tp=tp, dcp=dcp, block_size=16)
+    layout = check_geometry(config, _MODEL)
+    assert (layout.num_heads, layout.block_size) == (heads, 16)
+    assert config.tokens_per_block == 16 * dcp
+
+
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do() -> None:
     with pytest.raises(InvalidParallelism, match=r"tp=3 .* 8 query heads; use 1 or 2 or 4 or 8"):
         check_geometry(_changed(tp=3), _MODEL)

@@ -36,15 +36,21 @@ _LENGTHS = (5, 64, 300, 700)
 
 
 def on_gpus(
-    devices: str = "0", block_size: int = 64, layout: str = "BHLCND", options: tuple[str, ...] = ()
+    devices: str = "0",
+    block_size: int = 64,
+    layout: str = "BHLCND",
+    options: tuple[str, ...] = (),
+    dcp: int = 1,
 ) -> Geometry:
     gpu = ("--device", "cuda", "--dtype", "bfloat16", "--devices", devices)
     lean = ("--max-num-seqs", "8", "--no-enable-prefix-caching")
-    return Geometry(len(devices.split(",")), block_size, layout, (*gpu, *lean, *options))
+    tp = len(devices.split(","))
+    return Geometry(tp, block_size, layout, (*gpu, *lean, *options), dcp)
 
 
 _ONE, _NHD = on_gpus(), on_gpus("0", 16, "LBCNHD")
 _TWO = on_gpus("0,1")
+_SHARED = on_gpus("0,1", dcp=2)
 _CELLS = [
     pytest.param("gqa4", _ONE, _ONE, id="one geometry"),
     pytest.param("gqa4", _NHD, _ONE, id="NHD blocks of 16, mapped"),
@@ -55,6 +61,15 @@ _CELLS = [
     pytest.param("gqa4", _ONE, _TWO, id="tp 1 to 2", marks=_gpus(2)),
     pytest.param("gqa4", _TWO, on_gpus("1", 16, "LBCNHD"), id="tp 2 to 1", marks=_gpus(2)),
     pytest.param("mla", on_gpus("1"), _TWO, id="latents, tp 1 to 2", marks=_gpus(2)),
+    pytest.param("gqa4", _ONE, _SHARED, id="tp 1 to 2 that share tokens", marks=_gpus(2)),
+    pytest.param("mla", _ONE, _SHARED, id="latents, tp 1 to 2 that share tokens", marks=_gpus(2)),
+    pytest.param(
+        "gqa4",
+        on_gpus("0,1", 16, "LBCNHD"),
+        on_gpus("0,1,2,3", options=_NIXL, dcp=2),
+        id="tp 2, NHD blocks of 16, to 4 that share tokens by twos, nixl",
+        marks=_gpus(4),
+    ),
     pytest.param("gqa4", _ONE, on_gpus("1,2"), id="tp 1 to 2 on others", marks=_gpus(3)),
     pytest.param("gqa4", _TWO, on_gpus("2,3"), id="tp 2 to 2 on others", marks=_gpus(4)),
     pytest.param(

@@ -1,10 +1,12 @@
-"""Two ranks on two GPUs, collectives inside the graphs, continue like one rank."""
+"""Two ranks on two GPUs, collectives inside the graphs, continue like one rank: each with half the
+heads, or (dcp) with half the tokens."""
 
 import multiprocessing
 import os
 import queue
 import socket
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,17 @@ pytestmark = [
 ]
 NUM_STEPS = 16
 TIMEOUT_S = 120.0
+_DCP = (1, 2)
 
 
-def _run_rank(rank: int, port: int, folders: list[Path], results: Any) -> None:
-    parallel = Parallel.connect(rank, 2, host="127.0.0.1", port=port, device=f"cuda:{rank}")
+def _run_rank(rank: int, ports: dict[int, int], folders: list[Path], results: Any) -> None:
+    groups = {
+        dcp: Parallel.connect(rank, 2, host="127.0.0.1", port=port, device=f"cuda:{rank}", dcp=dcp)
+        for dcp, port in ports.items()
+    }
     runners = []
-    for folder in folders:
-        config = config_for(folder, tp=2, devices=[0, 1])
+    for folder, (dcp, parallel) in product(folders, groups.items()):
+        config = config_for(folder, tp=2, dcp=dcp, devices=[0, 1])
         runner = ModelRunner(config, load_config(folder), parallel)
         runner.allocate(128)
         runner.capture_graphs()
@@ -49,7 +55,7 @@ def _run_rank(rank: int, port: int, folders: list[Path], results: Any) -> None:
         masked = continue_masked(runner, NUM_STEPS)
         runners.append(runner)  # leaving a group that graphs refer to blocks
         found = (tokens, logits.cpu().numpy()) if rank == 0 else ()
-        results.put((folder.name, rank, found, masked))
+        results.put((folder.name, dcp, rank, found, masked))
     results.close()
     results.join_thread()
     torch.cuda.synchronize()
@@ -95,21 +101,21 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def continued() -> Iterator[dict[tuple[str, int], Any]]:
-    """What two ranks, started once for all models, continue, by model and rank: rank 0's tokens
-    and logits, and the tokens of masked steps."""
+def continued() -> Iterator[dict[tuple[str, int, int], Any]]:
+    """What two ranks, started once for all models, continue, by model, dcp and rank: rank 0's
+    tokens and logits, and the tokens of masked steps."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    port = _free_port()
+    ports = {dcp: _free_port() for dcp in _DCP}
     folders = [MODELS[name] for name in SERVED]
     ranks = [
-        context.Process(target=_run_rank, args=(rank, port, folders, results)) for rank in range(2)
+        context.Process(target=_run_rank, args=(rank, ports, folders, results)) for rank in range(2)
     ]
     for process in ranks:
         process.start()
     try:
-        found = [results.get(timeout=TIMEOUT_S) for _ in range(2 * len(SERVED))]
-        yield {(name, rank): rest for name, rank, *rest in found}
+        found = [results.get(timeout=TIMEOUT_S) for _ in range(4 * len(SERVED))]
+        yield {(name, dcp, rank): rest for name, dcp, rank, *rest in found}
     except queue.Empty:
         pytest.fail(f"no result; exit codes {[process.exitcode for process in ranks]}")
     finally:
@@ -118,19 +124,23 @@ def continued() -> Iterator[dict[tuple[str, int], Any]]:
             process.kill()
 
 
+@pytest.mark.parametrize("dcp", _DCP)
 @pytest.mark.parametrize("name", SERVED)
-def test_two_ranks_continue_like_one(continued: dict[tuple[str, int], Any], name: str) -> None:
-    (tokens, logits), _ = continued[name, 0]
+def test_two_ranks_continue_like_one(
+    continued: dict[tuple[str, int, int], Any], name: str, dcp: int
+) -> None:
+    (tokens, logits), _ = continued[name, dcp, 0]
     with runner_for(MODELS[name], enforce_eager=True) as runner:
         _, expected = decode(runner, NUM_STEPS, forced=tokens)
     assert_same_but_for_ties(tokens, torch.from_numpy(logits).to(expected.device), expected)
 
 
+@pytest.mark.parametrize("dcp", _DCP)
 @pytest.mark.parametrize("name", SERVED)
 def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(
-    continued: dict[tuple[str, int], Any], name: str
+    continued: dict[tuple[str, int, int], Any], name: str, dcp: int
 ) -> None:
-    drawn, theirs = (continued[name, rank][1] for rank in range(2))
+    drawn, theirs = (continued[name, dcp, rank][1] for rank in range(2))
     assert drawn == theirs
     vocab_size = load_config(MODELS[name]).vocab_size
     for index, tokens in enumerate(drawn):

@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,40 @@ def test_sizes_that_fit():
     for size in (1, 2, 4, 8):
         check_parallelism(parse_config(LLAMA), size)
         check_parallelism(parse_config(DEEPSEEK), size)
+
+
+def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themselves():
+    port = free_port()
+
+    def rank_of_four(rank: int) -> tuple:
+        parallel = Parallel.connect(rank, 4, host="127.0.0.1", port=port, dcp=2)
+        context = parallel.context
+        mine = torch.tensor([[10.0 * rank, 1.0]])
+        gathered = context.all_gather(mine)
+        parts = torch.arange(4.0).view(2, 1, 2) + 10 * rank  # one for each of the group
+        exchanged = context.all_to_all(parts)
+        summed = parallel.all_reduce(torch.ones(1))  # of all four, still
+        heads = [parallel.kv_heads(total) for total in (1, 2, 4)]
+        parallel.close()
+        return heads, gathered.tolist(), exchanged.tolist(), summed.item()
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(rank_of_four, range(4)))
+    for rank, (heads, gathered, exchanged, summed) in enumerate(found):
+        group, place = divmod(rank, 2)
+        assert [list(some) for some in heads] == [[0], [group], [2 * group, 2 * group + 1]]
+        members = (2 * group, 2 * group + 1)
+        assert gathered == [[[10.0 * member, 1.0]] for member in members]
+        theirs = [[10.0 * member + 2 * place + i for i in range(2)] for member in members]
+        assert exchanged == [[part] for part in theirs]
+        assert summed == 4
+
+
+def test_groups_that_cannot_share_the_kv_heads_are_refused():
+    wide = parse_config({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 4})
+    check_parallelism(wide, 12, 3)
+    with pytest.raises(InvalidParallelism, match=r"dcp=2 with tp=12 makes 6 groups .* 4 KV heads"):
+        check_parallelism(wide, 12, 2)
 
 
 def test_a_group_of_one_needs_no_connection():

@@ -87,8 +87,12 @@ class KVPool:
         self.highest_block = max(self.highest_block, block)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, each pair being (source, target); no target may occur twice."""
-        sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
+        """Copies whole blocks, each pair being (source, target); no target may occur twice. On a
+        GPU nothing is waited for."""
+        ids = torch.tensor(pairs)
+        if self.device.type == "cuda":
+            ids = ids.pin_memory()
+        sources, targets = ids.to(self.device, non_blocking=True).unbind(1)
         # Bytes do as well, and not every device indexes FP8.
         blocks = self.canonical
         if blocks.element_size() == 1:

@@ -169,17 +169,18 @@ _BANS = [True, *[False] * (len(PROMPTS) - 1)]
 
 
 @pytest.mark.parametrize(
-    ("sampling", "shaped", "masked"),
+    ("sampling", "shaped", "masked", "copies"),
     [
-        pytest.param(GREEDY, False, False, id="greedy"),
-        pytest.param(RESTRICTED, False, False, id="restricted"),
-        pytest.param(replace(RESTRICTED, num_logprobs=3), False, False, id="logprobs"),
-        pytest.param(RESTRICTED, True, False, id="penalties, bias and bans"),
-        pytest.param(GREEDY, True, True, id="masks"),
+        pytest.param(GREEDY, False, False, [], id="greedy"),
+        pytest.param(RESTRICTED, False, False, [], id="restricted"),
+        pytest.param(replace(RESTRICTED, num_logprobs=3), False, False, [], id="logprobs"),
+        pytest.param(RESTRICTED, True, False, [], id="penalties, bias and bans"),
+        pytest.param(GREEDY, True, True, [], id="masks"),
+        pytest.param(GREEDY, False, False, [(1, 126), (2, 127)], id="copied blocks"),
     ],
 )
 def test_launching_a_decode_step_waits_for_nothing(
-    sampling: SamplingParams, shaped: bool, masked: bool
+    sampling: SamplingParams, shaped: bool, masked: bool, copies: list[tuple[int, int]]
 ) -> None:
     def step(index: int, *, first: bool) -> StepInput:
         ones = np.ones(len(PROMPTS), np.int32)
@@ -192,6 +193,7 @@ def test_launching_a_decode_step_waits_for_nothing(
             sampling=[sampling] * len(PROMPTS),
             shapes=StepShapes(_ROWS, _BANS, [_SETUP] if first else []) if shaped else None,
             is_masked=masked,
+            copies=copies,
         )
 
     with runner_for(MODELS[SERVED[0]]) as runner:

@@ -3,7 +3,6 @@
 Whatever goes wrong, the output must be the continuation of the request's own prompt.
 """
 
-import dataclasses
 import threading
 import time
 
@@ -260,7 +259,7 @@ def test_a_first_token_of_another_model_is_not_used(make_pair: MakePair, max_tok
     pair = make_pair(p_compat=msgspec.structs.replace(COMPAT, model_fingerprint="another"))
     params = kv_params.parse(pair.prefill(PROMPT))
     wrong = FirstToken((expected_output(PROMPT, 1)[0] + 1) % VOCAB)
-    forged = dataclasses.replace(params, first_tokens=(wrong,)).sign(SECRET).to_json()
+    forged = msgspec.structs.replace(params, first_tokens=(wrong,)).sign(SECRET).to_json()
     name = pair.ask(PROMPT, forged, max_tokens)
     assert pair.answer(name) == expected_output(PROMPT, max_tokens)
     assert pair.usage(name) == (0, 14, 0)

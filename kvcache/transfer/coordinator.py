@@ -133,6 +133,11 @@ class PullCoordinator:
     def start(self) -> None:
         self._turns.start()
 
+    def knows(self, remote: RemotePrefill) -> bool:
+        """Whether hands were shaken with its engine, so that `connect` would tell PeerReady."""
+        peer = self._peers.get(key_of(remote))
+        return peer is not None and peer.status is PeerStatus.READY
+
     def connect(self, remote: RemotePrefill) -> None:
         """Shakes hands unless that was done; PeerReady or PeerFailed tells the outcome."""
         self._turns.call(lambda: self._do_connect(remote))

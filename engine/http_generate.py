@@ -153,10 +153,14 @@ class Api:
                 token_limit(behind, len(ids), context)
         adds = self._plan(parsed, prompts, ready)
         tally.on_end(self.hooks.admit(adds, ready))
-        writer = self._writer(parsed, endpoint)
-        tally.accepted(sum(map(len, prompts)))
-        groups = self._groups(parsed, adds)
-        generation = Generation(self.client.submit(adds), groups, parsed.n, tally)
+        subscription = self.client.submit(adds)
+        try:  # all else is made while the engine has begun
+            tally.accepted(sum(map(len, prompts)))
+            writer = self._writer(parsed, endpoint)
+            generation = Generation(subscription, self._groups(parsed, adds), parsed.n, tally)
+        except BaseException:
+            subscription.close()
+            raise
         return Call(self.hooks, parsed, writer, generation, tally)
 
     def _writer(self, parsed: GenerationRequest, endpoint: Endpoint) -> ResponseWriter:

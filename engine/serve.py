@@ -188,6 +188,8 @@ class _Server:
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
+                server_header=False,
+                proxy_headers=False,
                 timeout_graceful_shutdown=max(1, int(self.settings.shutdown_grace_s)),
             )
         )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.http import PlainHooks
+from engine.http_generate import Api
 from engine.tokenizer import Tokenizer
 from protocol.messages import (
     AddRequest,
@@ -406,5 +407,27 @@ def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(
             expected = {added.request_id for added in server.engine.added}
             while set(server.engine.aborted) != expected:
                 await asyncio.sleep(0)
+
+    run(main)
+
+
+def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_engine(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no such thing")
+
+    async def hangs(_: AddRequest) -> AsyncIterator[TokenDelta]:
+        await asyncio.Event().wait()
+        yield TokenDelta(request_id="")
+
+    async def main() -> None:
+        async with serving(tokenizer, hangs) as server:
+            with monkeypatch.context() as patched:
+                patched.setattr(Api, "_groups", fails)
+                assert (await server.post()).status_code == 500
+            assert server.engine.aborted == [server.engine.added[0].request_id]
+            assert server.engine.num_open == 0
+            assert server.metrics.value("baton_requests_in_progress") == 0
 
     run(main)

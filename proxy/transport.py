@@ -9,6 +9,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
+from functools import lru_cache
 from typing import Any, cast
 
 import httpcore
@@ -63,15 +64,14 @@ class ConnectionTransport(httpx.AsyncBaseTransport):
             httpx.TransportError: ConnectError or ConnectTimeout when nothing was sent.
         """
         http = await self._connected(request)
-        url = request.url
+        url, extensions = request.url, dict(request.extensions)
+        target = extensions.pop("target", url.raw_path)  # else httpcore makes a second URL
         asked = httpcore.Request(
             request.method,
-            httpcore.URL(
-                scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
-            ),
+            _core_url(url.raw_scheme, url.raw_host, url.port, target),
             headers=request.headers.raw,
             content=request.stream,
-            extensions=request.extensions,
+            extensions=extensions,
         )
         with _translated():
             answer = await http.handle_async_request(asked)
@@ -218,6 +218,11 @@ class _Body(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+@lru_cache(maxsize=256)  # a server's paths are few
+def _core_url(scheme: bytes, host: bytes, port: int | None, target: bytes) -> httpcore.URL:
+    return httpcore.URL(scheme=scheme, host=host, port=port, target=target)
 
 
 def _end(waiter: asyncio.Future[None], error: type[Exception]) -> None:

@@ -125,8 +125,11 @@ import signal, sys
 sys.path.insert(0, sys.argv[1])
 from test_pull_processes import *
 prefill = Child("prefill", num_blocks=BLOCKS)
-settings = {"pull_timeout_s": 0.5, "drain_grace_s": 0.1, "handshake_timeout_s": 20.0}
-decode = Decode(agent, settings=settings, num_blocks=BLOCKS)
+settings = {"pull_timeout_s": 2.0, "drain_grace_s": 0.1, "handshake_timeout_s": 20.0}
+limits = PostLimits(max_bytes=1 << 20)  # of which more hang than may be active at once
+decode = Decode(
+    agent, settings=settings, num_blocks=BLOCKS, limits=limits, staging_bytes=1 << 20
+)
 first = prefill.lease([3, 4], 16)
 decode.coordinator.pull("a", first, 0, 16, [8, 7])
 assert isinstance(decode.wait(*ENDINGS), PullDone)
@@ -134,10 +137,17 @@ assert isinstance(decode.wait(*ENDINGS), PullDone)
 remote = whole(prefill)
 spare = prefill.lease([5], 8)
 prefill.signal(signal.SIGSTOP)
-decode.coordinator.pull("b", remote, 0, TOKENS, list(range(1, BLOCKS)))
+decode.coordinator.pull("b", remote, 0, TOKENS - 3, list(range(1, BLOCKS)))
 failed = decode.wait(*ENDINGS)
 assert isinstance(failed, PullFailed) and not failed.drained, failed
 assert decode.settle() == []  # no PullDrained while a READ may still deliver
+other = Child("prefill", num_blocks=BLOCKS, engine_id="other")
+elsewhere = other.lease([5, 9, 6], 21)
+decode.coordinator.pull("e", elsewhere, 0, 21, [0, 2, 1])
+ending = decode.wait(*ENDINGS)  # neither READs nor staging memory that hang hold it up
+assert isinstance(ending, PullDone), ending
+assert np.array_equal(decode.tokens([0, 2, 1], 0, 21), expected(elsewhere, 0, 21))
+other.close()
 prefill.signal(signal.SIGCONT)
 assert decode.wait(*ENDINGS) == PullDrained("b")
 decode.coordinator.pull("c", spare, 0, 8, [1])

@@ -1,0 +1,232 @@
+"""Whatever P, the network and D's ranks do in whatever order: a pull that is done has read the
+bytes of its lease.
+
+P's real lease table and words, D's real pulls, several of them of one lease; between them messages
+that are late, lost, repeated and overtaken, and memory whose blocks get new content as soon as P
+has them back. P may end or be killed; who then comes at its address has other content everywhere,
+and what still goes to the dead may by chance reach the successor's memory.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from msgspec.structs import replace
+
+from kvcache.lease import LeaseTable
+from kvcache.lease_words import TABLE_BYTES, LeaseWords, is_held
+from kvcache.transfer.pull import PullDone, PullSettings, RankEnded
+from kvcache.transfer.pull_state import (
+    Action,
+    Emit,
+    FanOut,
+    LookAtWord,
+    PullState,
+    SendAbort,
+    SendComplete,
+    SendRenew,
+)
+from protocol.messages import RemotePrefill
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import REMOTE
+
+BLOCKS, RANKS = 6, 2
+FOREIGN = "somebody else's"
+SELDOM = st.sampled_from([False, False, False, True])
+
+
+class Engine:
+    """One incarnation of P."""
+
+    def __init__(self, number: int) -> None:
+        self.incarnation = str(number)
+        self.memory = bytearray(TABLE_BYTES)
+        self.table = LeaseTable(words=LeaseWords(self.memory))
+        self.content = dict.fromkeys(range(BLOCKS), FOREIGN)
+        self.free = list(range(BLOCKS))
+        self.is_alive = True
+
+    def collect(self) -> None:
+        """The engine gets blocks back, and uses them at once."""
+        for ended in self.table.drain_ended():
+            for block in ended.block_ids:
+                self.content[block] = FOREIGN
+                self.free.append(block)
+
+
+@dataclass(eq=False)
+class Pulling:
+    """A pull, and what its ranks have read."""
+
+    state: PullState
+    source: Engine
+    sees_words: bool
+    unread: dict[int, list[int]] = field(default_factory=dict)  # blocks, by rank that has not ended
+    found: list[str] = field(default_factory=list)
+    is_done: bool = False
+
+
+@dataclass(eq=False)
+class Message:
+    """A question on its way, or its answer."""
+
+    pulling: Pulling
+    action: Action
+    ok: bool | None = None  # None: not answered
+
+
+class FenceMachine(RuleBasedStateMachine):
+    @initialize(is_seen=st.tuples(st.booleans(), st.booleans()))
+    def begin(self, is_seen: tuple[bool, bool]) -> None:
+        self.p_now = self.d_now = 0.0
+        self.engine = Engine(0)
+        self.leases: list[tuple[Engine, RemotePrefill]] = []
+        self.pullings: list[Pulling] = []
+        self.asked: list[Message] = []
+        self.answers: list[Message] = []
+        self.lease(2)
+        for sees_words in is_seen:  # two readers of one lease
+            self.begin_pull(*self.leases[0], sees_words)
+
+    # -- P
+
+    @rule(count=st.integers(1, 2))
+    def lease(self, count: int) -> None:
+        if len(self.engine.free) < count:
+            return
+        blocks = [self.engine.free.pop(0) for _ in range(count)]
+        lease_id = f"{len(self.leases) + 1:032x}"
+        self.engine.content.update(dict.fromkeys(blocks, lease_id))
+        self.engine.table.grant(lease_id, "r", blocks, 10.0, self.p_now)
+        remote = replace(
+            REMOTE,
+            incarnation=self.engine.incarnation,
+            lease_id=lease_id,
+            lease_s=10.0,
+            block_ids=blocks,
+        )
+        self.leases.append((self.engine, remote))
+
+    @rule(sweeps=st.booleans())
+    def collect(self, sweeps: bool) -> None:
+        if sweeps:
+            self.engine.table.expire(self.p_now)
+        self.engine.collect()
+
+    @rule(what=st.sampled_from([*(0.5,) * 5, 4.0, 11.0, "ends", "is killed"]))
+    def disturb(self, what: float | str) -> None:
+        if not isinstance(what, str):
+            self.p_now += what
+            return
+        if what == "ends":
+            self.engine.table.abort_all(self.p_now)
+        self.engine.is_alive = False
+        self.engine = Engine(int(self.engine.incarnation) + 1)
+
+    # -- D
+
+    @precondition(lambda self: self.leases and len(self.pullings) < 4)
+    @rule(data=st.data(), sees_words=st.booleans())
+    def pull(self, data: st.DataObject, sees_words: bool) -> None:
+        self.begin_pull(*data.draw(st.sampled_from(self.leases)), sees_words)
+
+    def begin_pull(self, source: Engine, remote: RemotePrefill, sees_words: bool) -> None:
+        number = len(self.pullings)
+        state = PullState(
+            f"pull {number}", remote, RANKS, PullSettings(), f"attempt {number}", self.d_now
+        )
+        pulling = Pulling(state, source, sees_words)
+        self.pullings.append(pulling)
+        self.perform(pulling, state.pull(16, self.d_now))
+        self.perform(pulling, state.peer_ready(self.d_now))
+
+    @precondition(lambda self: any(pulling.unread for pulling in self.pullings))
+    @rule(data=st.data(), count=st.integers(1, 4), goes_astray=st.booleans())
+    def read(self, data: st.DataObject, count: int, goes_astray: bool) -> None:
+        """A rank reads some blocks, or ends: with everything, unless it was stopped before."""
+        pulling = data.draw(st.sampled_from([p for p in self.pullings if p.unread]))
+        rank = data.draw(st.sampled_from(sorted(pulling.unread)))
+        blocks = pulling.unread[rank]
+        is_wrong = goes_astray and not pulling.source.is_alive
+        for block in blocks[:count]:
+            pulling.found.append(FOREIGN if is_wrong else pulling.source.content[block])
+        del blocks[:count]
+        if not blocks:
+            del pulling.unread[rank]
+            ended = RankEnded(pull_id=pulling.state.pull_id, rank=rank, complete=True, path="x")
+            self.perform(pulling, pulling.state.rank_ended(ended, self.d_now))
+
+    @precondition(lambda self: self.pullings)
+    @rule(data=st.data(), what=st.sampled_from([*(0.0, 0.3) * 3, 1.1, 6.0, "cancel"]))
+    def wait_or_cancel(self, data: st.DataObject, what: float | str) -> None:
+        pulling = data.draw(st.sampled_from(self.pullings))
+        if isinstance(what, str):
+            self.perform(pulling, pulling.state.cancel(self.d_now))
+            return
+        self.d_now += what
+        self.perform(pulling, pulling.state.tick(self.d_now))
+
+    def perform(self, pulling: Pulling, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case FanOut():
+                    blocks = pulling.state.remote.block_ids
+                    pulling.unread = {rank: list(blocks) for rank in range(RANKS)}
+                case LookAtWord():
+                    held = pulling.sees_words and pulling.source.is_alive
+                    held = held and is_held(pulling.source.memory, pulling.state.remote.lease_id)
+                    self.perform(pulling, pulling.state.word_seen(held, self.d_now))
+                case SendRenew() | SendComplete() | SendAbort():
+                    self.asked.append(Message(pulling, action))
+                case Emit(PullDone()):
+                    assert not pulling.is_done and not pulling.unread
+                    lease_id = pulling.state.remote.lease_id
+                    assert pulling.found == [lease_id] * len(pulling.found)
+                    assert len(pulling.found) == RANKS * len(pulling.state.remote.block_ids)
+                    pulling.is_done = True
+
+    # -- between them
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), is_lost=SELDOM, comes_again=SELDOM)
+    def question(self, data: st.DataObject, is_lost: bool, comes_again: bool) -> None:
+        message = data.draw(st.sampled_from(self.asked))
+        if not comes_again:
+            self.asked.remove(message)
+        if is_lost:
+            return
+        remote, table = message.pulling.state.remote, self.engine.table
+        ok = remote.incarnation == self.engine.incarnation
+        match message.action:
+            case SendRenew():
+                ok = ok and table.renew(remote.lease_id, self.p_now)
+            case SendComplete(attempt):
+                ok = ok and table.complete(remote.lease_id, attempt, self.p_now)
+            case SendAbort():
+                ok = ok and table.abort(remote.lease_id, self.p_now)
+        self.answers.append(Message(message.pulling, message.action, ok))
+
+    @precondition(lambda self: self.answers)
+    @rule(data=st.data(), comes_again=SELDOM)
+    def answer(self, data: st.DataObject, comes_again: bool) -> None:
+        message = data.draw(st.sampled_from(self.answers))
+        if not comes_again:
+            self.answers.remove(message)
+        state, ok = message.pulling.state, bool(message.ok)
+        actions: list[Any] = []
+        if isinstance(message.action, SendRenew):
+            actions = state.renew_answered(ok, "", self.d_now)
+        elif isinstance(message.action, SendComplete):
+            actions = state.fence_answered(ok, "", self.d_now)
+        self.perform(message.pulling, actions)
+
+
+TestFenceProperties = FenceMachine.TestCase
+TestFenceProperties.settings = hypothesis_settings(
+    deadline=None, max_examples=500, stateful_step_count=40
+)

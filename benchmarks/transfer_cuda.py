@@ -471,15 +471,13 @@ def run(args: argparse.Namespace, size: Size) -> dict[str, Any]:
     decode: list[dict[str, Any]] = []
     for path in args.paths.split(","):
         mapped = path == "mapped"
-        for case in mapped_cases() if mapped else nixl_cases():
-            if args.only in case.name:
-                attempt(rows, case.name, partial(measure_case, bench, case, mapped=mapped))
+        cases = [c for c in (mapped_cases if mapped else nixl_cases)() if args.only in c.name]
+        for case in cases:
+            attempt(rows, case.name, partial(measure_case, bench, case, mapped=mapped))
         attempt(rows, "128 tokens", partial(measure_short, bench, mapped=mapped))
-        decode_cases = list(mapped_cases())[: None if mapped else 1] if args.decode else []
-        for case in decode_cases:
-            if args.only in case.name:
-                found = attempt_decode(bench, case, mapped=mapped)
-                decode += [found] if found else []
+        for case in cases if args.decode else ():
+            found = attempt_decode(bench, case, mapped=mapped)
+            decode += [found] if found else []
     if "nixl" in args.paths:
         attempt(rows, "the field's scheme", partial(measure_field, bench))
     here.send(None)

@@ -117,7 +117,8 @@ TABLE = (
     Spec("baton_proxy_requests", "counter", "proxy",
          "Requests by path (pd; decode_only: D computed the prompt; prefill: P's answer was the "
          "answer, as a score's or an error's) and why.", ("path", "reason")),
-    Spec("baton_proxy_responses", "counter", "proxy", "Responses by HTTP status.", ("status",)),
+    Spec("baton_proxy_responses", "counter", "proxy",
+         "Responses by HTTP status; broken: a stream that ended in an error.", ("status",)),
     Spec("baton_proxy_requests_in_progress", "gauge", "proxy", "Requests not yet answered."),
     Spec("baton_proxy_retries", "counter", "proxy", "Attempts after the first, by leg.", ("leg",)),
     Spec("baton_proxy_upstream_failures", "counter", "proxy",

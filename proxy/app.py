@@ -237,7 +237,7 @@ class ProxyApp:
 
     def _record(self, path: str, reply: Reply, trace: Trace) -> None:
         total_s = trace.elapsed_s()
-        status = str(reply.status or "none")
+        status = "broken" if reply.is_broken else str(reply.status or "none")
         self.metrics.inc("baton_proxy_responses", status=status)
         self.metrics.observe("baton_proxy_request_seconds", total_s)
         if reply.is_stream and trace.first_byte_s is not None:

@@ -35,10 +35,8 @@ _NOT_RELAYED = frozenset(
 )
 
 
-_LAST_EVENTS = tuple(
-    b"event: " + name
-    for name in (b"error", b"response.completed", b"response.incomplete", b"response.failed")
-)
+_FAILURES = (b"event: error", b"event: response.failed")
+_LAST_EVENTS = (*_FAILURES, b"event: response.completed", b"event: response.incomplete")
 
 
 class EventBuffer:
@@ -67,10 +65,19 @@ class EventBuffer:
     @property
     def has_ended(self) -> bool:
         """Whether the last event was one that ends a stream: [DONE], an error, a whole response."""
-        text = self._last.replace(b"\r\n", b"\n").strip()
-        last = text[text.rfind(b"\n\n") + 1 :].strip()
+        last = self._last_event()
+        return last == b"data: [DONE]" or last.startswith(_LAST_EVENTS) or self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last event was an error."""
+        last = self._last_event()
         is_error = b'"error":{' in last or b'"error": {' in last  # not "error":null of a response
-        return last == b"data: [DONE]" or last.startswith(_LAST_EVENTS) or is_error
+        return is_error or last.startswith(_FAILURES)
+
+    def _last_event(self) -> bytes:
+        text = self._last.replace(b"\r\n", b"\n").strip()
+        return text[text.rfind(b"\n\n") + 1 :].strip()
 
 
 def _last_event_end(data: bytes) -> int:
@@ -88,6 +95,7 @@ class Reply:
         self.status: int | None = None  # once the head is sent
         self.finished = False
         self.is_stream = False
+        self.is_broken = False  # the stream ended in an error, whatever its status says
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Sends a whole response."""
@@ -106,6 +114,7 @@ class Reply:
             retry = [(b"retry-after", b"1")] if error.status == 503 else []
             await self.answer_json(error.status, error.to_openai(), retry)
         else:
+            self.is_broken = True
             await self._body(sse.error_event(error), more=False)
 
     async def relay_answer(self, status: int, headers: Headers, body: bytes) -> None:
@@ -139,6 +148,7 @@ class Reply:
             if rest := events.rest():
                 await self._body(rest, more=True)
         if events.has_ended:
+            self.is_broken = events.has_failed
             await self._body(b"", more=False)
         return events.has_ended
 

@@ -43,6 +43,7 @@ def test_a_stream_that_ends_without_its_last_event_ends_in_an_error_event() -> N
             response = await rig.complete(stream=True)
             assert "event: error" in response.text
             assert "[DONE]" not in response.text
+            await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 1)
 
     run(test())
 
@@ -57,6 +58,7 @@ def test_an_error_event_of_the_decode_server_is_relayed_alone() -> None:
     async def test() -> None:
         async with Rig(decode=[Fake(fails)]) as rig:
             assert (await rig.complete(stream=True)).content == text
+            await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 1)
 
     run(test())
 

@@ -56,6 +56,23 @@ def test_a_stream_has_ended_when_its_last_event_says_so(stream: bytes, ended: bo
     assert events.has_ended is ended
 
 
+@pytest.mark.parametrize(
+    ("stream", "failed"),
+    [
+        (b"data: 1\n\ndata: [DONE]\n\n", False),
+        (b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n', False),
+        (b'data: 1\n\ndata: {"error": {"message": "x"}}\n\n', True),
+        (b"data: 1\n\n" + sse.error_event(EngineDied("gone")), True),
+        (b'event: response.failed\ndata: {"response":{}}\n\n', True),
+        (b'event: response.completed\ndata: {"response":{"error":null}}\n\n', False),
+    ],
+)
+def test_a_stream_has_failed_when_its_last_event_is_an_error(stream: bytes, failed: bool) -> None:
+    events = EventBuffer()
+    events.feed(stream)
+    assert events.has_failed is failed and events.has_ended
+
+
 def test_headers_of_the_connection_are_not_relayed() -> None:
     headers = [
         (b"content-type", b"application/json"),

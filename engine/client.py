@@ -143,6 +143,11 @@ class Engine(ABC):
         return self.failure is None
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the engine has failed or hung up, after which its processes should be ending."""
+        return not self.healthy
+
+    @property
     def num_open(self) -> int:
         """Requests of which some choice has not ended."""
         return len(self._subscriptions)
@@ -272,6 +277,11 @@ class EngineClient(Engine):
         self._path = path_of(address)
         self._listener: socket.socket | None = None
         self._wire: Wire | None = None
+        self._hung_up = False
+
+    @property
+    def is_lost(self) -> bool:
+        return self._hung_up or super().is_lost
 
     async def start(self) -> None:
         await super().start()
@@ -337,6 +347,7 @@ class EngineClient(Engine):
             for message in self._wire.receive():
                 self._take(decode_output(message))
         except WireClosed:
+            self._hung_up = True
             self._disconnect()  # who watches the engine's processes says why
         except Exception as error:
             log.exception("the engine's messages cannot be read")

@@ -50,6 +50,7 @@ logger = logging.getLogger("baton.serve")
 _START_TIMEOUT_S = 600.0
 _LEASES = "baton_leases_held"  # among an engine's stats
 _LOOK_S = 0.02  # how often they are looked at by a server that ends
+_ENDING_S = 5.0  # for the processes of an engine that failed or hung up
 _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
 
 HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
@@ -230,15 +231,18 @@ class _Server:
                 return
             await asyncio.sleep(_LOOK_S)
 
-    async def _watch_for_hang(self, client: EngineClient) -> None:
+    async def _watch_for_hang(self, client: Engine) -> None:
         """Gives up an engine whose processes live but do not get on: a stopped rank, a GPU or a
-        collective that hangs. Its requests get their error, and whoever runs us starts it anew."""
+        collective that hangs, or an end that does. Its requests get their error, and whoever runs
+        us starts it anew."""
         limit_s = self.settings.hang_timeout_s
-        while client.silent_s < limit_s:
+        while not client.is_lost and client.silent_s < limit_s:
             await asyncio.sleep(min(1.0, limit_s / 4))
-        self._engine_ended(
-            f"the engine has requests and said nothing for {limit_s:g} s (--hang-timeout-s)"
-        )
+        reason = f"the engine has requests and said nothing for {limit_s:g} s (--hang-timeout-s)"
+        if client.is_lost:
+            await asyncio.sleep(_ENDING_S)
+            reason = client.failure or "the engine hung up, and its process does not end"
+        self._engine_ended(reason)
 
     def _engine_config(self, model_dir: Path, model_config: ModelConfig) -> EngineConfig:
         settings = self.settings

@@ -267,8 +267,10 @@ def test_nobody_connected_is_a_dead_engine_not_a_hang(tmp_path: Any) -> None:
 def test_an_engine_that_hangs_up_is_a_dead_engine(tmp_path: Any) -> None:
     async def main() -> None:
         async with connected(tmp_path) as (client, remote):
+            assert not client.is_lost
             await remote.close()
             await _until(lambda: client._wire is None)
+            assert client.is_lost
             with pytest.raises(EngineDied, match="not connected"):
                 client.submit([add("r")])
 

@@ -14,7 +14,7 @@ from engine.http import PlainHooks
 from engine.serve import StartFailure, _devices, _Server
 from engine.tokenizer import Tokenizer
 from protocol.listening import bind
-from protocol.messages import AddRequest, TokenDelta
+from protocol.messages import AddRequest, EngineFailed, TokenDelta
 from protocol.settings import PrefillSettings
 from tests.engine.http_server import READY
 
@@ -115,6 +115,23 @@ def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
         return was_kept, code
 
     assert asyncio.run(asyncio.wait_for(main(), 60)) == (True, 0)
+
+
+def test_an_engine_that_failed_and_does_not_end_is_given_up(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
+    monkeypatch.setattr("engine.serve._ENDING_S", 0.05)
+
+    async def main() -> None:
+        server, engine = _serving(_EndingEngine())
+        await engine.start()
+        engine.say(EngineFailed("rank 0 lost its device"))
+        with bind("127.0.0.1", 0) as listener, pytest.raises(StartFailure, match="lost its device"):
+            await server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
+        server.processes.stop(1.0)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_gpus_are_not_named_to_a_server_on_the_cpu() -> None:

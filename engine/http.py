@@ -174,7 +174,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             return plain_error(404, f"There is no {path} here.", "not_found")
         if error.status_code == 405:
-            return plain_error(405, f"{path} does not take {request.method}.", "method_not_allowed")
+            message = f"{path} does not take {request.method}."
+            return plain_error(405, message, "method_not_allowed", error.headers)
         return plain_error(error.status_code, str(error.detail), "http_error")
 
     @app.exception_handler(Exception)

@@ -102,7 +102,9 @@ def refusal_of(raised: BatonError | RecursionError) -> BatonError:
     return InvalidRequest("The body is nested too deeply; send a flatter one.")
 
 
-def plain_error(status: int, message: str, code: str) -> Response:
+def plain_error(
+    status: int, message: str, code: str, headers: Mapping[str, str] | None = None
+) -> Response:
     """An error that HTTP itself names (no such route, no such method), in the same shape."""
     body = {
         "message": message,
@@ -112,7 +114,7 @@ def plain_error(status: int, message: str, code: str) -> Response:
         "phase": "request",
         "retryable": False,
     }
-    return JSONResponse({"error": body}, status_code=status)
+    return JSONResponse({"error": body}, status_code=status, headers=headers)
 
 
 class DrainingResponse(JSONResponse):

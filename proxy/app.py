@@ -304,7 +304,7 @@ async def _client_gone(receive: Receive) -> None:
 
 def _expect(method: str, *allowed: str) -> None:
     if method not in allowed:
-        raise MethodNotAllowed(f"method {method} is not allowed here; use {allowed[0]}")
+        raise MethodNotAllowed(method, allowed)
 
 
 def _request_id(scope: Scope) -> bytes:

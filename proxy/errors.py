@@ -6,6 +6,8 @@ ServiceError
 `- ShuttingDown         503: this proxy is ending
 """
 
+from collections.abc import Sequence
+
 from protocol.errors import RequestError, ServiceError
 
 
@@ -34,3 +36,7 @@ class UnknownPath(RequestError):
 class MethodNotAllowed(RequestError):
     status = 405
     code = "method_not_allowed"
+
+    def __init__(self, method: str, allowed: Sequence[str]) -> None:
+        super().__init__(f"method {method} is not allowed here; use {allowed[0]}")
+        self.allowed = allowed

@@ -12,6 +12,7 @@ import msgspec
 
 from protocol import sse
 from protocol.errors import BatonError
+from proxy.errors import MethodNotAllowed
 from proxy.upstream import Headers, Response, UpstreamError
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -111,8 +112,10 @@ class Reply:
         if self.finished:
             return
         if self.status is None:
-            retry = [(b"retry-after", b"1")] if error.status == 503 else []
-            await self.answer_json(error.status, error.to_openai(), retry)
+            headers = [(b"retry-after", b"1")] if error.status == 503 else []
+            if isinstance(error, MethodNotAllowed):
+                headers.append((b"allow", ", ".join(error.allowed).encode()))
+            await self.answer_json(error.status, error.to_openai(), headers)
         else:
             self.is_broken = True
             await self._body(sse.error_event(error), more=False)

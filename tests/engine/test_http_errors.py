@@ -179,6 +179,7 @@ def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) ->
             assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
             wrong = await server.http.get("/v1/completions")
             assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+            assert wrong.headers["allow"] == "POST"
 
     run(main)
 

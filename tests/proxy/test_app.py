@@ -78,6 +78,8 @@ def test_unknown_paths_and_methods_are_named(method: str, path: str, status: int
             response = await rig.client.request(method, path)
             assert response.status_code == status
             assert method in response.json()["error"]["message"]
+            allowed = "POST" if path == "/v1/completions" else "GET, HEAD"
+            assert response.headers.get("allow") == (allowed if status == 405 else None)
 
     run(test())
 

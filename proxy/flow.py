@@ -145,16 +145,25 @@ class Flow:
     async def _score(self, request: ClientRequest, reply: Reply, trace: Trace) -> bool:
         """Has a prefill server answer the request; False: none can be had, nothing was sent."""
         leg = bodies.decode_leg(request.body, None)
-        send = self._sender("POST", request.path, request.headers, leg)
+        send = self._sender("POST", request.path, request.headers, leg, whole_from=400)
         try:
             server, response = await self._legs.run(Kind.PREFILL, send, trace)
         except LegFailed as failed:
             self._decode_only(failed.reason, trace)
             return False
-        assert isinstance(response, Response)
+        if isinstance(response, Response):
+            trace.prefill = server.url
+            self._count("prefill", "scored")
+            await self._relay(server, response, reply, trace)
+            return True
+        self._legs.release(server)
+        self._legs.succeeded(server)
+        if self._is_beyond(server, response, self._fleet.context(Kind.DECODE)):
+            self._decode_only(_PREFILL_CONTEXT, trace)
+            return False
         trace.prefill = server.url
-        self._count("prefill", "scored")
-        await self._relay(server, response, reply, trace)
+        self._count("prefill", f"status_{response.status}")
+        await reply.relay_answer(response.status, response.headers, response.body)
         return True
 
     async def _prefill(self, request: ClientRequest, trace: Trace) -> Answer | msgspec.Raw | None:
@@ -232,15 +241,16 @@ class Flow:
         return True
 
     def _sender(
-        self, method: str, path: str, headers: Headers, body: bytes
+        self, method: str, path: str, headers: Headers, body: bytes, whole_from: int = 500
     ) -> Callable[[Server], Awaitable[Answer | Response]]:
-        """What sends this leg to a server; a failed answer is read whole, any other is relayed."""
+        """What sends this leg to a server. An answer with a status of `whole_from` or above is read
+        whole, any other is to be relayed."""
 
         async def send(server: Server) -> Answer | Response:
             response = await self._upstream.send(
                 server.url, method, path, headers=headers, body=body
             )
-            return await read(response) if response.status >= 500 else response
+            return await read(response) if response.status >= whole_from else response
 
         return send
 

@@ -72,22 +72,26 @@ def test_a_decode_server_without_room_is_not_asked(body: dict[str, Any], only_la
     run(test())
 
 
+@pytest.mark.parametrize("asked", [{}, {"max_tokens": 0}, {"max_tokens": 1, "echo": True}])
 @pytest.mark.parametrize(("p_length", "d_length"), [(100, 300), (300, 300), (None, 300)])
 def test_what_is_too_long_for_the_prefill_servers_alone_is_computed_by_a_decode_server(
-    p_length: int | None, d_length: int
+    p_length: int | None, d_length: int, asked: dict[str, Any]
 ) -> None:
     async def test() -> None:
         prefill = [Fake(is_too_long, max_model_len=p_length)]
         decode = [Fake(decodes, max_model_len=length) for length in (200, d_length)]
         async with Rig(prefill, decode) as rig:
             for number in range(1, 4):
-                response = await rig.complete()
+                response = await rig.complete(**asked)
                 if p_length == 100:
                     assert response.status_code == 200
                     assert rig.decode_only("prefill_context") == number
                     assert len(decode[1].calls) == number
                 else:
                     assert (response.status_code, response.json()) == (400, TOO_LONG)
+                    assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400")
             assert decode[0].calls == []
+            labels = {"role": "prefill", "url": prefill[0].url}
+            assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
 
     run(test())

@@ -131,6 +131,15 @@ def test_every_altered_field_breaks_the_signature(field: str) -> None:
         params.verify(SECRET)
 
 
+@pytest.mark.parametrize(
+    "field", ["remote_engine_id", "remote_request_id", "remote_host", "incarnation"]
+)
+def test_text_that_cannot_be_encoded_has_no_signature(field: str) -> None:
+    obj = json.loads(json.dumps({**offer(), field: "\ud800"}))
+    with pytest.raises(KVParamsRejected, match="signature"):
+        parse(obj).verify(SECRET)
+
+
 def test_altered_logprobs_break_the_signature_and_so_does_another_secret() -> None:
     obj = offer()
     obj["first_tokens"][0]["logprobs"]["top_ids"] = [42, 8]

@@ -107,7 +107,9 @@ class Endpoint:
             response = await self._client.send(self.url, "GET", "/v1/models", headers=self._headers)
             models = msgspec.json.decode(await response.read())["data"]
             return dict(models[0])
-        except (UpstreamError, msgspec.DecodeError, LookupError, TypeError) as error:
+        except UpstreamError as error:
+            raise RuntimeError(f"--url {self.url} does not answer: {error}") from None
+        except (msgspec.DecodeError, LookupError, TypeError) as error:
             raise RuntimeError(f"{self.url}/v1/models names no model: {error!r}") from None
 
     async def stream(self, path: str, body: Mapping[str, Any], due_at: float) -> Timeline:

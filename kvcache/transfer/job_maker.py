@@ -151,9 +151,10 @@ class JobMaker:
             self._limits,
             self._throttle,
         )
-        expected_s = peer.speed.expected_s(plan.bytes_read)
-        least_s = self._throttle.least_s(plan.bytes_read) if expected_s and self._throttle else 0.0
-        job.pace.expected_s = max(expected_s, least_s)
+        job.pace.expected_s = peer.speed.expected_s(plan.bytes_read)
+        if job.pace.expected_s and self._throttle is not None:
+            least_s = self._throttle.least_s(plan.bytes_read, staged=bool(plan.chunks))
+            job.pace.expected_s = max(job.pace.expected_s, least_s)
         return job
 
     def _planner(self, peer: JobPeer) -> Planner:

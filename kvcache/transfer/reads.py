@@ -94,7 +94,8 @@ class Reads:
         job.read_posted(step, handle)
         self._counters["posts"] += 1
         if self._throttle is not None:
-            job.pace.throttled |= self._throttle.posted(post.nbytes, started)
+            staged = step.chunk is not None
+            job.pace.throttled |= self._throttle.posted(post.nbytes, started, staged=staged)
         read = _Read(handle, peer, job, step, started)
         if handle.ended:
             self._end(read)

@@ -32,7 +32,7 @@ def test_nothing_known_is_no_pace() -> None:
 
 def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not() -> None:
     busy = False
-    throttle = Throttle(lambda: busy, max_bytes=1 << 30, bytes_per_s=1e9)
+    throttle = Throttle(lambda: busy, max_bytes=1 << 30, bytes_per_s=1e9, staged_bytes_per_s=0.25e9)
     assert throttle.post_bytes() == 1 << 30 and throttle.least_s(1 << 30) == 0.0
     assert not throttle.posted(1 << 30, now=10.0) and throttle.admits(10.0)
     busy = True
@@ -44,5 +44,8 @@ def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not() -> None:
             moved += 10**6
         now += 0.0003  # a thread that looks now and then
     assert 0.7e9 < moved <= 1.001e9
+    assert throttle.posted(10**6, 20.0, staged=True)  # and is placed by a kernel afterwards
+    assert not throttle.admits(20.003) and throttle.admits(20.0041)
+    assert throttle.least_s(10**9, staged=True) == 4.0
     busy = False
-    assert throttle.admits(now + 0.001) and not throttle.posted(1, now + 0.001)
+    assert throttle.admits(20.1) and not throttle.posted(1, 20.1)

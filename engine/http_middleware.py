@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protocol.errors import BatonError, InvalidRequest, PayloadTooLarge
+from protocol.errors import BatonError, InvalidRequest, NoServerAvailable, PayloadTooLarge
 from protocol.logging import request_context
 
 CLIENT_GONE = 499  # what proxies log for it; nobody reads it
@@ -45,18 +45,31 @@ class RequestIdMiddleware:
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         header = (b"x-request-id", given or secrets.token_hex(16).encode())
 
+        begun = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 message = {**message, "headers": [*message.get("headers", []), header]}
             await send(message)
 
         with request_context(header[1].decode("latin-1")):
-            answer = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
-            if answer is None:
-                await self._app(scope, receive, send_with_id)
-                return
-            response = await answer(Request(scope, receive, send))
-            await response(scope, receive, send_with_id)
+            try:
+                await self._answer(scope, receive, send_with_id)
+            except asyncio.CancelledError:  # by uvicorn, at the end of its grace time
+                if begun:
+                    raise
+                ending = error_response(NoServerAvailable("This server is shutting down."))
+                await ending(scope, receive, send_with_id)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+        if answer is None:
+            await self._app(scope, receive, send)
+            return
+        response = await answer(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

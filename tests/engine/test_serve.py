@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -64,9 +65,10 @@ class _EndingEngine(ScriptedEngine):
             await asyncio.sleep(0)
 
 
-def _serving(engine: _EndingEngine) -> tuple[_Server, _EndingEngine]:
+def _serving(engine: _EndingEngine, **options: Any) -> tuple[_Server, _EndingEngine]:
     """A server on the running loop, without processes."""
-    settings = PrefillSettings(_cli_parse_args=[], port=0, cluster_secret=_SECRET)
+    options = {"port": 0, "cluster_secret": _SECRET, **options}
+    settings = PrefillSettings(_cli_parse_args=[], **options)
     server = _Server(settings, "prefill", "-", lambda secret: PlainHooks())
     server.loop = asyncio.get_running_loop()
     server.failure = server.loop.create_future()
@@ -115,6 +117,35 @@ def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
         return was_kept, code
 
     assert asyncio.run(asyncio.wait_for(main(), 60)) == (True, 0)
+
+
+def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
+
+    async def main() -> bytes:
+        server, engine = _serving(_EndingEngine(), shutdown_grace_s=1.0)
+        await engine.start()
+        with bind("127.0.0.1", 0) as listener:
+            serving = asyncio.create_task(
+                server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
+            )
+            listener.listen()
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n"
+            writer.write(head + b"expect: 100-continue\r\n\r\n{")
+            assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"  # it is being read
+            server.stop.set()
+            answer = await reader.read()
+            writer.close()
+            assert await serving == 0
+        server.processes.stop(1.0)
+        return answer
+
+    answer = asyncio.run(asyncio.wait_for(main(), 60))
+    assert b"HTTP/1.1 503" in answer and b'"code":"no_server_available"' in answer
+    assert "Traceback" not in caplog.text
 
 
 def test_an_engine_that_failed_and_does_not_end_is_given_up(

@@ -44,6 +44,31 @@ class ClientGone(Exception):
     """The client closed its connection: nobody is there to be told anything."""
 
 
+class _Running:
+    """A request that is being served by the current task.
+
+    Attributes:
+        end: why it was ended before its time.
+    """
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self.end: Exception | None = None
+
+    def stop(self, end: Exception) -> None:
+        if self.end is None:
+            self.end = end
+            self.task.cancel()
+
+    async def watch(self, receive: Receive) -> None:
+        """Stops it when the client goes."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.stop(ClientGone())
+
+
 class ProxyApp:
     """One proxy. Lives from ASGI's startup to its shutdown event."""
 
@@ -61,8 +86,7 @@ class ProxyApp:
             timeout_s=settings.health_timeout_s,
         )
         self._flow = Flow(self.fleet, self._upstream, self.metrics)
-        self._running: set[asyncio.Task[None]] = set()
-        self._stopped: set[asyncio.Task[None]] = set()
+        self._running: set[_Running] = set()
         self.shutting_down = False
         for server in (
             *(Server(Kind.PREFILL, url) for url in settings.prefill),
@@ -102,9 +126,8 @@ class ProxyApp:
         asyncio.get_running_loop().call_later(grace_s, self._stop_all)
 
     def _stop_all(self) -> None:
-        for task in self._running:
-            self._stopped.add(task)
-            task.cancel()
+        for running in self._running:
+            running.stop(ShuttingDown("this proxy is shutting down; the request was cut short"))
 
     # requests
 
@@ -195,27 +218,18 @@ class ProxyApp:
         if self.shutting_down:
             work.close()
             raise ShuttingDown("this proxy is shutting down")
-        task = asyncio.create_task(work)
-        watcher = asyncio.create_task(_client_gone(receive))
-        self._running.add(task)
+        running = _Running()
+        self._running.add(running)
+        watcher = asyncio.create_task(running.watch(receive))
         try:
-            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            await work  # in this task: another one would begin a turn of the loop later
+        except asyncio.CancelledError:
+            if running.end is None or running.task.uncancel():
+                raise  # it is us who are cancelled
+            raise running.end from None
         finally:
             watcher.cancel()
-            task.cancel()  # nothing, when it is done
-            self._running.discard(task)
-            stopped = task in self._stopped
-            self._stopped.discard(task)
-        try:
-            await task
-        except asyncio.CancelledError:
-            if stopped:
-                raise ShuttingDown(
-                    "this proxy is shutting down; the request was cut short"
-                ) from None
-            if not task.cancelled() or not watcher.done():
-                raise  # it is us who are cancelled
-            raise ClientGone from None
+            self._running.discard(running)
 
     # answers of our own
 
@@ -295,11 +309,6 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
         shown = f"more than {total}" if more else str(total)
         raise PayloadTooLarge(f"the body has {shown} bytes, the limit is {limit_bytes} bytes")
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def _client_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _expect(method: str, *allowed: str) -> None:

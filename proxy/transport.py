@@ -102,8 +102,11 @@ class ConnectionTransport(httpx.AsyncBaseTransport):
         except OSError as error:
             raise httpx.ConnectError(str(error), request=request) from error
         origin = httpcore.Origin(url.raw_scheme, url.raw_host, port)
-        self._http = httpcore.AsyncHTTP11Connection(origin, self._socket)
-        return self._http
+        http = self._http = httpcore.AsyncHTTP11Connection(origin, self._socket)
+        # One task at a time uses it; httpcore's lock would go once round the loop for each request
+        # and once more for each answer.
+        http._state_lock = cast(Any, contextlib.nullcontext())
+        return http
 
 
 class Socket(httpcore.AsyncNetworkStream, asyncio.Protocol):

@@ -242,6 +242,7 @@ class Metrics:
         self._own: dict[str, Any] = {
             spec.name: self._make(spec) for spec in TABLE if spec.origin in (origin, "any")
         }
+        self._children: dict[tuple[object, ...], Any] = {}  # of metrics with labels, as they came
         self.set("baton_build_info", 1, version=VERSION)
 
     def _make(self, spec: Spec) -> Counter | Gauge | Histogram:
@@ -285,5 +286,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _child(self, name: str, labels: dict[str, str]) -> Any:
-        metric = self._own[name]
-        return metric.labels(**labels) if labels else metric
+        if not labels:
+            return self._own[name]
+        key = (name, *labels.items())
+        child = self._children.get(key)
+        if child is None:  # the library checks and locks every time
+            child = self._children[key] = self._own[name].labels(**labels)
+        return child

@@ -81,3 +81,12 @@ def test_every_process_tells_its_version_and_its_memory_but_not_when_counters_we
     assert 'baton_build_info{version="' in text
     assert "\nprocess_resident_memory_bytes " in text
     assert "_created" not in text
+
+
+def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metrics_own() -> None:
+    metrics = Metrics("proxy")
+    metrics.inc("baton_proxy_requests", path="pd", reason="routed")
+    metrics.inc("baton_proxy_requests", 2, reason="routed", path="pd")
+    assert metrics.value("baton_proxy_requests", path="pd", reason="routed") == 3
+    with pytest.raises(ValueError, match="label"):
+        metrics.inc("baton_proxy_requests", path="pd")

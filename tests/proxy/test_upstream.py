@@ -10,6 +10,7 @@ import pytest
 
 from protocol.errors import InvalidRequest
 from proxy import retry, upstream
+from proxy.transport import Socket
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable
 from tests.proxy.fakes import run
 from tests.proxy.scripted import OK, Reader, Script, Writer, serving
@@ -459,5 +460,28 @@ def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
                 await asyncio.sleep(0.05)
             assert written < size // 2
             assert len(await response.read()) == size
+
+    run(test())
+
+
+def test_a_request_over_a_kept_connection_is_written_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[bytes] = []
+    write = Socket.write
+
+    async def watched(self: Socket, buffer: bytes, timeout: float | None = None) -> None:
+        written.append(buffer)
+        await write(self, buffer, timeout)
+
+    async def test() -> None:
+        script = Script(OK, OK)
+        async with serving(script) as client:
+            await (await client.send(script.url, "POST", "/x", body=b"{}")).read()
+            monkeypatch.setattr(Socket, "write", watched)
+            asked = asyncio.create_task(client.send(script.url, "POST", "/x", body=b"{}"))
+            await asyncio.sleep(0)
+            assert b"".join(written).endswith(b"\r\n\r\n{}")
+            assert await (await asked).read() == b"ok"
 
     run(test())

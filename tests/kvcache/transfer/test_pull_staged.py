@@ -11,6 +11,7 @@ from kvcache.transfer import pull_job, reformat
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed, PullStuck
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -139,6 +140,28 @@ def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(
     decode.coordinator.pull("last", remote, 0, 32, [9, 12, 10, 11])
     assert isinstance(decode.wait(*ENDINGS, pull_id="last"), PullDone)
     assert_pulled(decode, remote, [9, 12, 10, 11], 0, 32)
+
+
+def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_other(
+    rig: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
+    hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
+    limits = PostLimits(max_bytes=64, max_runs=1, max_active=2)
+    decode = rig(Decode, staging_bytes=1 << 16, limits=limits)
+    decode.agents[0].stall(hung.agents[0].name)
+    decode.coordinator.pull("direct", hung.lease([5, 6], 16), 0, 16, [3, 4])
+    while decode.agents[0].active < 2:
+        decode.woken.wait(0.01)
+    decode.coordinator.pull("mixed", hung.lease([7, 8], 13), 0, 13, [5, 6])
+    while decode.workers[0]._staging.owner != "mixed":
+        decode.woken.wait(0.01)
+    remote = other.lease([5, 2, 9], 21)
+    decode.coordinator.pull("a", remote, 0, 21, [1, 2, 7])
+    assert isinstance(decode.wait(*ENDINGS, pull_id="a"), PullDone)
+    assert_pulled(decode, remote, [1, 2, 7], 0, 21)
+    decode.agents[0].resume()
+    assert {decode.wait(PullDone).pull_id for _ in range(2)} == {"direct", "mixed"}
 
 
 def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(

@@ -158,6 +158,11 @@ class MappedJob:
         return len(self._tokens)
 
     @property
+    def hangs(self) -> bool:
+        """Never: launches end by themselves."""
+        return False
+
+    @property
     def ended(self) -> bool:
         return not self._tokens and (self.stopping or not self._pending)
 

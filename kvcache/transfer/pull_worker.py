@@ -294,14 +294,18 @@ class PullWorker:
         owner = self._jobs.get(self._staging.owner or "") if self._staging is not None else None
         if owner is None or len(self._jobs) == 1:
             return
-        holder, _ = owner
-        if not (isinstance(holder, PullJob) and holder.hangs):
+        holder, peer = owner
+        if not holder.hangs and (holder.active or not self._hangs(peer)):
             return
         for job, _ in list(self._jobs.values()):
             if not (isinstance(job, PullJob) and job.awaits_staging) or job.pass_staging_by():
                 continue
             if holder.stopping or isinstance(holder, ProbeJob):  # it is waited for by nobody else
                 self._fail(job, TransferFailed("READs that hang have the staging memory"))
+
+    def _hangs(self, peer: JobPeer) -> bool:
+        """Whether READs from it do, which may keep others from being posted."""
+        return any(job.hangs for job, whose in self._jobs.values() if whose is peer)
 
     def _prepare(self) -> bool:
         jobs = [job for job, _ in self._jobs.values() if isinstance(job, PullJob)]

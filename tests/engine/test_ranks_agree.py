@@ -1,4 +1,5 @@
-"""Two ranks of a model, each in a thread, get from a step's bytes all that shapes its draws.
+"""Two ranks of a model, each in a thread, get from a step's bytes all that shapes its draws, each
+with half the heads or (dcp) with half the tokens.
 
 Whatever one rank would miss (a copied block, a prompt to score, a penalty's counts) either changes
 what rank 0 answers, because both share every sum, or leaves a collective without its partner.
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from engine.batch import PendingStep, StepInput, StepOutput, step_from_bytes, step_to_bytes
@@ -56,13 +58,16 @@ class _Ranks:
         self._thread.join(60)
 
 
-def _runner(rank: int, size: int, port: int, listening: "queue.Queue[int]") -> ModelRunner:
+def _runner(
+    rank: int, size: int, dcp: int, port: int, listening: "queue.Queue[int]"
+) -> ModelRunner:
     model = ensure_model("gqa")
-    config = make_config(model_dir=str(model), block_size=BLOCK_SIZE, tp=size)
+    block_size = BLOCK_SIZE // dcp
+    config = make_config(model_dir=str(model), block_size=block_size, tp=size, dcp=dcp)
     parallel = Parallel()
     if size > 1:
         parallel = Parallel.connect(
-            rank, size, host="127.0.0.1", port=port, on_listening=listening.put
+            rank, size, host="127.0.0.1", port=port, dcp=dcp, on_listening=listening.put
         )
     runner = ModelRunner(config, load_config(model), parallel)
     runner.allocate(BLOCKS)
@@ -70,12 +75,12 @@ def _runner(rank: int, size: int, port: int, listening: "queue.Queue[int]") -> M
 
 
 @contextmanager
-def ranks(size: int) -> Iterator[_Ranks]:
+def ranks(size: int, dcp: int = 1) -> Iterator[_Ranks]:
     listening: queue.Queue[int] = queue.Queue()
     runners: dict[int, ModelRunner] = {}
 
     def start(rank: int, port: int) -> None:
-        runners[rank] = _runner(rank, size, port, listening)
+        runners[rank] = _runner(rank, size, dcp, port, listening)
 
     threads = [threading.Thread(target=start, args=(0, 0))]
     threads[0].start()
@@ -140,10 +145,11 @@ def _values(rows: list[TokenLogprobs | None]) -> torch.Tensor:
     return torch.tensor([row.logprob for row in rows if row is not None])
 
 
-def test_two_ranks_answer_like_one_and_both_draw_the_same() -> None:
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_two_ranks_answer_like_one_and_both_draw_the_same(dcp: int) -> None:
     with ranks(1) as one:
         expected = _answers(one)
-    with ranks(2) as two:
+    with ranks(2, dcp) as two:
         answered = _answers(two)
     for name, choice in (("choices", 0), ("choices", 1), ("choices", 2), ("plain", 0)):
         assert answered.tokens(name, choice) == expected.tokens(name, choice)

@@ -40,28 +40,44 @@ _FAILURES = (b"event: error", b"event: response.failed")
 _LAST_EVENTS = (*_FAILURES, b"event: response.completed", b"event: response.incomplete")
 
 
+_SEAM_BYTES = 3  # one less than the longest end of an event
+
+
 class EventBuffer:
     """Passes complete events on and keeps the rest; knows whether the stream came to its end."""
 
     def __init__(self) -> None:
-        self._held = b""
+        self._held: list[bytes] = []
+        self._seam = b""  # the end of what is held: an event's end may lie across it
         self._last = b""
 
     def feed(self, data: bytes) -> bytes:
         """`data` up to the end of its last event, after what was held back before."""
-        if self._held:
-            data = self._held + data
-        cut = len(data) if data.endswith(b"\n\n") else _last_event_end(data)
-        self._held = data[cut:]
-        if cut:
-            self._last = data[:cut]
-        return self._last if cut else b""
+        if not self._held and data.endswith(b"\n\n"):  # nearly always
+            self._last = data
+            return data
+        cut = _last_event_end(self._seam + data) - len(self._seam)
+        if cut <= 0:
+            self._hold(data)
+            return b""
+        passed, rest = data[:cut], data[cut:]
+        if self._held:  # joined once: an event may be long, and come in many pieces
+            passed = b"".join([*self._held, passed])
+            self._held, self._seam = [], b""
+        if rest:
+            self._hold(rest)
+        self._last = passed
+        return passed
 
     def rest(self) -> bytes:
         """What is held back, at the end of a stream that ended well."""
-        held, self._held = self._held, b""
+        held, self._held, self._seam = b"".join(self._held), [], b""
         self._last = held or self._last
         return held
+
+    def _hold(self, data: bytes) -> None:
+        self._held.append(data)
+        self._seam = (self._seam + data)[-_SEAM_BYTES:]
 
     @property
     def has_ended(self) -> bool:

@@ -1,6 +1,7 @@
 """Events cut anywhere, and headers that stop here."""
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -14,13 +15,19 @@ STREAM = (
     b'data: {"n": 1}\n\n: ping\r\n\r\ndata: a\ndata: b\n\nevent: x\ndata: c\n\ndata: [DONE]\n\n'
 )
 
+ENDS = [found.end() for found in re.finditer(rb"\n\n|\r\n\r\n", STREAM)]
+
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, len(STREAM)), max_size=6))
 def test_events_pass_whole_and_unchanged_however_they_are_cut(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(STREAM)]
     events = EventBuffer()
-    passed = [events.feed(STREAM[a:b]) for a, b in itertools.pairwise(edges)]
+    passed: list[bytes] = []
+    for a, b in itertools.pairwise(edges):
+        passed.append(events.feed(STREAM[a:b]))
+        whole = [end for end in ENDS if end <= b]
+        assert sum(map(len, passed)) == (whole[-1] if whole else 0)
     assert b"".join(passed) == STREAM
     assert all(piece.endswith((b"\n\n", b"\r\n\r\n")) for piece in passed if piece)
     assert events.rest() == b""

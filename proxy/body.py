@@ -95,7 +95,8 @@ def _is_token_limit(value: bytes) -> bool:
 def is_scoring(body: Body) -> bool:
     """Whether the answer is about the prompt: at most the token that a prefill draws anyway."""
     limits = [member(body, name) for name in ("max_tokens", "max_completion_tokens")]
-    return b"0" in limits or (b"1" in limits and member(body, "echo") == b"true")
+    is_none = b"0" in limits or b"-0" in limits  # JSON has both
+    return is_none or (b"1" in limits and member(body, "echo") == b"true")
 
 
 def decode_leg(body: Body, params: msgspec.Raw | None) -> bytes:

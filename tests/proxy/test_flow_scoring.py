@@ -42,6 +42,17 @@ def test_the_prefill_server_answers_all_of_it(fields: dict[str, Any]) -> None:
     run(test())
 
 
+def test_a_negative_zero_is_a_zero() -> None:
+    async def test() -> None:
+        async with Rig(prefill=[Fake(scores)]) as rig:
+            body = b'{"model": "m", "prompt": "hello", "max_tokens": -0}'
+            response = await rig.client.post("/v1/completions", content=body)
+            assert response.json() == ECHOED
+            assert rig.decode[0].calls == []
+
+    run(test())
+
+
 def test_it_may_be_streamed() -> None:
     async def test() -> None:
         async with Rig(prefill=[Fake(scores)]) as rig:

@@ -11,7 +11,7 @@ been otherwise.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,10 @@ class ContextGroup(Protocol):
 
 MakeBackend = Callable[[KVPool, int], AttentionBackend]  # from a pool and a number of query heads
 
+# Of scratch, put together at once: so that a long context needs no memory besides, which sizing a
+# KV pool would have to leave free. Some four times as much is taken in passing.
+_EXCHANGED_BYTES: Final = 32 * 2**20
+
 
 @dataclass(frozen=True, eq=False)
 class _Prompts:
@@ -48,7 +52,7 @@ class _Prompts:
     stop: int
     batch: AttentionBatch  # over scratch
     cached_blocks: torch.Tensor  # i64 [n] blocks of this rank's pool
-    targets: torch.Tensor  # i64 [size * n] blocks of scratch, by the rank they come from
+    targets: torch.Tensor  # i64 [size, n] blocks of scratch, by the rank they come from
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +217,7 @@ class ContextParallelBackend(AttentionBackend):
                     for source in range(self._stripe.size)
                     for begin, n in zip(begins, counts, strict=True)
                 ]
-            ),
+            ).view(self._stripe.size, -1),
         )
 
     def _scratch_slots(self, part: AttentionBatch, begins: IntArray) -> IntArray:
@@ -286,17 +290,19 @@ class ContextParallelBackend(AttentionBackend):
         for prompts in self._prompts:
             if len(self._prompts) > 1:
                 self._alone.plan(prompts.batch)
-            if len(prompts.cached_blocks):
-                self._exchange(layer, prompts)
+            self._exchange(layer, prompts)
             yield prompts
 
     def _exchange(self, layer: int, prompts: _Prompts) -> None:
         """Puts together the cached blocks that the group's ranks keep: to each rank the heads that
         its queries read."""
-        blocks = self._own.view(layer)[prompts.cached_blocks]  # [n, C, H, N, D]
-        parts = blocks[:, :, self._heads].permute(2, 0, 1, 3, 4, 5)
-        found = self._group.all_to_all(parts.contiguous())
-        self.scratch.view(0)[prompts.targets] = found.flatten(0, 1)
+        at_once = max(1, _EXCHANGED_BYTES // (self._stripe.size * self.scratch.layout.block_bytes))
+        for start in range(0, len(prompts.cached_blocks), at_once):
+            some = slice(start, start + at_once)
+            blocks = self._own.view(layer)[prompts.cached_blocks[some]]  # [n, C, H, N, D]
+            parts = blocks[:, :, self._heads].permute(2, 0, 1, 3, 4, 5)
+            found = self._group.all_to_all(parts.contiguous())
+            self.scratch.view(0)[prompts.targets[:, some]] = found
 
     def _own_heads(self, kv: torch.Tensor) -> torch.Tensor:
         """[n, H, D] of the group's KV heads -> those that this rank's queries read."""

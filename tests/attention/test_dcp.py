@@ -27,6 +27,7 @@ class Ranks:
         self.size = size
         self._slots: list[torch.Tensor | None] = [None] * size
         self._barrier = threading.Barrier(size, timeout=30)
+        self.most_exchanged = 0  # elements sent by a rank at once
 
     def member(self, rank: int) -> "Member":
         return Member(self, rank)
@@ -68,6 +69,7 @@ class Member:
         return self.ranks.exchange(self.rank, tensor, lambda part: part)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.ranks.most_exchanged = max(self.ranks.most_exchanged, tensor.numel())
         return self.ranks.exchange(self.rank, tensor, lambda part: part[self.rank])
 
 
@@ -218,6 +220,17 @@ MLA = [(2, 1, 4, 1), (4, 1, 8, 1)]
 @pytest.mark.parametrize("scratch", [64, 1000], ids=["in-turns", "at-once"])
 def test_shared_tokens_attend_like_whole_sequences(group, scratch):
     check_growing_sequences(Bench(*group, scratch=scratch))
+
+
+def test_a_long_context_is_put_together_in_parts(monkeypatch):
+    """Memory for all of it at once is nothing that the size of a KV pool has left free."""
+    bench = Bench(2, 2, 4, 2, scratch=64)
+    tables = np.arange(1, 9).reshape(1, 8)
+    bench.step([60], [60], tables)
+    two_blocks = 2 * bench.size * bench.parts[0].scratch.layout.block_bytes
+    monkeypatch.setattr("attention.dcp._EXCHANGED_BYTES", two_blocks)
+    bench.step([3], [63], tables)
+    assert bench.ranks.most_exchanged * 4 == two_blocks
 
 
 def test_a_sequence_shorter_than_a_stripe_lies_on_one_rank():

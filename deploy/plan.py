@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
 from kvcache.transfer.explain import Explanation, Geometry, Model, explain
 from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, PlanError
 from model.config import load_config
+from protocol.handshake import FP8
 from protocol.settings import (
     DEFAULT_MODEL,
     BatonSettings,
@@ -41,6 +42,17 @@ class DecodePlanGroup(PlanGroup):
     dcp: ContextParallelism = Field(
         1, description="decode context parallelism (ranks, a divisor of --decode.tp)"
     )
+
+    @field_validator("dcp")
+    @classmethod
+    def _shares_no_fp8(cls, dcp: int, info: ValidationInfo) -> int:
+        dtype = info.data.get("dtype")
+        if dcp > 1 and dtype == FP8:
+            raise ValueError(
+                f"{dcp} ranks cannot share tokens stored as {dtype}: use another --decode.dtype, "
+                "or no --decode.dcp"
+            )
+        return dcp
 
     def geometry(self, auto_dtype: str) -> Geometry:
         return replace(super().geometry(auto_dtype), dcp=self.dcp)

@@ -61,6 +61,16 @@ def test_ranks_of_d_may_share_tokens(model: str, capsys: pytest.CaptureFixture[s
         main([*argv, "--prefill.dcp=2"])
 
 
+def test_what_ranks_cannot_share_is_refused_as_a_decode_server_would(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--model", model, "--decode.tp=2", "--decode.dcp=2", "--decode.dtype=float8_e4m3fn"])
+    assert "cannot share tokens stored as float8_e4m3fn: use another --decode.dtype" in (
+        capsys.readouterr().err
+    )
+
+
 def test_the_costs_of_the_link_decide_the_path(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -199,7 +199,7 @@ def _gpu_capacity(config: EngineConfig, block_bytes: int, free_bytes: int) -> tu
                 f"the model's weights and its largest step leave no room for KV under "
                 f"{_UTILIZATION} {config.gpu_memory_utilization}: {missing / 2**20:.0f} MiB are "
                 f"missing for one block of {config.tokens_per_block} tokens; raise "
-                f"{_UTILIZATION} or --tp, lower --max-num-batched-tokens, or free the GPU"
+                f"{_UTILIZATION} or --tp, lower {lower_for_steps(config)}, or free the GPU"
             )
         blocks = free_bytes // block_bytes - 1
         return blocks, f"{_UTILIZATION} {config.gpu_memory_utilization}"
@@ -214,6 +214,13 @@ def _gpu_capacity(config: EngineConfig, block_bytes: int, free_bytes: int) -> tu
 
 
 _UTILIZATION = "--gpu-memory-utilization"
+
+
+def lower_for_steps(config: EngineConfig) -> str:
+    """The options that what a step needs beside weights and KV grows with."""
+    # Ranks that share tokens put the longest context together in memory set apart for it.
+    also = " or --max-model-len" if config.dcp > 1 else ""
+    return "--max-num-batched-tokens" + also
 
 
 def _more_memory(config: EngineConfig) -> str:

@@ -23,7 +23,7 @@ from engine.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, Ste
 from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
 from engine.launched import LastDrawn, LaunchedStep
-from engine.memory import check_weights_fit, fitting, free_gpu_bytes
+from engine.memory import check_weights_fit, fitting, free_gpu_bytes, lower_for_steps
 from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
 from engine.scoring import PendingScores, score
 from engine.shaping import LogitShaper, Shaping
@@ -155,7 +155,7 @@ class ModelRunner:
         once the largest step has run and been measured."""
         config = self.config
         what = f"a step of {config.max_num_batched_tokens} tokens beside the model's weights"
-        fix = "lower --max-num-batched-tokens or --max-num-seqs, or use a larger --tp"
+        fix = f"lower {lower_for_steps(config)} or --max-num-seqs, or use a larger --tp"
         with fitting(what, self.device, fix):
             self._run_largest_step()
         peak = torch.cuda.max_memory_allocated(self.device)

@@ -106,6 +106,11 @@ def test_a_gpu_without_room_says_which_option_helps() -> None:
     told = r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization or --tp"
     with pytest.raises(MemoryTooSmall, match=told):
         _size(free_bytes=2_000 - 2**20, device="cuda")
+    told = (
+        r"of 32 tokens; .* lower --max-num-batched-tokens or --max-model-len,"  # scratch's length
+    )
+    with pytest.raises(MemoryTooSmall, match=told):
+        _size(free_bytes=2_000 - 2**20, device="cuda", tp=2, dcp=2)
     with pytest.raises(MemoryTooSmall, match=r"112 tokens are missing.*--gpu-memory-utilization"):
         _size(free_bytes=10_000, device="cuda", max_model_len=256)
 

@@ -36,9 +36,8 @@ _MIN_CHUNK_S = 0.25e-3
 _MAX_CHUNK_S = 0.75e-3
 # Between GPUs copies overlap reads. More slots than two keep the link busy while a copy is begun;
 # the last chunks may become smaller, down to what takes as long to read as a copy takes to begin.
-# Then the first one is small, too: chunks read together would end together, and the link would idle
-# while they are placed. But chunks cut runs, where these are longer.
-_CUTS_BETWEEN_GPUS = ((4, True), (2, True), (2, False))  # slots, and whether some are smaller
+# But chunks cut runs, where these are longer.
+_CUTS_BETWEEN_GPUS = ((4, True), (2, True), (2, False))  # slots, and whether chunks become smaller
 _CUTS = ((2, False),)
 _LAST_CHUNK_S = 0.04e-3
 # A cut run costs no less between GPUs, whatever a probe's few runs say: 256 KiB take 4.1 us on an
@@ -92,7 +91,7 @@ class Way(NamedTuple):
     wider: bool  # all heads of the owners are read, not just those that are wanted
     whole: bool  # whole blocks are read at the ends
     slots: int  # at least, in staging memory
-    tapers: bool  # the first chunk and the last ones are smaller
+    tapers: bool  # the last chunks are smaller
 
 
 class Staging(NamedTuple):
@@ -230,11 +229,8 @@ def stage(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) ->
 
 @lru_cache(maxsize=1024)
 def _borders(first: int, last: int, blocks: int, least: int, period: int) -> tuple[int, ...]:
-    """Chunks of `blocks` in whole periods; where `least` is less, the first one of half of them,
-    and the last ones smaller and smaller down to that."""
+    """Chunks of `blocks`, the last ones smaller and smaller down to `least`, in whole periods."""
     borders = [first]
-    if least < blocks < last - first:
-        borders.append(first + max(blocks // 2 // period, 1) * period)
     while (left := last - borders[-1]) > 0:
         count = max(min(blocks, left // 2), least)
         count = max(count // period, 1) * period

@@ -29,10 +29,9 @@ def sizes(costs: CostModel, staging_blocks: int, order: str = "BHLCND") -> list[
 
 
 def test_between_gpus_chunks_take_a_quarter_of_the_memory_and_become_smaller() -> None:
-    first, *found = sizes(BETWEEN_GPUS, 128)
+    found = sizes(BETWEEN_GPUS, 128)
     assert found[0] == 32 and found[-1] == 4
     assert all(before >= after for before, after in pairwise(found))
-    assert first == 16  # read beside the second, it must not end with it
 
 
 def test_on_a_cpu_chunks_are_alike() -> None:

@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 from deploy.local_http import LOOPBACK
 from protocol.settings import (
-    KV_PARAMS_BYTES,
     DecodeSettings,
     ModelOptions,
     PrefillSettings,
@@ -27,6 +26,9 @@ PROGRAMS: Mapping[Kind, tuple[str, ...]] = {
     "proxy": (sys.executable, "-m", "proxy"),
 }
 
+# Servers see a request with kv_transfer_params added by the proxy, which enforces the limit. They
+# carry a prompt's logprobs where those are wanted: 27 bytes each, 20 of them at every token.
+KV_PARAMS_BYTES = 2**26
 # Below this many cores a prefill and a decode server are rarely busy at once in earnest, and
 # halving them would double the time to first token: each server may use them all.
 MIN_CORES_PER_SERVER = 4

@@ -244,19 +244,9 @@ class ListenOptions(BaseModel):
         return tuple(one if one == "*" else sources.base_url(one) for one in origins)
 
 
-# What the proxy adds to a request: kv_transfer_params carry a prompt's logprobs where those are
-# wanted, 27 bytes each, 20 of them at every token.
-KV_PARAMS_BYTES = 2**26
-
-
 class ServerOptions(ListenOptions):
     """What a prefill or decode server needs besides its engine."""
 
-    max_body_bytes: int = Field(
-        10_000_000 + KV_PARAMS_BYTES,
-        ge=1,
-        description="largest request body (bytes), what the proxy adds to it included",
-    )
     cluster_secret: SecretStr | None = Field(
         None,
         min_length=16,

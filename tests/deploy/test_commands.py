@@ -3,20 +3,14 @@
 import pytest
 
 from deploy.commands import (
+    KV_PARAMS_BYTES,
     Kind,
     default_threads,
     proxy_command,
     server_argv,
     server_commands,
 )
-from protocol.settings import (
-    KV_PARAMS_BYTES,
-    DecodeSettings,
-    PrefillSettings,
-    ProxySettings,
-    UpSettings,
-    load,
-)
+from protocol.settings import DecodeSettings, PrefillSettings, ProxySettings, UpSettings, load
 
 PROGRAMS: dict[Kind, tuple[str, ...]] = {"prefill": ("p",), "decode": ("d",), "proxy": ("x",)}
 

@@ -9,7 +9,6 @@ from pydantic import SecretStr
 
 from protocol import cluster_secret as secret_file
 from protocol.settings import (
-    KV_PARAMS_BYTES,
     PROGRAMS,
     BatonSettings,
     ConfigError,
@@ -155,12 +154,6 @@ def test_a_value_that_cannot_be_is_refused_naming_it(option: str, value: str, to
     with pytest.raises(ConfigError, match=told) as caught:
         load(PrefillSettings, [option, value])
     assert option in str(caught.value)
-
-
-def test_servers_take_what_the_proxy_lets_pass_and_adds() -> None:
-    allowed = load(ProxySettings, []).max_body_bytes
-    for server in (PrefillSettings, DecodeSettings):
-        assert load(server, []).max_body_bytes == allowed + KV_PARAMS_BYTES
 
 
 def test_a_context_parallelism_that_cannot_be_is_refused_naming_it() -> None:

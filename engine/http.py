@@ -30,6 +30,7 @@ from engine.http_middleware import (
     plain_error,
     read_body,
 )
+from engine.http_text import Texts
 from engine.http_tokenize import add_tokenizing
 from engine.tokenizer import Tokenizer
 from protocol import openapi
@@ -66,7 +67,7 @@ def create_app(
         fingerprint: the `system_fingerprint` of answers.
     """
     metrics = Metrics("server")
-    api = Api(client, tokenizer, settings, hooks, metrics, fingerprint)
+    api = Api(client, tokenizer, settings, hooks, metrics, Texts(tokenizer), fingerprint)
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.metrics = metrics
     generating = {path: partial(api.respond, endpoint=endpoint) for path, endpoint in _ENDPOINTS}

@@ -25,7 +25,6 @@ from engine.http_limits import (
     check_token_ids,
     prompt_param,
     token_limit,
-    too_long,
 )
 from engine.http_middleware import (
     CLIENT_GONE,
@@ -36,7 +35,7 @@ from engine.http_middleware import (
 )
 from engine.http_prompt import Namer, Prompt
 from engine.http_tally import Tally
-from engine.http_text import given_texts, num_chars, text_digest, tokenize
+from engine.http_text import Texts, given_texts, text_digest
 from engine.http_tools import check_demands, new_tool_parser
 from engine.tokenizer import Tokenizer
 from protocol.errors import (
@@ -97,6 +96,7 @@ class Api:
     settings: HttpSettings
     hooks: ServerHooks
     metrics: Metrics
+    texts: Texts
     fingerprint: str | None = None  # `system_fingerprint` of every answer
 
     @property
@@ -210,10 +210,9 @@ class Api:
 
     async def _tokenize(self, parsed: GenerationRequest, ready: EngineReady) -> list[list[int]]:
         param = prompt_param(parsed)
-        at_least = self.tokenizer.min_tokens(max(num_chars(parsed), default=0))
-        if at_least > ready.max_model_len:
-            raise too_long(at_least, ready.max_model_len, param, "at least ")
-        prompts = self._handed_over(parsed) or await tokenize(parsed, self.tokenizer)
+        prompts = self._handed_over(parsed)
+        if prompts is None:
+            prompts = await self.texts.tokenize(parsed, ready.max_model_len)
         for ids in prompts:
             check_token_ids(ids, ready.vocab_size, param)
         return prompts

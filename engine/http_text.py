@@ -4,28 +4,31 @@ A text of 2,000 tokens takes 5 to 10 ms, which no stream may wait for and which 
 has just spent. So a prefill server hands over a text's ids with the KV, and signs a digest of what
 it had tokenized, and with what. A decode server that finds the same digest for its own copy of the
 request takes the ids; with any other it tokenizes.
+
+What cannot fit the model's context is refused before it is tokenized, as that takes a second for a
+megabyte and hundreds of times a text's memory. What a chat template writes is looked at for that
+rather than the messages: it may leave some out, and write tools and variables as well.
 """
 
 import asyncio
 import hashlib
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
+from engine.http_limits import prompt_param, too_long
 from engine.http_tools import with_tools
 from engine.tokenizer import Tokenizer
 from protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
 
 INLINE_CHARS = 2048  # longer texts are tokenized off the event loop: this many take 1 ms
+LONG_CHARS = 1 << 20  # texts beyond this are tokenized one at a time: each takes 250 MB and more
 _HEAD_CHARS = 32  # that a template writes around a message
 
-
-def num_chars(parsed: GenerationRequest) -> list[int]:
-    """Characters of each prompt that is text."""
-    if isinstance(parsed, ChatRequest):
-        return [sum(len(message.content) for message in parsed.messages)]
-    assert isinstance(parsed, CompletionRequest)
-    return [len(prompt) for prompt in parsed.prompts if isinstance(prompt, str)]
+_T = TypeVar("_T")
 
 
 def given_texts(parsed: GenerationRequest) -> list[str | None]:
@@ -54,43 +57,82 @@ def text_digest(parsed: GenerationRequest, tokenizer: Tokenizer) -> str | None:
     return hashlib.sha256(b"baton text\0" + text).hexdigest()
 
 
-async def tokenize(parsed: GenerationRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    """The token ids of each prompt.
+class Texts:
+    """Tokenizes the texts of one application, on one event loop: none holds up its streams, nor
+    do several at once fill its memory."""
 
-    Raises:
-        InvalidRequest: the chat template refuses the messages.
-    """
-    if _is_short(parsed):
-        return _encode(parsed, tokenizer)
-    return await asyncio.to_thread(_encode, parsed, tokenizer)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._alone = asyncio.Lock()
+
+    async def run(self, size: int, work: Callable[[], _T]) -> _T:
+        """What `work` returns, which takes as much as tokenizing `size` characters does."""
+        if size <= INLINE_CHARS:
+            return work()
+        if size <= LONG_CHARS:
+            return await asyncio.to_thread(work)
+        async with self._alone:
+            return await asyncio.to_thread(work)
+
+    async def tokenize(self, parsed: GenerationRequest, max_model_len: int) -> list[list[int]]:
+        """The token ids of each prompt.
+
+        Raises:
+            InvalidRequest: the chat template refuses the messages.
+            ContextLengthExceeded: no text as long as a prompt has `max_model_len` tokens or fewer.
+        """
+        encode = partial(self._encode, parsed, max_model_len)
+        try:
+            return await self.run(_size(parsed), partial(encode, LONG_CHARS))
+        except _MoreThanThought as more:
+            return await self.run(more.size, partial(encode, sys.maxsize))
+
+    def _encode(self, parsed: GenerationRequest, max_model_len: int, limit: int) -> list[list[int]]:
+        prompts: Sequence[str | list[int]]
+        if isinstance(parsed, ChatRequest):
+            messages, options = _chat(parsed, self._tokenizer)
+            adds = options.pop("add_special_tokens")
+            prompts = [self._tokenizer.render_chat(messages, **options)]
+        else:
+            assert isinstance(parsed, CompletionRequest)
+            prompts, adds = parsed.prompts, parsed.add_special_tokens
+        size = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
+        at_least = self._tokenizer.min_tokens(size)
+        if at_least > max_model_len:
+            raise too_long(at_least, max_model_len, prompt_param(parsed), "at least ")
+        if size > limit:
+            raise _MoreThanThought(size)
+        return [
+            self._tokenizer.encode(prompt, add_special_tokens=adds)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
 
 
-def _is_short(parsed: GenerationRequest) -> bool:
-    """Whether the text, all that a template may write into it included, is tokenized in no time."""
+class _MoreThanThought(Exception):
+    """A text is to be tokenized by itself, of `size` characters."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+
+def _size(parsed: GenerationRequest) -> int:
+    """Characters to tokenize; of a chat only whether they are few, all that a template may write
+    included."""
     if not isinstance(parsed, ChatRequest):
-        return sum(num_chars(parsed)) <= INLINE_CHARS
+        return min(sum(len(text or "") for text in given_texts(parsed)), LONG_CHARS)
     if parsed.tools or parsed.chat_template_kwargs:
-        return False
+        return LONG_CHARS
     turns = parsed.messages
     names = sum(len(turn.name or "") + len(turn.tool_call_id or "") for turn in turns)
-    size = sum(num_chars(parsed)) + names + _HEAD_CHARS * len(turns)
-    return size <= INLINE_CHARS and not any(turn.tool_calls for turn in turns)
-
-
-def _encode(parsed: GenerationRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    if isinstance(parsed, ChatRequest):
-        messages, options = _chat(parsed, tokenizer)
-        return [tokenizer.encode_chat(messages, **options)]
-    assert isinstance(parsed, CompletionRequest)
-    adds = parsed.add_special_tokens
-    return [
-        tokenizer.encode(prompt, add_special_tokens=adds) if isinstance(prompt, str) else prompt
-        for prompt in parsed.prompts
-    ]
+    size = sum(len(turn.content) for turn in turns) + names + _HEAD_CHARS * len(turns)
+    return LONG_CHARS if any(turn.tool_calls for turn in turns) else min(size, LONG_CHARS)
 
 
 def _chat(parsed: ChatRequest, tokenizer: Tokenizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages, and the keyword arguments of Tokenizer.encode_chat."""
+    """The messages, the keyword arguments of Tokenizer.render_chat, and `add_special_tokens`."""
     messages = [message.model_dump(exclude_none=True) for message in parsed.messages]
     messages, tools = with_tools(messages, parsed.toolset, tokenizer)
     adds = parsed.add_special_tokens

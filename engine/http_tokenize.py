@@ -1,24 +1,16 @@
 """POST /tokenize and /detokenize: what the model's tokenizer makes of a text, and back."""
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
-from starlette.responses import JSONResponse
 
 from engine.http_generate import Api
 from engine.http_limits import check_model, check_token_ids
 from engine.http_middleware import read_body, refusal_of
-from engine.http_text import INLINE_CHARS
-from engine.tokenizer import Tokenizer
 from protocol.openai import parse_json_object
-from protocol.openai_tokenize import (
-    TokenizeRequest,
-    as_chat,
-    parse_detokenize,
-    parse_tokenize,
-)
+from protocol.openai_tokenize import as_request, parse_detokenize, parse_tokenize
 
 
 def add_tokenizing(app: FastAPI, api: Api) -> None:
@@ -34,42 +26,43 @@ def add_tokenizing(app: FastAPI, api: Api) -> None:
 
 
 async def _answer(
-    request: Request, api: Api, work: Callable[[dict[str, Any], Api], dict[str, Any]]
+    request: Request, api: Api, work: Callable[[bytes, Api], Awaitable[bytes]]
 ) -> Response:
     raw = await read_body(request, api.settings.max_body_bytes)
     try:
-        members = parse_json_object(raw)
-        if len(raw) > INLINE_CHARS:  # nor is a long answer written where streams would wait for it
-            return await asyncio.to_thread(lambda: JSONResponse(work(members, api)))
-        return JSONResponse(work(members, api))
+        return Response(await work(raw, api), media_type="application/json")
     except RecursionError as raised:
         raise refusal_of(raised) from None
 
 
-def _tokenize(members: dict[str, Any], api: Api) -> dict[str, Any]:
-    parsed = parse_tokenize(members)
+async def _tokenize(raw: bytes, api: Api) -> bytes:
+    members = parse_json_object(raw)
+    parsed = await api.texts.run(len(raw), lambda: parse_tokenize(members))
     check_model(parsed.model or api.model_names[0], api.model_names)
-    ids = _encode(parsed, api.tokenizer)
-    return {
-        "count": len(ids),
-        "max_model_len": api.require_ready().max_model_len,
-        "tokens": ids,
-        "token_strs": api.tokenizer.pieces(ids) if parsed.return_token_strs else None,
-    }
+    ready = api.require_ready()
+    (ids,) = await api.texts.tokenize(as_request(parsed), ready.max_model_len)
+
+    def answer() -> bytes:
+        pieces = api.tokenizer.pieces(ids) if parsed.return_token_strs else None
+        told: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": ready.max_model_len,
+            "tokens": ids,
+            "token_strs": pieces,
+        }
+        return msgspec.json.encode(told)
+
+    return await api.texts.run(len(ids), answer)
 
 
-def _encode(parsed: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    adds = parsed.add_special_tokens
-    if parsed.messages is None:
-        return tokenizer.encode(parsed.prompt or "", add_special_tokens=adds is not False)
-    messages = [message.model_dump(exclude_none=True) for message in parsed.messages]
-    options = as_chat(parsed).template_options
-    return tokenizer.encode_chat(messages, add_special_tokens=bool(adds), **options)
+async def _detokenize(raw: bytes, api: Api) -> bytes:
+    members = parse_json_object(raw)
 
+    def answer() -> bytes:
+        parsed = parse_detokenize(members)
+        check_model(parsed.model or api.model_names[0], api.model_names)
+        if parsed.tokens:
+            check_token_ids(parsed.tokens, api.require_ready().vocab_size, "tokens")
+        return msgspec.json.encode({"prompt": api.tokenizer.decode_all(parsed.tokens)})
 
-def _detokenize(members: dict[str, Any], api: Api) -> dict[str, Any]:
-    parsed = parse_detokenize(members)
-    check_model(parsed.model or api.model_names[0], api.model_names)
-    if parsed.tokens:
-        check_token_ids(parsed.tokens, api.require_ready().vocab_size, "tokens")
-    return {"prompt": api.tokenizer.decode_all(parsed.tokens)}
+    return await api.texts.run(len(raw), answer)

@@ -20,6 +20,7 @@ from engine.chat_template import find_chat_template
 from protocol.errors import InvalidRequest
 from protocol.openai_logprobs import TokenText
 
+_MANY_IDS = 2048  # take a millisecond to decode
 _MAX_NORMALIZED = 4  # characters that a normalizer may join into one
 _SPECIAL_NAMES = (
     "bos_token",
@@ -102,6 +103,9 @@ class Tokenizer:
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens by name."""
+        if len(token_ids) > _MANY_IDS:  # as in `encode`: others run meanwhile
+            texts: list[str] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
+            return texts[0]
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
@@ -110,7 +114,8 @@ class Tokenizer:
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-        """The prompt for the assistant's next turn.
+        """The prompt for the assistant's next turn, with the special tokens that the template
+        writes itself.
 
         Args:
             options: see ChatTemplate.render.
@@ -123,17 +128,6 @@ class Tokenizer:
                 "The model has no chat template; use /v1/completions.", param="messages"
             )
         return self.chat_template.render(messages, self.special_tokens, **options)
-
-    def encode_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_special_tokens: bool = False,
-        **options: Any,
-    ) -> list[int]:
-        """The ids of `render_chat`: the template itself writes the special tokens."""
-        text = self.render_chat(messages, **options)
-        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def _token_text(self, token_id: int) -> TokenText:
         """How one token alone is shown: special tokens by name, a part of a character as

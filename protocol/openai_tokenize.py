@@ -5,9 +5,10 @@ from typing import Any
 from pydantic import Field
 
 from protocol.openai_chat import ChatRequest, Message, clean_messages
+from protocol.openai_completions import CompletionRequest
 from protocol.openai_fields import shown
 from protocol.openai_requests import Strict, clean, validate
-from protocol.openai_sampling import Switch, refuse
+from protocol.openai_sampling import GenerationRequest, Switch, refuse
 
 _A_NAME = "the name of a served model"
 
@@ -44,16 +45,22 @@ def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     if (parsed.prompt is None) == (parsed.messages is None):
         refuse("prompt", f"is {shown(parsed.prompt)}; send it or `messages`, one of the two")
     if parsed.messages is not None:
-        as_chat(parsed).check()
+        as_request(parsed).check()
     return parsed
 
 
-def as_chat(parsed: TokenizeRequest) -> ChatRequest:
-    """The chat whose prompt is to be tokenized."""
-    assert parsed.messages is not None
+def as_request(parsed: TokenizeRequest) -> GenerationRequest:
+    """The request whose prompt is to be tokenized, its `model` aside."""
+    adds = parsed.add_special_tokens
+    if parsed.messages is None:
+        # Unchecked, because an empty text is one here.
+        return CompletionRequest.model_construct(
+            model="-", prompt=parsed.prompt or "", add_special_tokens=adds is not False
+        )
     return ChatRequest(
-        model=parsed.model or "-",
+        model="-",
         messages=parsed.messages,
+        add_special_tokens=bool(adds),
         add_generation_prompt=parsed.add_generation_prompt,
         continue_final_message=parsed.continue_final_message,
         chat_template_kwargs=parsed.chat_template_kwargs,

@@ -1,5 +1,6 @@
 """A decode server takes the token ids that a prefill server made of its text, and no others."""
 
+import asyncio
 import threading
 from dataclasses import replace
 from typing import Any
@@ -9,14 +10,15 @@ import pytest
 
 from decode_server.failure import FailurePolicy
 from decode_server.server import DecodeHooks
+from engine.chat_template import ChatTemplate
 from engine.http_generate import CHAT
-from engine.http_text import INLINE_CHARS, text_digest
+from engine.http_text import INLINE_CHARS, LONG_CHARS, Texts, text_digest
 from engine.tokenizer import Tokenizer
 from prefill_server.server import PrefillHooks
 from protocol import kv_params
 from protocol.messages import FirstToken, SamplingParams
 from protocol.openai import REMOTE_DECODE, GenerationRequest, parse_chat, parse_completion
-from tests.engine.http_server import READY, run, saying, serving
+from tests.engine.http_server import CONTEXT, READY, run, saying, serving
 
 _SECRET = b"the cluster's secret"
 _TOLD = [7, 7, 7]  # what no tokenizer makes of the texts here: it shows who tokenized
@@ -100,7 +102,7 @@ def test_other_ids_than_of_this_text_are_not(name: str, tokenizer: Tokenizer) ->
         params = {**_params(given, tokenizer), **forged}
         ids, pulls = await _ids(tokenizer, asked, params)
         if "messages" in asked:
-            own = tokenizer.encode_chat(asked["messages"])
+            own = tokenizer.encode(tokenizer.render_chat(asked["messages"]))
         else:
             own = tokenizer.encode(asked["prompt"])
         assert (ids, pulls) == (own, False)
@@ -215,5 +217,135 @@ def test_large_bodies_are_checked_aside(
         ) as server:
             assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
             assert [thread != threading.get_ident() for thread in threads] == [aside]
+
+    run(main)
+
+
+# -- what no context holds ----------------------------------------------------------------------
+
+# The longest token, <end>, has five characters: so many of them just fit the context.
+_MOST_CHARS = 5 * CONTEXT + 4
+_FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+def _told(size: int) -> dict[str, Any]:
+    return {"role": "user", "content": "x" * size}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "x" * (_MOST_CHARS + 1)}, "prompt"),
+        ("/tokenize", {"messages": [_told(_MOST_CHARS)]}, "messages"),
+        ("/v1/completions", {"prompt": ["a", "x" * (_MOST_CHARS + 1)]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [_told(_MOST_CHARS)]}, "messages"),
+        ("/v1/responses", {"input": "x" * _MOST_CHARS}, "input"),
+        (
+            "/v1/chat/completions",
+            {"messages": [_HI], "tools": [{**_FUNCTION, "function": {**_TOOL["function"]}}]},
+            "messages",
+        ),
+    ],
+    ids=["tokenize", "tokenize chat", "completions", "chat", "responses", "tools"],
+)
+def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], param: str
+) -> None:
+    watched = _Watched(tokenizer)
+
+    async def main() -> None:
+        async with serving(watched) as server:
+            response = await server.http.post(path, json={"model": "m", **body})
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (
+                400,
+                "context_length_exceeded",
+                param,
+            )
+            assert f"context length is {CONTEXT} tokens" in error["message"]
+            assert "it has at least " in error["message"]
+            assert not watched.threads and not server.engine.added
+
+    run(main)
+
+
+def test_texts_that_a_context_might_hold_are_tokenized(tokenizer: Tokenizer) -> None:
+    """Also where they turn out to be longer: a client may want to know by how much."""
+    texts = {"<end>" * CONTEXT: CONTEXT, "x" * _MOST_CHARS: _MOST_CHARS}
+
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            for text, count in texts.items():
+                for body in ({"prompt": text}, {"prompt": text, "return_token_strs": True}):
+                    found = (await server.http.post("/tokenize", json=body)).json()
+                    assert found["count"] == len(found["tokens"]) == count
+                back = await server.http.post("/detokenize", json={"tokens": found["tokens"]})
+                assert back.json() == {"prompt": text}
+
+    run(main)
+
+
+def test_what_a_chat_template_leaves_out_takes_no_room(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ChatTemplate("{% for m in messages %}{{ m.content[:3] }}{% endfor %}")
+    monkeypatch.setattr(tokenizer, "chat_template", short)
+
+    async def main() -> None:
+        async with serving(tokenizer, saying(tokenizer, "x")) as server:
+            answer = await server.chat(messages=[_told(10 * _MOST_CHARS)])
+            assert answer.status_code == 200
+            assert server.engine.added[0].token_ids == tokenizer.encode("xxx")
+
+    run(main)
+
+
+@pytest.mark.parametrize(("size", "at_once"), [(LONG_CHARS, 2), (LONG_CHARS + 1, 1)])
+def test_of_very_long_texts_one_is_worked_on_at_a_time(
+    tokenizer: Tokenizer, size: int, at_once: int
+) -> None:
+    begun: list[int] = []
+    go_on = threading.Event()
+
+    def work() -> None:
+        begun.append(1)
+        assert go_on.wait(20)
+
+    async def main() -> None:
+        texts = Texts(tokenizer)
+        running = [asyncio.create_task(texts.run(size, work)) for _ in range(2)]
+        try:
+            for _ in range(3):  # others pass, behind whatever threads were asked before them
+                await texts.run(LONG_CHARS, lambda: None)
+            assert len(begun) == at_once
+        finally:
+            go_on.set()
+        await asyncio.gather(*running)
+        assert len(begun) == 2
+
+    run(main)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+def test_a_chat_that_becomes_very_long_waits_for_its_turn(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Only its template knows how long."""
+    monkeypatch.setattr("engine.http_text.LONG_CHARS", INLINE_CHARS)
+    sizes: list[int] = []
+    plain = Texts.run
+
+    async def watched(texts: Texts, size: int, work: Any) -> Any:
+        sizes.append(size)
+        return await plain(texts, size, work)
+
+    monkeypatch.setattr(Texts, "run", watched)
+    text = "x" * (2 * INLINE_CHARS)
+
+    async def main() -> None:
+        async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY) as server:
+            body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+            assert (await server.http.post(path, json=body)).status_code == 200
+            assert len(f"user:{text};") in sizes
 
     run(main)

@@ -133,10 +133,11 @@ def assert_equal_to_transformers(folder: Path) -> None:
     if ours.chat_template is None:
         return
     for messages in CHATS:
-        assert ours.render_chat(messages) == theirs.apply_chat_template(
+        text = ours.render_chat(messages)
+        assert text == theirs.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
         )
-        assert ours.encode_chat(messages) == theirs.apply_chat_template(
+        assert ours.encode(text, add_special_tokens=False) == theirs.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
 
@@ -149,6 +150,16 @@ def test_it_equals_transformers(folders: dict[str, Path], name: str) -> None:
 @pytest.mark.parametrize("folder", shared_models(), ids=lambda folder: folder.name)
 def test_it_equals_transformers_on_shared_models(folder: Path) -> None:
     assert_equal_to_transformers(folder)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_many_ids_are_decoded_like_few(folders: dict[str, Path], name: str) -> None:
+    tokenizer = Tokenizer(folders[name])
+    few = tokenizer.encode("Hello, wörld! ")
+    text = tokenizer.decode_all(few * 3)
+    many = few * 3000
+    assert tokenizer.decode_all(many) == tokenizer._tokenizer.decode(many, False)
+    assert tokenizer.decode_all(many).startswith(text)
 
 
 def test_the_byte_table_says_what_decode_says(folders: dict[str, Path]) -> None:
@@ -291,7 +302,7 @@ def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(InvalidRequest, match="no chat template"):
-        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "Hi"}])
+        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}])
 
 
 def test_a_template_s_refusal_reaches_the_client() -> None:

@@ -63,10 +63,6 @@ class AttentionBatch:
         )
 
 
-class UnsupportedPool(ValueError):
-    """A KV pool that a backend cannot read; the message names what it found and the fix."""
-
-
 class AttentionBackend(ABC):
     """Attention of one rank over its KV pool. One step at a time; not thread-safe.
 

@@ -22,20 +22,19 @@ from flashinfer.page import append_paged_kv_cache
 from flashinfer.utils import is_sm90a_supported
 
 from attention import decode_split, rotate_kernel
-from attention.base import AttentionBatch, UnsupportedPool
+from attention.base import AttentionBatch
 from attention.flashinfer_base import (
     LN_2,
     CapturedBuffers,
     FlashInferBase,
     indptr_of,
     pinned,
-    query_dtype,
 )
 from attention.pages import Int32s, Pages, num_leading_decodes, pages_of
+from attention.support import UnsupportedPool
 from kvcache import fp8
 from kvcache.pool import KVPool
 
-_HEAD_DIMS: Final = (64, 128, 256)
 _VIEW_ORDER: Final = "HND"  # of the views below; their strides say how the pool really lies
 _INT_WORKSPACE_BYTES: Final = 8 * 2**20
 # Prompts that read their own keys and values, each by a launch of its own; see `_plan_fresh`.
@@ -72,18 +71,12 @@ class FlashInferBackend(FlashInferBase):
         dtype: torch.dtype | None = None,
         prefill: str = "auto",
     ) -> None:
-        asked = query_dtype(pool, dtype, also_kv=(fp8.DTYPE,))
         self._is_fp8 = pool.tensor.dtype is fp8.DTYPE
         if self._is_fp8 and prefill == "fa3":
             raise UnsupportedPool(
                 "the fa3 kernels read FP8 KV with FP8 queries only: leave `prefill` to auto or fa2"
             )
-        if head_dim not in _HEAD_DIMS:
-            raise UnsupportedPool(
-                f"attention_backend flashinfer does not serve a head_dim of {head_dim}, only "
-                f"{', '.join(map(str, _HEAD_DIMS))}: use --attention-backend torch"
-            )
-        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=asked)
+        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=dtype)
         self._caches = [
             (pool.component(layer, 0), pool.component(layer, 1))
             for layer in range(pool.layout.num_layers)

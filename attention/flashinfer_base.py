@@ -18,15 +18,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from attention.base import AttentionBackend, AttentionBatch, UnsupportedPool
+from attention.base import AttentionBackend, AttentionBatch
 from attention.pages import Int32s, Int64s, Pages, pages_of
+from attention.support import Wanted, check_flashinfer
 from kvcache.pool import KVPool
-from protocol.handshake import FP8
 
 # Partial results of split contexts. 256 decode rows of 32 heads take 68 MiB of it.
 _WORKSPACE_BYTES: Final = 384 * 2**20
 LN_2: Final = math.log(2)  # from the kernels' log-sum-exps, in powers of two, to natural ones
-_DTYPES: Final = (torch.bfloat16, torch.float16)
 
 
 class CapturedBuffers:
@@ -54,47 +53,39 @@ class CapturedBuffers:
         self._all[: len(host)].copy_(host, non_blocking=True)
 
 
-def query_dtype(
-    pool: KVPool, dtype: torch.dtype | None, *, also_kv: tuple[torch.dtype, ...] = ()
-) -> torch.dtype:
-    """The dtype of queries over this pool: `dtype`, else the pool's own.
-
-    Args:
-        also_kv: what the pool may hold besides elements of the queries' dtype.
-
-    Raises:
-        UnsupportedPool: the kernels cannot read the pool, or not with such queries.
-    """
-    found = pool.tensor.dtype
-    asked = dtype or found
-    if pool.device.type != "cuda":
-        raise UnsupportedPool(
-            f"attention_backend flashinfer reads GPU memory only, and the KV pool is on "
-            f"{pool.device}: use --attention-backend torch"
-        )
-    if asked not in _DTYPES or found not in (asked, *also_kv):
-        other_kv = " and --kv-cache-dtype auto" if pool.layout.dtype == FP8 else ""
-        raise UnsupportedPool(
-            f"attention_backend flashinfer does not serve queries of {asked} over "
-            f"{_kind_of(pool)} of {pool.layout.dtype}: use --dtype bfloat16 or float16{other_kv}, "
-            "or --attention-backend torch"
-        )
-    return asked
-
-
-def _kind_of(pool: KVPool) -> str:
-    return "latents" if pool.layout.num_components == 1 else "KV"
+def wanted_of(pool: KVPool, dtype: torch.dtype | None, num_q_heads: int) -> Wanted:
+    """What a backend over `pool` is to read, with queries of `dtype`, else of the pool's own."""
+    layout = pool.layout
+    return Wanted(
+        device=pool.device.type,
+        dtype=str(dtype).removeprefix("torch.") if dtype else layout.dtype,
+        kv_dtype=layout.dtype,
+        head_dim=layout.head_dim,
+        num_components=layout.num_components,
+        num_q_heads=num_q_heads,
+    )
 
 
 class FlashInferBase(AttentionBackend):
-    """See AttentionBackend. Owns the workspace that all its kernels share: one step at a time."""
+    """See AttentionBackend. Owns the workspace that all its kernels share: one step at a time.
+
+    Raises:
+        UnsupportedPool: what the kernels lack; attention/support.py has the list.
+    """
 
     def __init__(
-        self, pool: KVPool, *, num_q_heads: int, head_dim: int, scale: float, dtype: torch.dtype
+        self,
+        pool: KVPool,
+        *,
+        num_q_heads: int,
+        head_dim: int,
+        scale: float,
+        dtype: torch.dtype | None,
     ) -> None:
+        check_flashinfer(wanted_of(pool, dtype, num_q_heads))
         super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
         self.device = pool.device
-        self.dtype, self.kv_dtype = dtype, pool.tensor.dtype
+        self.dtype, self.kv_dtype = dtype or pool.tensor.dtype, pool.tensor.dtype
         self.block_size = pool.layout.block_size
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self.buffers: CapturedBuffers | None = None

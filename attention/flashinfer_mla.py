@@ -3,35 +3,27 @@
 One kernel serves prefill and decode; it takes latents in place, whatever the layout.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import flashinfer
 import torch
 from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.page import append_paged_mla_kv_cache
 
-from attention.base import AttentionBatch, UnsupportedPool
+from attention.base import AttentionBatch
 from attention.flashinfer_base import (
     LN_2,
     CapturedBuffers,
     FlashInferBase,
     indptr_of,
-    query_dtype,
 )
 from attention.pages import Pages, pages_of
+from attention.support import LATENT_DIM, ROPE_DIM
 from kvcache.pool import KVPool
-
-LATENT_DIM: Final = 512
-ROPE_DIM: Final = 64
-_QUERY_TILE: Final = 128  # rows: heads that do not divide it lose keys at tile borders
 
 
 class FlashInferMLABackend(FlashInferBase):
-    """See AttentionBackend.
-
-    Raises:
-        UnsupportedPool: a device, dtype, latent size or head count that the kernels lack.
-    """
+    """See AttentionBackend. `kernel` is "auto" (fa3 where the chip has it), "fa2" or "fa3"."""
 
     def __init__(
         self,
@@ -43,14 +35,7 @@ class FlashInferMLABackend(FlashInferBase):
         dtype: torch.dtype | None = None,
         kernel: str = "auto",
     ) -> None:
-        asked = query_dtype(pool, dtype)  # the kernels take no other latents than such
-        if head_dim != LATENT_DIM + ROPE_DIM or _QUERY_TILE % num_q_heads:
-            raise UnsupportedPool(
-                f"attention_backend flashinfer does not serve latents of {head_dim} elements for "
-                f"{num_q_heads} query heads, only of {LATENT_DIM + ROPE_DIM} for a number of heads "
-                f"that divides {_QUERY_TILE}: use --attention-backend torch"
-            )
-        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=asked)
+        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=dtype)
         latents = [pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)]
         self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
         self._backend = kernel if kernel != "auto" else _best_kernel(self.device)

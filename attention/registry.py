@@ -5,10 +5,9 @@ from collections.abc import Callable
 import torch
 
 from attention.base import AttentionBackend
+from attention.support import chosen
 from attention.torch_backend import TorchBackend
 from kvcache.pool import KVPool
-
-NAMES = ("auto", "torch", "flashinfer")
 
 
 class BackendMissing(ValueError):
@@ -32,20 +31,26 @@ def create_backend(
     Raises:
         ValueError: an unknown name, a pool that the backend cannot read, or a missing package.
     """
-    if name not in NAMES:
-        raise ValueError(f"attention_backend={name!r} is not known: use one of {', '.join(NAMES)}")
-    if name == "auto":
-        name = "flashinfer" if pool.device.type == "cuda" else "torch"
-    make: Callable[..., AttentionBackend] = TorchBackend
-    if name == "flashinfer":
-        make = _flashinfer_backend(pool)
+    make = backend_class(name, pool.device.type, pool.layout.num_components)
     return make(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=dtype)
 
 
-def _flashinfer_backend(pool: KVPool) -> Callable[..., AttentionBackend]:
+def backend_class(name: str, device: str, num_components: int) -> Callable[..., AttentionBackend]:
+    """What makes the backend `name` over pools on `device`: see create_backend.
+
+    Args:
+        device: "cpu" or "cuda".
+        num_components: of the pool.
+
+    Raises:
+        BackendMissing: its package cannot be imported.
+        ValueError: an unknown name.
+    """
+    if chosen(name, device) == "torch":
+        return TorchBackend
     # Imported here, because flashinfer is installed where there is a GPU, and takes seconds.
     try:
-        if pool.layout.num_components == 1:
+        if num_components == 1:
             from attention.flashinfer_mla import FlashInferMLABackend
 
             return FlashInferMLABackend

@@ -1,5 +1,6 @@
-"""Geometry that cannot work, found before any process of the engine starts. No torch here."""
+"""What cannot work, found before any process of the engine starts. No torch here."""
 
+from attention.support import Wanted, check
 from engine.config import EngineConfig
 from kvcache.layout import KVLayout
 from kvcache.transfer.staged import least_staging_bytes
@@ -44,3 +45,23 @@ def check_staging(config: EngineConfig, layout: KVLayout) -> None:
             f"takes {layout.block_bytes} bytes on each rank, and two must fit: use "
             f"--staging-bytes {least} or more, or a smaller --block-size"
         )
+
+
+def check_attention(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuses a model or options that no rank's attention backend would serve.
+
+    Raises:
+        UnsupportedPool: names the limit, what was found and which option helps.
+    """
+    own = model.num_heads // config.tp
+    # Ranks that share tokens attend for their whole group to what each of them stores.
+    for num_q_heads in sorted({own, own * config.dcp}):
+        wanted = Wanted(
+            device=config.device,
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            head_dim=model.kv_dim,
+            num_components=model.kv_components,
+            num_q_heads=num_q_heads,
+        )
+        check(config.attention_backend, wanted)

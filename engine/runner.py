@@ -18,10 +18,11 @@ import torch
 
 from attention.base import AttentionBackend
 from attention.dcp import ContextParallelBackend
-from attention.registry import create_backend
+from attention.registry import backend_class, create_backend
 from engine.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, StepOutput
 from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
+from engine.geometry import check_attention
 from engine.launched import LastDrawn, LaunchedStep
 from engine.memory import check_weights_fit, fitting, free_gpu_bytes, lower_for_steps
 from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
@@ -64,6 +65,9 @@ class ModelRunner:
         self.config = config
         self.model_config = model_config
         self.device = _device(config, parallel.rank)
+        # What cannot attend is refused before minutes are spent on loading weights.
+        check_attention(config, model_config)
+        backend_class(config.attention_backend, config.device, model_config.kv_components)
         self.model = self._load(parallel)
         self.shaper = LogitShaper(model_config.vocab_size, self.device)
         self.last_drawn = LastDrawn(config.max_num_seqs, self.device)

@@ -24,9 +24,10 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from attention.support import UnsupportedPool
 from engine.client import Engine, EngineClient
 from engine.config import EngineConfig
-from engine.geometry import check_geometry, check_staging
+from engine.geometry import check_attention, check_geometry, check_staging
 from engine.http import ServerHooks, create_app
 from engine.launch import EngineProcesses, new_incarnation
 from engine.tokenizer import Tokenizer
@@ -133,6 +134,7 @@ class _Server:
         model_config = load_config(model_dir)
         config = self._engine_config(model_dir, model_config)
         layout = check_geometry(config, model_config)
+        _check_attention(config, model_config)
         if isinstance(self.settings, DecodeSettings):
             check_staging(config, layout)
         client = EngineClient(config.http_address)
@@ -369,6 +371,15 @@ def _in_daemon_thread(name: str, work: Callable[[], Any]) -> asyncio.Future[Any]
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def _check_attention(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Raises UnsupportedPool, unless there is more to say: that there is no GPU, say the ranks."""
+    try:
+        check_attention(config, model_config)
+    except UnsupportedPool:
+        if config.device != "cuda" or _has_gpu():
+            raise
 
 
 def _has_gpu() -> bool:

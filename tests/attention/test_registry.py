@@ -1,8 +1,10 @@
 """Backends are found by name."""
 
+from importlib.util import find_spec
+
 import pytest
 
-from attention.registry import create_backend
+from attention.registry import BackendMissing, backend_class, create_backend
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 
@@ -31,6 +33,13 @@ def test_every_known_name_makes_a_backend(name: str) -> None:
 def test_an_unknown_backend_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"magic.*auto, torch"):
         create_backend("magic", make_pool(), num_q_heads=6, head_dim=16, scale=0.25)
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="it is installed")
+@pytest.mark.parametrize("num_components", [1, 2])
+def test_a_missing_package_is_named_with_its_fix(num_components: int) -> None:
+    with pytest.raises(BackendMissing, match=r"pip install flashinfer-python, or use --att"):
+        backend_class("auto", "cuda", num_components)
 
 
 def test_flashinfer_is_refused_where_it_cannot_serve() -> None:

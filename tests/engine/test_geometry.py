@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from attention.support import UnsupportedPool
 from engine.config import EngineConfig
-from engine.geometry import InvalidGeometry, check_geometry, check_staging
+from engine.geometry import InvalidGeometry, check_attention, check_geometry, check_staging
 from kvcache.layout import LayoutError
 from model.config import parse_config
 from model.sharding import InvalidParallelism
@@ -70,3 +71,52 @@ def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed() -> Non
     check_staging(msgspec.structs.replace(config, staging_bytes=least), layout)
     with pytest.raises(InvalidGeometry, match=rf"staging_bytes is {least - 1}.*bytes {least} "):
         check_staging(msgspec.structs.replace(config, staging_bytes=least - 1), layout)
+
+
+# -- what the attention backend of a rank would not serve -----------------------------------------
+
+_LATENT_MODEL = parse_config(
+    {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 48,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"head_dim of 16, only 64, 128, 256: use --attention-backend torch"),
+        ({"dtype": "float32"}, r"queries of float32 over KV of float32: use --dtype bfloat16"),
+        ({"device": "cpu", "attention_backend": "flashinfer"}, r"GPU memory only"),
+    ],
+)
+def test_what_no_rank_could_attend_to_is_refused(options: dict[str, str], message: str) -> None:
+    config = _changed(**{"device": "cuda", "dtype": "bfloat16", **options})
+    with pytest.raises(UnsupportedPool, match=message):
+        check_attention(config, _MODEL)
+    check_attention(msgspec.structs.replace(config, attention_backend="torch"), _MODEL)
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp", "refused"),
+    [(1, 1, 48), (2, 1, 24), (3, 1, None), (3, 3, 48), (6, 1, None), (6, 2, None), (6, 3, 24)],
+)
+def test_heads_are_those_of_a_rank_and_of_its_group(tp: int, dcp: int, refused: int | None) -> None:
+    config = _changed(device="cuda", dtype="bfloat16", tp=tp, dcp=dcp)
+    if refused is None:
+        check_attention(config, _LATENT_MODEL)
+        return
+    with pytest.raises(UnsupportedPool, match=f"for {refused} query heads"):
+        check_attention(config, _LATENT_MODEL)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 
+from attention.support import UnsupportedPool
 from engine.config import EngineConfig
 from engine.memory import MemoryTooSmall, check_weights_fit, free_host_bytes, size_pool
 from engine.runner import ModelRunner
@@ -119,4 +120,12 @@ def test_a_gpu_without_room_says_which_option_helps() -> None:
 def test_a_gpu_that_no_machine_has_is_refused() -> None:
     config = msgspec.structs.replace(_BASE, device="cuda", devices=[0])
     with pytest.raises(ValueError, match=r"torch sees no GPU here: use --device cpu"):
+        ModelRunner(config, load_config(ensure_model("gqa")), Parallel())
+
+
+def test_what_no_backend_serves_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(
+        _BASE, attention_backend="flashinfer", model_dir=str(tmp_path / "no weights")
+    )
+    with pytest.raises(UnsupportedPool, match="reads GPU memory only"):
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())

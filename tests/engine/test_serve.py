@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from attention.support import UnsupportedPool
 from engine.client import ScriptedEngine
+from engine.config import EngineConfig
 from engine.http import PlainHooks
 from engine.serve import StartFailure, _devices, _Server
 from engine.tokenizer import Tokenizer
@@ -18,6 +20,7 @@ from protocol.listening import bind
 from protocol.messages import AddRequest, EngineFailed, TokenDelta
 from protocol.settings import PrefillSettings
 from tests.engine.http_server import READY
+from tests.make_models import ensure_model
 
 _SECRET = "a secret of these tests"
 
@@ -168,6 +171,37 @@ def test_an_engine_that_failed_and_does_not_end_is_given_up(
 def test_gpus_are_not_named_to_a_server_on_the_cpu() -> None:
     with pytest.raises(StartFailure, match=r"--devices 0,1 names GPUs .*`baton doctor`"):
         _devices(PrefillSettings(_cli_parse_args=[], devices=(0, 1), tp=2), "cpu")
+
+
+class _Started(Exception):
+    """Rank processes would have been."""
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "refusal"),
+    [
+        ("cpu", False, UnsupportedPool),
+        ("cuda", True, UnsupportedPool),
+        ("cuda", False, _Started),  # to hear from the ranks that there is none
+    ],
+)
+def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_gpu: bool, refusal: type[Exception]
+) -> None:
+    def start(config: EngineConfig) -> None:
+        raise _Started
+
+    monkeypatch.setattr("engine.serve._has_gpu", lambda: has_gpu)
+    options = {"model": str(ensure_model("gqa")), "device": device}
+
+    async def main() -> None:
+        server, _ = _serving(_EndingEngine(), attention_backend="flashinfer", **options)
+        monkeypatch.setattr(server.processes, "start", start)
+        with bind("127.0.0.1", 0) as listener, pytest.raises(refusal):
+            await server._start_and_serve(listener)
+        server.processes.stop(1.0)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 async def _never(request: AddRequest) -> AsyncIterator[TokenDelta]:

@@ -1,0 +1,72 @@
+"""What the kernels lack is known without them, without a GPU and without torch."""
+
+from dataclasses import replace
+
+import pytest
+
+from attention.support import UnsupportedPool, Wanted, check, chosen
+
+_SERVED = Wanted(
+    device="cuda",
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    head_dim=128,
+    num_components=2,
+    num_q_heads=32,
+)
+_LATENT = replace(_SERVED, head_dim=576, num_components=1, num_q_heads=16)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        _SERVED,
+        replace(_SERVED, head_dim=64, num_q_heads=7),
+        replace(_SERVED, head_dim=256),
+        replace(_SERVED, dtype="float16", kv_dtype="float16"),
+        replace(_SERVED, kv_dtype="float8_e4m3fn"),
+        _LATENT,
+        replace(_LATENT, num_q_heads=128),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_have_is_served(wanted: Wanted) -> None:
+    check("auto", wanted)
+    check("flashinfer", wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (replace(_SERVED, device="cpu"), "reads GPU memory only, and the KV pool is on cpu"),
+        (replace(_SERVED, head_dim=80), r"head_dim of 80, only 64, 128, 256"),
+        (replace(_SERVED, head_dim=576), r"head_dim of 576, only"),
+        (
+            replace(_SERVED, dtype="float32", kv_dtype="float32"),
+            r"queries of float32 over KV of float32: use --dtype bfloat16 or float16, or",
+        ),
+        (replace(_SERVED, kv_dtype="float16"), r"queries of bfloat16 over KV of float16"),
+        (
+            replace(_SERVED, dtype="float32", kv_dtype="float8_e4m3fn"),
+            r"over KV of float8_e4m3fn: use --dtype .* and --kv-cache-dtype auto",
+        ),
+        (
+            replace(_LATENT, kv_dtype="float8_e4m3fn"),
+            r"over latents of float8_e4m3fn: use --dtype .* and --kv-cache-dtype auto",
+        ),
+        (replace(_LATENT, head_dim=320), r"latents of 320 elements .*only of 576"),
+        (replace(_LATENT, num_q_heads=20), r"for 20 query heads, .* that divides 128"),
+    ],
+)
+def test_what_they_lack_is_refused_with_what_helps(wanted: Wanted, message: str) -> None:
+    with pytest.raises(UnsupportedPool, match=f"{message}.*--attention-backend torch"):
+        check("flashinfer", wanted)
+    check("torch", wanted)
+
+
+def test_auto_is_the_kernels_on_a_gpu_only() -> None:
+    unserved = replace(_SERVED, head_dim=80)
+    check("auto", replace(unserved, device="cpu"))
+    with pytest.raises(UnsupportedPool):
+        check("auto", unserved)
+    assert (chosen("auto", "cuda"), chosen("auto", "cpu")) == ("flashinfer", "torch")

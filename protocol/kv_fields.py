@@ -41,7 +41,10 @@ def reject(name: str, problem: str) -> NoReturn:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # read where there was more of the stack
+        return f"a {type(value).__name__} nested too deeply"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -1,5 +1,6 @@
 """Which references to remote KV a decode server believes."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -108,3 +109,13 @@ def test_a_malformed_reference_is_a_400_under_any_policy(policy: str) -> None:
         _prepare(_forge(lambda p: p.update(remote_port="http")), policy=policy)
     with pytest.raises(KVParamsRejected, match="2 objects for 1 prompt"):
         _prepare([_params(), _params()], policy=policy)
+
+
+def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_server() -> None:
+    deep: list[Any] = []
+    for _ in range(2 * sys.getrecursionlimit()):
+        deep = [deep]
+    offered = {**_params(), "remote_engine_id": deep}
+    with pytest.raises(KVParamsRejected, match="remote_engine_id must be text .* nested too deep"):
+        _prepare(offered)
+    assert list(DecodeHooks(_SECRET, FailurePolicy("recompute")).refused(offered)) == []

@@ -24,10 +24,15 @@ def test_a_taken_port_is_named_with_the_option_of_the_port() -> None:
 
 @pytest.mark.parametrize(
     ("host", "reason"),
-    [("256.1.1.1", "Name or service not known"), ("203.0.113.1", "Cannot assign")],
+    [
+        ("256.1.1.1", "Name or service not known"),
+        ("203.0.113.1", "Cannot assign"),
+        ("fe80::1", "Invalid argument|Address family"),  # of a link: of which
+        ("ü..b", "encoding of hostname failed"),
+    ],
 )
 def test_a_host_that_is_not_ours_is_named_with_the_option_of_the_host(
     host: str, reason: str
 ) -> None:
-    with pytest.raises(CannotListen, match=rf"{host}:0 \({reason}.*\); use another --host$"):
+    with pytest.raises(CannotListen, match=rf"{host}:0 \(({reason}).*\); use another --host$"):
         bind(host, 0)

@@ -93,6 +93,11 @@ class AttentionBackend(ABC):
         self.head_dim = head_dim
         self.scale = scale
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory beside the pool that steps write their intermediate results to."""
+        return 0
+
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Takes the batch of the step whose `forward` calls follow; once per step."""

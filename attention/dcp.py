@@ -119,6 +119,10 @@ class ContextParallelBackend(AttentionBackend):
         self._absent_rows = torch.empty(0, device=pool.device)
         self._stored = _Stored(*(torch.empty(0, dtype=torch.int64),) * 3)
 
+    @property
+    def workspace_bytes(self) -> int:
+        return self._shared.workspace_bytes + self._alone.workspace_bytes
+
     # -- plans -------------------------------------------------------------------------------
 
     def plan(self, batch: AttentionBatch) -> None:

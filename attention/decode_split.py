@@ -4,19 +4,17 @@ The kernel's thread blocks take one piece of one context each. The wrapper's own
 while there are no more pieces than the GPU holds at once: with 8 KV heads, 33 on an H200. A step of
 more sequences cuts nothing, and one long context among them is read by 8 thread blocks while all
 others wait: 2.8 ms a step for one of 8,192 tokens among 32 short ones. `plan` lets there be
-`_SPARE_PIECES` more pieces than sequences, which go to the longest ones. Equal contexts are cut as
+`SPARE_PIECES` more pieces than sequences, which go to the longest ones. Equal contexts are cut as
 before: to cut each of them once more would take a piece for each.
 """
 
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 
+from attention.flashinfer_workspace import BLOCKS_PER_SM, SPARE_PIECES
 from attention.pages import Pages
-
-_SPARE_PIECES: Final = 16
-_BLOCKS_PER_SM: Final = 2  # as FlashInfer's planner counts them
 
 
 def plan(
@@ -58,8 +56,8 @@ def plan(
 
 def _thread_blocks_of_others(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
     """What the planner is to leave to other kernels on the GPU; fewer than none gives it more."""
-    fitting = _BLOCKS_PER_SM * num_sms
-    return min(0, fitting - (num_seqs + _SPARE_PIECES) * num_kv_heads)
+    fitting = BLOCKS_PER_SM * num_sms
+    return min(0, fitting - (num_seqs + SPARE_PIECES) * num_kv_heads)
 
 
 @cache

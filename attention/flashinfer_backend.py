@@ -30,13 +30,13 @@ from attention.flashinfer_base import (
     indptr_of,
     pinned,
 )
+from attention.flashinfer_workspace import LEAST_INT_BYTES, Gpu, Workspace, workspace_of
 from attention.pages import Int32s, Pages, num_leading_decodes, pages_of
-from attention.support import UnsupportedPool
+from attention.support import DEFAULT_LIMITS, StepLimits, UnsupportedPool
 from kvcache import fp8
 from kvcache.pool import KVPool
 
 _VIEW_ORDER: Final = "HND"  # of the views below; their strides say how the pool really lies
-_INT_WORKSPACE_BYTES: Final = 8 * 2**20
 # Prompts that read their own keys and values, each by a launch of its own; see `_plan_fresh`.
 # Several shorter ones fill the GPU better by one launch over the pool.
 _FRESH_TOKENS: Final = 512
@@ -69,6 +69,7 @@ class FlashInferBackend(FlashInferBase):
         head_dim: int,
         scale: float,
         dtype: torch.dtype | None = None,
+        limits: StepLimits = DEFAULT_LIMITS,
         prefill: str = "auto",
     ) -> None:
         self._is_fp8 = pool.tensor.dtype is fp8.DTYPE
@@ -76,7 +77,14 @@ class FlashInferBackend(FlashInferBase):
             raise UnsupportedPool(
                 "the fa3 kernels read FP8 KV with FP8 queries only: leave `prefill` to auto or fa2"
             )
-        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=dtype)
+        super().__init__(
+            pool,
+            num_q_heads=num_q_heads,
+            head_dim=head_dim,
+            scale=scale,
+            dtype=dtype,
+            limits=limits,
+        )
         self._caches = [
             (pool.component(layer, 0), pool.component(layer, 1))
             for layer in range(pool.layout.num_layers)
@@ -84,12 +92,12 @@ class FlashInferBackend(FlashInferBase):
         self._scales = [
             (pool.scale(layer, 0), pool.scale(layer, 1)) for layer in range(pool.layout.num_layers)
         ]
-        self._int_workspace = torch.zeros(
-            _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
-        )
+        self._int_workspace = self._new_int_workspace()
         self._decode = self._decode_kernel()
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self.workspace, _VIEW_ORDER, backend=prefill
+        self._prefill = self._roomy(
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self.workspace, _VIEW_ORDER, backend=prefill
+            )
         )
         self._takes_fresh = prefill == "fa3" or (
             prefill == "auto" and is_sm90a_supported(self.device)
@@ -97,6 +105,18 @@ class FlashInferBackend(FlashInferBase):
         self._fresh: list[Any] = []  # made when first needed
         self._parts: list[_Part] = []
         self._planned: set[Any] = set()
+
+    def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
+        return workspace_of(self.num_q_heads, self.num_kv_heads, self.head_dim, limits, gpu)
+
+    def _new_int_workspace(self) -> torch.Tensor:
+        return torch.zeros(self.sizes.ints, dtype=torch.uint8, device=self.device)
+
+    def _roomy(self, kernel: Any) -> Any:
+        """A kernel that has room for the indices of the largest step: it comes with the least."""
+        if self.sizes.ints > LEAST_INT_BYTES:
+            kernel.reset_workspace_buffer(self.workspace, self._new_int_workspace())
+        return kernel
 
     def _decode_kernel(self, **captured: Any) -> Any:
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -129,9 +149,8 @@ class FlashInferBackend(FlashInferBase):
         before it multiplies by zero, values past a prompt's end, which are another's, perhaps NaN.
         """
         while len(self._fresh) < len(lens):
-            self._fresh.append(
-                flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, backend="fa3")
-            )
+            kernel = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, backend="fa3")
+            self._fresh.append(self._roomy(kernel))
         start = self._parts[-1].stop if self._parts else 0
         for kernel, num_tokens in zip(self._fresh, lens, strict=False):
             indptr = torch.tensor([0, num_tokens], dtype=torch.int32)

@@ -19,12 +19,11 @@ import numpy as np
 import torch
 
 from attention.base import AttentionBackend, AttentionBatch
+from attention.flashinfer_workspace import Gpu, Workspace, explaining
 from attention.pages import Int32s, Int64s, Pages, pages_of
-from attention.support import Wanted, check_flashinfer
+from attention.support import StepLimits, Wanted, check_flashinfer
 from kvcache.pool import KVPool
 
-# Partial results of split contexts. 256 decode rows of 32 heads take 68 MiB of it.
-_WORKSPACE_BYTES: Final = 384 * 2**20
 LN_2: Final = math.log(2)  # from the kernels' log-sum-exps, in powers of two, to natural ones
 
 
@@ -69,6 +68,10 @@ def wanted_of(pool: KVPool, dtype: torch.dtype | None, num_q_heads: int) -> Want
 class FlashInferBase(AttentionBackend):
     """See AttentionBackend. Owns the workspace that all its kernels share: one step at a time.
 
+    Args:
+        dtype: of the queries; the pool's where not given.
+        limits: of the steps to come, which the workspace is made for.
+
     Raises:
         UnsupportedPool: what the kernels lack; attention/support.py has the list.
     """
@@ -81,13 +84,16 @@ class FlashInferBase(AttentionBackend):
         head_dim: int,
         scale: float,
         dtype: torch.dtype | None,
+        limits: StepLimits,
     ) -> None:
-        check_flashinfer(wanted_of(pool, dtype, num_q_heads))
+        check_flashinfer(wanted_of(pool, dtype, num_q_heads), limits)
         super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
         self.device = pool.device
         self.dtype, self.kv_dtype = dtype or pool.tensor.dtype, pool.tensor.dtype
         self.block_size = pool.layout.block_size
-        self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._limits = limits
+        self.sizes = self.workspace_sizes(limits, _gpu(self.device))
+        self.workspace = torch.zeros(self.sizes.floats, dtype=torch.uint8, device=self.device)
         self.buffers: CapturedBuffers | None = None
         self._captured: dict[int, Any] = {}
         self._last_plan = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
@@ -99,11 +105,20 @@ class FlashInferBase(AttentionBackend):
         self._all_last = torch.tensor([self.block_size], dtype=torch.int32, device=self.device)
         self._zeros = torch.zeros(1, dtype=torch.int32, device=self.device)
 
+    @abstractmethod
+    def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
+        """What the plans of such steps take at most."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.sizes.floats
+
     @contextmanager
     def planning(self) -> Iterator[None]:
         """Around the calls that write a plan."""
         self._last_plan.synchronize()
-        yield
+        with explaining(self.sizes, self._limits):
+            yield
         self._last_plan.record(torch.cuda.current_stream(self.device))
 
     def set_slots(self, slots: Int64s) -> None:
@@ -147,6 +162,11 @@ class FlashInferBase(AttentionBackend):
     def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
         """Plans it for a batch of exactly its rows, whose pages the buffers hold already, and
         makes `forward` use it."""
+
+
+def _gpu(device: torch.device) -> Gpu:
+    found = torch.cuda.get_device_properties(device)
+    return Gpu(found.multi_processor_count, found.major)
 
 
 def indptr_of(lens: Int32s) -> torch.Tensor:

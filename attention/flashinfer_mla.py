@@ -17,8 +17,9 @@ from attention.flashinfer_base import (
     FlashInferBase,
     indptr_of,
 )
+from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
 from attention.pages import Pages, pages_of
-from attention.support import LATENT_DIM, ROPE_DIM
+from attention.support import DEFAULT_LIMITS, LATENT_DIM, ROPE_DIM, StepLimits
 from kvcache.pool import KVPool
 
 
@@ -33,9 +34,17 @@ class FlashInferMLABackend(FlashInferBase):
         head_dim: int,
         scale: float,
         dtype: torch.dtype | None = None,
+        limits: StepLimits = DEFAULT_LIMITS,
         kernel: str = "auto",
     ) -> None:
-        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=dtype)
+        super().__init__(
+            pool,
+            num_q_heads=num_q_heads,
+            head_dim=head_dim,
+            scale=scale,
+            dtype=dtype,
+            limits=limits,
+        )
         latents = [pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)]
         self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
         self._backend = kernel if kernel != "auto" else _best_kernel(self.device)
@@ -45,6 +54,9 @@ class FlashInferMLABackend(FlashInferBase):
         self._planned = self._eager
         self._num_rows = 0
         self._lse_mode = "none"
+
+    def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
+        return latent_workspace_of(gpu)
 
     def always_with_lse(self) -> None:
         self._lse_mode = "base2"

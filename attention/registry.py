@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from attention.base import AttentionBackend
-from attention.support import chosen
+from attention.support import DEFAULT_LIMITS, StepLimits, chosen
 from attention.torch_backend import TorchBackend
 from kvcache.pool import KVPool
 
@@ -22,17 +22,20 @@ def create_backend(
     head_dim: int,
     scale: float,
     dtype: torch.dtype | None = None,
+    limits: StepLimits = DEFAULT_LIMITS,
 ) -> AttentionBackend:
     """The backend `name` over `pool`; "auto" is flashinfer on a GPU and torch elsewhere.
 
     Args:
         dtype: of the queries; the pool's where not given.
+        limits: of the steps to come.
 
     Raises:
         ValueError: an unknown name, a pool that the backend cannot read, or a missing package.
     """
     make = backend_class(name, pool.device.type, pool.layout.num_components)
-    return make(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=dtype)
+    sized = {} if make is TorchBackend else {"limits": limits}  # that one takes what it needs
+    return make(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=dtype, **sized)
 
 
 def backend_class(name: str, device: str, num_components: int) -> Callable[..., AttentionBackend]:

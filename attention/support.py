@@ -12,6 +12,9 @@ QUERY_TILE: Final = 128  # rows: heads that do not divide it lose keys at tile b
 
 _HEAD_DIMS: Final = (64, 128, 256)
 _DTYPES: Final = ("bfloat16", "float16")
+_MLA_WORKS: Final = 16384  # tiles of queries times pieces of contexts that a plan has room for
+_MLA_TILE: Final = 128  # queries times heads; half of it where sequences have 64 or fewer
+_MOST_SMS: Final = 256  # of any GPU
 
 
 class UnsupportedPool(ValueError):
@@ -34,6 +37,18 @@ class Wanted:
         return self.num_components == 1
 
 
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest steps that a backend is asked for."""
+
+    max_seqs: int = 256
+    max_tokens: int = 8192  # queries, those of all sequences together
+    captured: bool = True  # steps of single tokens run as CUDA graphs
+
+
+DEFAULT_LIMITS: Final = StepLimits()
+
+
 def chosen(name: str, device: str) -> str:
     """The backend that `name` means on `device`: "auto" is flashinfer on a GPU, torch elsewhere.
 
@@ -47,19 +62,19 @@ def chosen(name: str, device: str) -> str:
     return "flashinfer" if device == "cuda" else "torch"
 
 
-def check(name: str, wanted: Wanted) -> None:
-    """Refuses what the backend `name` will not serve.
+def check(name: str, wanted: Wanted, limits: StepLimits) -> None:
+    """Refuses what the backend `name` will not serve, in steps up to `limits`.
 
     Raises:
         UnsupportedPool: names the limit, what was found and which option helps.
         ValueError: there is no such backend.
     """
     if chosen(name, wanted.device) == "flashinfer":
-        check_flashinfer(wanted)
+        check_flashinfer(wanted, limits)
 
 
-def check_flashinfer(wanted: Wanted) -> None:
-    """Raises UnsupportedPool for what FlashInfer's kernels lack."""
+def check_flashinfer(wanted: Wanted, limits: StepLimits) -> None:
+    """Raises UnsupportedPool for what FlashInfer's kernels and planners lack."""
     if wanted.device != "cuda":
         raise UnsupportedPool(
             "attention_backend flashinfer reads GPU memory only, and the KV pool is on "
@@ -68,6 +83,7 @@ def check_flashinfer(wanted: Wanted) -> None:
     _check_dtypes(wanted)
     if wanted.is_latent:
         _check_latents(wanted)
+        _check_latent_works(wanted.num_q_heads, limits)
     elif wanted.head_dim not in _HEAD_DIMS:
         raise UnsupportedPool(
             f"attention_backend flashinfer does not serve a head_dim of {wanted.head_dim}, only "
@@ -94,4 +110,18 @@ def _check_latents(wanted: Wanted) -> None:
             f"attention_backend flashinfer does not serve latents of {wanted.head_dim} elements "
             f"for {wanted.num_q_heads} query heads, only of {LATENT_DIM + ROPE_DIM} for a number "
             f"of heads that divides {QUERY_TILE}: use --attention-backend torch"
+        )
+
+
+def _check_latent_works(num_q_heads: int, limits: StepLimits) -> None:
+    seqs = min(limits.max_seqs, limits.max_tokens)
+    long = -(-limits.max_tokens * num_q_heads // _MLA_TILE) + seqs
+    short = 2 * seqs + 2 * seqs // _MLA_TILE + 1
+    works = max(long, short) + _MOST_SMS  # so many pieces are cut beyond one for each tile
+    if works > _MLA_WORKS:
+        raise UnsupportedPool(
+            f"attention_backend flashinfer splits a step over latents into {_MLA_WORKS} parts at "
+            f"most; {limits.max_tokens} tokens of {seqs} sequences with {num_q_heads} query heads "
+            f"may take {works}: lower --max-num-batched-tokens or --max-num-seqs, use a larger "
+            "--tp, or --attention-backend torch"
         )

@@ -1,6 +1,6 @@
 """What cannot work, found before any process of the engine starts. No torch here."""
 
-from attention.support import Wanted, check
+from attention.support import StepLimits, Wanted, check
 from engine.config import EngineConfig
 from kvcache.layout import KVLayout
 from kvcache.transfer.staged import least_staging_bytes
@@ -54,7 +54,6 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
         UnsupportedPool: names the limit, what was found and which option helps.
     """
     own = model.num_heads // config.tp
-    # Ranks that share tokens attend for their whole group to what each of them stores.
     for num_q_heads in sorted({own, own * config.dcp}):
         wanted = Wanted(
             device=config.device,
@@ -64,4 +63,19 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
             num_components=model.kv_components,
             num_q_heads=num_q_heads,
         )
-        check(config.attention_backend, wanted)
+        check(config.attention_backend, wanted, step_limits(config, of_group=num_q_heads > own))
+
+
+def step_limits(config: EngineConfig, *, of_group: bool) -> StepLimits:
+    """The largest steps of a rank's attention backend.
+
+    Args:
+        of_group: for the heads of all ranks that share tokens, which only decodes attend with;
+            prompts then have a backend of their own.
+    """
+    seqs = config.max_num_seqs
+    captures = not config.enforce_eager
+    if of_group:
+        return StepLimits(seqs, seqs, captured=captures)
+    tokens = max(config.max_num_batched_tokens, seqs)
+    return StepLimits(seqs, tokens, captured=captures and config.dcp == 1)

@@ -219,8 +219,9 @@ _UTILIZATION = "--gpu-memory-utilization"
 def lower_for_steps(config: EngineConfig) -> str:
     """The options that what a step needs beside weights and KV grows with."""
     # Ranks that share tokens put the longest context together in memory set apart for it.
-    also = " or --max-model-len" if config.dcp > 1 else ""
-    return "--max-num-batched-tokens" + also
+    if config.dcp > 1:
+        return "--max-num-batched-tokens, --max-num-seqs or --max-model-len"
+    return "--max-num-batched-tokens or --max-num-seqs"
 
 
 def _more_memory(config: EngineConfig) -> str:

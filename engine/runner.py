@@ -22,7 +22,7 @@ from attention.registry import backend_class, create_backend
 from engine.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, StepOutput
 from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
-from engine.geometry import check_attention
+from engine.geometry import check_attention, step_limits
 from engine.launched import LastDrawn, LaunchedStep
 from engine.memory import check_weights_fit, fitting, free_gpu_bytes, lower_for_steps
 from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
@@ -118,6 +118,8 @@ class ModelRunner:
         fix = "another process may have taken it meanwhile: lower --gpu-memory-utilization"
         with fitting(f"a KV pool of {num_blocks} blocks", self.device, fix):
             self.memory = self._make_memory(num_blocks)
+        if scratch := self.memory.backend.workspace_bytes:
+            logger.info("attention: %.0f MiB beside the KV pool per rank", scratch / 2**20)
         return self.memory
 
     def _make_memory(self, num_blocks: int) -> RankMemory:
@@ -132,6 +134,7 @@ class ModelRunner:
                 head_dim=self.model_config.kv_dim,
                 scale=spec.scale,
                 dtype=_DTYPES[self.config.dtype],
+                limits=step_limits(self.config, of_group=num_q_heads > spec.num_q_heads),
             )
 
         context = self.model.parallel.context
@@ -159,7 +162,7 @@ class ModelRunner:
         once the largest step has run and been measured."""
         config = self.config
         what = f"a step of {config.max_num_batched_tokens} tokens beside the model's weights"
-        fix = f"lower {lower_for_steps(config)} or --max-num-seqs, or use a larger --tp"
+        fix = f"lower {lower_for_steps(config)}, or use a larger --tp"
         with fitting(what, self.device, fix):
             self._run_largest_step()
         peak = torch.cuda.max_memory_allocated(self.device)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from attention.decode_split import _SPARE_PIECES, _thread_blocks_of_others
+from attention.decode_split import _thread_blocks_of_others
+from attention.flashinfer_workspace import SPARE_PIECES
 
 SMS = 132
 
@@ -12,4 +13,4 @@ SMS = 132
 def test_there_is_a_piece_for_each_sequence_and_some_more(num_seqs: int, num_kv_heads: int) -> None:
     others = _thread_blocks_of_others(num_seqs, num_kv_heads, SMS)
     pieces = (2 * SMS - others) // num_kv_heads
-    assert pieces == max(2 * SMS // num_kv_heads, num_seqs + _SPARE_PIECES)
+    assert pieces == max(2 * SMS // num_kv_heads, num_seqs + SPARE_PIECES)

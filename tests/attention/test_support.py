@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from attention.support import UnsupportedPool, Wanted, check, chosen
+from attention.support import DEFAULT_LIMITS, StepLimits, UnsupportedPool, Wanted, check, chosen
 
 _SERVED = Wanted(
     device="cuda",
@@ -31,8 +31,8 @@ _LATENT = replace(_SERVED, head_dim=576, num_components=1, num_q_heads=16)
     ids=str,
 )
 def test_what_the_kernels_have_is_served(wanted: Wanted) -> None:
-    check("auto", wanted)
-    check("flashinfer", wanted)
+    check("auto", wanted, DEFAULT_LIMITS)
+    check("flashinfer", wanted, DEFAULT_LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,36 @@ def test_what_the_kernels_have_is_served(wanted: Wanted) -> None:
 )
 def test_what_they_lack_is_refused_with_what_helps(wanted: Wanted, message: str) -> None:
     with pytest.raises(UnsupportedPool, match=f"{message}.*--attention-backend torch"):
-        check("flashinfer", wanted)
-    check("torch", wanted)
+        check("flashinfer", wanted, DEFAULT_LIMITS)
+    check("torch", wanted, DEFAULT_LIMITS)
 
 
 def test_auto_is_the_kernels_on_a_gpu_only() -> None:
     unserved = replace(_SERVED, head_dim=80)
-    check("auto", replace(unserved, device="cpu"))
+    check("auto", replace(unserved, device="cpu"), DEFAULT_LIMITS)
     with pytest.raises(UnsupportedPool):
-        check("auto", unserved)
+        check("auto", unserved, DEFAULT_LIMITS)
     assert (chosen("auto", "cuda"), chosen("auto", "cpu")) == ("flashinfer", "torch")
+
+
+@pytest.mark.parametrize(
+    ("num_q_heads", "limits", "is_served"),
+    [
+        (128, StepLimits(max_seqs=256, max_tokens=8192), True),
+        (128, StepLimits(max_seqs=256, max_tokens=16384), False),
+        (128, StepLimits(max_seqs=9000, max_tokens=9000), False),
+        (16, StepLimits(max_seqs=256, max_tokens=65536), True),
+        (16, StepLimits(max_seqs=9000, max_tokens=9000), False),
+    ],
+)
+def test_steps_over_latents_are_no_larger_than_their_plan(
+    num_q_heads: int, limits: StepLimits, is_served: bool
+) -> None:
+    wanted = replace(_LATENT, num_q_heads=num_q_heads)
+    check("torch", wanted, limits)
+    if is_served:
+        check("flashinfer", wanted, limits)
+        return
+    told = rf"{limits.max_tokens} tokens of {limits.max_seqs} sequences .*{num_q_heads} query"
+    with pytest.raises(UnsupportedPool, match=f"{told}.*lower --max-num-batched-tokens or"):
+        check("flashinfer", wanted, limits)

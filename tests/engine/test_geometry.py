@@ -3,9 +3,15 @@
 import msgspec
 import pytest
 
-from attention.support import UnsupportedPool
+from attention.support import StepLimits, UnsupportedPool
 from engine.config import EngineConfig
-from engine.geometry import InvalidGeometry, check_attention, check_geometry, check_staging
+from engine.geometry import (
+    InvalidGeometry,
+    check_attention,
+    check_geometry,
+    check_staging,
+    step_limits,
+)
 from kvcache.layout import LayoutError
 from model.config import parse_config
 from model.sharding import InvalidParallelism
@@ -120,3 +126,30 @@ def test_heads_are_those_of_a_rank_and_of_its_group(tp: int, dcp: int, refused: 
         return
     with pytest.raises(UnsupportedPool, match=f"for {refused} query heads"):
         check_attention(config, _LATENT_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "of_group"),
+    [
+        ({}, StepLimits(64, 2048), StepLimits(64, 64)),
+        ({"max_num_batched_tokens": 8}, StepLimits(64, 64), StepLimits(64, 64)),
+        ({"enforce_eager": True}, StepLimits(64, 2048, False), StepLimits(64, 64, False)),
+        # Prompts only: decodes attend with the group's heads.
+        ({"dcp": 2, "tp": 2}, StepLimits(64, 2048, False), StepLimits(64, 64)),
+    ],
+)
+def test_backends_are_made_for_the_steps_to_come(
+    options: dict[str, object], own: StepLimits, of_group: StepLimits
+) -> None:
+    config = _changed(**options)
+    assert step_limits(config, of_group=False) == own
+    assert step_limits(config, of_group=True) == of_group
+
+
+def test_steps_over_latents_that_no_plan_holds_are_refused() -> None:
+    config = _changed(device="cuda", dtype="bfloat16", tp=3, max_num_batched_tokens=65536)
+    check_attention(config, _LATENT_MODEL)
+    with pytest.raises(UnsupportedPool, match=r"lower --max-num-batched-tokens or --max-num-seqs"):
+        check_attention(
+            msgspec.structs.replace(config, max_num_batched_tokens=200_000), _LATENT_MODEL
+        )

@@ -104,12 +104,13 @@ def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
 def test_a_gpu_without_room_says_which_option_helps() -> None:
     with pytest.raises(MemoryTooSmall, match=r"takes .* MiB, .* lower --kv-cache-tokens, or raise"):
         _size(free_bytes=10_000, device="cuda", kv_cache_tokens=160)
-    told = r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization or --tp"
+    told = (
+        r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization or --tp, "
+        r"lower --max-num-batched-tokens or --max-num-seqs, or free the GPU"
+    )
     with pytest.raises(MemoryTooSmall, match=told):
         _size(free_bytes=2_000 - 2**20, device="cuda")
-    told = (
-        r"of 32 tokens; .* lower --max-num-batched-tokens or --max-model-len,"  # scratch's length
-    )
+    told = r"of 32 tokens; .* lower --max-num-batched-tokens, --max-num-seqs or --max-model-len,"
     with pytest.raises(MemoryTooSmall, match=told):
         _size(free_bytes=2_000 - 2**20, device="cuda", tp=2, dcp=2)
     with pytest.raises(MemoryTooSmall, match=r"112 tokens are missing.*--gpu-memory-utilization"):

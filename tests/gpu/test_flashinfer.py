@@ -5,13 +5,16 @@ own tokens shows.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from attention.base import AttentionBackend, AttentionBatch
+from attention.flashinfer_workspace import Workspace, WorkspaceTooSmall, workspace_of
 from attention.registry import create_backend
+from attention.support import StepLimits
 from attention.torch_backend import TorchBackend
 from kvcache.layout import NAMED_ORDERS
 from kvcache.pool import KVPool
@@ -271,6 +274,56 @@ class _Captured:
 
 def _decode_batch(shape: Shape, seqs: object, rows: list[tuple[int, int]]) -> AttentionBatch:
     return make_batch(shape, seqs, [(seq, position, position + 1) for seq, position in rows])
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 32])
+@pytest.mark.parametrize("missing_bytes", [0, 16])
+def test_the_workspace_is_just_as_large_as_captured_steps_need(
+    monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, missing_bytes: int
+) -> None:
+    def smaller(*args: object) -> Workspace:
+        found = workspace_of(*args)
+        return replace(found, floats=found.floats - missing_bytes)
+
+    monkeypatch.setattr("attention.flashinfer_backend.workspace_of", smaller)
+    shape = gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads)
+    limits = StepLimits(max_seqs=1500, max_tokens=2048)
+    backend = make(shape, make_pool(shape), limits=limits)
+    one = np.ones(1, np.int32)
+    batch = AttentionBatch(one, one, np.zeros((1, 1), np.int32), np.zeros(1, np.int64))
+    backend.reserve_captured(1500, 4)
+    if missing_bytes:
+        with pytest.raises(WorkspaceTooSmall, match=r"1500 sequences .*lower --max-num-seqs"):
+            backend.plan_captured(batch, 1500)
+        return
+    backend.plan_captured(batch, 1500)
+    q = torch.zeros(1500, 32, 128, dtype=torch.bfloat16, device="cuda")
+    kv = torch.zeros(1500, num_kv_heads, 128, dtype=torch.bfloat16, device="cuda")
+    assert not backend.forward(0, q, kv, kv).isnan().any()
+
+
+@pytest.mark.parametrize("num_tokens", [100, 1000, 8000])
+@pytest.mark.parametrize("num_cached", [0, 5000])
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
+def test_the_workspace_is_what_prompts_need_or_more(
+    num_kv_heads: int, num_cached: int, num_tokens: int
+) -> None:
+    shape = gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads, block_size=64)
+    backend = make(shape, make_pool(shape), prefill="fa2", limits=StepLimits(4, 8192, False))
+    num_blocks = -(-(num_tokens + num_cached) // 64)
+    floats, ints = backend._prefill.workspace_size(
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        torch.tensor([0, num_blocks], dtype=torch.int32),
+        torch.zeros(num_blocks, dtype=torch.int32),
+        torch.ones(1, dtype=torch.int32),
+        32,
+        num_kv_heads,
+        128,
+        64,
+        causal=True,
+        q_data_type=torch.bfloat16,
+    )
+    assert floats <= backend.sizes.floats and ints <= backend.sizes.ints
 
 
 @pytest.mark.parametrize("order", ["BHLCND", "LCBHND", "LBCNHD"])

@@ -386,6 +386,17 @@ class UpSettings(ModelOptions, ListenOptions, BatonSettings):
     prefill: PrefillGroup = Field(PrefillGroup(), description="the prefill servers")
     decode: DecodeGroup = Field(DecodeGroup(), description="the decode servers")
 
+    @field_validator("decode")
+    @classmethod
+    def _can_read_from_prefill(cls, decode: DecodeGroup, info: ValidationInfo) -> DecodeGroup:
+        prefill = info.data.get("prefill", decode)
+        if decode.dcp > 1 and decode.block_size % prefill.block_size:
+            raise ValueError(
+                f"with --decode.dcp {decode.dcp} --decode.block-size {decode.block_size} must be a "
+                f"multiple of --prefill.block-size, which is {prefill.block_size}"
+            )
+        return decode
+
 
 PROGRAMS: tuple[type[BatonSettings], ...] = (
     PrefillSettings,

@@ -174,6 +174,14 @@ def test_a_context_parallelism_that_cannot_be_is_refused_naming_it() -> None:
         load(PrefillSettings, ["--tp", "2", "--dcp", "2"])
 
 
+def test_up_starts_no_cluster_whose_shared_tokens_cannot_be_read() -> None:
+    shared = ["--decode.tp=2", "--decode.dcp=2", "--decode.block-size=32"]
+    with pytest.raises(ConfigError, match=r"multiple of --prefill\.block-size, which is 64"):
+        load(UpSettings, shared)
+    assert load(UpSettings, [*shared, "--prefill.block-size=16"]).decode.dcp == 2
+    assert load(UpSettings, ["--decode.block-size=32"]).decode.block_size == 32
+
+
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
 def test_decode_servers_are_never_told_to_connect_to_every_address(wildcard: str) -> None:
     with pytest.raises(ConfigError, match="--side-channel-host: decode servers cannot connect"):

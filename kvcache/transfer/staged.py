@@ -36,8 +36,9 @@ _MIN_CHUNK_S = 0.25e-3
 _MAX_CHUNK_S = 0.75e-3
 # Between GPUs copies overlap reads. More slots than two keep the link busy while a copy is begun;
 # the last chunks may become smaller, down to what takes as long to read as a copy takes to begin.
-# But chunks cut runs, where these are longer.
-_CUTS_BETWEEN_GPUS = ((4, True), (2, True), (2, False))  # slots, and whether chunks become smaller
+# (With two slots they must not: each would wait for the one before to be placed, 0.1 ms.) But
+# chunks cut runs, where these are longer.
+_CUTS_BETWEEN_GPUS = ((4, True), (2, False))  # slots, and whether chunks become smaller
 _CUTS = ((2, False),)
 _LAST_CHUNK_S = 0.04e-3
 # A cut run costs no less between GPUs, whatever a probe's few runs say: 256 KiB take 4.1 us on an

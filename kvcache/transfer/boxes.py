@@ -32,10 +32,19 @@ class Transfer:
     total_kv_heads: int
     token_start: int
     token_stop: int
-    local_blocks: IntArray  # i64, D's block table from token 0
+    local_table: "BlockTable"  # D's, from token 0
     remote_blocks: IntArray  # i64, P's block table from token 0
     # What follows from the geometries alone, for all transfers between these endpoints.
     kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def local_blocks(self) -> IntArray:
+        """i64, D's block table from token 0; checked when it is first asked for.
+
+        Raises:
+            PlanError: as of BlockTable.
+        """
+        return self.local_table.checked()
 
     @cached_property
     def converts(self) -> bool:
@@ -51,48 +60,74 @@ class Transfer:
     @property
     def useful_bytes(self) -> int:
         """Bytes of the peer's KV that this rank wants."""
-        layout = self.remote[0].layout
-        per_token = layout.num_layers * layout.num_components * layout.head_dim * layout.itemsize
         heads = sum(len(group.heads) for group in self.groups)
-        return (self.token_stop - self.token_start) * heads * per_token
+        return (self.token_stop - self.token_start) * heads * self.head_token_bytes
+
+    @property
+    def head_token_bytes(self) -> int:
+        """Bytes of the peer's KV of one head for one token."""
+        layout = self.remote[0].layout
+        return layout.num_layers * layout.num_components * layout.head_dim * layout.itemsize
 
 
-def block_table(
-    name: str,
-    blocks: Sequence[int] | IntArray,
-    num_blocks: int,
-    block_size: int,
-    tokens: range,
-    *,
-    distinct: bool = False,
-) -> IntArray:
-    """The table as i64, once every block that `tokens` lie in is known to exist.
+class BlockTable:
+    """A block table as it came, and as it is used: checked by whoever asks first.
 
     Args:
+        name: for errors.
+        ids: from token 0 of the sequence on.
+        num_blocks: of the pool.
+        block_size: in tokens.
+        tokens: the blocks that these lie in are going to be used.
         distinct: these blocks must differ from each other.
-
-    Raises:
-        PlanError: the table is too short, or names a block outside the pool, or one twice.
     """
-    numbers = blocks if isinstance(blocks, list) else np.asarray(blocks).reshape(-1).tolist()
-    table = np.frombuffer(array("q", numbers), np.int64)
-    if not tokens:
-        return table
-    if len(numbers) * block_size < tokens.stop:
-        raise PlanError(
-            f"{name} has {len(numbers)} blocks of {block_size} tokens; "
-            f"{tokens.stop} tokens need {-(-tokens.stop // block_size)}"
-        )
-    # Numpy's reductions take longer than these, unless a loop has just called them.
-    used = numbers[tokens.start // block_size : -(-tokens.stop // block_size)]
-    low, high = min(used), max(used)
-    if low < 0 or high >= num_blocks:
-        wrong = low if low < 0 else high
-        raise PlanError(f"{name} names block {wrong}; the pool has blocks 0 to {num_blocks - 1}")
-    if distinct and len(set(used)) < len(used):
-        twice = next(block for index, block in enumerate(used) if block in used[:index])
-        raise PlanError(f"{name} names block {twice} twice")
-    return table
+
+    def __init__(
+        self,
+        name: str,
+        ids: Sequence[int] | IntArray,
+        num_blocks: int,
+        block_size: int,
+        tokens: range,
+        *,
+        distinct: bool = False,
+    ) -> None:
+        self.ids = ids if isinstance(ids, list) else np.asarray(ids).reshape(-1).tolist()
+        self._name = name
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._tokens = tokens
+        self._distinct = distinct
+        self._checked: IntArray | None = None
+
+    def checked(self) -> IntArray:
+        """i64[n], once every block that the tokens lie in is known to exist.
+
+        Raises:
+            PlanError: the table is too short, or names a block outside the pool, or one twice.
+        """
+        if self._checked is None:
+            if self._tokens:
+                self._check(self._tokens, self._block_size)
+            self._checked = np.frombuffer(array("q", self.ids), np.int64)
+        return self._checked
+
+    def _check(self, tokens: range, block_size: int) -> None:
+        ids, name = self.ids, self._name
+        if len(ids) * block_size < tokens.stop:
+            raise PlanError(
+                f"{name} has {len(ids)} blocks of {block_size} tokens; "
+                f"{tokens.stop} tokens need {-(-tokens.stop // block_size)}"
+            )
+        # Numpy's reductions take longer than these, unless a loop has just called them.
+        used = ids[tokens.start // block_size : -(-tokens.stop // block_size)]
+        low, high, last = min(used), max(used), self._num_blocks - 1
+        if low < 0 or high > last:
+            wrong = low if low < 0 else high
+            raise PlanError(f"{name} names block {wrong}; the pool has blocks 0 to {last}")
+        if self._distinct and len(set(used)) < len(used):
+            twice = next(block for index, block in enumerate(used) if block in used[:index])
+            raise PlanError(f"{name} names block {twice} twice")
 
 
 def cut_tokens(start: int, stop: int, *block_sizes: int) -> tuple[IntArray, IntArray]:

@@ -44,7 +44,12 @@ class Chunks(Sequence[Chunk]):
         self._firsts = [0]
         for staging in stagings:
             self._firsts.append(self._firsts[-1] + staging.num_chunks)
-        self.slot_bytes = max(staging.slot_bytes for staging in stagings)
+        self.slot_bytes = max([staging.slot_bytes for staging in stagings])
+
+    def check(self) -> None:
+        """Raises PlanError if D's block table does not fit; asked before anything is placed."""
+        for staging in self._stagings:
+            staging.transfer.local_table.checked()
 
     def unstaged(self) -> tuple[RankRead, ...] | None:
         """What they bring, read straight into the pool; None where elements change on the way."""
@@ -146,43 +151,47 @@ def _reads(staging: Staging, first: int, last: int) -> Iterator[RankRead]:
         return
     low, high = start // size, stop // size
     remote = transfer.remote_blocks[low:high]
-    slots = np.arange(low - first, high - first)
     for share in _shares(staging):
         begin = (share.copy - low - transfer.groups[share.group].turn) % share.copies
         if begin < high - low:
-            mine = slice(begin, None, share.copies)
-            yield RankRead(share.owner, *_runs(share, remote[mine], slots[mine]))
+            slot = begin + low - first
+            yield RankRead(share.owner, *_runs(share, remote[begin :: share.copies], slot))
 
 
-def _runs(share: _Share, remote: IntArray, slots: IntArray) -> Runs:
-    if share.joins and len(remote) > 1:
-        firsts, counts = _rows_of_blocks(remote)
-        bases = Runs(
-            remote[firsts] * share.remote_block + share.remote_offset,
-            slots[firsts] * share.local_block + share.local_offset,
-            counts * share.run_bytes,
-        )
-    else:
-        lengths = np.empty(len(remote), np.int64)
-        lengths.fill(share.run_bytes)
-        bases = Runs(
-            remote * share.remote_block + share.remote_offset,
-            slots * share.local_block + share.local_offset,
-            lengths,
-        )
-    return multiply_out(bases, share.offsets)
+def _runs(share: _Share, remote: IntArray, slot: int) -> Runs:
+    """Of some blocks of P into every `copies`th block of the slot from `slot` on."""
+    bases = _many_runs if len(remote) > _FEW_BLOCKS else _few_runs
+    return multiply_out(bases(share, remote, slot), share.offsets)
 
 
-def _rows_of_blocks(blocks: IntArray) -> tuple[IntArray, IntArray]:
-    """First ones and lengths of rows of blocks that follow one another."""
-    if len(blocks) > _FEW_BLOCKS:
-        return joined(blocks[1:] - blocks[:-1] == 1)
-    # A loop takes less than half a dozen of numpy's calls when these are not warm.
-    ids = blocks.tolist()
-    firsts = [0]
-    firsts += [index for index in range(1, len(ids)) if ids[index] - ids[index - 1] != 1]
-    counts = [stop - start for start, stop in pairwise([*firsts, len(ids)])]
-    return np.array(firsts, np.int64), np.array(counts, np.int64)
+def _many_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
+    slots = np.arange(slot, slot + len(remote) * share.copies, share.copies)
+    lengths = np.empty(len(remote), np.int64)
+    lengths.fill(share.run_bytes)
+    if share.joins:
+        firsts, counts = joined(remote[1:] - remote[:-1] == 1)
+        remote, slots, lengths = remote[firsts], slots[firsts], counts * share.run_bytes
+    return Runs(
+        remote * share.remote_block + share.remote_offset,
+        slots * share.local_block + share.local_offset,
+        lengths,
+    )
+
+
+def _few_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
+    """The same by a loop, which takes less than half a dozen of numpy's calls when these are not
+    warm: as before the first chunk, which the link waits for."""
+    runs: list[list[int]] = []
+    expected = None  # the block that would continue the last run
+    local = slot * share.local_block + share.local_offset
+    for block in remote.tolist():
+        if block == expected:
+            runs[-1][2] += share.run_bytes
+        else:
+            runs.append([block * share.remote_block + share.remote_offset, local, share.run_bytes])
+        expected = block + 1 if share.joins else None
+        local += share.local_block * share.copies
+    return Runs(*np.array(runs, np.int64).T.copy())
 
 
 def _shares(staging: Staging) -> tuple[_Share, ...]:

@@ -2,6 +2,7 @@
 
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
+from kvcache.transfer.chunks import Chunks
 from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.link_log import log_measured
 from kvcache.transfer.mapped import MappedJob, MappedPath
@@ -106,13 +107,26 @@ class JobMaker:
         log_measured(peer.metadata.engine_id, costs, way, between_gpus=between_gpus)
 
     def make(self, pull: Pull, peer: JobPeer) -> Job:
-        """The job of a pull.
+        """The job of a pull, of which D's block table may not have been checked yet: see `check`.
 
         Raises:
             PeerIncompatible: no plan bridges the geometries, or the mapped path is required.
         """
         try:
             return self._make(pull, peer)
+        except PlanError as error:
+            raise PeerIncompatible(str(error)) from error
+
+    def check(self, job: Job) -> None:
+        """What `make` left for when the link is busy, and before anything is placed.
+
+        Raises:
+            PeerIncompatible: D's block table does not fit.
+        """
+        if not isinstance(job, PullJob) or not isinstance(job.plan.chunks, Chunks):
+            return
+        try:
+            job.plan.chunks.check()
         except PlanError as error:
             raise PeerIncompatible(str(error)) from error
 
@@ -131,7 +145,7 @@ class JobMaker:
 
     def _make(self, pull: Pull, peer: JobPeer) -> Job:
         planner = peer.planner = peer.planner or self._planner(peer)
-        transfer = planner.check(
+        transfer = planner.take(
             (pull.token_start, pull.token_stop),
             pull.local_block_ids,
             pull.remote_block_ids,

@@ -83,6 +83,7 @@ class MappedPath:
 
         Raises:
             PeerIncompatible: the mapped path is required, and this peer cannot be mapped.
+            PlanError: D's block table does not fit.
         """
         mapping = self._mappings.get((metadata.engine_id, metadata.incarnation))
         if mapping is None:
@@ -96,6 +97,7 @@ class MappedPath:
                     param="transfer",
                 )
             return None
+        transfer.local_table.checked()
         memories = mapping.memories
         gathers = make_gathers(transfer)
         work = Work(gathers, [memories[gather.share.remote_rank] for gather in gathers], transfer)

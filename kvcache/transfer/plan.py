@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kvcache.transfer.boxes import Transfer, block_table, direct_boxes, split_ends
+from kvcache.transfer.boxes import BlockTable, Transfer, direct_boxes, split_ends
 from kvcache.transfer.chunks import Chunks
 from kvcache.transfer.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.runs import RankRead, count_runs, find_runs
@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 _LONG_RUN_BYTES = 1 << 20
-_NO_BLOCKS = np.empty(0, np.int64)
+_NO_BLOCKS = BlockTable("no blocks", [], 0, 1, range(0))
 _LOOKED_AT = 8  # blocks at either end of a table
 _MAX_DECISIONS = 1024  # kept; there are a few dozen kinds of pulls from a peer
 
@@ -225,9 +225,8 @@ class Planner:
         self._takes_turns = any(len(group.owners) > 1 for group in self._groups)
         self._kept: dict[object, object] = {}
         self._whole = WholeBlocks.of(local, remote, self._groups, total_kv_heads)
-        converts = (
-            convert and Transfer(local, self._remote, (), 0, 0, 0, *(_NO_BLOCKS,) * 2).converts
-        )
+        nothing = (_NO_BLOCKS, _NO_BLOCKS.checked())
+        converts = convert and Transfer(local, self._remote, (), 0, 0, 0, *nothing).converts
         whole = self._whole if not converts else None
         self._long_runs = whole if whole and whole.run_bytes >= _LONG_RUN_BYTES else None
         self._decided_by: CostModel | None = None
@@ -247,6 +246,24 @@ class Planner:
         Raises:
             PlanError: block tables that do not fit.
         """
+        transfer = self.take(tokens, local_block_ids, remote_block_ids, lease_hash=lease_hash)
+        transfer.local_table.checked()
+        return transfer
+
+    def take(
+        self,
+        tokens: tuple[int, int],
+        local_block_ids: Sequence[int] | IntArray,
+        remote_block_ids: Sequence[int] | IntArray,
+        *,
+        lease_hash: int = 0,
+    ) -> Transfer:
+        """The same with D's table to be checked when it is first asked for, which for staged
+        chunks is when the first one has been read: the link idles until that begins.
+
+        Raises:
+            PlanError: tokens that are none, or P's block table does not fit.
+        """
         start, stop = tokens
         if not 0 <= start <= stop:
             raise PlanError(f"token range is [{start}, {stop}); use 0 <= start <= stop")
@@ -255,17 +272,9 @@ class Planner:
             start, stop = self._stripe.num_local(np.array([start, stop])).tolist()
             remote_block_ids = self._stripe.remote_blocks(remote_block_ids, theirs)
         span = range(start, stop)
-        local_blocks = block_table(
-            "local_block_ids",
-            local_block_ids,
-            self._local.layout.num_blocks,
-            ours,
-            span,
-            distinct=True,
-        )
-        remote_blocks = block_table(
-            "remote_block_ids", remote_block_ids, self._num_blocks, theirs, span
-        )
+        blocks = self._local.layout.num_blocks
+        local = BlockTable("local_block_ids", local_block_ids, blocks, ours, span, distinct=True)
+        remote = BlockTable("remote_block_ids", remote_block_ids, self._num_blocks, theirs, span)
         return Transfer(
             self._local,
             self._remote,
@@ -273,8 +282,8 @@ class Planner:
             self._total_kv_heads,
             start,
             stop,
-            local_blocks,
-            remote_blocks,
+            local,
+            remote.checked(),
             self._kept,
         )
 
@@ -344,8 +353,8 @@ class Planner:
             start % self._period,
             stop % self._period,
             whole.bit_length() if whole else start - stop,
-            _together(transfer.local_blocks[start // ours : -(-stop // ours)]),
-            _together(transfer.remote_blocks[start // theirs : -(-stop // theirs)]),
+            _together(transfer.local_table.ids, start // ours, -(-stop // ours)),
+            _together(transfer.remote_blocks.tolist(), start // theirs, -(-stop // theirs)),
         )
 
     def _weigh(self, transfer: Transfer, costs: CostModel) -> _Decision:
@@ -409,9 +418,10 @@ class Planner:
         return _join(list(_reads(transfer)))
 
 
-def _together(blocks: IntArray) -> int:
-    """How many blocks follow the one before them, of some at both ends."""
-    some = [*blocks[:_LOOKED_AT].tolist(), *blocks[-_LOOKED_AT:].tolist()]
+def _together(blocks: list[int], first: int, last: int) -> int:
+    """How many of blocks [first, last) follow the one before them, of some at both ends."""
+    low = blocks[first : min(first + _LOOKED_AT, last)]
+    some = [*low, *blocks[max(last - _LOOKED_AT, first) : last]]
     return sum(after - before == 1 for before, after in pairwise(some))
 
 

@@ -271,10 +271,20 @@ class PullWorker:
             job.end_announced = not pull.announce_end
             peer.users += 1
             self._jobs[pull.pull_id] = (job, peer)
-            if isinstance(job, MappedJob):
-                self._advance_one(job)  # before all else: the link idles
-                job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
+            self._start(job, peer)
             self._pool.use(max(pull.local_block_ids, default=-1))
+
+    def _start(self, job: Job, peer: JobPeer) -> None:
+        """Before all else: the link idles."""
+        if isinstance(job, MappedJob):
+            self._advance_one(job)
+            job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
+            return
+        self._reads.post_one([(job, peer)])
+        try:
+            self._maker.check(job)
+        except BatonError as error:
+            job.stop(error)
 
     def _progress(self) -> bool:
         """Polls, posts at most one piece, ends what has ended; whether anything happened."""

@@ -101,14 +101,12 @@ class Staging(NamedTuple):
     transfer: Transfer
     way: Way
     regions: tuple[Region, ...]
+    slot_bytes: int  # of all regions
     region_heads: tuple[range, ...]  # of the model, read into each region
+    token_bytes: int  # of these heads
     borders: tuple[int, ...]  # of the chunks: ordinals of blocks of P in the sequence
     read_start: int  # tokens read: at least the wanted ones
     read_stop: int
-
-    @property
-    def slot_bytes(self) -> int:
-        return sum(aligned(region.source.nbytes) for region in self.regions)
 
     @property
     def pitch(self) -> int:
@@ -117,10 +115,7 @@ class Staging(NamedTuple):
 
     @property
     def bytes_read(self) -> int:
-        layout = self.transfer.remote[0].layout
-        per_head = layout.num_layers * layout.num_components * layout.head_dim * layout.itemsize
-        heads = sum(len(heads) for heads in self.region_heads)
-        return (self.read_stop - self.read_start) * heads * per_head
+        return (self.read_stop - self.read_start) * self.token_bytes
 
     @property
     def num_chunks(self) -> int:
@@ -221,8 +216,9 @@ def stage(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) ->
     return Staging(
         transfer,
         way,
-        _regions(transfer, way, blocks),
+        *_regions(transfer, way, blocks),
         geometry.region_heads,
+        geometry.token_bytes,
         _borders(first, last, blocks, least, period),
         *span,
     )
@@ -242,6 +238,7 @@ def _borders(first: int, last: int, blocks: int, least: int, period: int) -> tup
 
 class _Geometry(NamedTuple):
     region_heads: tuple[range, ...]
+    token_bytes: int  # of these heads
     block_bytes: int  # of a slot, for one block of P
     period: int  # blocks of P after which blocks of both sides end together
 
@@ -251,17 +248,24 @@ def _geometry(transfer: Transfer, *, wider: bool) -> _Geometry:
     if found is None:
         theirs, ours = transfer.remote[0].layout.block_size, transfer.local.layout.block_size
         heads = _region_heads(transfer, wider=wider)
-        found = _Geometry(heads, _block_bytes(transfer, heads), lcm(theirs, ours) // theirs)
+        found = _Geometry(
+            heads,
+            sum(len(each) for each in heads) * transfer.head_token_bytes,
+            _block_bytes(transfer, heads),
+            lcm(theirs, ours) // theirs,
+        )
         transfer.kept["geometry", wider] = found
     return found
 
 
-def _regions(transfer: Transfer, way: Way, num_blocks: int) -> tuple[Region, ...]:
+def _regions(transfer: Transfer, way: Way, num_blocks: int) -> tuple[tuple[Region, ...], int]:
+    """The regions of a slot, and their bytes together."""
     key = ("regions", way.wider, num_blocks)
-    found: tuple[Region, ...] | None = transfer.kept.get(key)
+    found: tuple[tuple[Region, ...], int] | None = transfer.kept.get(key)
     if found is None:
-        found = tuple(_make_regions(transfer, way, num_blocks))
-        transfer.kept[key] = found
+        regions = tuple(_make_regions(transfer, way, num_blocks))
+        nbytes = sum(aligned(region.source.nbytes) for region in regions)
+        found = transfer.kept[key] = regions, nbytes
     return found
 
 

@@ -11,6 +11,7 @@ import pytest
 from kvcache.pool import KVPool
 from kvcache.transfer.job_maker import JobMaker
 from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.plan import DEFAULT_COSTS
 from kvcache.transfer.pull import AddPeer, Pull, RankEnded, Report, StopPull, pull_command
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
@@ -22,12 +23,14 @@ from pull_rig import DEADLINE_S, HEADS, Prefill, layout
 class Rank:
     """A worker whose thread finds all that was sent before `start` at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.link = InsideLink()
         self._told = threading.Event()
         self.link.on_report = self._told.set
-        pool = KVPool(layout())
-        self.worker = PullWorker(0, 1, HEADS, MemoryAgent(), pool, "", inside=self.link)
+        self.pool = KVPool(layout())
+        self.worker = PullWorker(
+            0, 1, HEADS, MemoryAgent(), self.pool, "", inside=self.link, **options
+        )
 
     def report(self) -> Report:
         """The one that comes next."""
@@ -69,3 +72,41 @@ def test_a_stop_is_answered_whatever_became_of_its_pull(rig: Any, rank: Rank) ->
     rank.link.send(StopPull("lost"))
     rank.worker.start()
     assert rank.report() == RankEnded(pull_id="lost", rank=0, complete=False)
+
+
+def test_a_table_that_is_checked_while_the_first_chunk_is_read_writes_nothing_if_it_is_wrong(
+    rig: Any,
+) -> None:
+    """Of pulls that are alike only the first is checked before it begins: the link idles."""
+    prefill = rig(Prefill, order="LBCNHD", block_size=16)
+    rank = Rank(staging_bytes=4 * 16 * layout().token_bytes, costs=DEFAULT_COSTS["cuda"])
+    try:
+        rank.worker.start()
+        rank.link.send(AddPeer(prefill.metadata))
+        lease = prefill.lease([5, 2, 9, 7], 64)
+        tables = {
+            "like it": [8, 6, 4, 2, 1, 3, 5, 7],
+            "outside": [8, 6, 4, 2, 1, 3, 5, 32],
+            "twice": [8, 6, 4, 2, 1, 3, 5, 8],
+            "too short": [8, 6, 4, 2, 1, 3, 5],
+            "after these": [18, 16, 14, 12, 11, 13, 15, 17],
+        }
+        found = {}
+        for name, table in tables.items():
+            rank.pool.tensor.fill_(-1)
+            rank.link.send(pull_command(name, lease, 0, 64, table, announce_end=False))
+            ended = rank.report()
+            assert isinstance(ended, RankEnded) and ended.pull_id == name
+            assert ended.complete == (ended.error is None)
+            found[name] = ended.error.message if ended.error else ended.path
+            assert ended.complete or (rank.pool.tensor == -1).all()
+        assert found == {
+            "like it": "staged",
+            "outside": "local_block_ids names block 32; the pool has blocks 0 to 31",
+            "twice": "local_block_ids names block 8 twice",
+            "too short": "local_block_ids has 7 blocks of 8 tokens; 64 tokens need 8",
+            "after these": "staged",
+        }
+        assert rank.worker.counters["internal_errors"] == 0
+    finally:
+        rank.worker.close()

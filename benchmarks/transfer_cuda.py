@@ -57,6 +57,7 @@ class Row:
     of_copy: float
     of_bare: float | None = None  # what bare NIXL reaches with the same runs
     told_ms: float | None = None  # until the thread that ordered it has been woken
+    loop_ms: float | None = None  # of the processor that pulled, see DecodeRank.loop_ms
 
 
 def _case(name: str, p: tuple[str, int, int], d: tuple[str, int, int], scattered: bool) -> Case:
@@ -135,7 +136,7 @@ def measure_case(bench: Bench, case: Case, *, mapped: bool) -> list[Row]:
         decode.check(bench.kv)
         results = pull_all(bench, decode, case.name, bench.size.tokens, bench.repeat)
         done = results[-1][1]
-        row = bench.pulls(case.name, results)
+        row = replace(bench.pulls(case.name, results), loop_ms=decode.first.loop_ms())
         if mapped:
             return [row]
         bare = bench.row(
@@ -169,7 +170,8 @@ def measure_short(bench: Bench, *, mapped: bool) -> list[Row]:
     _, decode = bench.open(case, mapped=mapped)
     try:
         pull_all(bench, decode, "", 128, 5)
-        return [bench.pulls("128 tokens", pull_all(bench, decode, "128 tokens", 128, 25))]
+        row = bench.pulls("128 tokens", pull_all(bench, decode, "128 tokens", 128, 25))
+        return [replace(row, loop_ms=decode.first.loop_ms())]
     finally:
         decode.close()
 
@@ -400,14 +402,16 @@ def overlap_s(span: Span, others: list[Span]) -> float:
 
 def print_table(rows: list[Row]) -> None:
     print(
-        f"{'case':18} {'path':12} {'descriptors':>11} {'ms':>9} {'GB/s':>7} {'copy':>6}  bare told"
+        f"{'case':18} {'path':12} {'descriptors':>11} {'ms':>9} {'GB/s':>7} {'copy':>6}  bare "
+        "told  loop"
     )
     for row in rows:
         bare = f"{row.of_bare:.0%}" if row.of_bare is not None else ""
         told = f"{row.told_ms:.3f}" if row.told_ms is not None else ""
+        loop = f"{row.loop_ms:.1f}" if row.loop_ms is not None else ""
         print(
             f"{row.case:18} {row.path:12} {row.descriptors:11} {row.milliseconds:9.3f} "
-            f"{row.gb_per_s:7.1f} {row.of_copy:6.0%} {bare:>5} {told}",
+            f"{row.gb_per_s:7.1f} {row.of_copy:6.0%} {bare:>5} {told:>5} {loop}",
             flush=True,
         )
 

@@ -119,6 +119,11 @@ class PullWorker:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def native_id(self) -> int | None:
+        """Of the thread, as the system numbers it; None before it runs."""
+        return self._thread.native_id
+
     def close(self) -> None:
         """Ends the thread and closes the agent; READs still active stay the transport's."""
         self._stopping.set()

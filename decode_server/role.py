@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 
 from decode_server.failure import FailurePolicy
+from engine.config import EngineConfig
 from engine.role import KVRole
 from engine.sequence import Phase, Sequence
 from engine.transport import EngineTransport
@@ -375,9 +376,17 @@ def _agent(context: RankContext) -> TransferAgent:
     return LanedAgent([context.agent, *(NixlAgent(name) for _ in range(1, COPYING_THREADS))])
 
 
+def _staging_bytes(config: EngineConfig) -> int | None:
+    """None where nothing is ever staged."""
+    return None if config.transfer == "mapped" else config.staging_bytes
+
+
 class DecodeRoleFactory(RoleFactory):
     def __init__(self) -> None:
         self._inside = InsideLink()  # between the coordinator and the worker of rank 0
+
+    def reserved_bytes(self, config: EngineConfig) -> int:
+        return _staging_bytes(config) or 0
 
     def make_service(self, context: RankContext) -> RankService:
         config = context.config
@@ -390,7 +399,7 @@ class DecodeRoleFactory(RoleFactory):
                 context.pool,
                 config.transfer_address,
                 dcp=config.dcp,
-                staging_bytes=config.staging_bytes,
+                staging_bytes=_staging_bytes(config),
                 convert=config.kv_convert,
                 costs=CostModel.configured(config.transfer_costs, context.pool.device.type),
                 mapped=_mapped_path(config.transfer, context),

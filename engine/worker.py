@@ -87,6 +87,10 @@ class RankService(ABC):
 class RoleFactory(ABC):
     """Makes the role-specific parts of an engine process."""
 
+    def reserved_bytes(self, config: EngineConfig) -> int:
+        """What the service of a rank takes of its device's memory, beside the KV pool."""
+        return 0
+
     @abstractmethod
     def make_service(self, context: RankContext) -> RankService:
         """Called on every rank, once."""
@@ -194,7 +198,7 @@ def _build_leader(
     grammars = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
     parallel = _parallel(config, 0, 0, leader.share_port)
     runner = ModelRunner(config, model_config, parallel)
-    size = _pool_size(config, model_config, runner)
+    size = _pool_size(config, model_config, runner, factory)
     num_blocks = leader.agree_on_blocks(size.num_blocks)
     logger.info("%s", size.explanation)
     compat = _compat(config, model_config)
@@ -228,7 +232,8 @@ def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
     with _starting():
         model_config = load_config(config.model_dir)
         runner = ModelRunner(config, model_config, _parallel(config, rank, follower.join()))
-        num_blocks = follower.agree_on_blocks(_pool_size(config, model_config, runner).num_blocks)
+        size = _pool_size(config, model_config, runner, factory)
+        num_blocks = follower.agree_on_blocks(size.num_blocks)
         compat = _compat(config, model_config)
         _, service, own = _allocate(config, rank, runner, num_blocks, compat, factory)
         service.start()
@@ -258,14 +263,18 @@ def _parallel(
     )
 
 
-def _pool_size(config: EngineConfig, model_config: ModelConfig, runner: ModelRunner) -> PoolSize:
+def _pool_size(
+    config: EngineConfig, model_config: ModelConfig, runner: ModelRunner, factory: RoleFactory
+) -> PoolSize:
+    if config.device == "cuda":
+        free_bytes = runner.kv_budget_bytes() - factory.reserved_bytes(config)
+    else:
+        free_bytes = free_host_bytes() // config.tp
     return size_pool(
         config,
         block_bytes=runner.layout(num_blocks=2).block_bytes,
         model_max_len=model_config.max_position,
-        free_bytes=(
-            runner.kv_budget_bytes() if config.device == "cuda" else free_host_bytes() // config.tp
-        ),
+        free_bytes=free_bytes,
     )
 
 

@@ -1,0 +1,36 @@
+"""What a decode rank takes of its GPU's memory beside the KV pool is left out of the pool."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from decode_server.role import DecodeRoleFactory
+from engine.worker import RoleFactory, _pool_size
+from prefill_server.role import PrefillRoleFactory
+from tests.decode_server.pair import make_config
+
+BLOCK_BYTES = 1 << 20
+RUNNER: Any = SimpleNamespace(
+    layout=lambda num_blocks: SimpleNamespace(block_bytes=BLOCK_BYTES),
+    kv_budget_bytes=lambda: 300 * BLOCK_BYTES,
+)
+MODEL: Any = SimpleNamespace(max_position=256)
+
+
+@pytest.mark.parametrize(
+    "factory, options, blocks",
+    [
+        (DecodeRoleFactory(), {"transfer": "auto"}, 300 - 64),
+        (DecodeRoleFactory(), {"transfer": "nixl"}, 300 - 64),
+        (DecodeRoleFactory(), {"transfer": "mapped"}, 300),  # stages nothing
+        (PrefillRoleFactory(), {}, 300),
+    ],
+)
+def test_staging_memory_is_no_kv_memory(
+    factory: RoleFactory, options: dict[str, Any], blocks: int
+) -> None:
+    config = make_config(
+        device="cuda", block_size=16, max_num_seqs=64, staging_bytes=64 * BLOCK_BYTES, **options
+    )
+    assert _pool_size(config, MODEL, RUNNER, factory).num_blocks == blocks

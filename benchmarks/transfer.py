@@ -457,7 +457,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens", type=int, help="a multiple of 64")
-    parser.add_argument("--staging-bytes", type=int, default=256 << 20)
+    parser.add_argument("--staging-bytes", type=int, default=512 << 20)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--transfer", choices=("auto", "nixl"), default="auto")
     parser.add_argument("--only", default="", help="cases whose name contains this")

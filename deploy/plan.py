@@ -71,7 +71,7 @@ class PlanSettings(LinkOptions, BatonSettings):
     )
     tokens: int = Field(1000, ge=1, description="length of the prompt (tokens)")
     hit_tokens: int = Field(0, ge=0, description="prefix the decode server has already (tokens)")
-    staging_bytes: int = Field(256 * 2**20, ge=1, description="staging memory (bytes)")
+    staging_bytes: int = Field(512 * 2**20, ge=1, description="staging memory (bytes)")
     kv_convert: bool = Field(False, description="convert KV of another dtype instead of refusing")
     as_json: bool = Field(False, description="print one JSON line instead of a text")
     prefill: PlanGroup = Field(PlanGroup(), description="geometry of the prefill server")

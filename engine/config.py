@@ -53,7 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pull_timeout_s: float = 30.0
     fence_timeout_s: float = 5.0
     quarantine_timeout_s: float = 30.0
-    staging_bytes: int = 256 * 2**20
+    staging_bytes: int = 512 * 2**20
     transfer_costs: tuple[float, ...] = ()  # as in the settings; empty: measured
     log_level: str = "info"
 

@@ -209,7 +209,7 @@ class DecodeOptions(EngineOptions, LinkOptions):
         30.0, description="longest wait for KV blocks that reads from a hung server hold (s)"
     )
     staging_bytes: int = Field(
-        256 * 2**20, ge=1, description="staging memory for KV in another geometry (bytes)"
+        512 * 2**20, ge=1, description="staging memory for KV in another geometry (bytes)"
     )
     kv_convert: bool = Field(
         False, description="convert KV of another dtype or other scales instead of refusing"

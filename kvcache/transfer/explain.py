@@ -178,7 +178,7 @@ def explain(
     tokens: int = 1000,
     hit_tokens: int = 0,
     costs: CostModel = DEFAULT_COSTS["cpu"],
-    staging_bytes: int | None = 256 << 20,
+    staging_bytes: int | None = 512 << 20,
     convert: bool = False,
 ) -> Explanation:
     """Plans a prompt of `tokens` tokens from P to every rank of D.

@@ -68,6 +68,7 @@ class PullJob:
         self._posting: Step | None = None
         self._waiting: tuple[int, Chunk] | None = None  # for its slot
         self._exhausted = False
+        self._counted = not plan.useful_bytes  # the descriptors, as the report of the end says
         self._moved_at = time.monotonic()  # when a READ was posted or ended last
         self._slot_bytes = plan.slot_bytes
         self._num_slots = 0
@@ -212,8 +213,12 @@ class PullJob:
                 return True
         if self._waiting is None and self._staging is not None:
             self._waiting = next(self._chunks, None)
-            return self._waiting is not None
-        return False
+            if self._waiting is not None:
+                return True
+        if self._waiting is not None or self._counted:
+            return False
+        self._counted = self.plan.descriptors > 0  # all chunks are made; the fence waits for this
+        return True
 
     def _slot_is_free(self, staging: Staging, slot: int) -> bool:
         filling = any(step.slot == slot for step in self._open)

@@ -349,8 +349,6 @@ class DecodeEnd:
         self._count += 1
         pull_id = str(self._count)
         blocks = self.side.blocks(self.size)[: -(-tokens // self.side.block_size)].tolist()
-        while self.coordinator.counters()["pulls_open"]:  # the last one's lease is being closed
-            time.sleep(0.00002)
         self.coordinator.hold(pull_id, remote)
         # The lease's first renewal, which no pull waits for. The thread that orders pulls works
         # until then, as an engine's does: one that sleeps for 2 ms takes 0.05 ms longer to order.

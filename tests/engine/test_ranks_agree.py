@@ -5,97 +5,14 @@ Whatever one rank would miss (a copied block, a prompt to score, a penalty's cou
 what rank 0 answers, because both share every sum, or leaves a collective without its partner.
 """
 
-import queue
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
-from engine.batch import PendingStep, StepInput, StepOutput, step_from_bytes, step_to_bytes
-from engine.runner import ModelRunner
-from model.config import load_config
-from model.parallel import Parallel
 from protocol.messages import AddRequest, SamplingParams, TokenLogprobs
-from tests.decode_server.pair import make_config
+from tests.engine.rank_threads import Ranks, ranks
 from tests.engine.shadow import MemoryTransport, make_core, run_until_idle
-from tests.make_models import ensure_model
 
 BLOCKS, BLOCK_SIZE = 80, 4
-
-
-class _Ranks:
-    """An executor of one or two ranks; the second gets each step as bytes."""
-
-    depth = 0
-
-    def __init__(self, runners: list[ModelRunner]) -> None:
-        self.runners = runners
-        self.outputs: list[tuple[StepOutput, StepOutput]] = []
-        self._steps: queue.Queue[bytes | None] = queue.Queue()
-        self._answers: queue.Queue[StepOutput] = queue.Queue()
-        self._thread = threading.Thread(target=self._follow)
-        self._thread.start()
-
-    def _follow(self) -> None:
-        while (data := self._steps.get()) is not None:
-            self._answers.put(self.runners[1].execute(step_from_bytes(data)))
-
-    def blocks_under_way(self) -> set[int]:
-        return set()
-
-    def launch(self, step: StepInput) -> PendingStep:
-        if len(self.runners) > 1:
-            self._steps.put(step_to_bytes(step))
-        pending = self.runners[0].launch(step)
-        if len(self.runners) > 1:
-            self.outputs.append((pending.result(), self._answers.get(timeout=60)))
-        return pending
-
-    def close(self) -> None:
-        self._steps.put(None)
-        self._thread.join(60)
-
-
-def _runner(
-    rank: int, size: int, dcp: int, port: int, listening: "queue.Queue[int]"
-) -> ModelRunner:
-    model = ensure_model("gqa")
-    block_size = BLOCK_SIZE // dcp
-    config = make_config(model_dir=str(model), block_size=block_size, tp=size, dcp=dcp)
-    parallel = Parallel()
-    if size > 1:
-        parallel = Parallel.connect(
-            rank, size, host="127.0.0.1", port=port, dcp=dcp, on_listening=listening.put
-        )
-    runner = ModelRunner(config, load_config(model), parallel)
-    runner.allocate(BLOCKS)
-    return runner
-
-
-@contextmanager
-def ranks(size: int, dcp: int = 1) -> Iterator[_Ranks]:
-    listening: queue.Queue[int] = queue.Queue()
-    runners: dict[int, ModelRunner] = {}
-
-    def start(rank: int, port: int) -> None:
-        runners[rank] = _runner(rank, size, dcp, port, listening)
-
-    threads = [threading.Thread(target=start, args=(0, 0))]
-    threads[0].start()
-    if size > 1:
-        threads.append(threading.Thread(target=start, args=(1, listening.get(timeout=60))))
-        threads[1].start()
-    for thread in threads:
-        thread.join(60)
-    executor = _Ranks([runners[rank] for rank in range(size)])
-    try:
-        yield executor
-    finally:
-        executor.close()
-        for runner in runners.values():
-            runner.model.parallel.close()
 
 
 REQUESTS = [
@@ -130,7 +47,8 @@ REQUESTS = [
 ]
 
 
-def _answers(executor: _Ranks) -> MemoryTransport:
+def _answers(executor: Ranks, dcp: int = 1) -> MemoryTransport:
+    executor.allocate(BLOCKS, BLOCK_SIZE // dcp)
     core, _, out = make_core(
         num_blocks=BLOCKS,
         block_size=BLOCK_SIZE,
@@ -150,7 +68,7 @@ def test_two_ranks_answer_like_one_and_both_draw_the_same(dcp: int) -> None:
     with ranks(1) as one:
         expected = _answers(one)
     with ranks(2, dcp) as two:
-        answered = _answers(two)
+        answered = _answers(two, dcp)
     for name, choice in (("choices", 0), ("choices", 1), ("choices", 2), ("plain", 0)):
         assert answered.tokens(name, choice) == expected.tokens(name, choice)
     for name in ("choices", "scored"):

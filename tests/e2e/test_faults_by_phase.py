@@ -32,7 +32,7 @@ from tests.e2e.test_equality import make_prompt
 
 _seeds = itertools.count(70_000)
 _LEASE_S = 120  # whatever comes home sooner was given back, and did not expire
-_SLOW_PREFILL = ("--max-num-batched-tokens", "4")
+_SLOW_PREFILL = ("--max-num-batched-tokens", "1")  # a step per token: seconds for a long prompt
 
 
 def _prompt(length: int = 150) -> list[int]:
@@ -174,12 +174,12 @@ def test_a_client_that_leaves_during_the_prefill_ends_it(
     cluster = make_cluster(_SLOW_PREFILL)
     prefiller, decode = cluster.prefill[0], cluster.decode[0]
     steps = "baton_engine_steps_total"
-    for prompt in (_prompt(1900), [_prompt(30), _prompt(1900)]):
+    for prompt in (_prompt(4000), [_prompt(30), _prompt(4000)]):
         before = prefiller.metrics()[steps]
         with _asked(cluster.proxy, {"prompt": prompt, "max_tokens": 5}):
             wait_until(lambda before=before: prefiller.metrics()[steps] > before + 20)
         _assert_home(prefiller, decode)
-        assert prefiller.metrics()[steps] < before + 400, "its work was cancelled"
+        assert prefiller.metrics()[steps] < before + 3900, "its work was cancelled"
     _assert_serves(cluster, tiny_reference)
 
 

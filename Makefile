@@ -12,6 +12,8 @@ ARGS ?=
 TASKS ?=
 LIMIT ?=
 URL ?= http://127.0.0.1:$(PORT)
+# Tests in a process per core (tests/conftest.py), a file at a time, in order: long files are early.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 # A further package index for torch, such as https://download.pytorch.org/whl/cpu, whose builds are
 # a tenth of the size where there is no GPU.
 TORCH_INDEX ?=
@@ -40,7 +42,7 @@ serve: $(SERVE_STAMP)  ## a local cluster behind one endpoint (PORT= MODEL= ARGS
 setup: $(TEST_STAMP)  ## everything installed, nothing run
 
 test: lint  ## lint, types, and every test that needs no GPU and not long (ARGS= for pytest)
-	@$(PY) -m pytest -m 'not slow and not gpu and not multi_gpu' $(ARGS)
+	@$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu and not multi_gpu' $(ARGS)
 
 test-all: lint  ## also the long tests; the last line is JSON, for docs/log.md
 	@mkdir -p build

@@ -8,15 +8,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network
-
-import langchain_core.exceptions
-import langchain_openai
-import litellm
 import openai
 import pydantic
 import pytest
-from langchain_core.messages import ToolMessage
 
 from tests.e2e.client import MODEL
 from tests.e2e.cluster import Cluster
@@ -32,6 +26,17 @@ _MESSAGES = [
 _LANGCHAIN_MESSAGES = [(message["role"], message["content"]) for message in _MESSAGES]
 _PROMPT = "Ida lost the white letter at night. Ida"
 _LIMIT = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Imports what is tested; in every process that only collects, it would take 4 s."""
+    global ToolMessage, langchain_core, langchain_openai, litellm
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network
+    import langchain_core.exceptions
+    import langchain_openai
+    import litellm
+    from langchain_core.messages import ToolMessage
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +58,10 @@ def continuation(tiny_reference: Reference) -> str:
 
 
 @pytest.fixture
-def chat(tiny_cluster: Cluster) -> Callable[..., langchain_openai.ChatOpenAI]:
+def chat(tiny_cluster: Cluster) -> Callable[..., Any]:
     """Makes langchain's chat model; arguments are its own."""
 
-    def make(**members: Any) -> langchain_openai.ChatOpenAI:
+    def make(**members: Any) -> Any:
         arguments = {"model": MODEL, "temperature": 0, "max_tokens": _LIMIT, **members}
         return langchain_openai.ChatOpenAI(
             base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, **arguments

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from protocol import lifecycle
+from tests import stopping
 
 START_TIMEOUT_S = 180.0
 SECRET = "a secret of the tests' cluster"
@@ -45,7 +46,7 @@ class Server:
 
     def signal_engine(self, number: int) -> None:
         for pid in self.engine_pids():
-            os.kill(pid, number)
+            stopping.send(pid, number)
 
     def free_blocks(self) -> float:
         """Blocks that hold nothing anybody waits for: free ones and cached ones."""

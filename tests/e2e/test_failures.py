@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import stopping
 from tests.e2e.client import MODEL, complete, prefill, stream, streamed_token_ids
 from tests.e2e.cluster import (
     Cluster,
@@ -335,7 +335,7 @@ def test_a_lost_rank_ends_its_engine_with_one_error(
             events = (line for line in answer.iter_lines() if line)
             for _ in range(3):
                 next(events)
-            os.kill(_rank_pid(decode, rank), number)
+            stopping.send(_rank_pid(decode, rank), number)
             *_, last = events
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["code"] == "engine_died" and told in error["message"], error

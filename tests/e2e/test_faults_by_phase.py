@@ -6,7 +6,6 @@ After each, every block comes home, the client has had one end, and the next ans
 import contextlib
 import itertools
 import json
-import os
 import signal
 import socket
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import stopping
 from tests.e2e.client import MODEL, complete, complete_all, prefill
 from tests.e2e.cluster import (
     Cluster,
@@ -109,7 +109,7 @@ def _asked(server: Server, body: dict[str, Any]) -> Iterator[socket.socket]:
 def _stop(server: Server, number: int) -> None:
     """To the whole server: its HTTP process and its engine's."""
     for pid in (*server.engine_pids(), server.child.pid):
-        os.kill(pid, number)
+        stopping.send(pid, number)
 
 
 def _is_busy(server: Server) -> bool:

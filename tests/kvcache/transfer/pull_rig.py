@@ -40,6 +40,7 @@ from protocol.handshake import (
     RankMetadata,
 )
 from protocol.messages import FirstToken, RemotePrefill
+from tests import stopping
 
 SECRET = b"cluster secret"
 DEADLINE_S = 30.0
@@ -390,7 +391,7 @@ class Child:
         return msgspec.convert(answer, RemotePrefill)
 
     def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        stopping.send(self.process.pid, number)
 
     def close(self) -> None:
         self.process.kill()

@@ -19,6 +19,7 @@ from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.memory_agent import MemoryAgent
 from protocol.errors import TransferFailed
+from tests import stopping
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -51,7 +52,7 @@ class ProcessPeer:
         self.process.wait()
 
     def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        stopping.send(self.process.pid, number)
 
     def close(self) -> None:
         self.process.kill()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+from tests.e2e.plain_http import http
 
 TIMEOUT_S = 120.0
 MODEL = "test-model"  # what the tests' servers call theirs
@@ -32,7 +32,7 @@ def complete(url: str, prompt: Sequence[int] | str, max_tokens: int = 8, **membe
         "return_token_ids": True,
         **members,
     }
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    response = http.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
     data = response.json()
     choice = data["choices"][0]
@@ -71,7 +71,7 @@ def stream(url: str, prompt: Sequence[int], max_tokens: int = 8, **members: Any)
         **members,
     }
     events: list[Any] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
+    with http.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: "):
@@ -99,7 +99,7 @@ def prefill(url: str, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
         "kv_transfer_params": ASK,
         **members,
     }
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    response = http.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
     params: dict[str, Any] = response.json()["kv_transfer_params"]
     return params

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from protocol import lifecycle
 from tests import stopping
+from tests.e2e.plain_http import http
 
 START_TIMEOUT_S = 180.0
 SECRET = "a secret of the tests' cluster"
@@ -64,7 +63,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics by name, labels included as written there."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        text = http.get(f"{self.url}/metrics", timeout=10).text
         samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in samples}
 
@@ -132,7 +131,7 @@ def start_proxy(prefill: Sequence[Server], decode: Sequence[Server], *argv: str)
 
 
 def _is_ready(proxy: Server, url: str) -> bool:
-    servers = httpx.get(f"{proxy.url}/ready", timeout=10).json()["servers"]
+    servers = http.get(f"{proxy.url}/ready", timeout=10).json()["servers"]
     return any(server["url"] == url and server["ready"] for server in servers)
 
 

@@ -20,6 +20,7 @@ import pytest
 from protocol import lifecycle
 from tests.e2e.client import MODEL, TIMEOUT_S, parse_kv, prefill
 from tests.e2e.cluster import Server, start_decode, start_prefill, wait_until
+from tests.e2e.plain_http import http
 from tests.make_models import ensure_model, trained_models
 
 NUM_TOKENS = 12  # generated for every prompt
@@ -176,7 +177,7 @@ def post(url: str, prompt: Sequence[int], num_tokens: int, params: Any = None) -
         "logprobs": 1,
         "kv_transfer_params": params,
     }
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    return http.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
 
 
 def ask(url: str, prompt: Sequence[int], num_tokens: int, params: Any = None) -> Reply:

@@ -21,7 +21,7 @@ _CHAT = "/v1/chat/completions"
 _GOOD = [5, 9, 300, 41, 17, 8, 222, 64]
 _LEASE_S = 30.0  # the default; a prefill whose decode leg is refused is given back after it
 
-_http = httpx.Client(timeout=60)
+_http = httpx.Client(timeout=60, verify=False)
 
 _USER = {"role": "user", "content": "Tell a story about Anna and the red ball."}
 

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
 
 from tests.e2e.client import MODEL, TIMEOUT_S
 from tests.e2e.cluster import Cluster, Server
+from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
@@ -24,7 +24,7 @@ def _servers(cluster: Cluster) -> list[Server]:
 
 
 def _post(url: str, **body: Any) -> dict[str, Any]:
-    response = httpx.post(f"{url}/v1/completions", json={"model": MODEL, **body}, timeout=TIMEOUT_S)
+    response = http.post(f"{url}/v1/completions", json={"model": MODEL, **body}, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer

@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.e2e.client import MODEL, complete
 from tests.e2e.cluster import Cluster, running, start_decode, start_prefill, start_proxy, wait_until
+from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
 from tests.e2e.test_equality import make_prompt
 
@@ -54,7 +54,7 @@ def test_a_request_that_fits_nowhere_is_refused_before_any_work(
     servers = (*uneven.prefill, *uneven.decode)
     before = [server.metrics()[steps] for server in servers]
     body = {"model": MODEL, "prompt": make_prompt(1, prompt_tokens), "max_tokens": max_tokens}
-    answer = httpx.post(f"{uneven.url}/v1/completions", json=body, timeout=60)
+    answer = http.post(f"{uneven.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["code"] == "context_length_exceeded"

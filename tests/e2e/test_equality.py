@@ -6,11 +6,11 @@ equals transformers' generate.
 
 import random
 
-import httpx
 import pytest
 
 from tests.e2e.client import MODEL, complete, complete_all, stream, streamed_token_ids
 from tests.e2e.cluster import Cluster
+from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
 
 _BLOCK = 64
@@ -119,7 +119,7 @@ def test_several_prompts_in_one_call(tiny_cluster: Cluster, tiny_reference: Refe
         "temperature": 0,
         "return_token_ids": True,
     }
-    response = httpx.post(
+    response = http.post(
         f"{tiny_cluster.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=60
     )
     data = response.json()

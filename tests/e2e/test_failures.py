@@ -23,6 +23,7 @@ from tests.e2e.cluster import (
     start_proxy,
     wait_until,
 )
+from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
 from tests.e2e.test_equality import make_prompt
 
@@ -66,7 +67,7 @@ def test_kv_that_was_released_comes_home_at_once_and_is_not_used(
     assert not server.all_blocks_home()
     for offered, released in (({**params, "lease_id": "0" * 32}, 0), (params, 1), (params, 1)):
         body = {"kv_transfer_params": offered}
-        answer = httpx.post(f"{server.url}/release_kv", json=body, timeout=30)
+        answer = http.post(f"{server.url}/release_kv", json=body, timeout=30)
         assert (answer.status_code, answer.json()) == (200, {"released": released})
     wait_until(server.all_blocks_home, 10)  # the lease would last for 30 s
     expected = tiny_reference.generate(prompt, 6)
@@ -90,7 +91,7 @@ def test_a_prefill_server_told_to_end_waits_until_its_kv_was_pulled(
 
 def _listens(server: Server) -> bool:
     try:
-        httpx.get(f"{server.url}/health", timeout=10)
+        http.get(f"{server.url}/health", timeout=10)
     except httpx.TransportError:
         return False
     return True
@@ -161,7 +162,7 @@ def test_a_malformed_reference_is_a_400(
     tiny_cluster: Cluster, prompt: list[int], params: object
 ) -> None:
     body = {"model": MODEL, "prompt": prompt, "kv_transfer_params": params}
-    response = httpx.post(f"{tiny_cluster.decode[0].url}/v1/completions", json=body, timeout=60)
+    response = http.post(f"{tiny_cluster.decode[0].url}/v1/completions", json=body, timeout=60)
     assert response.status_code == 400, response.text
     assert "kv_transfer_params" in response.json()["error"]["message"]
 
@@ -202,7 +203,7 @@ def test_kill_of_the_prefill_server_in_mid_transfer(
             "kv_transfer_params": params,
             "stream": True,
         }
-        with httpx.stream("POST", f"{decode.url}/v1/completions", json=body, timeout=60) as answer:
+        with http.stream("POST", f"{decode.url}/v1/completions", json=body, timeout=60) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     events.append(line.removeprefix("data: "))
@@ -254,7 +255,7 @@ def test_a_client_that_leaves_frees_blocks_on_both_servers(tiny_cluster: Cluster
         "stream": True,
     }
     url = f"{tiny_cluster.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+    with http.stream("POST", url, json=body, timeout=60) as answer:
         next(answer.iter_lines())
     for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
         wait_until(lambda server=server: server.metrics()["baton_requests_running"] == 0)
@@ -270,10 +271,10 @@ def test_the_fail_policy_answers_with_a_typed_error(
         good = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
         body = {**good, "ignore_eos": True, "kv_transfer_params": params}
         url = f"{decode.url}/v1/completions"
-        assert httpx.post(url, json=body, timeout=60).status_code == 200
+        assert http.post(url, json=body, timeout=60).status_code == 200
         complete(decode.url, make_prompt(next(_seeds), 600), 1)
         stale = {**body, "prompt": [*prompt[:-1], 3]}
-        refused = httpx.post(url, json=stale, timeout=60)
+        refused = http.post(url, json=stale, timeout=60)
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "kv_transfer_params_rejected"
         other = make_prompt(next(_seeds), 150)
@@ -281,7 +282,7 @@ def test_the_fail_policy_answers_with_a_typed_error(
         consumed = {**body, "prompt": other, "kv_transfer_params": params}
         prefixless = complete(tiny_cluster.decode[0].url, other, 3, kv_transfer_params=params)
         assert prefixless.kv["transferred"] == 150
-        gone = httpx.post(url, json=consumed, timeout=60)
+        gone = http.post(url, json=consumed, timeout=60)
         assert gone.status_code == 502, gone.text
         assert gone.json()["error"]["code"] == "lease_gone"
         events = stream(tiny_cluster.url, other, 3)
@@ -295,7 +296,7 @@ def test_an_engine_that_hangs_is_given_up(tiny_model: Path, prompt: list[int]) -
         complete(decode.url, prompt, 2)
         decode.signal_engine(signal.SIGSTOP)
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 4}
-        answer = httpx.post(f"{decode.url}/v1/completions", json=body, timeout=60)
+        answer = http.post(f"{decode.url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 503
         assert "--hang-timeout-s" in answer.json()["error"]["message"]
         assert decode.child.exited.wait(30) and decode.child.returncode == 1
@@ -331,7 +332,7 @@ def test_a_lost_rank_ends_its_engine_with_one_error(
             "stream": True,
             "ignore_eos": True,
         }
-        with httpx.stream("POST", f"{decode.url}/v1/completions", json=body, timeout=60) as answer:
+        with http.stream("POST", f"{decode.url}/v1/completions", json=body, timeout=60) as answer:
             events = (line for line in answer.iter_lines() if line)
             for _ in range(3):
                 next(events)

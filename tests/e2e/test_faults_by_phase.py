@@ -27,6 +27,7 @@ from tests.e2e.cluster import (
     start_proxy,
     wait_until,
 )
+from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
 from tests.e2e.test_equality import make_prompt
 
@@ -80,7 +81,7 @@ class Stream(threading.Thread):
     def run(self) -> None:
         try:
             url = f"{self._url}/v1/completions"
-            with httpx.stream("POST", url, json=self._body, timeout=60) as answer:
+            with http.stream("POST", url, json=self._body, timeout=60) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: "):
                         self.events.append(line.removeprefix("data: "))
@@ -228,7 +229,7 @@ def test_the_last_decode_server_dies_during_the_prefill(make_cluster: Any) -> No
     body = {"model": MODEL, "prompt": _prompt(1000), "max_tokens": 5}
     url = f"{cluster.url}/v1/completions"
     asking = threading.Thread(
-        target=lambda: answers.append(httpx.post(url, json=body, timeout=60)), daemon=True
+        target=lambda: answers.append(http.post(url, json=body, timeout=60)), daemon=True
     )
     asking.start()
     wait_until(lambda: _is_busy(prefiller))

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.e2e.client import MODEL, complete
 from tests.e2e.cluster import Cluster, cluster, wait_until
+from tests.e2e.plain_http import http
 
 _SHORT = ("--max-model-len", "128", "--max-num-seqs", "8")  # so that no answer is long
 _TIMEOUT_S = "30"
@@ -27,7 +27,7 @@ def short_cluster(tiny_model: Path) -> Iterator[Cluster]:
 
 def _document(url: str, path: Path) -> Path:
     """The served document, with the one model that there is: else most cases are a 404."""
-    document = httpx.get(f"{url}/openapi.json", timeout=30).json()
+    document = http.get(f"{url}/openapi.json", timeout=30).json()
     for schema in document["components"]["schemas"].values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"const": MODEL}
@@ -80,7 +80,7 @@ def test_a_long_fuzz_finds_no_server_error(
 def test_more_prompts_than_the_pool_can_hold_at_once_are_served(short_cluster: Cluster) -> None:
     """Each keeps its blocks until all are answered, so they would wait for one another."""
     body = {"model": MODEL, "prompt": [[5, 9]] * 150, "max_tokens": 3, "ignore_eos": True}
-    answer = httpx.post(f"{short_cluster.url}/v1/completions", json=body, timeout=25)
+    answer = http.post(f"{short_cluster.url}/v1/completions", json=body, timeout=25)
     assert answer.status_code == 200
     assert len(answer.json()["choices"]) == 150
     metrics = short_cluster.proxy.metrics()

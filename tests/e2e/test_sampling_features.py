@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e.client import MODEL, TIMEOUT_S, complete, stream, streamed_token_ids
 from tests.e2e.cluster import Cluster
+from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
 from tests.e2e.sampling_reference import draw, logits_of
 
@@ -30,7 +30,7 @@ def prompt(tiny_reference: Reference) -> list[int]:
 
 
 def _post(url: str, path: str, **body: Any) -> dict[str, Any]:
-    response = httpx.post(f"{url}{path}", json={"model": MODEL, **body}, timeout=TIMEOUT_S)
+    response = http.post(f"{url}{path}", json={"model": MODEL, **body}, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer

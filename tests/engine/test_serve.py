@@ -222,7 +222,9 @@ def test_open_requests_are_told_why_the_engine_died(
             serving = asyncio.create_task(
                 server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
             )
-            async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+            async with httpx.AsyncClient(
+                base_url=url, timeout=30, trust_env=False, verify=False
+            ) as http:
                 model = server.settings.model
                 body = {"model": model, "prompt": "ab"}
                 asking = asyncio.create_task(http.post("/v1/completions", json=body))

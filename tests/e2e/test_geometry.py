@@ -38,7 +38,7 @@ def engines(tiny_model: Path, tiny_cluster: Cluster) -> Iterator[Farm]:
         Key("prefill", tiny_model, _PLAIN): tiny_cluster.prefill[0],
         Key("decode", tiny_model, _PLAIN): tiny_cluster.decode[0],
     }
-    with farm(max_ranks=5, lent=lent) as made:
+    with farm(max_ranks=7, lent=lent) as made:
         yield made
 
 
@@ -47,11 +47,11 @@ _CELLS = {
     "blocks of 64 to 16": (_PLAIN, _SMALL),
     "NHD to head-major": (_NHD, _SMALL),
     "NHD blocks of 16 to head-major 64": (_NHD, _PLAIN),
+    "NHD blocks of 16 to ranks that share tokens, in blocks of 32": (_NHD, _SHARED),
     "tp 2 to 1": (_TWO, _PLAIN),
     "tp 2 to 1, blocks of 64 to 16": (_TWO, _SMALL),
     "tp 2 to 2": (_TWO, _TWO),
     "tp 1 to 2": (_PLAIN, _TWO),
-    "NHD blocks of 16 to ranks that share tokens, in blocks of 32": (_NHD, _SHARED),
     "tp 2 to ranks that share tokens": (_TWO, Geometry(2, dcp=2)),
 }
 
@@ -63,18 +63,6 @@ def test_a_pair_of_geometries_equals_one_server(
     p, d = _CELLS[name]
     prefiller, decoder = engines.pair(tiny_model, p, d)
     check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, name)
-
-
-def test_servers_of_one_host_may_share_memory_instead(
-    engines: Farm, tiny_model: Path, tiny_cluster: Cluster
-) -> None:
-    p, d = Geometry(block_size=16), Geometry(options=("--transfer", "auto"))
-    prefiller, decoder = engines.pair(tiny_model, p, d)
-    check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, "shared memory")
-    paths = {
-        name for name in decoder.metrics() if 'baton_kv_transfers_total{outcome="done"' in name
-    }
-    assert paths == {'baton_kv_transfers_total{outcome="done",path="mapped"}'}
 
 
 # -- what is not bridged ---------------------------------------------------------------------------
@@ -144,6 +132,21 @@ def test_told_to_convert_a_decode_server_bridges_dtypes_and_block_sizes(
     assert staged == 5  # the prompt of four whole blocks was all there
     for server in (prefiller, decoder):
         wait_until(server.all_blocks_home)
+
+
+# -- further pairs, of which neither server is used again ------------------------------------------
+
+
+def test_servers_of_one_host_may_share_memory_instead(
+    engines: Farm, tiny_model: Path, tiny_cluster: Cluster
+) -> None:
+    p, d = Geometry(block_size=16), Geometry(options=("--transfer", "auto"))
+    prefiller, decoder = engines.pair(tiny_model, p, d)
+    check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, "shared memory")
+    paths = {
+        name for name in decoder.metrics() if 'baton_kv_transfers_total{outcome="done"' in name
+    }
+    assert paths == {'baton_kv_transfers_total{outcome="done",path="mapped"}'}
 
 
 # -- other models: last, for none of the servers above is used any more ----------------------------

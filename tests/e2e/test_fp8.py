@@ -25,6 +25,7 @@ _FP8 = ("--kv-cache-dtype", "float8_e4m3fn")
 _OURS, _THEIRS = (*_FP8, "--kv-scales", "0.02"), (*_FP8, "--kv-scales", "0.03")
 _PLAIN = Geometry(options=_OURS)
 _OTHER = Geometry(2, 16, "LBCNHD", _OURS)
+_SCALED = Geometry(block_size=16, options=_THEIRS)
 _CONVERT = ("--kv-convert",)
 # What eight bits cost on this model, in the logarithm of a token's probability.
 _CLOSE = 0.3
@@ -55,15 +56,15 @@ def test_a_pair_equals_one_server(
 @pytest.mark.parametrize(
     ("p", "d", "words"),
     [
-        (_OURS, (), ["kv_dtype differs: 'float32' here, 'float8_e4m3fn'"]),
-        (_THEIRS, _OURS, ["kv_scales differs at index 0: 0.02 here, 0.03 on the prefill server"]),
+        (_PLAIN, Geometry(), ["kv_dtype differs: 'float32' here, 'float8_e4m3fn'"]),
+        (_SCALED, _PLAIN, ["kv_scales differs at index 0: 0.02 here, 0.03 on the prefill server"]),
     ],
     ids=["dtype", "scales"],
 )
 def test_what_differs_is_named(
-    engines: Farm, tiny_model: Path, p: tuple[str, ...], d: tuple[str, ...], words: list[str]
+    engines: Farm, tiny_model: Path, p: Geometry, d: Geometry, words: list[str]
 ) -> None:
-    prefiller, decoder = engines.pair(tiny_model, Geometry(options=p), Geometry(options=d))
+    prefiller, decoder = engines.pair(tiny_model, p, d)
     prompt = make_prompt(5, 100)
     refused = post(decoder.url, prompt, 6, prefill(prefiller.url, prompt, logprobs=1))
     assert refused.status_code == 502, refused.text

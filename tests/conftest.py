@@ -1,10 +1,16 @@
-"""How many processes share the tests where pytest-xdist is told `-n auto`, as the Makefile does."""
+"""What holds for all tests where processes share them: `pytest -n auto`, as in make test."""
+
+import os
 
 import pytest
 
 from protocol.cores import available_cores
 
-_MOST = 4  # each starts servers of its own, and torch in every one of them takes its memory
+_MOST = 4  # processes: each starts servers of its own, and torch in every one takes its memory
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
+    # Threads that spin for work would take the cores from the other processes.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)  # GPU machines run part of the tests without pytest-xdist

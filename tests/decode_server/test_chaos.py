@@ -8,6 +8,7 @@ with, it ends instead: all that was told until then was right, and P gets its bl
 
 import random
 import threading
+from functools import partial
 
 import pytest
 
@@ -16,18 +17,23 @@ from kvcache.transfer.pull import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest, ReleaseRemote
 from tests.decode_server.pair import Pair
+from tests.decode_server.sharing_pair import SharingPair
 from tests.engine.shadow import VOCAB, add, assert_all_blocks_home, expected_output
 
 
 class _Chaos:
-    def __init__(self, seed: int, stays_hung: bool = False) -> None:
+    def __init__(self, seed: int, stays_hung: bool = False, dcp: int = 1) -> None:
         self.stays_hung = stays_hung
         self.random = random.Random(seed)
         pick = self.random.choice
-        self.pair = Pair(
+        make, p_sizes, d_sizes = Pair, [2, 4, 8], [2, 3, 4]
+        if dcp > 1:  # P's blocks divide D's
+            make = partial(SharingPair, self.random, dcp=dcp)
+            p_sizes, d_sizes = [2], [2, 4, 8]
+        self.pair = make(
             depth=pick([0, 1]),
-            p_block_size=pick([2, 4, 8]),
-            d_block_size=pick([2, 3, 4]),
+            p_block_size=pick(p_sizes),
+            d_block_size=pick(d_sizes),
             p_order=pick(["BHLCND", "LCBNHD"]),
             lease_s=pick([5.0, 30.0]),
             settings=PullSettings(
@@ -155,8 +161,8 @@ class _Chaos:
         assert_all_blocks_home(pair.p.core)
 
 
-def _run(seed: int) -> None:
-    chaos = _Chaos(seed)
+def _run(seed: int, dcp: int = 1) -> None:
+    chaos = _Chaos(seed, dcp=dcp)
     try:
         chaos.run()
     finally:
@@ -166,6 +172,11 @@ def _run(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_faults_change_no_answer_and_keep_no_block(seed: int) -> None:
     _run(seed)
+
+
+@pytest.mark.parametrize("dcp", [2, 3, 4])
+def test_faults_change_no_answer_where_ranks_share_tokens(dcp: int) -> None:
+    _run(dcp, dcp)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -183,4 +194,4 @@ def test_an_engine_that_has_to_give_up_has_told_nothing_wrong(seed: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 300))
 def test_faults_change_no_answer_in_many_draws(seed: int) -> None:
-    _run(seed)
+    _run(seed, max(1, seed % 8 - 3))

@@ -277,7 +277,8 @@ class PullWorker:
             peer.users += 1
             self._jobs[pull.pull_id] = (job, peer)
             self._start(job, peer)
-            self._pool.use(max(pull.local_block_ids, default=-1))
+            if not job.stopping:
+                self._pool.use(max(pull.local_block_ids, default=-1))
 
     def _start(self, job: Job, peer: JobPeer) -> None:
         """Before all else: the link idles."""

@@ -108,5 +108,6 @@ def test_a_table_that_is_checked_while_the_first_chunk_is_read_writes_nothing_if
             "after these": "staged",
         }
         assert rank.worker.counters["internal_errors"] == 0
+        assert rank.pool.highest_block == 18
     finally:
         rank.worker.close()

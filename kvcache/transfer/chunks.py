@@ -181,17 +181,21 @@ def _many_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
 def _few_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
     """The same by a loop, which takes less than half a dozen of numpy's calls when these are not
     warm: as before the first chunk, which the link waits for."""
-    runs: list[list[int]] = []
+    sources: list[int] = []
+    targets: list[int] = []
+    lengths: list[int] = []
     expected = None  # the block that would continue the last run
-    local = slot * share.local_block + share.local_offset
+    target = slot * share.local_block + share.local_offset
     for block in remote.tolist():
         if block == expected:
-            runs[-1][2] += share.run_bytes
+            lengths[-1] += share.run_bytes
         else:
-            runs.append([block * share.remote_block + share.remote_offset, local, share.run_bytes])
+            sources.append(block * share.remote_block + share.remote_offset)
+            targets.append(target)
+            lengths.append(share.run_bytes)
         expected = block + 1 if share.joins else None
-        local += share.local_block * share.copies
-    return Runs(*np.array(runs, np.int64).T.copy())
+        target += share.local_block * share.copies
+    return Runs(np.array(sources), np.array(targets), np.array(lengths))
 
 
 def _shares(staging: Staging) -> tuple[_Share, ...]:

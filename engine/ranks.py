@@ -5,6 +5,7 @@
     follower -> 0   Hello: how many blocks I could hold
     0 -> follower   Allocate: the number of blocks all ranks take
     follower -> 0   Allocated: where my KV lies
+    0 -> follower   Begin: which processes the ranks are
     0 -> follower   Step ... Step, Stop
 
 Steps are not answered: rank 0 takes part in each of them, and the collectives of the forward pass
@@ -12,8 +13,11 @@ keep all ranks together: a step whose tokens rank 0 has drawn was computed on al
 dies ends the engine (its parent watches every rank).
 """
 
+import contextlib
 import logging
+import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -21,9 +25,14 @@ import zmq
 
 from engine.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
 from engine.runner import ModelRunner
-from protocol.handshake import RankMetadata
+from kvcache.transfer.processes import ProcessGone, Watched, is_ending
+from protocol.handshake import ProcessRecord, RankMetadata
 
 logger = logging.getLogger("baton.engine")
+
+_SOON_S = 0.1  # for a rank to begin to end, where a collective heard of it first
+_TORN_DOWN_S = 10.0
+_LOOK_S = 0.005
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -47,6 +56,10 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
     metadata: RankMetadata
 
 
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    processes: list[ProcessRecord | None]  # by rank
+
+
 class Step(msgspec.Struct, frozen=True, tag="step"):
     data: bytes  # batch.step_to_bytes
 
@@ -58,11 +71,48 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 _M = TypeVar("_M", Join, Hello, Allocated)
 _encode = msgspec.msgpack.Encoder().encode
 _from_follower = msgspec.msgpack.Decoder(Join | Hello | Allocated).decode
-_from_leader = msgspec.msgpack.Decoder(Store | Allocate | Step | Stop).decode
+_from_leader = msgspec.msgpack.Decoder(Store | Allocate | Begin | Step | Stop).decode
 
 
 class RankTimeout(Exception):
     """A rank did not answer in time."""
+
+
+class RankLost(Exception):
+    """Another rank has ended, and with it the engine; what failed here came of that."""
+
+
+class OtherRanks:
+    """The processes of an engine's other ranks, to tell what failed here from what failed because
+    one of them is gone. Those that cannot be watched are taken to live.
+
+    Args:
+        own: this rank.
+        processes: by rank.
+    """
+
+    def __init__(self, own: int, processes: Sequence[ProcessRecord | None]) -> None:
+        self._watched: dict[int, tuple[int, Watched]] = {}
+        for rank, record in enumerate(processes):
+            if rank != own and record is not None:
+                with contextlib.suppress(ProcessGone):
+                    self._watched[rank] = record.pid, Watched([record])
+
+    def blame(self, error: Exception) -> None:
+        """To be called when something has failed. A rank that is being torn down is waited for, so
+        that whoever started the ranks knows why it ended before this one ends of it.
+
+        Raises:
+            RankLost: from `error`; another rank has ended.
+        """
+        started = time.monotonic()
+        while self._watched and (waited_s := time.monotonic() - started) < _TORN_DOWN_S:
+            for rank, (_, process) in self._watched.items():
+                if not process.all_alive():
+                    raise RankLost(f"rank {rank} has ended") from error
+            if waited_s > _SOON_S and not any(is_ending(p) for p, _ in self._watched.values()):
+                return
+            time.sleep(_LOOK_S)
 
 
 class Leader:
@@ -83,6 +133,7 @@ class Leader:
         if self._num_followers:
             self._socket.bind(address)
         self.runner: ModelRunner | None = None
+        self.others = OtherRanks(0, [])
 
     def share_port(self, port: int) -> None:
         """Waits for every rank to join and tells it where the collectives' ranks meet."""
@@ -102,7 +153,11 @@ class Leader:
     def collect(self, own: RankMetadata) -> list[RankMetadata]:
         """Metadata of all ranks, in order."""
         others = [self._receive(Allocated)[1].metadata for _ in range(self._num_followers)]
-        return sorted([own, *others], key=lambda metadata: metadata.rank)
+        ranks = sorted([own, *others], key=lambda metadata: metadata.rank)
+        processes = [metadata.process for metadata in ranks]
+        self._send_all(Begin(processes))
+        self.others = OtherRanks(0, processes)
+        return ranks
 
     @property
     def depth(self) -> int:
@@ -121,7 +176,7 @@ class Leader:
         self._socket.close(linger=1000)
         self._context.term()
 
-    def _send_all(self, message: Store | Allocate | Step | Stop) -> None:
+    def _send_all(self, message: Store | Allocate | Begin | Step | Stop) -> None:
         data = _encode(message)
         for identity in self._identities.values():
             self._socket.send_multipart([identity, data])
@@ -140,6 +195,7 @@ class Follower:
 
     def __init__(self, address: str, rank: int) -> None:
         self._rank = rank
+        self.others = OtherRanks(rank, [])
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -168,6 +224,9 @@ class Follower:
             message = _from_leader(self._socket.recv())
             if isinstance(message, Stop):
                 return
+            if isinstance(message, Begin):
+                self.others = OtherRanks(self._rank, message.processes)
+                continue
             assert isinstance(message, Step), message
             launched.append(runner.launch(step_from_bytes(message.data)))
             while len(launched) > runner.depth:

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,10 +52,6 @@ from protocol.handshake import (
 from protocol.listening import CannotListen
 from protocol.logging import setup_logging
 from protocol.messages import EngineReady
-
-# Where another rank ended, all that this one knows is a collective that broke: who started the
-# ranks tells which one it was, if there is time for it.
-_OTHERS_S = 0.5
 
 logger = logging.getLogger("baton.engine")
 
@@ -180,8 +175,7 @@ def _lead(config: EngineConfig, factory: RoleFactory) -> None:
     try:
         core.run()
     except Exception as error:
-        if config.tp > 1:
-            time.sleep(_OTHERS_S)
+        leader.others.blame(error)
         transport.send_failed(_reason(error))
         raise
     finally:
@@ -241,6 +235,9 @@ def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
     follower.announce(own)
     try:
         follower.run(runner)
+    except Exception as error:
+        follower.others.blame(error)
+        raise
     finally:
         service.close()
         follower.close()

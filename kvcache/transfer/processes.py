@@ -9,7 +9,11 @@ from pathlib import Path
 
 from protocol.handshake import ProcessRecord
 
-_STARTED = 19  # field of /proc/PID/stat after the name: ticks since the host's start
+# Fields of /proc/PID/stat after the name.
+_STATE = 0
+_FLAGS = 6
+_STARTED = 19  # ticks since the host's start
+_EXITING = 0x4  # of the flags
 
 
 class ProcessGone(Exception):
@@ -82,10 +86,24 @@ class Watched:
             raise ProcessGone(f"process {record.pid} has ended")
 
 
+def is_ending(pid: int) -> bool:
+    """Whether a process has ended or is being torn down, which takes seconds where it holds a GPU's
+    memory. Its connections break only then."""
+    try:
+        fields = _fields(pid)
+    except OSError:
+        return True
+    return fields[_STATE] in "ZX" or bool(int(fields[_FLAGS]) & _EXITING)
+
+
 def _pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _started(pid: int) -> int:
+    return int(_fields(pid)[_STARTED])
+
+
+def _fields(pid: int) -> list[str]:
     text = Path(f"/proc/{pid}/stat").read_text()
-    return int(text[text.rindex(")") + 2 :].split()[_STARTED])
+    return text[text.rindex(")") + 2 :].split()

@@ -302,6 +302,9 @@ def test_an_engine_that_hangs_is_given_up(tiny_model: Path, prompt: list[int]) -
         assert decode.child.exited.wait(30) and decode.child.returncode == 1
 
 
+_KILLED = "decode.{}: killed by SIGKILL"
+
+
 def _rank_pid(server: Server, rank: int) -> int:
     """The process of one rank."""
     for pid in server.engine_pids():
@@ -312,17 +315,23 @@ def _rank_pid(server: Server, rank: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rank", "number", "told"),
+    ("tp", "rank", "number", "told"),
     [
-        pytest.param(1, signal.SIGKILL, "decode.1", id="a follower is killed"),
-        pytest.param(0, signal.SIGKILL, "decode.0", id="rank 0 is killed", marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGSTOP, "--hang-timeout-s", id="a follower stops"),
+        pytest.param(2, 1, signal.SIGKILL, _KILLED.format(1), id="a follower is killed"),
+        pytest.param(
+            4, 2, signal.SIGKILL, _KILLED.format(2), id="one of three is", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            2, 0, signal.SIGKILL, _KILLED.format(0), id="rank 0 is killed", marks=pytest.mark.slow
+        ),
+        pytest.param(2, 1, signal.SIGSTOP, "--hang-timeout-s", id="a follower stops"),
     ],
 )
 def test_a_lost_rank_ends_its_engine_with_one_error(
-    tiny_model: Path, prompt: list[int], rank: int, number: int, told: str
+    tiny_model: Path, prompt: list[int], tp: int, rank: int, number: int, told: str
 ) -> None:
-    decode = start_decode(tiny_model, "--tp", "2", "--hang-timeout-s", "2")
+    hang_s = "2" if number == signal.SIGSTOP else "60"
+    decode = start_decode(tiny_model, "--tp", str(tp), "--hang-timeout-s", hang_s)
     with running(decode):
         complete(decode.url, prompt, 2)
         body = {

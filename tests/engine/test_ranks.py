@@ -1,13 +1,22 @@
 """Rank 0 and its followers agree before they compute."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from engine.batch import PendingStep, StepInput, StepOutput
-from engine.ranks import Follower, Leader, RankTimeout
+from engine.ranks import Follower, Leader, OtherRanks, RankLost, RankTimeout
+from kvcache.layout import KVLayout
+from kvcache.transfer.processes import own_record
+from protocol.handshake import ProcessRecord, RankMetadata
 
 
 def test_followers_learn_the_port_and_the_smallest_number_of_blocks(tmp_path: Path) -> None:
@@ -93,3 +102,117 @@ def test_followers_launch_ahead_as_far_as_rank_0_does(tmp_path: Path) -> None:
     follower.close()
     assert ours.token_ids == theirs.token_ids == [[7], [-1], [-1], [-1], [-1]]
     assert ours.most_under_way == theirs.most_under_way == 2
+
+
+# -- what became of the other ranks ---------------------------------------------------------------
+
+
+_ALIVE = """
+import sys
+from msgspec.json import encode
+from kvcache.transfer.processes import own_record
+print(encode(own_record()).decode(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def follower() -> Iterator[subprocess.Popen[bytes]]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", _ALIVE], stdin=pipe, stdout=pipe)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def _record(process: "subprocess.Popen[bytes]") -> ProcessRecord:
+    assert process.stdout is not None
+    return msgspec.json.decode(process.stdout.readline(), type=ProcessRecord)
+
+
+_FAILURE = RuntimeError("a collective broke")
+
+
+def test_a_failure_beside_living_ranks_is_no_other_s(follower: "subprocess.Popen[bytes]") -> None:
+    OtherRanks(0, [None, _record(follower), None]).blame(_FAILURE)
+
+
+def test_an_engine_of_one_rank_has_no_other_to_blame() -> None:
+    OtherRanks(0, [own_record()]).blame(_FAILURE)
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_the_rank_that_ended_is_named(follower: "subprocess.Popen[bytes]", own: int) -> None:
+    others = OtherRanks(own, [own_record(), own_record(), _record(follower)])
+    follower.kill()
+    with pytest.raises(RankLost, match="rank 2 has ended") as raised:
+        others.blame(_FAILURE)
+    assert raised.value.__cause__ is _FAILURE
+
+
+def test_a_rank_that_is_being_torn_down_is_waited_for(
+    follower: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPU memory takes a while, and only its end says how it ended."""
+    asked: list[int] = []
+
+    def is_ending(pid: int) -> bool:
+        asked.append(pid)
+        if len(asked) == 3:
+            os.kill(pid, signal.SIGKILL)
+        return True
+
+    monkeypatch.setattr("engine.ranks.is_ending", is_ending)
+    with pytest.raises(RankLost, match="rank 1 has ended"):
+        OtherRanks(0, [None, _record(follower)]).blame(_FAILURE)
+    assert len(asked) >= 3
+
+
+def test_every_rank_learns_which_processes_the_others_are(
+    tmp_path: Path, follower: "subprocess.Popen[bytes]"
+) -> None:
+    """The one that is lost here follows nobody: only its number and process count."""
+    lost = _record(follower)
+    address = f"ipc://{tmp_path}/ranks"
+    leader = Leader(address, 3, timeout_s=30)
+    blamed: list[str] = []
+
+    def follow(rank: int, process: ProcessRecord | None) -> None:
+        end = Follower(address, rank)
+        end.join()
+        end.announce(_metadata(rank, process))
+        end.run(_AheadRunner())  # type: ignore[arg-type]
+        try:
+            end.others.blame(_FAILURE)
+        except RankLost as error:
+            blamed.append(str(error))
+        end.close()
+
+    threads = [
+        threading.Thread(target=follow, args=asked) for asked in ((1, own_record()), (2, lost))
+    ]
+    for thread in threads:
+        thread.start()
+    leader.share_port(4711)
+    ranks = leader.collect(_metadata(0, own_record()))
+    assert [metadata.rank for metadata in ranks] == [0, 1, 2]
+    follower.kill()
+    leader.close()
+    for thread in threads:
+        thread.join(30)
+    assert blamed == ["rank 2 has ended"]  # rank 2 itself blames nobody
+    with pytest.raises(RankLost, match="rank 2"):
+        leader.others.blame(_FAILURE)
+
+
+def _metadata(rank: int, process: ProcessRecord | None) -> RankMetadata:
+    return RankMetadata(
+        rank=rank,
+        agent_metadata=b"",
+        base_address=0,
+        nbytes=0,
+        device_id=0,
+        device_kind="cpu",
+        layout=KVLayout("BHLCND", 2, 1, 1, 2, 4, 8, "float32").to_record(),
+        process=process,
+    )

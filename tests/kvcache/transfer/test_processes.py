@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.transfer.processes import ProcessGone, Watched, own_record
+from kvcache.transfer.processes import ProcessGone, Watched, is_ending, own_record
 from protocol.handshake import ProcessRecord
 
 CHILD = """
@@ -61,6 +61,16 @@ def test_a_process_that_is_killed_is_not_alive_even_before_it_is_waited_for() ->
 def test_who_cannot_be_found_is_not_watched(changes: Any, why: str) -> None:
     with pytest.raises(ProcessGone, match=why):
         Watched([own(**changes)])
+
+
+def test_a_process_is_ending_once_it_is_killed_and_for_ever() -> None:
+    process, record = child()
+    assert not is_ending(record.pid)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert is_ending(record.pid)
+    process.communicate()
+    assert is_ending(record.pid)
 
 
 def test_nobody_is_not_alive() -> None:

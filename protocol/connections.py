@@ -92,7 +92,14 @@ class _BoundedHttp(HttpToolsProtocol):
             super().on_message_complete()
 
     def _parse(self, data: bytes) -> None:
-        """Feeds the parser, which stops at the end of a head that offers another protocol."""
+        """Feeds the parser, which stops at the end of each head that offers another protocol."""
+        rest: bytes | None = data
+        while rest is not None:
+            rest = self._parse_up_to_offer(rest)
+
+    def _parse_up_to_offer(self, data: bytes) -> bytes | None:
+        """What is still to be parsed by another parser: that head without its offer, and all that
+        follows; None when nothing is."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stopped:
@@ -106,7 +113,8 @@ class _BoundedHttp(HttpToolsProtocol):
             version = self.parser.get_http_version().encode()
             head = b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""])
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.feed_data(head + data[stopped.args[0] :])
+            return head + data[stopped.args[0] :]
+        return None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_expecting()

@@ -214,6 +214,22 @@ def test_an_offer_of_another_protocol_is_declined_and_the_request_answered(
     run(test())
 
 
+def test_offers_that_come_together_are_declined_one_by_one() -> None:
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+    data = request(stream=True).replace(b"Host: x\r\n", b"Host: x\r\n" + offer)
+
+    async def test() -> None:
+        async with Rig() as rig:
+            reader, writer = await connect(rig)
+            writer.write(3 * data)
+            for _ in range(3):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+                await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            writer.close()
+
+    run(test())
+
+
 def test_a_tunnel_is_refused() -> None:
     async def test() -> None:
         async with Rig() as rig:

@@ -110,6 +110,8 @@ class DecodeRole(KVRole):
                 sequence.request_id,
                 sequence.request.kv_rejected,
             )
+            if sequence.request.kv_unused is not None:
+                self.on_release(sequence.request.kv_unused)
         if remote is None:
             self.core.enqueue(sequence)
             return

@@ -63,15 +63,17 @@ class DecodeHooks:
         sampling: SamplingParams,
         stop_token_ids: Sequence[int],
     ) -> Mapping[str, Any]:
+        remote = None
         try:
             params.verify(self.secret)
+            remote = kv_params.to_remote_prefill(params)
             _check_belongs(params, prompt, request, sampling, stop_token_ids)
         except KVParamsRejected as error:
             if self.policy.recomputes(error):
-                return {"kv_rejected": error.message}
+                return {"kv_rejected": error.message, "kv_unused": remote}
             raise
         return {
-            "remote": kv_params.to_remote_prefill(params),
+            "remote": remote,
             "sampling": msgspec.structs.replace(sampling, seed=params.seed),
         }
 
@@ -83,7 +85,9 @@ class DecodeHooks:
             return params.tokenized()
         return None  # `prepare` tells what is wrong with it
 
-    def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
+    def admit(
+        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
+    ) -> Callable[[], None]:
         return nothing
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:

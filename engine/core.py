@@ -268,6 +268,9 @@ class EngineCore(CoreServices):
         sequence = Sequence.from_request(request)
         error = self.scheduler.limits.refusal(request)
         if error is not None:
+            for remote in (request.remote, request.kv_unused):
+                if remote is not None:
+                    self.role.on_release(remote)
             self._outbox.error(sequence, error)
             return
         self.sequences[request.request_id] = sequence

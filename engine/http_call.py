@@ -4,6 +4,7 @@ A stream starts only when the first tokens are there, so whatever fails before t
 error; a later failure ends the stream with an error event and no [DONE].
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.http_middleware import (
 from engine.http_prompt import Prompt
 from engine.http_tally import Tally
 from protocol import sse
+from protocol.connections import is_closing
 from protocol.errors import BatonError, InternalError, from_code
 from protocol.logging import get_logger
 from protocol.messages import TokenDelta
@@ -103,7 +105,7 @@ class Generation:
         return pieces
 
     def answered(self) -> None:
-        """The answer is made, and says where retained KV is."""
+        """The answer is out, and says where retained KV is."""
         self._subscription.answered()
 
     def close(self) -> None:
@@ -152,15 +154,16 @@ class Call:
         self._num_told = 0  # tokens of a stream so far
 
     async def respond(self, receive: Receive) -> Response:
-        """The response; a stream is begun, and closes the generation itself."""
-        streaming = False
+        """The response; a stream, or one that hands KV over, closes the generation itself."""
+        response: Response | None = None
         try:
             async with cancelled_on_disconnect(receive):
                 pieces = await self.generation.next_pieces()
                 if not self._parsed.stream:
-                    return await self._whole(pieces)
-            streaming = True
-            return EventStream(self, pieces)
+                    response = await self._whole(pieces)
+                    return response
+            response = EventStream(self, pieces)
+            return response
         except ClientDisconnected as gone:
             self.tally.close(gone)
             return Response(status_code=CLIENT_GONE)
@@ -171,7 +174,7 @@ class Call:
             self.tally.close(error)
             raise
         finally:
-            if not streaming:
+            if not isinstance(response, EventStream | HandOver):
                 self.generation.close()
 
     async def _whole(self, pieces: list[ChoicePiece]) -> Response:
@@ -189,7 +192,8 @@ class Call:
         usage, extra = self._finish(choices[0].finish_reason)
         body = self._writer.full(choices, usage, extra)
         headers = {"x-baton-kv": kv_header(usage)}
-        self.generation.answered()
+        if extra:
+            return HandOver(self.generation, body, headers)
         return Response(body, media_type="application/json", headers=headers)
 
     def events(self, pieces: list[ChoicePiece]) -> bytes:
@@ -221,6 +225,29 @@ class Call:
         extra = self._hooks.finish(self.generation.finals)
         self.tally.finished(usage, finish_reason or "stop")
         return usage, extra
+
+
+class HandOver(Response):
+    """A whole answer that says where retained KV is. Where the connection ends before it has taken
+    this, nobody will come for the KV."""
+
+    media_type = "application/json"
+
+    def __init__(self, generation: Generation, body: bytes, headers: Mapping[str, str]) -> None:
+        super().__init__(body, headers=headers)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        try:
+            await send({**start, "headers": self.raw_headers})
+            await _send_body(send, bytes(self.body), more=True)
+            await _send_body(send, b"", more=True)  # waits until most of it is out
+            if not is_closing(scope):
+                self._generation.answered()
+            await _send_body(send, b"", more=False)
+        finally:
+            self._generation.close()
 
 
 class EventStream(Response):

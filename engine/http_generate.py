@@ -152,7 +152,7 @@ class Api:
             for ids in prompts:
                 token_limit(behind, len(ids), context)
         adds = self._plan(parsed, prompts, ready)
-        tally.on_end(self.hooks.admit(adds, ready))
+        tally.on_end(self.hooks.admit(adds, ready, parsed.kv_transfer_params))
         subscription = self.client.submit(adds)
         try:  # all else is made while the engine has begun
             tally.accepted(sum(map(len, prompts)))

@@ -49,7 +49,9 @@ class ServerHooks(Protocol):
         secret tells them; see http_text.text_digest."""
         ...
 
-    def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
+    def admit(
+        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
+    ) -> Callable[[], None]:
         """Takes a request on, or not; what it returns is called once, when the request has ended.
 
         Raises:
@@ -58,7 +60,8 @@ class ServerHooks(Protocol):
         ...
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """What to tell the engine when a request with these params was refused."""
+        """What to tell the engine when a request with these params was refused, or when nobody
+        will come for the KV that they stand for."""
         ...
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
@@ -87,7 +90,9 @@ class PlainHooks:
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         return None
 
-    def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
+    def admit(
+        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
+    ) -> Callable[[], None]:
         return nothing
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:

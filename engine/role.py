@@ -76,7 +76,8 @@ class KVRole:
         """An abort came for a request that has already ended."""
 
     def on_release(self, remote: RemotePrefill) -> None:
-        """A reference came with a request that was refused: nobody will use its KV."""
+        """A reference came that is of no use, or with a request that was refused: nobody will use
+        its KV."""
 
     def poll(self) -> None:
         """Takes in what the role's threads have learned since the last round."""

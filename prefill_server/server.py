@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.http_hooks import nothing
+from prefill_server.transfers import Transfers
 from protocol import kv_params
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.messages import (
@@ -27,6 +28,7 @@ class PrefillHooks:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        self._transfers = Transfers()
         self._num_batch_blocks = 0  # of unanswered requests with several prompts
 
     def prepare(
@@ -49,11 +51,17 @@ class PrefillHooks:
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         return None
 
-    def admit(self, adds: Sequence[AddRequest], ready: EngineReady) -> Callable[[], None]:
+    def admit(
+        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
+    ) -> Callable[[], None]:
         """Prompts of one answer keep their blocks until the last of them is computed, so together
         they must not wait for blocks that they hold themselves, or that two such requests hold
         against each other. Who is refused here is served by a decode server alone."""
-        if len(adds) == 1 or not adds[0].retain_kv:
+        if not adds[0].retain_kv:
+            return nothing
+        if name := kv_params.transfer_id(kv_transfer_params):
+            self._transfers.add(name, [add.request_id for add in adds])
+        if len(adds) == 1:
             return nothing
         num_blocks = sum(-(-len(add.token_ids) // ready.block_size) for add in adds)
         limit = ready.num_blocks // 2
@@ -70,7 +78,10 @@ class PrefillHooks:
         return release
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Nobody will come for KV that this server leased: it need not wait for that."""
+        """Nobody will come for KV that this server leased: it need not wait for that. It is named
+        by the answer's params, or by the request's where the answer was not awaited."""
+        if name := kv_params.transfer_id(kv_transfer_params):
+            return [AbortRequest(request_id) for request_id in self._transfers.take(name)]
         ours = kv_params.signed(kv_transfer_params, self._secret)
         return [AbortRequest(params.remote_request_id) for params in ours]
 

@@ -12,6 +12,8 @@
 import asyncio
 import resource
 import socket
+from collections.abc import Mapping
+from typing import Any
 
 import httptools
 from uvicorn._types import ASGI3Application
@@ -20,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of another request
 MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every answer
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
+_CONNECTION = "baton.connection"  # an extension of ASGI's scope
 _PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
@@ -48,6 +51,17 @@ def bounded_protocol(timeout_s: float) -> type[HttpToolsProtocol]:
     return type("BoundedHttp", (_BoundedHttp,), {"timeout_s": timeout_s})
 
 
+def is_closing(scope: Mapping[str, Any]) -> bool:
+    """Whether what is sent on a request's connection from now on is lost. A connection that
+    `bounded_protocol` does not serve never says so.
+
+    Args:
+        scope: ASGI's, of the request.
+    """
+    known = (scope.get("extensions") or {}).get(_CONNECTION)
+    return known is not None and bool(known["transport"].is_closing())
+
+
 class _BoundedHttp(HttpToolsProtocol):
     timeout_s: float
 
@@ -57,6 +71,10 @@ class _BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self._running: RequestResponseCycle | None = None
         self._late: asyncio.TimerHandle | None = self._expect()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {_CONNECTION: {"transport": self.transport}}
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()

@@ -24,6 +24,7 @@ from protocol.messages import FirstToken, RemotePrefill, SamplingParams, TokenLo
 
 _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 _UNSIGNED = ("signature", "prompt_token_ids")
+_MAX_TRANSFER_ID = 128  # characters
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -145,6 +146,12 @@ def is_prefill_request(obj: object) -> bool:
         if members.get(name) is not None:
             reject(name, "must be null when do_remote_decode is true")
     return True
+
+
+def transfer_id(obj: object) -> str | None:
+    """The name that whoever asks for a prefill gave it, to call it off by where no answer came."""
+    name = obj.get("transfer_id") if isinstance(obj, dict) else None
+    return name if isinstance(name, str) and 0 < len(name) <= _MAX_TRANSFER_ID else None
 
 
 def parse_list(obj: object, num_prompts: int) -> list[KVTransferParams]:

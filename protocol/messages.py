@@ -90,6 +90,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     retain_kv: bool = False  # prefill role: lease the KV and answer with kv_transfer_params
     remote: RemotePrefill | None = None  # decode role: pull the prompt's KV from there
     kv_rejected: str | None = None  # decode role: why the offered params were not used
+    kv_unused: RemotePrefill | None = None  # what they stand for, where a server of ours made them
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):

@@ -66,12 +66,17 @@ def sanitize(body: Body) -> tuple[Body, bool]:
     return clean, member(body, "kv_transfer_params") != b"null"
 
 
-def prefill_leg(body: Body, path: str = "/v1/completions", context: int | None = None) -> bytes:
+def prefill_leg(
+    body: Body,
+    path: str = "/v1/completions",
+    context: int | None = None,
+    transfer_id: str | None = None,
+) -> bytes:
     """What the prefill server is asked: the same request, for one token.
 
     What the client had said of that goes along as `client_request`, and the longest `context` of a
     decode server as `max_model_len`, for the prefill server to refuse what the decode server
-    would, before there is any work.
+    would, before there is any work. By `transfer_id` it can be called off; see `unanswered`.
     """
     leg = {name: value for name, value in body.items() if name != "stream_options"}
     names = _LIMITS.get(path, _USUAL_LIMITS)
@@ -82,7 +87,8 @@ def prefill_leg(body: Body, path: str = "/v1/completions", context: int | None =
     if member(leg, "stream") in _BOOLEANS_OR_NULL:
         leg["stream"] = _FALSE
     asked = {name: body[name] for name in CLIENT_MEMBERS if name in body}
-    told = {} if context is None else {"max_model_len": context}
+    told: dict[str, object] = {"max_model_len": context, "transfer_id": transfer_id}
+    told = {name: value for name, value in told.items() if value is not None}
     leg["kv_transfer_params"] = _raw({**REMOTE_DECODE, "client_request": asked, **told})
     return _encode(leg)
 
@@ -102,6 +108,11 @@ def is_scoring(body: Body) -> bool:
 def decode_leg(body: Body, params: msgspec.Raw | None) -> bytes:
     """What the decode server is asked: the request, and where its prompt's KV is, if anywhere."""
     return _encode(body if params is None else {**body, "kv_transfer_params": params})
+
+
+def unanswered(transfer_id: str) -> msgspec.Raw:
+    """What stands for the params of a prefill whose answer never came."""
+    return _raw({"do_remote_decode": True, "transfer_id": transfer_id})
 
 
 def release_body(params: msgspec.Raw) -> bytes:

@@ -8,6 +8,8 @@ A request that only scores its prompt is the prefill server's alone; no KV moves
 """
 
 import asyncio
+import contextlib
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,12 +27,21 @@ from proxy.legs import Answer, LegFailed, Legs, Trace, failure_of, read
 from proxy.membership import Fleet, Server
 from proxy.relay import Reply
 from proxy.retry import Failure, Kind, RetryPolicy
-from proxy.upstream import Headers, Response, TimedOut, Upstream, UpstreamError
+from proxy.upstream import (
+    Exhausted,
+    Headers,
+    Response,
+    TimedOut,
+    Unreachable,
+    Upstream,
+    UpstreamError,
+)
 
 logger = get_logger(__name__)
 
 _PREFILL_CONTEXT = "prefill_context"  # why a request is decoded without a prefill
-GIVE_BACK_TIMEOUT_S = 2.0  # a prefill server that is silent frees the KV when its lease ends
+GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
+CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -84,20 +95,13 @@ class Flow:
         self, request: ClientRequest, params: msgspec.Raw, reply: Reply, trace: Trace
     ) -> None:
         """The decode leg; unless it ends well, the prefill server is told to take its KV back."""
-        leg, ended = bodies.decode_leg(request.body, params), False
-        unfit = self._fleet.too_small(Kind.DECODE, bodies.num_tokens(request.body, params))
         try:
-            ended = await self._decode(
-                "POST", request.path, request.headers, leg, reply, trace, unfit
-            )
-        except asyncio.CancelledError:
-            ended = reply.finished
-            raise
+            leg = bodies.decode_leg(request.body, params)
+            unfit = self._fleet.too_small(Kind.DECODE, bodies.num_tokens(request.body, params))
+            await self._decode("POST", request.path, request.headers, leg, reply, trace, unfit)
         finally:
-            if not ended:  # by a task of its own: neither the client nor its absence delays it
-                task = asyncio.create_task(self._give_back(request, params, trace.prefill))
-                self._giving_back.add(task)
-                task.add_done_callback(self._giving_back.discard)
+            if not reply.has_succeeded:
+                self._will_not_come(request, params, trace.prefill)
 
     def on_silence(self, server: Server, is_long: bool) -> None:
         """Prefill legs go elsewhere, or are done without. A decode server keeps its requests for
@@ -106,8 +110,16 @@ class Flow:
             self._legs.give_up(server)
 
     async def close(self) -> None:
-        """Waits for what is still being given back, for `GIVE_BACK_TIMEOUT_S` at most."""
-        await asyncio.gather(*self._giving_back, return_exceptions=True)
+        """Waits for what is still being given back, for `CLOSE_TIMEOUT_S` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await asyncio.gather(*self._giving_back, return_exceptions=True)
+
+    def _will_not_come(self, request: ClientRequest, params: msgspec.Raw, url: str) -> None:
+        """Has KV given back by a task of its own: neither the client nor its absence delays it."""
+        task = asyncio.create_task(self._give_back(request, params, url))
+        self._giving_back.add(task)
+        task.add_done_callback(self._giving_back.discard)
 
     async def _give_back(self, request: ClientRequest, params: msgspec.Raw, url: str) -> None:
         """Tells the prefill server that nobody will come for the KV; its lease runs out anyway."""
@@ -169,14 +181,21 @@ class Flow:
     async def _prefill(self, request: ClientRequest, trace: Trace) -> Answer | msgspec.Raw | None:
         """The params of a prefill, None to do without, or the answer that refuses the request."""
         context = self._fleet.context(Kind.DECODE)
-        leg = bodies.prefill_leg(request.body, request.path, context)
+        transfer_id = uuid.uuid4().hex
+        leg = bodies.prefill_leg(request.body, request.path, context, transfer_id)
 
         async def send(server: Server) -> Answer:
-            return await read(
-                await self._upstream.send(
-                    server.url, "POST", request.path, headers=request.headers, body=leg
+            try:
+                return await read(
+                    await self._upstream.send(
+                        server.url, "POST", request.path, headers=request.headers, body=leg
+                    )
                 )
-            )
+            except (Unreachable, Exhausted):
+                raise
+            except BaseException:  # the answer may be on its way, and KV kept for who reads it
+                self._will_not_come(request, bodies.unanswered(transfer_id), server.url)
+                raise
 
         try:
             server, answer = await self._legs.run(Kind.PREFILL, send, trace)
@@ -223,8 +242,8 @@ class Flow:
         reply: Reply,
         trace: Trace,
         unfit: Sequence[Server] = (),
-    ) -> bool:
-        """Whether a decode server took the request; what the last one said of it is relayed."""
+    ) -> None:
+        """Relays what a decode server answers, or what the last one said that did not take it."""
         send = self._sender(method, path, headers, leg)
         try:
             server, response = await self._legs.run(Kind.DECODE, send, trace, unfit)
@@ -234,11 +253,10 @@ class Flow:
             await reply.relay_answer(
                 failed.answer.status, failed.answer.headers, failed.answer.body
             )
-            return False
+            return
         assert isinstance(response, Response)
         trace.decode = server.url
         await self._relay(server, response, reply, trace)
-        return True
 
     def _sender(
         self, method: str, path: str, headers: Headers, body: bytes, whole_from: int = 500

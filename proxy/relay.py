@@ -114,6 +114,12 @@ class Reply:
         self.is_stream = False
         self.is_broken = False  # the stream ended in an error, whatever its status says
 
+    @property
+    def has_succeeded(self) -> bool:
+        """The client was sent all of an answer that is no error."""
+        is_error = self.is_broken or self.status is None or self.status >= 400
+        return self.finished and not is_error
+
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Sends a whole response."""
         await self._head(status, [*headers, (b"content-length", b"%d" % len(body))])
@@ -159,6 +165,7 @@ class Reply:
                     await self._body(complete, more=True)
         except asyncio.CancelledError:
             self.finished = events.has_ended  # many clients hang up at [DONE]
+            self.is_broken = events.has_failed
             raise
         except UpstreamError:
             if not events.has_ended:  # all that is missing is HTTP's own end

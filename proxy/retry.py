@@ -30,7 +30,7 @@ class RetryPolicy:
 STALE_IDLE_S = 1.0  # a connection idle for longer may be closed by its server at any moment
 
 _RETRIED = {
-    # A prefill is repeatable: its only effect is a lease that expires.
+    # A prefill is repeatable: its only effect is a lease, which is given back.
     Kind.PREFILL: frozenset(Failure),
     # Another decode server may use the same lease. A timeout is not repeated: the client would
     # wait for another one. Nor is a decode server's own error: it has its failure policy.

@@ -90,6 +90,30 @@ def test_cached_blocks_are_not_pulled_and_a_full_hit_reads_nothing(make_pair: Ma
     pair.settle()
 
 
+def test_kv_of_a_rejected_reference_goes_home_at_once(make_pair: MakePair) -> None:
+    pair = make_pair()
+    remote = kv_params.to_remote_prefill(kv_params.parse(pair.prefill(PROMPT)))
+    other = PROMPT[::-1]
+    pair.d.core.round([add("other", other, 6, kv_rejected="of another", kv_unused=remote)])
+    assert pair.answer("other") == expected_output(other, 6)
+    assert pair.usage("other") == (0, 14, 0)
+    pair.settle()  # P's clock stands still: no lease expires
+    assert pair.leases.counters()["aborted"] == 1
+
+
+@pytest.mark.parametrize("field", ["remote", "kv_unused"])
+def test_kv_of_a_request_that_the_engine_refuses_goes_home_at_once(
+    make_pair: MakePair, field: str
+) -> None:
+    pair = make_pair()
+    remote = kv_params.to_remote_prefill(kv_params.parse(pair.prefill(PROMPT)))
+    pair.d.core.round([add("many", PROMPT, 6, num_choices=1000, **{field: remote})])
+    pair.until(lambda: bool(pair.d.out.terminals("many")))
+    assert pair.d.out.terminals("many")[0].error is not None
+    pair.settle()
+    assert pair.leases.counters()["aborted"] == 1
+
+
 def test_an_expired_lease_is_noticed_by_the_fence(make_pair: MakePair) -> None:
     pair = make_pair()
     params = pair.prefill(PROMPT)

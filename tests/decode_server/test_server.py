@@ -85,11 +85,18 @@ _WRONG = {
 }
 
 
+def _signed(offered: object) -> list[kv_params.KVTransferParams]:
+    return list(kv_params.signed(offered, _SECRET))
+
+
 @pytest.mark.parametrize("name", _WRONG)
 def test_a_wrong_reference_is_computed_here_or_refused(name: str) -> None:
     offered, members = _WRONG[name]
     extra = _prepare(offered, **members)
     assert "remote" not in extra and extra["kv_rejected"]
+    # Who signed it can be told that it is of no use; a forged one names nobody to be told.
+    is_forged = isinstance(offered, dict) and kv_params.parse(offered) not in _signed(offered)
+    assert (extra["kv_unused"] is None) == is_forged
     with pytest.raises(KVParamsRejected) as refused:
         _prepare(offered, policy="fail", **members)
     assert refused.value.param and refused.value.param.startswith("kv_transfer_params")

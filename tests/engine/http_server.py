@@ -13,6 +13,7 @@ import uvicorn
 from engine.client import ScriptedEngine, count_up
 from engine.http import PlainHooks, create_app
 from engine.tokenizer import Tokenizer
+from protocol.connections import bounded_protocol
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.sse import SSEParser
@@ -66,7 +67,8 @@ async def serving(
     await engine.start()
     settings = Settings(max_body_bytes=max_body, cors_origin=origins)
     app = create_app(engine, tokenizer, settings, hooks or PlainHooks(), fingerprint)
-    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
+    http = bounded_protocol(WAIT_S)
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", http=http)
     server = uvicorn.Server(config)
     listener = config.bind_socket()
     task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from prefill_server.server import PrefillHooks
+from prefill_server.transfers import Transfers
 from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import AbortRequest, AddRequest, EngineReady, SamplingParams, TokenDelta
@@ -60,6 +61,47 @@ def test_kv_that_nobody_will_come_for_is_let_go() -> None:
     hooks = PrefillHooks(b"secret")
     assert hooks.refused([params, {**params, "lease_s": 9.0}, None, 3]) == [AbortRequest("r-1")]
     assert hooks.refused(_ASK) == []
+
+
+def _ask(name: object) -> dict[str, Any]:
+    return {"kv_transfer_params": {**_ASK, "transfer_id": name}}
+
+
+def test_requests_are_called_off_by_the_name_of_their_transfer() -> None:
+    hooks = PrefillHooks(b"secret")
+    for name, adds in (("a", _adds(3)), ("b", _adds(3, 4, 5)), ("a", _adds(6, 6))):
+        hooks.admit(adds, _READY, **_ask(name))
+    release = {"do_remote_decode": True, "transfer_id": "b"}
+    assert hooks.refused(release) == [AbortRequest(i) for i in "012"]
+    assert hooks.refused(release) == [], "once is enough"
+    assert hooks.refused({**release, "transfer_id": "a"}) == [AbortRequest(i) for i in "001"]
+
+
+@pytest.mark.parametrize("name", [None, "", "x" * 129, 7, ["a"]])
+def test_what_is_no_name_of_a_transfer_names_none(name: object) -> None:
+    hooks = PrefillHooks(b"secret")
+    hooks.admit(_adds(3), _READY, **_ask(name))
+    assert hooks.refused({"transfer_id": name}) == []
+
+
+def test_ordinary_requests_have_no_transfer() -> None:
+    hooks = PrefillHooks(b"secret")
+    hooks.admit(_adds(3, retain_kv=False), _READY, {"transfer_id": "a"})
+    assert hooks.refused({"transfer_id": "a"}) == []
+
+
+def test_the_oldest_transfers_are_forgotten_first() -> None:
+    transfers = Transfers(max_requests=4)
+    transfers.add("a", ["1", "2"])
+    transfers.add("b", ["3"])
+    transfers.add("a", ["4"])
+    transfers.add("c", ["5"])
+    assert (transfers.take("b"), transfers.take("a")) == ([], ["1", "2", "4"])
+    transfers.add("d", [str(i) for i in range(9)])  # larger than all: the last is always known
+    assert (transfers.take("c"), len(transfers.take("d"))) == ([], 9)
+    transfers.add("e", ["1", "2", "3"])
+    transfers.add("f", ["4"])
+    assert transfers.take("e") == ["1", "2", "3"]
 
 
 _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=9)

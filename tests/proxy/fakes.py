@@ -102,6 +102,10 @@ async def prefills(call: Call) -> None:
     await call.answer(200, {"id": "p", "choices": [], "kv_transfer_params": KV_PARAMS})
 
 
+async def releases(call: Call) -> None:
+    await call.answer(200, {"released": 1})
+
+
 async def decodes(call: Call) -> None:
     if call.body.get("stream"):
         await call.start()
@@ -114,7 +118,7 @@ async def decodes(call: Call) -> None:
 
 
 class Fake:
-    """One server. `calls` are the generation requests it got."""
+    """One server. `calls` are the generation requests it got, `releases` what it may let go of."""
 
     def __init__(
         self,
@@ -124,12 +128,15 @@ class Fake:
         address: tuple[str, int] = ("127.0.0.1", 0),
         max_model_len: int | None = None,
         role: str | None = None,
+        on_release: Behave = releases,
     ) -> None:
         self.behave = behave
+        self.on_release = on_release
         self.role = role
         self.ready = ready
         self.max_model_len = max_model_len
         self.calls: list[Call] = []
+        self.releases: list[Call] = []
         self.polls = 0
         self.silent = False  # to health checks
         self.listener = socket.create_server(address)
@@ -156,9 +163,10 @@ class Fake:
                 told["max_model_len"] = self.max_model_len
             await call.answer(200 if self.ready else 503, told)
             return
-        self.calls.append(call)
+        is_release = call.path == "/release_kv"
+        (self.releases if is_release else self.calls).append(call)
         try:
-            await self.behave(call)
+            await (self.on_release if is_release else self.behave)(call)
         except Drop:
             scope["extensions"]["drop"]()
 

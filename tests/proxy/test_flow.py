@@ -47,7 +47,9 @@ def test_a_request_goes_through_both_servers(path: str) -> None:
             assert response.json() == {"text": "onetwo"}
             (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
             assert to_p.path == to_d.path == path
+            transfer_id = to_p.body["kv_transfer_params"]["transfer_id"]
             params = {**NULL_PARAMS, "client_request": {"max_tokens": 7}}
+            params["transfer_id"] = transfer_id
             leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
             assert to_p.body == leg
             assert to_d.body == {**body, "kv_transfer_params": KV_PARAMS}
@@ -342,8 +344,7 @@ def test_a_decode_server_that_is_gone_makes_503() -> None:
             assert response.json()["error"]["code"] == "no_server_available"
             again = await rig.complete()
             assert again.status_code == 503
-            paths = [call.path for call in rig.prefill[0].calls]
-            assert paths == ["/v1/completions", "/release_kv"]  # no work for the second
+            assert len(rig.prefill[0].calls) == len(rig.prefill[0].releases) == 1
 
     run(test())
 

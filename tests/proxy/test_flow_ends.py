@@ -9,7 +9,18 @@ import pytest
 from proxy.health import HealthPolicy
 from proxy.membership import Server
 from proxy.retry import Kind
-from tests.proxy.fakes import KV_PARAMS, Call, Drop, Fake, Rig, decodes, prefills, run, until
+from tests.proxy.fakes import (
+    KV_PARAMS,
+    Call,
+    Drop,
+    Fake,
+    Rig,
+    decodes,
+    prefills,
+    releases,
+    run,
+    until,
+)
 
 
 @pytest.mark.parametrize("tail", [b"", b'data: {"half'])
@@ -243,32 +254,31 @@ async def _fails(call: Call) -> None:
     await call.answer(500, {"error": {"code": "engine_died"}})
 
 
-@pytest.mark.parametrize("answers_release", [True, False])
+async def _refuses(call: Call) -> None:
+    await call.answer(413, {"error": {"code": "payload_too_large"}})
+
+
+@pytest.mark.parametrize("on_release", [releases, _drops])
 @pytest.mark.parametrize(
     ("decode", "status", "code"),
     [
         (_drops, 502, "decode_server_lost"),
         (_is_busy, 503, "overloaded"),
         (_fails, 500, "engine_died"),
+        (_refuses, 413, "payload_too_large"),
     ],
 )
 def test_kv_is_given_back_when_no_decode_server_takes_the_request(
-    decode: Any, status: int, code: str, answers_release: bool
+    decode: Any, status: int, code: str, on_release: Any
 ) -> None:
-    async def prefills_and_hears(call: Call) -> None:
-        if call.path == "/release_kv" and not answers_release:
-            raise Drop
-        await prefills(call)
-
     async def test() -> None:
-        async with Rig(prefill=[Fake(prefills_and_hears)], decode=[Fake(decode)]) as rig:
+        prefill = Fake(prefills, on_release=on_release)
+        async with Rig(prefill=[prefill], decode=[Fake(decode)]) as rig:
             response = await rig.complete()
             assert response.status_code == status
             assert response.json()["error"]["code"] == code
-            await until(lambda: len(rig.prefill[0].calls) == 2)
-            released = rig.prefill[0].calls[1]
-            assert released.path == "/release_kv"
-            assert released.body == {"kv_transfer_params": KV_PARAMS}
+            await until(lambda: len(prefill.releases) == 1)
+            assert prefill.releases[0].body == {"kv_transfer_params": KV_PARAMS}
 
     run(test())
 
@@ -289,10 +299,104 @@ def test_kv_is_given_back_when_the_client_leaves_a_decode_server_that_is_silent(
             request = asyncio.create_task(rig.complete(stream=stream))
             await begun.wait()
             request.cancel()
-            await until(lambda: len(rig.prefill[0].calls) == 2)
-            assert rig.prefill[0].calls[1].path == "/release_kv"
+            await until(lambda: len(rig.prefill[0].releases) == 1)
             with pytest.raises(asyncio.CancelledError):
                 await request
+
+    run(test())
+
+
+def test_kv_is_given_back_when_the_decode_server_fails_in_mid_stream() -> None:
+    async def fails(call: Call) -> None:
+        await call.start()
+        text = b'data: 1\n\nevent: error\ndata: {"error": {"code": "engine_died"}}\n\n'
+        await call.write(text, more=False)
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(fails)]) as rig:
+            assert (await rig.complete(stream=True)).status_code == 200
+            await until(lambda: len(rig.prefill[0].releases) == 1)
+            assert rig.prefill[0].releases[0].body == {"kv_transfer_params": KV_PARAMS}
+
+    run(test())
+
+
+async def _is_silent(call: Call) -> None:
+    await call.gone()
+
+
+async def _stops_after_the_head(call: Call) -> None:
+    await call.start(200, {"content-type": "application/json", "content-length": "100"})
+    await call.gone()
+
+
+async def _stops_before_the_last_byte(call: Call) -> None:
+    body = json.dumps({"id": "p", "kv_transfer_params": KV_PARAMS}).encode()
+    await call.start(
+        200, {"content-type": "application/json", "content-length": str(len(body) + 1)}
+    )
+    await call.write(body)
+    await call.gone()
+
+
+@pytest.mark.parametrize("end", ["the client leaves", "time is up", "the connection breaks"])
+@pytest.mark.parametrize("stops", [_is_silent, _stops_after_the_head, _stops_before_the_last_byte])
+def test_a_prefill_whose_answer_never_came_whole_is_called_off(stops: Any, end: str) -> None:
+    """The prefill server may have leased KV that only its answer tells of."""
+    begun = asyncio.Event()
+
+    async def behaves(call: Call) -> None:
+        begun.set()
+        if end == "the connection breaks":
+            call.gone = _at_once  # type: ignore[method-assign]
+        await stops(call)
+        raise Drop
+
+    async def test() -> None:
+        read_timeout_s = 0.2 if end == "time is up" else 3600.0
+        async with Rig([Fake(behaves)], read_timeout_s=read_timeout_s) as rig:
+            request = asyncio.create_task(rig.complete())
+            await begun.wait()
+            if end == "the client leaves":
+                request.cancel()
+            await until(lambda: len(rig.prefill[0].releases) == 1)
+            (asked,), (released,) = rig.prefill[0].calls, rig.prefill[0].releases
+            name = asked.body["kv_transfer_params"]["transfer_id"]
+            assert released.body["kv_transfer_params"]["transfer_id"] == name
+            await asyncio.gather(request, return_exceptions=True)
+
+    run(test())
+
+
+def test_no_client_waits_for_a_prefill_server_that_is_slow_to_take_its_kv_back() -> None:
+    goes_on = asyncio.Event()
+
+    async def is_slow(call: Call) -> None:
+        await goes_on.wait()
+        await releases(call)
+
+    async def test() -> None:
+        async with Rig([Fake(prefills, on_release=is_slow)], [Fake(_refuses)]) as rig:
+            assert (await rig.complete()).status_code == 413
+            await until(lambda: len(rig.prefill[0].releases) == 1)
+            goes_on.set()
+
+    run(test())
+
+
+async def _at_once() -> None:
+    return
+
+
+def test_a_prefill_that_nobody_was_asked_for_is_not_called_off() -> None:
+    async def test() -> None:
+        async with Rig([Fake(prefills), Fake(prefills)], health_interval_s=60.0) as rig:
+            await rig.prefill[0].stop()
+            for _ in range(2):
+                assert (await rig.complete()).status_code == 200
+            assert rig.prefill[1].releases == []
+            names = {c.body["kv_transfer_params"]["transfer_id"] for c in rig.prefill[1].calls}
+            assert len(names) == 2
 
     run(test())
 
@@ -302,6 +406,6 @@ def test_kv_of_a_request_that_ended_well_is_not_given_back() -> None:
         async with Rig() as rig:
             for stream in (False, True):
                 assert (await rig.complete(stream=stream)).status_code == 200
-        assert [call.path for call in rig.prefill[0].calls] == ["/v1/completions"] * 2
+        assert len(rig.prefill[0].calls) == 2 and rig.prefill[0].releases == []
 
     run(test())

@@ -286,6 +286,12 @@ def test_messages_are_tokenized_as_a_chat_would_be(tokenizer: Tokenizer) -> None
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [260]}, 400, "tokens"),
         ("/detokenize", {"tokens": "1"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, "1"]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, 1.5]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, True]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [[1]]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, 10**30]}, 400, "tokens"),
+        ("/detokenize", {"tokens": None}, 400, "tokens"),
     ],
 )
 def test_what_cannot_be_tokenized_is_named(

@@ -21,6 +21,7 @@ from tests.e2e.client import MODEL, complete, complete_all, prefill
 from tests.e2e.cluster import (
     Cluster,
     Server,
+    cluster,
     running,
     start_decode,
     start_prefill,
@@ -56,6 +57,13 @@ def make_cluster(tiny_model: Path) -> Iterator[Any]:
             return Cluster([prefiller], decode, proxy, tiny_model)
 
         yield make
+
+
+@pytest.fixture(scope="module")
+def slow_cluster(tiny_model: Path) -> Iterator[Cluster]:
+    """A cluster whose prefills take long, which is whole after each test."""
+    with cluster(tiny_model, prefill_argv=("--lease-s", str(_LEASE_S), *_SLOW_PREFILL)) as made:
+        yield made
 
 
 class Stream(threading.Thread):
@@ -170,18 +178,17 @@ def test_a_killed_proxy_leaves_nothing_behind(
 
 
 def test_a_client_that_leaves_during_the_prefill_ends_it(
-    make_cluster: Any, tiny_reference: Reference
+    slow_cluster: Cluster, tiny_reference: Reference
 ) -> None:
-    cluster = make_cluster(_SLOW_PREFILL)
-    prefiller, decode = cluster.prefill[0], cluster.decode[0]
+    prefiller, decode = slow_cluster.prefill[0], slow_cluster.decode[0]
     steps = "baton_engine_steps_total"
     for prompt in (_prompt(4000), [_prompt(30), _prompt(4000)]):
         before = prefiller.metrics()[steps]
-        with _asked(cluster.proxy, {"prompt": prompt, "max_tokens": 5}):
+        with _asked(slow_cluster.proxy, {"prompt": prompt, "max_tokens": 5}):
             wait_until(lambda before=before: prefiller.metrics()[steps] > before + 20)
         _assert_home(prefiller, decode)
         assert prefiller.metrics()[steps] < before + 3900, "its work was cancelled"
-    _assert_serves(cluster, tiny_reference)
+    _assert_serves(slow_cluster, tiny_reference)
 
 
 @pytest.mark.slow
@@ -204,20 +211,19 @@ def test_a_client_that_leaves_while_its_request_queues_on_a_decode_server(
 
 
 def test_kv_goes_home_when_the_client_of_a_stopped_decode_server_leaves(
-    make_cluster: Any, tiny_reference: Reference
+    slow_cluster: Cluster, tiny_reference: Reference
 ) -> None:
-    cluster = make_cluster()
-    prefiller, decode = cluster.prefill[0], cluster.decode[0]
+    prefiller, decode = slow_cluster.prefill[0], slow_cluster.decode[0]
     _stop(decode, signal.SIGSTOP)
     try:
-        with _asked(cluster.proxy, {"prompt": _prompt(), "max_tokens": 5}):
+        with _asked(slow_cluster.proxy, {"prompt": _prompt(20), "max_tokens": 5}):
             wait_until(lambda: prefiller.metrics()['baton_kv_blocks{state="leased"}'] > 0)
         _assert_home(prefiller)
     finally:
         _stop(decode, signal.SIGCONT)
     ready = f'baton_proxy_upstream_ready{{role="decode",url="{decode.url}"}}'
-    wait_until(lambda: cluster.proxy.metrics()[ready] == 1)
-    _assert_serves(cluster, tiny_reference)
+    wait_until(lambda: slow_cluster.proxy.metrics()[ready] == 1)
+    _assert_serves(slow_cluster, tiny_reference)
     _assert_home(prefiller, decode)
 
 

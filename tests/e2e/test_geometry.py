@@ -29,7 +29,7 @@ _PLAIN = Geometry()
 _TWO = Geometry(tp=2)
 _SMALL = Geometry(block_size=16)
 _NHD = Geometry(block_size=16, layout="LBCNHD")
-_SHARED = Geometry(2, 32, dcp=2)
+_SHARED = Geometry(2, dcp=2)
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ _CELLS = {
     "blocks of 64 to 16": (_PLAIN, _SMALL),
     "NHD to head-major": (_NHD, _SMALL),
     "NHD blocks of 16 to head-major 64": (_NHD, _PLAIN),
-    "NHD blocks of 16 to ranks that share tokens, in blocks of 32": (_NHD, _SHARED),
+    "NHD blocks of 16 to ranks that share tokens, in blocks of 64": (_NHD, _SHARED),
+    "tp 2 to ranks that share tokens": (_TWO, _SHARED),
     "tp 2 to 1": (_TWO, _PLAIN),
     "tp 2 to 1, blocks of 64 to 16": (_TWO, _SMALL),
     "tp 2 to 2": (_TWO, _TWO),
     "tp 1 to 2": (_PLAIN, _TWO),
-    "tp 2 to ranks that share tokens": (_TWO, Geometry(2, dcp=2)),
 }
 
 
@@ -134,13 +134,13 @@ def test_told_to_convert_a_decode_server_bridges_dtypes_and_block_sizes(
         wait_until(server.all_blocks_home)
 
 
-# -- further pairs, of which neither server is used again ------------------------------------------
+# -- further servers, none of which is used again --------------------------------------------------
 
 
 def test_servers_of_one_host_may_share_memory_instead(
     engines: Farm, tiny_model: Path, tiny_cluster: Cluster
 ) -> None:
-    p, d = Geometry(block_size=16), Geometry(options=("--transfer", "auto"))
+    p, d = _PLAIN, Geometry(block_size=16, options=("--transfer", "auto"))
     prefiller, decoder = engines.pair(tiny_model, p, d)
     check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, "shared memory")
     paths = {

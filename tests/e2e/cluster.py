@@ -27,10 +27,11 @@ class Server:
     child: lifecycle.Child
     port: int
     info: dict[str, Any]
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def kill(self) -> None:
         """SIGKILL to the program; its engine processes end because it is gone."""
@@ -68,13 +69,16 @@ class Server:
         return {name: float(value) for name, value in samples}
 
 
-def start(module: str, *argv: str, name: str | None = None, **env: str) -> Server:
-    """Starts `python -m module argv` and waits until it reports that it is ready."""
+def start(
+    module: str, *argv: str, name: str | None = None, by: Sequence[str] = (), **env: str
+) -> Server:
+    """Starts `python -m module argv`, by a command that runs others if one is given, and waits
+    until it reports that it is ready."""
     events: queue.Queue[lifecycle.Event] = queue.Queue()
     name = name or module
     variables = {"BATON_CLUSTER_SECRET": SECRET, "OMP_NUM_THREADS": "1", **env}
     child = lifecycle.spawn(
-        [sys.executable, "-m", module, *argv], name=name, env=variables, on_event=events.put
+        [*by, sys.executable, "-m", module, *argv], name=name, env=variables, on_event=events.put
     )
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
@@ -126,11 +130,11 @@ def start_proxy(prefill: Sequence[Server], decode: Sequence[Server], *argv: str)
     urls += [a for s in decode for a in ("--decode", s.url)]
     proxy = start("proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *argv)
     for server in (*prefill, *decode):  # its first look at them comes after it is up itself
-        wait_until(lambda url=server.url: _is_ready(proxy, url))
+        wait_until(lambda url=server.url: is_ready(proxy, url))
     return proxy
 
 
-def _is_ready(proxy: Server, url: str) -> bool:
+def is_ready(proxy: Server, url: str) -> bool:
     servers = http.get(f"{proxy.url}/ready", timeout=10).json()["servers"]
     return any(server["url"] == url and server["ready"] for server in servers)
 

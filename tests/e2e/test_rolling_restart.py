@@ -1,13 +1,10 @@
 """Servers that are told to end, and replaced, one after another under load: no client notices."""
 
-import itertools
-import threading
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.e2e.client import MODEL, complete
+from tests.e2e.client import complete
 from tests.e2e.cluster import (
     Cluster,
     Server,
@@ -17,41 +14,11 @@ from tests.e2e.cluster import (
     start_proxy,
     wait_until,
 )
+from tests.e2e.load import Load
 from tests.e2e.reference import Reference
 from tests.e2e.test_equality import make_prompt
 
 _CLIENTS = 6
-
-
-class _Load(threading.Thread):
-    """A client that asks for one completion after another."""
-
-    def __init__(self, url: str, prompts: list[list[int]], expected: list[list[int]]) -> None:
-        super().__init__(daemon=True)
-        self.done = threading.Event()
-        self.num_right = 0
-        self.problems: list[str] = []
-        self._url, self._cases = url, list(zip(prompts, expected, strict=True))
-        self.start()
-
-    def run(self) -> None:
-        with httpx.Client(timeout=60, verify=False) as client:
-            for prompt, expected in itertools.cycle(self._cases):
-                if self.done.is_set():
-                    return
-                body = {"model": MODEL, "prompt": prompt, "max_tokens": len(expected)}
-                body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-                try:
-                    answer = client.post(f"{self._url}/v1/completions", json=body)
-                except httpx.HTTPError as error:
-                    self.problems.append(repr(error))
-                    continue
-                if answer.status_code != 200:
-                    self.problems.append(answer.text)
-                elif answer.json()["choices"][0]["token_ids"] != expected:
-                    self.problems.append("other tokens")
-                else:
-                    self.num_right += 1
 
 
 @pytest.mark.slow
@@ -64,7 +31,7 @@ def test_a_rolling_restart_under_load_is_not_noticed(
         prompts = [make_prompt(80_000 + seed, 40 + 17 * seed) for seed in range(12)]
         expected = [tiny_reference.generate(prompt, 24) for prompt in prompts]
         load = [
-            _Load(proxy.url, prompts[at:] + prompts[:at], expected[at:] + expected[:at])
+            Load(proxy.url, prompts[at:] + prompts[:at], expected[at:] + expected[:at])
             for at in range(_CLIENTS)
         ]
         successors: list[Server] = []

@@ -1,0 +1,79 @@
+"""A prefill server, a decode server and the proxy on hosts of their own."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import complete
+from tests.e2e.cluster import ENGINE_ARGV, Cluster, is_ready, wait_until
+from tests.e2e.hosts import Hosts, why_not
+from tests.e2e.load import Load
+from tests.e2e.reference import Reference
+from tests.e2e.test_equality import make_prompt
+
+_LEASE_S = 4
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    if lacking := why_not():
+        pytest.skip(f"no namespaces: {lacking}")
+    hosts = Hosts("p", "d", "x", folder=tmp_path)
+    yield hosts
+    hosts.close()
+
+
+@pytest.mark.slow
+def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_again_after(
+    hosts: Hosts, tiny_model: Path, tiny_reference: Reference
+) -> None:
+    """The two are parted while KV is pulled, so that no end of a connection is ever told."""
+    model = ("--model", str(tiny_model), *ENGINE_ARGV)
+    side = ("--side-channel-host", hosts.address("p"), "--lease-s", str(_LEASE_S))
+    prompts = [make_prompt(90_000 + seed, 90 + 31 * seed) for seed in range(12)]
+    expected = [tiny_reference.generate(prompt, 12) for prompt in prompts]
+    load: list[Load] = []
+    p = hosts.start("p", "prefill_server", *model, *side, "--block-size", "16")
+    d = hosts.start("d", "decode_server", *model, "--tp", "2", "--block-size", "32")
+    x = hosts.start("x", "proxy", "--prefill", p.url, "--decode", d.url)
+    with hosts.inside("x"):
+        cluster = Cluster([p], [d], x, tiny_model)
+        for server in (p, d):
+            wait_until(lambda url=server.url: is_ready(x, url))
+        assert complete(x.url, prompts[0], 12).kv["transferred"] == len(prompts[0])
+        try:
+            load += [
+                Load(x.url, prompts[at:] + prompts[:at], expected[at:] + expected[:at])
+                for at in range(4)
+            ]
+            _wait_for_more(cluster, _pulls)
+            hosts.part("d", "p")
+            _wait_for_more(cluster, _failures, 1)
+            _wait_for_more(cluster, lambda _: sum(client.num_right for client in load), 8)
+            hosts.rejoin("d", "p")
+            _wait_for_more(cluster, _pulls)
+        finally:
+            for client in load:
+                client.done.set()
+            for client in load:
+                client.join(60)
+        assert [problem for client in load for problem in client.problems] == []
+        assert d.metrics()['baton_kv_fences_total{by="asked"}'] == _pulls(cluster)
+        for server in (p, d):
+            wait_until(server.all_blocks_home)
+
+
+def _pulls(cluster: Cluster) -> float:
+    name = 'baton_kv_transfers_total{outcome="done"'
+    return sum(n for key, n in cluster.decode[0].metrics().items() if key.startswith(name))
+
+
+def _failures(cluster: Cluster) -> float:
+    name = 'baton_kv_transfer_failures_total{code="peer_unreachable"}'
+    return cluster.decode[0].metrics().get(name, 0)
+
+
+def _wait_for_more(cluster: Cluster, count: Callable[[Cluster], float], more: int = 4) -> None:
+    before = count(cluster)
+    wait_until(lambda: count(cluster) >= before + more, 60)

@@ -64,7 +64,7 @@ def test_kv_that_was_released_comes_home_at_once_and_is_not_used(
 ) -> None:
     server = tiny_cluster.prefill[0]
     params = prefill(server.url, prompt)
-    assert not server.all_blocks_home()
+    wait_until(lambda: not server.all_blocks_home())  # what /metrics tells is of a moment ago
     for offered, released in (({**params, "lease_id": "0" * 32}, 0), (params, 1), (params, 1)):
         body = {"kv_transfer_params": offered}
         answer = http.post(f"{server.url}/release_kv", json=body, timeout=30)
@@ -104,6 +104,7 @@ def test_an_expired_lease_is_never_used(
     prefiller = start_prefill(tiny_model, "--lease-s", "0.3")
     with running(prefiller):
         params = prefill(prefiller.url, prompt)
+        wait_until(lambda: prefiller.metrics().get('baton_leases_total{event="expired"}'))
         wait_until(prefiller.all_blocks_home)
         # The bytes are still there, unclaimed; only the fence knows that they may not be used.
         for seed in range(3):

@@ -356,10 +356,13 @@ def test_a_client_that_closes_its_stream_aborts_the_request(
     client: openai.OpenAI, tiny_cluster: Cluster
 ) -> None:
     decode = tiny_cluster.decode[0]
+    aborted = 'baton_requests_total{endpoint="completions",outcome="abort"}'
+    before = decode.metrics().get(aborted, 0)
     stream = client.completions.create(
         **_GREEDY, prompt=_PROMPT, max_tokens=3900, stream=True, extra_body=_PAST_THE_END
     )
     next(iter(stream))
     stream.close()
+    wait_until(lambda: decode.metrics().get(aborted, 0) == before + 1)
+    wait_until(lambda: decode.metrics()["baton_requests_running"] == 0)
     wait_until(decode.all_blocks_home)
-    assert decode.metrics()["baton_requests_running"] == 0

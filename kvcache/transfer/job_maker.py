@@ -134,7 +134,7 @@ class JobMaker:
         """Pulls of a peer are going to come: does what can be done before."""
         try:
             planner = peer.planner = peer.planner or self._planner(peer)
-            transfer = planner.check((0, 0), [], [])
+            transfer = planner.take((0, 0), [], [])
         except PlanError as error:  # every pull fails with it
             logger.warning("prefill server %s: %s", peer.metadata.engine_id, error)
             return

@@ -3,7 +3,7 @@
 There is no case per feature. Tensor parallelism decides whose heads are wanted from whom
 (topology.py), block sizes and prefix hits cut the token axis (boxes.py), the layouts' strides
 decide how long the runs are (runs.py). Context parallelism picks a rank's blocks before all that,
-in `Planner.check`: behind it a rank's share is a shorter sequence. Ways of moving the runs compete
+in `Planner.take`: behind it a rank's share is a shorter sequence. Ways of moving the runs compete
 on cost:
 
     direct   READ every run into its final place
@@ -141,7 +141,8 @@ def plan_transfer(
         staging_bytes=staging_bytes, convert=convert, allow_mixed=allow_mixed,
     )  # fmt: skip
     tokens = (token_start, token_stop)
-    transfer = planner.check(tokens, local_block_ids, remote_block_ids, lease_hash=lease_hash)
+    transfer = planner.take(tokens, local_block_ids, remote_block_ids, lease_hash=lease_hash)
+    transfer.local_table.checked()
     return planner.plan(transfer, costs)
 
 
@@ -162,7 +163,9 @@ def check_transfer(
         PlanError: as `plan_transfer`.
     """
     planner = Planner(local, remote, total_kv_heads, convert=convert)
-    return planner.check(tokens, local_block_ids, remote_block_ids, lease_hash=lease_hash)
+    transfer = planner.take(tokens, local_block_ids, remote_block_ids, lease_hash=lease_hash)
+    transfer.local_table.checked()
+    return transfer
 
 
 class _Part(NamedTuple):
@@ -232,7 +235,7 @@ class Planner:
         self._decided_by: CostModel | None = None
         self._decisions: dict[tuple[int, ...], _Decision] = {}
 
-    def check(
+    def take(
         self,
         tokens: tuple[int, int],
         local_block_ids: Sequence[int] | IntArray,
@@ -243,23 +246,8 @@ class Planner:
         """A pull, as one transfer that stays inside both sides' memory; arguments as of
         `plan_transfer`. Tokens and blocks of the transfer are this rank's share of them.
 
-        Raises:
-            PlanError: block tables that do not fit.
-        """
-        transfer = self.take(tokens, local_block_ids, remote_block_ids, lease_hash=lease_hash)
-        transfer.local_table.checked()
-        return transfer
-
-    def take(
-        self,
-        tokens: tuple[int, int],
-        local_block_ids: Sequence[int] | IntArray,
-        remote_block_ids: Sequence[int] | IntArray,
-        *,
-        lease_hash: int = 0,
-    ) -> Transfer:
-        """The same with D's table to be checked when it is first asked for, which for staged
-        chunks is when the first one has been read: the link idles until that begins.
+        D's table is checked when it is first asked for, which for staged chunks may be when the
+        first one is being read: the link idles until that begins.
 
         Raises:
             PlanError: tokens that are none, or P's block table does not fit.
@@ -293,7 +281,7 @@ class Planner:
         return tuple(replace(group, turn=turn) for group in self._groups)
 
     def plan(self, transfer: Transfer, costs: CostModel) -> TransferPlan:
-        """The cheapest plan of what `check` returned.
+        """The cheapest plan of what `take` returned.
 
         Raises:
             PlanError: a dtype to convert in too little staging memory.

@@ -107,7 +107,7 @@ def _plan_all(pulls: list[Case], d_rank: int, staging_blocks: int, chosen: list[
     )
     plans = []
     for at, case in enumerate(pulls):
-        transfer = planner.check(
+        transfer = planner.take(
             (case.start, case.stop),
             list(case.d.blocks),
             list(case.p.blocks),

@@ -145,6 +145,7 @@ def test_an_engine_of_one_rank_has_no_other_to_blame() -> None:
 def test_the_rank_that_ended_is_named(follower: "subprocess.Popen[bytes]", own: int) -> None:
     others = OtherRanks(own, [own_record(), own_record(), _record(follower)])
     follower.kill()
+    follower.wait(30)
     with pytest.raises(RankLost, match="rank 2 has ended") as raised:
         others.blame(_FAILURE)
     assert raised.value.__cause__ is _FAILURE
@@ -197,6 +198,7 @@ def test_every_rank_learns_which_processes_the_others_are(
     ranks = leader.collect(_metadata(0, own_record()))
     assert [metadata.rank for metadata in ranks] == [0, 1, 2]
     follower.kill()
+    follower.wait(30)
     leader.close()
     for thread in threads:
         thread.join(30)

@@ -13,7 +13,6 @@ keep all ranks together: a step whose tokens rank 0 has drawn was computed on al
 dies ends the engine (its parent watches every rank).
 """
 
-import contextlib
 import logging
 import time
 from collections import deque
@@ -25,7 +24,7 @@ import zmq
 
 from engine.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
 from engine.runner import ModelRunner
-from kvcache.transfer.processes import ProcessGone, Watched, is_ending
+from kvcache.transfer.processes import ProcessEnded, ProcessGone, Watched, is_ending
 from protocol.handshake import ProcessRecord, RankMetadata
 
 logger = logging.getLogger("baton.engine")
@@ -93,10 +92,16 @@ class OtherRanks:
 
     def __init__(self, own: int, processes: Sequence[ProcessRecord | None]) -> None:
         self._watched: dict[int, tuple[int, Watched]] = {}
+        self._ended: int | None = None  # before it could be watched
         for rank, record in enumerate(processes):
-            if rank != own and record is not None:
-                with contextlib.suppress(ProcessGone):
-                    self._watched[rank] = record.pid, Watched([record])
+            if rank == own or record is None:
+                continue
+            try:
+                self._watched[rank] = record.pid, Watched([record])
+            except ProcessEnded:
+                self._ended = rank
+            except ProcessGone as error:
+                logger.debug("rank %d: %s", rank, error)
 
     def blame(self, error: Exception) -> None:
         """To be called when something has failed. A rank that is being torn down is waited for, so
@@ -105,6 +110,8 @@ class OtherRanks:
         Raises:
             RankLost: from `error`; another rank has ended.
         """
+        if self._ended is not None:
+            raise RankLost(f"rank {self._ended} has ended") from error
         started = time.monotonic()
         while self._watched and (waited_s := time.monotonic() - started) < _TORN_DOWN_S:
             for rank, (_, process) in self._watched.items():

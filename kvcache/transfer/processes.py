@@ -20,6 +20,10 @@ class ProcessGone(Exception):
     """This process is not there, or cannot be seen from here; the text says which."""
 
 
+class ProcessEnded(ProcessGone):
+    """It was there: its number is nobody's now, or another's."""
+
+
 @lru_cache(maxsize=1)
 def host_id() -> str:
     """Equal for two processes on one running kernel, in whatever containers."""
@@ -46,7 +50,8 @@ class Watched:
     """Processes that can be told from their successors.
 
     Raises:
-        ProcessGone: one has ended, or lives where it cannot be watched from here.
+        ProcessEnded: one has ended.
+        ProcessGone: one lives where it cannot be watched from here.
     """
 
     def __init__(self, records: Iterable[ProcessRecord]) -> None:
@@ -56,7 +61,10 @@ class Watched:
             for record in set(records):
                 self._watch(record)
         except OSError as error:
+            has_ended = isinstance(error, ProcessLookupError) or self._poll.poll(0)
             self.close()
+            if has_ended:
+                raise ProcessEnded("one of its processes has ended") from error
             raise ProcessGone(f"its processes cannot be watched: {error}") from error
         except ProcessGone:
             self.close()
@@ -83,7 +91,7 @@ class Watched:
         self._poll.register(fd, select.POLLIN)
         # After the descriptor was had, so that it is this process's and no predecessor's.
         if _started(record.pid) != record.started or self._poll.poll(0):
-            raise ProcessGone(f"process {record.pid} has ended")
+            raise ProcessEnded(f"process {record.pid} has ended")
 
 
 def is_ending(pid: int) -> bool:

@@ -151,6 +151,16 @@ def test_the_rank_that_ended_is_named(follower: "subprocess.Popen[bytes]", own: 
     assert raised.value.__cause__ is _FAILURE
 
 
+def test_a_rank_that_ended_before_it_was_known_is_named_too(
+    follower: "subprocess.Popen[bytes]",
+) -> None:
+    record = _record(follower)
+    follower.kill()
+    follower.wait(30)
+    with pytest.raises(RankLost, match="rank 1 has ended"):
+        OtherRanks(0, [own_record(), record]).blame(_FAILURE)
+
+
 def test_a_rank_that_is_being_torn_down_is_waited_for(
     follower: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ def test_a_process_that_is_killed_is_not_alive_even_before_it_is_waited_for() ->
         ({"host": "another"}, "another host"),
         ({"pid_namespace": 1}, "other numbers"),
         ({"started": 1}, "has ended"),  # its number is another process's now
-        ({"pid": 1 << 22}, "cannot be watched"),
+        ({"pid": 1 << 22}, "has ended"),
         ({"pid": -1}, "cannot be watched"),
     ],
 )

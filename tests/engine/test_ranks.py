@@ -135,6 +135,7 @@ _FAILURE = RuntimeError("a collective broke")
 
 def test_a_failure_beside_living_ranks_is_no_other_s(follower: "subprocess.Popen[bytes]") -> None:
     OtherRanks(0, [None, _record(follower), None]).blame(_FAILURE)
+    assert follower.poll() is None
 
 
 def test_an_engine_of_one_rank_has_no_other_to_blame() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.transfer.boxes import Transfer, cut_tokens, direct_boxes
+from kvcache.transfer.boxes import Transfer, cut_tokens, direct_boxes, int_array
 from kvcache.transfer.runs import (
     Axis,
     RankRead,
@@ -49,7 +49,7 @@ class Chunks(Sequence[Chunk]):
     def check(self) -> None:
         """Raises PlanError if D's block table does not fit; asked before anything is placed."""
         for staging in self._stagings:
-            staging.transfer.local_table.checked()
+            staging.transfer.local_table.check()
 
     def unstaged(self) -> tuple[RankRead, ...] | None:
         """What they bring, read straight into the pool; None where elements change on the way."""
@@ -150,18 +150,20 @@ def _reads(staging: Staging, first: int, last: int) -> Iterator[RankRead]:
                 yield RankRead(owner, *runs)
         return
     low, high = start // size, stop // size
-    remote = transfer.remote_blocks[low:high]
     for share in _shares(staging):
         begin = (share.copy - low - transfer.groups[share.group].turn) % share.copies
         if begin < high - low:
-            slot = begin + low - first
-            yield RankRead(share.owner, *_runs(share, remote[begin :: share.copies], slot))
+            which = slice(low + begin, high, share.copies)
+            yield RankRead(share.owner, *_runs(share, transfer, which, begin + low - first))
 
 
-def _runs(share: _Share, remote: IntArray, slot: int) -> Runs:
+def _runs(share: _Share, transfer: Transfer, which: slice, slot: int) -> Runs:
     """Of some blocks of P into every `copies`th block of the slot from `slot` on."""
-    bases = _many_runs if len(remote) > _FEW_BLOCKS else _few_runs
-    return multiply_out(bases(share, remote, slot), share.offsets)
+    if which.stop - which.start > _FEW_BLOCKS * share.copies:
+        runs = _many_runs(share, transfer.remote_blocks[which], slot)
+    else:
+        runs = _few_runs(share, transfer.remote_table.ids[which], slot)
+    return multiply_out(runs, share.offsets)
 
 
 def _many_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
@@ -178,7 +180,7 @@ def _many_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
     )
 
 
-def _few_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
+def _few_runs(share: _Share, remote: list[int], slot: int) -> Runs:
     """The same by a loop, which takes less than half a dozen of numpy's calls when these are not
     warm: as before the first chunk, which the link waits for."""
     sources: list[int] = []
@@ -186,7 +188,7 @@ def _few_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
     lengths: list[int] = []
     expected = None  # the block that would continue the last run
     target = slot * share.local_block + share.local_offset
-    for block in remote.tolist():
+    for block in remote:
         if block == expected:
             lengths[-1] += share.run_bytes
         else:
@@ -195,7 +197,7 @@ def _few_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
             lengths.append(share.run_bytes)
         expected = block + 1 if share.joins else None
         target += share.local_block * share.copies
-    return Runs(np.array(sources), np.array(targets), np.array(lengths))
+    return Runs(int_array(sources), int_array(targets), int_array(lengths))
 
 
 def _shares(staging: Staging) -> tuple[_Share, ...]:

@@ -109,6 +109,7 @@ class PullCoordinator:
         self._turns = Turns(
             "pull-coordinator",
             (self._ranks, self._side_channel),
+            obey=self._obey,
             turn=self._turn,
             after=self._events.tell,
             deadline=self._deadline,
@@ -196,18 +197,26 @@ class PullCoordinator:
 
     def _deadline(self) -> float:
         """When there will be something to do, whatever comes; infinity for never."""
+        in_use_s = _LOOK_S if self._pulls else float("inf")  # no waking for each new timeout then
+        due = self._clock() + min(self._side_channel.retry_in_s(), in_use_s)
+        due = min(due, self._peers.deadline())
+        for state in self._pulls.values():
+            due = min(due, state.deadline())
+        if self._side_channel.all_connected:
+            return due
         lost_s = self._settings.connection_timeout_s
         unconnected = (self._unconnected_in_use(), self._gone_peers())
-        deadlines = [since + lost_s for found in unconnected for since in found.values()]
-        deadlines += [state.deadline() for state in self._states()]
-        in_use_s = _LOOK_S if self._pulls else float("inf")  # no waking for each new timeout then
-        deadlines.append(self._clock() + min(self._side_channel.retry_in_s(), in_use_s))
-        return min(self._peers.deadline(), *deadlines)
+        return min([due, *(since + lost_s for found in unconnected for since in found.values())])
 
-    def _turn(self) -> None:
+    def _obey(self) -> None:
         try:
             while call := self._turns.next_call():
                 call()
+        except Exception:
+            self._survive()
+
+    def _turn(self) -> None:
+        try:
             for report in self._ranks.receive():
                 self._take_report(report)
             self._events.tell()  # a passed fence: what follows can wait, the engine need not
@@ -317,7 +326,8 @@ class PullCoordinator:
     def _do_pull(
         self, pull_id: str, remote: RemotePrefill, span: tuple[int, int, list[int]]
     ) -> None:
-        self._do_hold(pull_id, remote)
+        if pull_id not in self._pulls:
+            self._do_hold(pull_id, remote)
         state = self._pulls.get(pull_id)
         if state is None or pull_id in self._spans:
             return

@@ -97,7 +97,7 @@ class MappedPath:
                     param="transfer",
                 )
             return None
-        transfer.local_table.checked()
+        transfer.local_table.check()
         memories = mapping.memories
         gathers = make_gathers(transfer)
         work = Work(gathers, [memories[gather.share.remote_rank] for gather in gathers], transfer)

@@ -18,7 +18,6 @@ was decided for one pull holds for those like it, and chunks are made when they 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from math import lcm
 from typing import Literal, NamedTuple
 
@@ -142,7 +141,7 @@ def plan_transfer(
     )  # fmt: skip
     tokens = (token_start, token_stop)
     transfer = planner.take(tokens, local_block_ids, remote_block_ids, lease_hash=lease_hash)
-    transfer.local_table.checked()
+    transfer.local_table.check()
     return planner.plan(transfer, costs)
 
 
@@ -164,7 +163,7 @@ def check_transfer(
     """
     planner = Planner(local, remote, total_kv_heads, convert=convert)
     transfer = planner.take(tokens, local_block_ids, remote_block_ids, lease_hash=lease_hash)
-    transfer.local_table.checked()
+    transfer.local_table.check()
     return transfer
 
 
@@ -228,7 +227,7 @@ class Planner:
         self._takes_turns = any(len(group.owners) > 1 for group in self._groups)
         self._kept: dict[object, object] = {}
         self._whole = WholeBlocks.of(local, remote, self._groups, total_kv_heads)
-        nothing = (_NO_BLOCKS, _NO_BLOCKS.checked())
+        nothing = (_NO_BLOCKS, _NO_BLOCKS)
         converts = convert and Transfer(local, self._remote, (), 0, 0, 0, *nothing).converts
         whole = self._whole if not converts else None
         self._long_runs = whole if whole and whole.run_bytes >= _LONG_RUN_BYTES else None
@@ -263,6 +262,7 @@ class Planner:
         blocks = self._local.layout.num_blocks
         local = BlockTable("local_block_ids", local_block_ids, blocks, ours, span, distinct=True)
         remote = BlockTable("remote_block_ids", remote_block_ids, self._num_blocks, theirs, span)
+        remote.check()
         return Transfer(
             self._local,
             self._remote,
@@ -271,7 +271,7 @@ class Planner:
             start,
             stop,
             local,
-            remote.checked(),
+            remote,
             self._kept,
         )
 
@@ -342,7 +342,7 @@ class Planner:
             stop % self._period,
             whole.bit_length() if whole else start - stop,
             _together(transfer.local_table.ids, start // ours, -(-stop // ours)),
-            _together(transfer.remote_blocks.tolist(), start // theirs, -(-stop // theirs)),
+            _together(transfer.remote_table.ids, start // theirs, -(-stop // theirs)),
         )
 
     def _weigh(self, transfer: Transfer, costs: CostModel) -> _Decision:
@@ -407,10 +407,13 @@ class Planner:
 
 
 def _together(blocks: list[int], first: int, last: int) -> int:
-    """How many of blocks [first, last) follow the one before them, of some at both ends."""
-    low = blocks[first : min(first + _LOOKED_AT, last)]
-    some = [*low, *blocks[max(last - _LOOKED_AT, first) : last]]
-    return sum(after - before == 1 for before, after in pairwise(some))
+    """At how many ends of blocks [first, last) some seem to follow one another: exactness would
+    take longer than most plans differ by."""
+    reach = min(_LOOKED_AT, last - first) - 1
+    if last > len(blocks) or reach < 1:
+        return 0
+    low = blocks[first + reach] - blocks[first] == reach
+    return low + (blocks[last - 1] - blocks[last - 1 - reach] == reach)
 
 
 def _decision(parts: list[_Part], reason: str) -> _Decision:

@@ -86,6 +86,7 @@ class InsideLink(WorkerLink):
         super().__init__()
         self._commands: deque[Command] = deque()
         self._reports: deque[Report] = deque()
+        self._sleeps = False  # or is about to: only then a command has to wake it
         self.on_report: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], bool] = lambda: False
 
@@ -102,9 +103,16 @@ class InsideLink(WorkerLink):
     def awaits_fence(self) -> bool:
         return self.on_wait()
 
+    def wait(self, timeout_s: float | None) -> None:
+        self._sleeps = True
+        if not self._commands:  # else it came before `_sleeps` was seen
+            super().wait(timeout_s)
+        self._sleeps = False
+
     def send(self, command: Command) -> None:
         self._commands.append(command)
-        self.waker.wake()
+        if self._sleeps:
+            self.waker.wake()
 
     def expect(self) -> None:
         self.expected_until = time.perf_counter() + _EXPECTED_S

@@ -72,6 +72,10 @@ class SideChannelClient:
         soonest = min((link.retry_at for link in self._links.values()), default=float("inf"))
         return max(0.0, soonest - time.monotonic())
 
+    @property
+    def all_connected(self) -> bool:
+        return not self._unconnected_since
+
     def unconnected(self) -> dict[Address, float]:
         """Addresses that have no connection now, and since when.
 

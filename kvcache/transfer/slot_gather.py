@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.transfer.boxes import Transfer
+from kvcache.transfer.boxes import BlockTable, Transfer
 from kvcache.transfer.gather import Gather, shares_of
 from kvcache.transfer.mapper import MappedMemory, Mapper, Work
 from kvcache.transfer.staged import Region, Span
@@ -98,7 +98,7 @@ def _from_slots(staging: StagedTransfer, way: _Way) -> Transfer:
         staging.transfer,
         remote=way.ends,
         groups=way.groups,
-        remote_blocks=slot_blocks,
+        remote_table=BlockTable.of(slot_blocks),
         kept=way.kept,
     )
 

@@ -16,11 +16,12 @@ from kvcache.transfer.wire import HasFileno
 
 
 class Turns:
-    """Calls `turn` under the lock, and `after` when it is released.
+    """Calls `obey` and `turn` under the lock, and `after` when it is released.
 
     Args:
         sources: what a turn shall follow on becoming readable; a turn makes them unreadable.
-        turn: must not raise.
+        obey: makes the calls that `next_call` tells; must not raise.
+        turn: all that there may be to do, but for calls; must not raise.
         deadline: when a turn is due, whatever comes; infinity for never. Called under the lock.
         clock: of the deadline.
     """
@@ -30,12 +31,14 @@ class Turns:
         name: str,
         sources: Iterable[HasFileno],
         *,
+        obey: Callable[[], None],
         turn: Callable[[], None],
         after: Callable[[], None],
         deadline: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._turn, self._after, self._deadline, self._clock = turn, after, deadline, clock
+        self._obey, self._turn, self._after = obey, turn, after
+        self._deadline, self._clock = deadline, clock
         self._waker = Waker()
         self._epoll = select.epoll()
         for source in (self._waker, *sources):
@@ -51,12 +54,24 @@ class Turns:
         self._thread.start()
 
     def call(self, call: Callable[[], None]) -> None:
-        """Takes a turn that begins with this and all earlier calls. Any thread."""
+        """Makes this and all earlier calls, in their order; takes a turn if that makes one due. What
+        sources say can wait for the thread here: who calls has a step to launch. Any thread."""
         self._calls.append(call)
-        self.take()
+        with self._lock:
+            if self._closed:
+                return
+            self._obey()
+            due = self._deadline()
+            if due <= self._clock():
+                self._turn()
+                due = self._deadline()
+            sooner = bool(self._calls) or due < self._wakes_at
+        self._after()
+        if sooner:
+            self._waker.wake()
 
     def next_call(self) -> Callable[[], None] | None:
-        """For the turn: what to do first, call by call."""
+        """For `obey`: what to do next."""
         return self._calls.popleft() if self._calls else None
 
     def take(self, only_if: Callable[[], bool] = lambda: True) -> None:
@@ -64,6 +79,7 @@ class Turns:
         with self._lock:
             if self._closed or not only_if():
                 return
+            self._obey()
             self._turn()
             sooner = bool(self._calls) or self._deadline() < self._wakes_at
         self._after()
@@ -87,6 +103,7 @@ class Turns:
     def _run(self) -> None:
         while not self._stopping.is_set():
             with self._lock:
+                self._obey()
                 self._turn()
                 self._wakes_at = self._deadline()
                 wait_s = 0.0 if self._calls else max(0.0, self._wakes_at - self._clock())

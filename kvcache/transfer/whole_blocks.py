@@ -1,20 +1,22 @@
 """Direct reads of whole blocks that are one run on both sides: the plans that most pulls get.
 
-What depends on geometry alone is worked out once for a pair of engines; a pull then costs a handful
-of numpy calls on its block ids, each of which takes microseconds when the processor has done other
-things in between.
+What depends on geometry alone is worked out once for a pair of engines; a pull then costs a loop
+over its block ids or, where these are many, a handful of numpy calls. Each of those takes up to
+10 us when the processor has done other things in between, and the link idles meanwhile.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.transfer.boxes import Transfer
+from kvcache.transfer.boxes import Transfer, int_array
 from kvcache.transfer.runs import Axis, RankRead, grow
 from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, byte_strides
 
+_FEW_BLOCKS = 256
 _HIGH = 32  # bits for a block id
 _LOW_BITS = (1 << _HIGH) - 1
 _NEXT = (1 << _HIGH) + 1  # from a pair of block ids to that of the blocks behind both
@@ -67,15 +69,17 @@ class WholeBlocks:
 
     def reads(self, transfer: Transfer, first: int, last: int) -> tuple[RankRead, ...]:
         """The fewest runs of blocks [first, last) of the sequence, by rank of P."""
-        remote = transfer.remote_blocks[first:last]
-        local = transfer.local_blocks[first:last]
+        transfer.local_table.check()
+        is_few = last - first <= _FEW_BLOCKS
         found = []
         for share in self._shares:
             start = (share.copy - first - transfer.groups[share.group].turn) % share.copies
             if start < last - first:
-                mine = slice(start, None, share.copies)
-                found.append(_read(share, remote[mine], local[mine]))
-        found.sort(key=lambda read: read.remote_rank)
+                mine = slice(first + start, last, share.copies)
+                read = _read_few if is_few else _read
+                found.append(read(share, transfer, mine))
+        if len(found) > 1:
+            found.sort(key=lambda read: read.remote_rank)
         return tuple(found)
 
 
@@ -107,7 +111,48 @@ def _shares(
             )
 
 
-def _read(share: _Share, remote: IntArray, local: IntArray) -> RankRead:
+def _read_few(share: _Share, transfer: Transfer, mine: slice) -> RankRead:
+    remote, local = transfer.remote_table.ids[mine], transfer.local_table.ids[mine]
+    if share.joins and len(local) > 1:
+        rows = _rows(remote, local)
+        remote, local = [row[1] for row in rows], [row[0] for row in rows]
+        lengths = [row[2] * share.run_bytes for row in rows]
+    else:
+        lengths = [share.run_bytes] * len(local)
+    return RankRead(
+        share.owner,
+        int_array([block * share.remote_block + share.remote_offset for block in remote]),
+        int_array([block * share.local_block + share.local_offset for block in local]),
+        int_array(lengths),
+    )
+
+
+def _rows(remote: list[int], local: list[int]) -> list[tuple[int, int, int]]:
+    """As `_joined`: (local, remote, count) of each row of neighbours on both sides."""
+    rows = _follow(zip(local, remote, repeat(1)))
+    ordered = sorted(rows)
+    return rows if ordered == rows else _follow(ordered)
+
+
+def _follow(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Joins rows that continue the one before them."""
+    found: list[tuple[int, int, int]] = []
+    target = source = count = 0
+    next_target = next_source = -1
+    for row in rows:
+        if row[0] == next_target and row[1] == next_source:
+            count += row[2]
+        else:
+            if count:
+                found.append((target, source, count))
+            target, source, count = row
+        next_target, next_source = target + count, source + count
+    found.append((target, source, count))
+    return found
+
+
+def _read(share: _Share, transfer: Transfer, mine: slice) -> RankRead:
+    remote, local = transfer.remote_blocks[mine], transfer.local_blocks[mine]
     lengths = None
     if share.joins and len(local) > 1:
         remote, local, lengths = _joined(remote, local)

@@ -288,10 +288,12 @@ class Decode:
             self.events += self.coordinator.drain()
 
     def settle(self) -> list[Event]:
-        """All events left, once every command given so far has been obeyed."""
+        """All events left, once every command given so far has been obeyed and every answer that
+        has come was taken."""
         barrier = threading.Event()
         self.coordinator._turns.call(barrier.set)
         assert barrier.wait(DEADLINE_S)
+        self.coordinator._turns.take()
         self.events += self.coordinator.drain()
         events, self.events = self.events, []
         return events

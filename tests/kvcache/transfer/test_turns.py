@@ -21,6 +21,7 @@ class State:
         self.all = Turns(
             "test-turns",
             [self],
+            obey=self.obey,
             turn=self.turn,
             after=self.after,
             deadline=lambda: self.due,
@@ -30,9 +31,12 @@ class State:
     def fileno(self) -> int:
         return self.fd
 
-    def turn(self) -> None:
+    def obey(self) -> None:
+        self.names.add(threading.current_thread().name)
         while call := self.all.next_call():
             call()
+
+    def turn(self) -> None:
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -63,6 +67,17 @@ def test_calls_are_obeyed_in_order_in_the_callers_thread(state: State) -> None:
         state.all.call(lambda number=number: found.append(number))
     assert found == [0, 1, 2] and state.told == 3
     assert state.names == {threading.current_thread().name}
+
+
+def test_a_call_takes_a_turn_only_when_that_is_due_then(state: State) -> None:
+    state.all.call(lambda: None)
+    assert state.turns == 0
+
+    def makes_due() -> None:
+        state.due = state.now
+
+    state.all.call(makes_due)
+    assert state.turns == 1
 
 
 def test_the_thread_takes_turns_for_sources_and_deadlines(state: State) -> None:

@@ -119,7 +119,7 @@ def _make(staging: Staging, index: int) -> Chunk:
 
 
 @dataclass(frozen=True)
-class _Share:
+class Share:
     """What is read of every whole block from one rank of P into a region of the slot. Bytes."""
 
     owner: int
@@ -150,23 +150,23 @@ def _reads(staging: Staging, first: int, last: int) -> Iterator[RankRead]:
                 yield RankRead(owner, *runs)
         return
     low, high = start // size, stop // size
-    for share in _shares(staging):
+    for share in shares_of_chunks(staging):
         begin = (share.copy - low - transfer.groups[share.group].turn) % share.copies
         if begin < high - low:
             which = slice(low + begin, high, share.copies)
             yield RankRead(share.owner, *_runs(share, transfer, which, begin + low - first))
 
 
-def _runs(share: _Share, transfer: Transfer, which: slice, slot: int) -> Runs:
+def _runs(share: Share, transfer: Transfer, which: slice, slot: int) -> Runs:
     """Of some blocks of P into every `copies`th block of the slot from `slot` on."""
     if which.stop - which.start > _FEW_BLOCKS * share.copies:
         runs = _many_runs(share, transfer.remote_blocks[which], slot)
     else:
-        runs = _few_runs(share, transfer.remote_table.ids[which], slot)
+        runs = few_runs(share, transfer.remote_table.ids[which], slot)
     return multiply_out(runs, share.offsets)
 
 
-def _many_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
+def _many_runs(share: Share, remote: IntArray, slot: int) -> Runs:
     slots = np.arange(slot, slot + len(remote) * share.copies, share.copies)
     lengths = np.empty(len(remote), np.int64)
     lengths.fill(share.run_bytes)
@@ -180,7 +180,7 @@ def _many_runs(share: _Share, remote: IntArray, slot: int) -> Runs:
     )
 
 
-def _few_runs(share: _Share, remote: list[int], slot: int) -> Runs:
+def few_runs(share: Share, remote: list[int], slot: int) -> Runs:
     """The same by a loop, which takes less than half a dozen of numpy's calls when these are not
     warm: as before the first chunk, which the link waits for."""
     sources: list[int] = []
@@ -200,16 +200,17 @@ def _few_runs(share: _Share, remote: list[int], slot: int) -> Runs:
     return Runs(int_array(sources), int_array(targets), int_array(lengths))
 
 
-def _shares(staging: Staging) -> tuple[_Share, ...]:
+def shares_of_chunks(staging: Staging) -> tuple[Share, ...]:
+    """The same for every chunk of a staging, and for all that are cut alike."""
     kept = staging.transfer.kept
     key = ("shares", staging.way.wider, staging.regions[0].source.num_blocks)
-    found: tuple[_Share, ...] | None = kept.get(key)
+    found: tuple[Share, ...] | None = kept.get(key)
     if found is None:
         found = kept[key] = tuple(_make_shares(staging))
     return found
 
 
-def _make_shares(staging: Staging) -> Iterator[_Share]:
+def _make_shares(staging: Staging) -> Iterator[Share]:
     transfer, offset = staging.transfer, 0
     for number, (group, heads, region) in enumerate(
         zip(transfer.groups, staging.region_heads, staging.regions, strict=True)
@@ -225,7 +226,7 @@ def _make_shares(staging: Staging) -> Iterator[_Share]:
             ]
             run, left = grow(layout.head_dim * layout.itemsize, axes)
             skipped = heads.start - end.heads(transfer.total_kv_heads).start
-            yield _Share(
+            yield Share(
                 owner,
                 number,
                 copy,

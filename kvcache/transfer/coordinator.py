@@ -109,8 +109,8 @@ class PullCoordinator:
         self._turns = Turns(
             "pull-coordinator",
             (self._ranks, self._side_channel),
-            obey=self._obey,
             turn=self._turn,
+            failed=self._survive,
             after=self._events.tell,
             deadline=self._deadline,
             clock=clock,
@@ -207,13 +207,6 @@ class PullCoordinator:
         lost_s = self._settings.connection_timeout_s
         unconnected = (self._unconnected_in_use(), self._gone_peers())
         return min([due, *(since + lost_s for found in unconnected for since in found.values())])
-
-    def _obey(self) -> None:
-        try:
-            while call := self._turns.next_call():
-                call()
-        except Exception:
-            self._survive()
 
     def _turn(self) -> None:
         try:

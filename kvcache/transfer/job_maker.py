@@ -6,6 +6,7 @@ from kvcache.transfer.chunks import Chunks
 from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.link_log import log_measured
 from kvcache.transfer.mapped import MappedJob, MappedPath
+from kvcache.transfer.opening import Opening
 from kvcache.transfer.pace import Throttle
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
@@ -13,11 +14,12 @@ from kvcache.transfer.plan import (
     Endpoint,
     PlanError,
     Planner,
+    TransferPlan,
 )
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import Pull
-from kvcache.transfer.pull_job import PullJob
+from kvcache.transfer.pull_job import Opened, PullJob
 from kvcache.transfer.staging import Staging
 from kvcache.transfer.topology import head_groups
 from kvcache.transfer.ucx_log import UcxRead
@@ -106,16 +108,31 @@ class JobMaker:
         between_gpus = self._between_gpus(peer)
         log_measured(peer.metadata.engine_id, costs, way, between_gpus=between_gpus)
 
-    def make(self, pull: Pull, peer: JobPeer) -> Job:
+    def opening(self, pull: Pull, peer: JobPeer) -> Opening | None:
+        """What a pull of this peer is likely to read first into staging memory, if that is free."""
+        if self._staging is None or self._staging.owner is not None or peer.planner is None:
+            return None
+        tokens = (pull.token_start, pull.token_stop)
+        return peer.planner.opening(tokens, pull.remote_block_ids, lease_hash=pull.lease_hash)
+
+    def make(self, pull: Pull, peer: JobPeer, opened: Opened | None = None) -> Job:
         """The job of a pull, of which D's block table may not have been checked yet: see `check`.
+
+        Args:
+            opened: the READ of its opening.
 
         Raises:
             PeerIncompatible: no plan bridges the geometries, or the mapped path is required.
         """
         try:
-            return self._make(pull, peer)
+            return self._make(pull, peer, opened)
         except PlanError as error:
             raise PeerIncompatible(str(error)) from error
+
+    def failed(self, pull: Pull, opened: Opened) -> PullJob:
+        """The job of a pull that cannot be made, but has been opened: waits for that."""
+        plan = TransferPlan("staged", (), (), 0, 0, 0.0, "it failed")
+        return self._job(pull.pull_id, plan, opened)
 
     def check(self, job: Job) -> None:
         """What `make` left for when the link is busy, and before anything is placed.
@@ -143,7 +160,7 @@ class JobMaker:
         elif self._staging is not None:
             self._staging.prepare(transfer)
 
-    def _make(self, pull: Pull, peer: JobPeer) -> Job:
+    def _make(self, pull: Pull, peer: JobPeer, opened: Opened | None) -> Job:
         planner = peer.planner = peer.planner or self._planner(peer)
         transfer = planner.take(
             (pull.token_start, pull.token_stop),
@@ -151,25 +168,22 @@ class JobMaker:
             pull.remote_block_ids,
             lease_hash=pull.lease_hash,
         )
-        if self._mapped is not None:
+        if self._mapped is not None and opened is None:
             mapped = self._mapped.job(pull.pull_id, peer.metadata, transfer)
             if mapped is not None:
                 return mapped
         usual = DEFAULT_COSTS["cuda" if self._between_gpus(peer) else "cpu"]
         plan = planner.plan(transfer, self._costs or peer.costs or usual)
-        job = PullJob(
-            pull.pull_id,
-            plan,
-            self._pool.base_address,
-            self._staging,
-            self._limits,
-            self._throttle,
-        )
+        job = self._job(pull.pull_id, plan, opened)
         job.pace.expected_s = peer.speed.expected_s(plan.bytes_read)
         if job.pace.expected_s and self._throttle is not None:
             least_s = self._throttle.least_s(plan.bytes_read, staged=bool(plan.chunks))
             job.pace.expected_s = max(job.pace.expected_s, least_s)
         return job
+
+    def _job(self, pull_id: str, plan: TransferPlan, opened: Opened | None) -> PullJob:
+        pool, staging = self._pool.base_address, self._staging
+        return PullJob(pull_id, plan, pool, staging, self._limits, self._throttle, opened)
 
     def _planner(self, peer: JobPeer) -> Planner:
         return Planner(

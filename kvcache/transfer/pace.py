@@ -57,6 +57,10 @@ class Throttle:
         """Whether the next post may go out."""
         return now >= self._due_s
 
+    def is_idle(self, now: float) -> bool:
+        """Whether the next post may go out, and bounds neither its size nor those after it."""
+        return self.admits(now) and not self._busy()
+
     def posted(self, nbytes: int, now: float, *, staged: bool = False) -> bool:
         """A post went out, `staged` or into its place; whether the next one has to wait."""
         if not self._busy():

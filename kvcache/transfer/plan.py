@@ -26,6 +26,7 @@ import numpy as np
 from kvcache.transfer.boxes import BlockTable, Transfer, direct_boxes, split_ends
 from kvcache.transfer.chunks import Chunks
 from kvcache.transfer.cost import DEFAULT_COSTS, CostModel
+from kvcache.transfer.opening import Opening, Openings
 from kvcache.transfer.runs import RankRead, count_runs, find_runs
 from kvcache.transfer.staged import (
     Chunk,
@@ -227,12 +228,13 @@ class Planner:
         self._takes_turns = any(len(group.owners) > 1 for group in self._groups)
         self._kept: dict[object, object] = {}
         self._whole = WholeBlocks.of(local, remote, self._groups, total_kv_heads)
-        nothing = (_NO_BLOCKS, _NO_BLOCKS)
-        converts = convert and Transfer(local, self._remote, (), 0, 0, 0, *nothing).converts
+        nothing = Transfer(local, self._remote, (), 0, 0, 0, _NO_BLOCKS, _NO_BLOCKS)
+        converts = convert and nothing.converts
         whole = self._whole if not converts else None
         self._long_runs = whole if whole and whole.run_bytes >= _LONG_RUN_BYTES else None
         self._decided_by: CostModel | None = None
         self._decisions: dict[tuple[int, ...], _Decision] = {}
+        self._openings = Openings(self._sizes[1], self._num_blocks)
 
     def take(
         self,
@@ -275,6 +277,16 @@ class Planner:
             self._kept,
         )
 
+    def opening(
+        self, tokens: tuple[int, int], remote_block_ids: Sequence[int], *, lease_hash: int = 0
+    ) -> Opening | None:
+        """What the plan of a pull is likely to read first, if that is known: to be compared with
+        the plan. Arguments as of `take`."""
+        if self._stripe is not None:
+            return None
+        turn = self._local.rank + lease_hash if self._takes_turns else 0
+        return self._openings.find(self._ends(*tokens), *tokens, remote_block_ids, turn)
+
     def _turned(self, turn: int) -> tuple[HeadGroup, ...]:
         if not self._takes_turns:
             return self._groups
@@ -301,6 +313,8 @@ class Planner:
             (span, None if way is None else stage(span, way, costs, self._staging_bytes or 0))
             for span, way in zip(spans, decision.ways, strict=True)
         ]
+        kind = self._ends(transfer.token_start, transfer.token_stop)
+        self._openings.learn(kind, parts[0][1] if len(parts) == 1 else None)
         return self._build(parts, seconds, decision.reason)
 
     def _whole_blocks(
@@ -325,6 +339,7 @@ class Planner:
         if costs is not self._decided_by or len(self._decisions) >= _MAX_DECISIONS:
             self._decided_by = costs
             self._decisions.clear()
+            self._openings.forget()
         key = self._kind(transfer)
         found = self._decisions.get(key)
         if found is None:
@@ -336,14 +351,17 @@ class Planner:
         are about as long, and about as many blocks are next to each other."""
         start, stop = transfer.token_start, transfer.token_stop
         ours, theirs = self._sizes
-        whole = max(stop // self._period + -start // self._period, 0)
         return (
-            start % self._period,
-            stop % self._period,
-            whole.bit_length() if whole else start - stop,
+            *self._ends(start, stop),
             _together(transfer.local_table.ids, start // ours, -(-stop // ours)),
             _together(transfer.remote_table.ids, start // theirs, -(-stop // theirs)),
         )
+
+    def _ends(self, start: int, stop: int) -> tuple[int, int, int]:
+        """Equal where pulls end at the same places of a block and are about as long."""
+        whole = max(stop // self._period + -start // self._period, 0)
+        length = whole.bit_length() if whole else start - stop
+        return start % self._period, stop % self._period, length
 
     def _weigh(self, transfer: Transfer, costs: CostModel) -> _Decision:
         if self._staging_bytes is None:

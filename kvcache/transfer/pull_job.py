@@ -7,6 +7,7 @@ from functools import partial
 
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.chunks import Chunks
+from kvcache.transfer.opening import Opening
 from kvcache.transfer.pace import Pace, Throttle
 from kvcache.transfer.plan import TransferPlan
 from kvcache.transfer.posts import Post, PostLimits, cut
@@ -39,8 +40,22 @@ class Step:
     seconds: float = 0.0  # from each post to its end, together
 
 
+@dataclass
+class Opened:
+    """A READ into the first slot of staging memory that was posted before there was a plan."""
+
+    opening: Opening
+    step: Step
+    handle: ReadHandle
+    began: float  # by time.perf_counter
+
+
 class PullJob:
-    """Mutable; driven by the worker, which owns the agent."""
+    """Mutable; driven by the worker, which owns the agent.
+
+    Args:
+        opened: what was read of it so far; nobody else has staging memory.
+    """
 
     def __init__(
         self,
@@ -50,6 +65,7 @@ class PullJob:
         staging: Staging | None,
         limits: PostLimits,
         throttle: Throttle | None = None,
+        opened: Opened | None = None,
     ) -> None:
         self.pull_id = pull_id
         self.plan = plan
@@ -57,11 +73,12 @@ class PullJob:
         self.failure_told = False
         self.end_announced = False
         nap_s = _STAGED_NAP_S if plan.chunks else _READ_NAP_S
-        self.pace = Pace(time.perf_counter(), longest_nap_s=nap_s)
+        began = opened.began if opened is not None else time.perf_counter()
+        self.pace = Pace(began, longest_nap_s=nap_s)
         self._pool_address = pool_address
         self._limits = limits
         self._most_now = throttle.post_bytes if throttle is not None else None
-        self._staging = staging if plan.chunks else None
+        self._staging = staging if plan.chunks or opened is not None else None
         self.stopping = False
         self._chunks = enumerate(plan.chunks)
         self._open: list[Step] = []  # begun, not yet all ended and placed
@@ -73,11 +90,13 @@ class PullJob:
         self._slot_bytes = plan.slot_bytes
         self._num_slots = 0
         if self._staging is not None:
-            self._num_slots = self._staging.num_slots(self._slot_bytes)
+            self._num_slots = self._staging.num_slots(self._slot_bytes) if plan.chunks else 0
             self._staging.enter(pull_id)
         self._unstaged: tuple[RankRead, ...] = ()
         if plan.reads:  # first: they wait for no slot
             self._read_into_pool(plan.reads)
+        if opened is not None:
+            self._adopt(opened)
 
     @property
     def active(self) -> int:
@@ -150,6 +169,26 @@ class PullJob:
         """The job has ended: others may have the staging memory."""
         if self._staging is not None:
             self._staging.leave(self.pull_id)
+
+    def _adopt(self, opened: Opened) -> None:
+        """What was read first is the first chunk's if that wants just this; else it is waited for
+        and left where it is: the slot is used when nothing is read into it any more."""
+        step, (read, slot_bytes) = opened.step, opened.opening
+        self._open.append(step)
+        self._waiting = next(self._chunks, None)
+        if self._waiting is not None and self._posting is None and slot_bytes == self._slot_bytes:
+            _, chunk = self._waiting
+            first, *others = cut(chunk.reads, self._limits, self._most_now)
+            if first.is_of(read):
+                self._waiting = None
+                step.chunk, step.posts, step.left, step.posted = (
+                    chunk,
+                    iter(others),
+                    len(others),
+                    False,
+                )
+                self._posting = step
+        self._finish(step)
 
     def _read_into_pool(self, reads: tuple[RankRead, ...]) -> Step:
         return self._begin(Step(cut(reads, self._limits, self._most_now), self._pool_address))

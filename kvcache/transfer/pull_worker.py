@@ -33,7 +33,7 @@ from kvcache.transfer.pull import (
     StopPull,
     error_info,
 )
-from kvcache.transfer.pull_job import PullJob
+from kvcache.transfer.pull_job import Opened, PullJob
 from kvcache.transfer.rank_links import InsideLink, OutsideLink, WorkerLink
 from kvcache.transfer.reads import Reads
 from kvcache.transfer.staging import Staging, placing
@@ -64,6 +64,8 @@ class PullWorker:
         mapped: takes the pulls from peers that it can map; the agent moves the others.
         inside: the link to the coordinator, where that is in this process.
         busy: whether this rank's engine computes: READs between GPUs then leave it room.
+        opens: staged pulls are begun before they are planned; None: where the pool is on a GPU. On
+            CPUs a READ copies in the thread that posts it.
     """
 
     def __init__(
@@ -83,11 +85,13 @@ class PullWorker:
         mapped: MappedPath | None = None,
         inside: InsideLink | None = None,
         busy: Callable[[], bool] = lambda: False,
+        opens: bool | None = None,
     ) -> None:
         self._endpoint = Endpoint(pool.layout, rank, tp_size, pool.scales, dcp)
         self._agent = agent
         self._pool = pool
         self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
+        self._opens = self._kind == "VRAM" if opens is None else opens
         self._staging = Staging(staging_bytes, pool, placing(pool)) if staging_bytes else None
         limits = limits or (GPU_LIMITS if self._kind == "VRAM" else PostLimits())
         self._mapped = mapped
@@ -111,7 +115,7 @@ class PullWorker:
         self._idle_s = self._poll_min_s
         self._ended_at = float("-inf")  # when the last pull did
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
-        self._reads = Reads(agent, pool, limits.max_active, self._fail, self.counters, throttle)
+        self._reads = Reads(agent, pool, limits, self._fail, self.counters, throttle)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"pull-{rank}", daemon=True)
         self._register()
@@ -260,25 +264,52 @@ class PullWorker:
             self._begin(pull)
 
     def _begin(self, pull: Pull) -> None:
+        peer = self._peers.get((pull.engine_id, pull.incarnation))
+        if peer is None:
+            told = f"prefill server {pull.engine_id} is not connected any more"
+            self._tell_end(pull.pull_id, None, TransferFailed(told))
+            return
+        if peer.probe is not None and peer.probe.delays(pull):
+            return
+        opened = None
         try:
-            peer = self._peers.get((pull.engine_id, pull.incarnation))
-            if peer is None:
-                raise TransferFailed(f"prefill server {pull.engine_id} is not connected any more")
-            if peer.probe is not None and peer.probe.delays(pull):
-                return
-            job = self._maker.make(pull, peer)
+            opened = self._open(pull, peer)
+            job = self._maker.make(pull, peer, opened)
         except BatonError as error:
-            self._tell_end(pull.pull_id, None, error)
+            self._refuse(pull, peer, opened, error)
         except Exception as error:
             logger.exception("planning pull %s", pull.pull_id)
-            self._tell_end(pull.pull_id, None, InternalError(f"planning failed: {error!r}"))
+            self._refuse(pull, peer, opened, InternalError(f"planning failed: {error!r}"))
         else:
-            job.end_announced = not pull.announce_end
-            peer.users += 1
-            self._jobs[pull.pull_id] = (job, peer)
+            self._add(pull, job, peer, opened)
             self._start(job, peer)
             if not job.stopping:
                 self._pool.use(max(pull.local_block_ids, default=-1))
+
+    def _open(self, pull: Pull, peer: JobPeer) -> Opened | None:
+        """Posts what it is likely to read first, if nothing else is going on."""
+        if not self._opens or self._jobs or self._staging is None:
+            return None
+        opening = self._maker.opening(pull, peer)
+        if opening is None:
+            return None
+        return self._reads.open(peer, opening, self._staging.base_address)
+
+    def _refuse(self, pull: Pull, peer: JobPeer, opened: Opened | None, error: BatonError) -> None:
+        """A pull that cannot be planned; what was opened has to end before it is over."""
+        if opened is None:
+            self._tell_end(pull.pull_id, None, error)
+            return
+        job = self._maker.failed(pull, opened)
+        self._add(pull, job, peer, opened)
+        self._fail(job, error)
+
+    def _add(self, pull: Pull, job: Job, peer: JobPeer, opened: Opened | None) -> None:
+        job.end_announced = not pull.announce_end
+        peer.users += 1
+        self._jobs[pull.pull_id] = (job, peer)
+        if opened is not None and isinstance(job, PullJob):
+            self._reads.adopt(opened, job, peer)
 
     def _start(self, job: Job, peer: JobPeer) -> None:
         """Before all else: the link idles."""

@@ -9,10 +9,11 @@ from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.job_maker import Job
 from kvcache.transfer.job_peer import JobPeer
+from kvcache.transfer.opening import Opening
 from kvcache.transfer.pace import Throttle
-from kvcache.transfer.posts import Post
+from kvcache.transfer.posts import Post, PostLimits, total
 from kvcache.transfer.pull import PeerKey
-from kvcache.transfer.pull_job import PullJob, Step
+from kvcache.transfer.pull_job import Opened, PullJob, Step
 from protocol.errors import BatonError, TransferFailed
 
 
@@ -29,8 +30,8 @@ class Reads:
     """Driven by the worker's thread, which owns the agent.
 
     Args:
-        max_active: READs from one peer that have not ended, but for those of jobs given up: a peer
-            that hangs takes none of what others may have.
+        limits: READs of jobs that were given up do not count as active: a peer that hangs takes
+            none of what others may have.
         throttle: bounds the rate beside a batch.
         failed: is told of a job of which a READ failed, or could not be posted.
         counters: `posts` are counted here.
@@ -40,7 +41,7 @@ class Reads:
         self,
         agent: TransferAgent,
         pool: KVPool,
-        max_active: int,
+        limits: PostLimits,
         failed: Callable[[PullJob, BatonError], None],
         counters: Counter[str],
         throttle: Throttle | None = None,
@@ -48,7 +49,7 @@ class Reads:
         self._agent = agent
         self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
         self._device_id = pool.device_id
-        self._max_active = max_active
+        self._limits = limits
         self._failed = failed
         self._active: list[_Read] = []
         self._counters = counters
@@ -77,17 +78,44 @@ class Reads:
                 return job
         return None
 
+    def open(self, peer: JobPeer, opening: Opening, base_address: int) -> Opened | None:
+        """Posts what a pull is likely to read first, `adopt` follows; None where it has to wait for
+        its job.
+
+        Args:
+            base_address: of staging memory.
+        """
+        read, began, limits = opening.read, time.perf_counter(), self._limits
+        if self._active or read.remote_rank not in peer.names:
+            return None
+        if self._throttle is not None and not self._throttle.is_idle(began):
+            return None
+        if len(read.lengths) > limits.max_runs or total(read.lengths) > limits.max_bytes:
+            return None
+        post = Post(read.remote_rank, read.local_offsets, read.remote_offsets, read.lengths)
+        try:
+            handle = self._read(peer, self._agent.read, base_address, post)
+        except BatonError:
+            return None
+        self._counters["posts"] += 1
+        step = Step(iter(()), base_address, slot=0, at_once=False, active=1, posted=True)
+        return Opened(opening, step, handle, began)
+
+    def adopt(self, opened: Opened, job: PullJob, peer: JobPeer) -> None:
+        """The READ is that of a job now."""
+        self._active.append(_Read(opened.handle, peer, job, opened.step, opened.began))
+
     def _full_peers(self) -> set[PeerKey]:
         """Those from which nothing more may be read for now."""
-        if len(self._active) < self._max_active:
+        if len(self._active) < self._limits.max_active:
             return set()
         counts = Counter(read.peer.key for read in self._active if not read.job.stopping)
-        return {key for key, count in counts.items() if count >= self._max_active}
+        return {key for key, count in counts.items() if count >= self._limits.max_active}
 
     def _post(self, job: PullJob, peer: JobPeer, step: Step, post: Post) -> None:
         try:
             started = time.perf_counter()
-            handle = self._read(peer, job, step, post)
+            handle = self._read(peer, job.read_with(self._agent, step), step.base_address, post)
         except BatonError as error:
             self._failed(job, error)
             return
@@ -102,14 +130,16 @@ class Reads:
         else:
             self._active.append(read)
 
-    def _read(self, peer: JobPeer, job: PullJob, step: Step, post: Post) -> ReadHandle:
+    def _read(
+        self, peer: JobPeer, read: Callable[..., ReadHandle], base_address: int, post: Post
+    ) -> ReadHandle:
         remote = peer.metadata.ranks[post.remote_rank]
         name = peer.names.get(remote.rank)
         if name is None:
             name = peer.names[remote.rank] = self._agent.add_peer(remote.agent_metadata)
-        return job.read_with(self._agent, step)(
+        return read(
             name,
-            post.local_offsets + step.base_address,
+            post.local_offsets + base_address,
             post.remote_offsets + remote.base_address,
             post.lengths,
             local_device=self._device_id,

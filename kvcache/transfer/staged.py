@@ -95,6 +95,18 @@ class Way(NamedTuple):
     tapers: bool  # the last chunks are smaller
 
 
+class Cuts(NamedTuple):
+    """Where a sequence is cut into chunks, in blocks of P."""
+
+    blocks: int  # of a chunk, at most
+    least: int  # of a chunk, while there are as many: the last ones become smaller
+    period: int  # chunks begin and end at multiples of it
+
+    def first(self, block: int) -> int:
+        """Where the chunk begins that holds the first block wanted."""
+        return block // self.period * self.period
+
+
 class Staging(NamedTuple):
     """A transfer staged in one way."""
 
@@ -104,6 +116,7 @@ class Staging(NamedTuple):
     slot_bytes: int  # of all regions
     region_heads: tuple[range, ...]  # of the model, read into each region
     token_bytes: int  # of these heads
+    cuts: Cuts
     borders: tuple[int, ...]  # of the chunks: ordinals of blocks of P in the sequence
     read_start: int  # tokens read: at least the wanted ones
     read_stop: int
@@ -208,10 +221,11 @@ def stage(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) ->
     # Chunks that end where blocks of both sides do cut no block of D in two.
     period = geometry.period if geometry.period <= blocks else 1
     blocks -= blocks % period
-    first, last = start // size // period * period, -(-stop // size)
     least = blocks
     if way.tapers:
         least = min(max(int(_LAST_CHUNK_S * costs.bytes_per_s) // block_bytes, 1), blocks)
+    cuts = Cuts(blocks, least, period)
+    first, last = cuts.first(start // size), -(-stop // size)
     span = (start // size * size, last * size) if way.whole else (start, stop)
     return Staging(
         transfer,
@@ -219,21 +233,28 @@ def stage(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) ->
         *_regions(transfer, way, blocks),
         geometry.region_heads,
         geometry.token_bytes,
-        _borders(first, last, blocks, least, period),
+        cuts,
+        _borders(first, last, cuts),
         *span,
     )
 
 
 @lru_cache(maxsize=1024)
-def _borders(first: int, last: int, blocks: int, least: int, period: int) -> tuple[int, ...]:
-    """Chunks of `blocks`, the last ones smaller and smaller down to `least`, in whole periods."""
+def _borders(first: int, last: int, cuts: Cuts) -> tuple[int, ...]:
     borders = [first]
-    while (left := last - borders[-1]) > 0:
-        count = max(min(blocks, left // 2), least)
-        count = max(count // period, 1) * period
-        rest = left - count
-        borders.append(last if rest < least and left <= blocks else borders[-1] + count)
+    while borders[-1] < last:
+        borders.append(next_border(borders[-1], last, cuts))
     return tuple(borders)
+
+
+def next_border(first: int, last: int, cuts: Cuts) -> int:
+    """Where the chunk from block `first` on ends, in a sequence whose blocks end at `last`."""
+    blocks, least, period = cuts
+    left = last - first
+    count = max(min(blocks, left // 2), least)
+    count = max(count // period, 1) * period
+    rest = left - count
+    return last if rest < least and left <= blocks else first + count
 
 
 class _Geometry(NamedTuple):

@@ -16,12 +16,12 @@ from kvcache.transfer.wire import HasFileno
 
 
 class Turns:
-    """Calls `obey` and `turn` under the lock, and `after` when it is released.
+    """Calls `turn` under the lock, and `after` when it is released.
 
     Args:
         sources: what a turn shall follow on becoming readable; a turn makes them unreadable.
-        obey: makes the calls that `next_call` tells; must not raise.
         turn: all that there may be to do, but for calls; must not raise.
+        failed: follows on a call that raised.
         deadline: when a turn is due, whatever comes; infinity for never. Called under the lock.
         clock: of the deadline.
     """
@@ -31,13 +31,13 @@ class Turns:
         name: str,
         sources: Iterable[HasFileno],
         *,
-        obey: Callable[[], None],
         turn: Callable[[], None],
+        failed: Callable[[], None],
         after: Callable[[], None],
         deadline: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._obey, self._turn, self._after = obey, turn, after
+        self._turn, self._failed, self._after = turn, failed, after
         self._deadline, self._clock = deadline, clock
         self._waker = Waker()
         self._epoll = select.epoll()
@@ -54,8 +54,8 @@ class Turns:
         self._thread.start()
 
     def call(self, call: Callable[[], None]) -> None:
-        """Makes this and all earlier calls, in their order; takes a turn if that makes one due. What
-        sources say can wait for the thread here: who calls has a step to launch. Any thread."""
+        """Makes this and all earlier calls, in order; takes a turn if one is due then. What sources
+        say can wait for the thread here: who calls has a step to launch. Any thread."""
         self._calls.append(call)
         with self._lock:
             if self._closed:
@@ -70,10 +70,6 @@ class Turns:
         if sooner:
             self._waker.wake()
 
-    def next_call(self) -> Callable[[], None] | None:
-        """For `obey`: what to do next."""
-        return self._calls.popleft() if self._calls else None
-
     def take(self, only_if: Callable[[], bool] = lambda: True) -> None:
         """A turn in the calling thread, unless closed; `only_if` is asked under the lock."""
         with self._lock:
@@ -85,6 +81,13 @@ class Turns:
         self._after()
         if sooner:
             self._waker.wake()
+
+    def _obey(self) -> None:
+        try:
+            while self._calls:
+                self._calls.popleft()()
+        except Exception:
+            self._failed()
 
     def close(self, last: Callable[[], None]) -> None:
         """Ends the thread and all turns; `last` is done under the lock."""

@@ -14,15 +14,15 @@ class State:
 
     def __init__(self) -> None:
         self.now, self.due = 0.0, float("inf")
-        self.turns, self.told = 0, 0
+        self.turns, self.told, self.failures = 0, 0, 0
         self.turned = threading.Event()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.names: set[str] = set()
         self.all = Turns(
             "test-turns",
             [self],
-            obey=self.obey,
             turn=self.turn,
+            failed=self.fail,
             after=self.after,
             deadline=lambda: self.due,
             clock=lambda: self.now,
@@ -31,10 +31,8 @@ class State:
     def fileno(self) -> int:
         return self.fd
 
-    def obey(self) -> None:
-        self.names.add(threading.current_thread().name)
-        while call := self.all.next_call():
-            call()
+    def fail(self) -> None:
+        self.failures += 1
 
     def turn(self) -> None:
         try:
@@ -62,11 +60,18 @@ def state() -> Iterator[State]:
 
 
 def test_calls_are_obeyed_in_order_in_the_callers_thread(state: State) -> None:
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
     for number in range(3):
-        state.all.call(lambda number=number: found.append(number))
-    assert found == [0, 1, 2] and state.told == 3
-    assert state.names == {threading.current_thread().name}
+        state.all.call(lambda number=number: found.append((number, threading.get_ident())))
+    assert found == [(number, threading.get_ident()) for number in range(3)] and state.told == 3
+
+
+def test_a_call_that_raises_is_followed_up_and_stops_no_other(state: State) -> None:
+    found: list[int] = []
+    state.all.call(lambda: found.append(1 // 0))
+    assert state.failures == 1 and found == []
+    state.all.call(lambda: found.append(2))
+    assert state.failures == 1 and found == [2]
 
 
 def test_a_call_takes_a_turn_only_when_that_is_due_then(state: State) -> None:

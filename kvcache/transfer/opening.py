@@ -1,0 +1,92 @@
+"""The first READ of a staged pull, found before the pull is planned: the link idles until then.
+
+To check tables, plan, and make a job and its first chunk takes 0.1 to 0.2 ms; the chunk is read in
+0.3. But once it is known how pulls like it are staged, a pull's own block table says what its first
+chunk reads. So that is posted first, and all else is done while it is being read.
+
+A guess, then. It is bounded to P's leased blocks and to staging memory that nobody uses, and what
+it brought is used only if the plan turns out to want just these runs in just that place
+(`PullJob`); else it is thrown away, and its slot is free when the READ has ended (I7).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvcache.transfer.chunks import Share, few_runs, shares_of_chunks
+from kvcache.transfer.runs import RankRead, multiply_out
+from kvcache.transfer.staged import Cuts, Staging, Way, next_border
+
+_MAX_BLOCKS = 128  # of a chunk: by a loop
+
+
+class Opening(NamedTuple):
+    """What a pull is likely to read first, into the first slot of staging memory."""
+
+    read: RankRead  # local offsets from that slot's base
+    slot_bytes: int
+
+
+class _Opener(NamedTuple):
+    """How the first chunk of pulls of one kind is read."""
+
+    way: Way
+    cuts: Cuts
+    slot_bytes: int
+    share: Share  # the first one
+
+
+class Openings:
+    """Of pulls between one pair of engines.
+
+    Args:
+        block_size: of P, in tokens.
+        num_blocks: of P's smallest pool.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self._size = block_size
+        self._num_blocks = num_blocks
+        self._openers: dict[tuple[int, ...], _Opener | None] = {}  # None: such pulls differ
+
+    def forget(self) -> None:
+        """What was learnt does not hold any more."""
+        self._openers.clear()
+
+    def learn(self, kind: tuple[int, ...], staging: Staging | None) -> None:
+        """How a pull of a kind is planned: all of it staged so, or else (None)."""
+        known = self._openers.get(kind, self)
+        if known is None or (
+            known is not self and staging is not None and known.way == staging.way
+        ):
+            return
+        if known is not self or staging is None:
+            self._openers[kind] = None
+            return
+        share = shares_of_chunks(staging)[0]
+        self._openers[kind] = _Opener(staging.way, staging.cuts, staging.slot_bytes, share)
+
+    def find(
+        self, kind: tuple[int, ...], start: int, stop: int, blocks: Sequence[int], turn: int
+    ) -> Opening | None:
+        """The opening of a pull of tokens [start, stop) out of `blocks` of P; None where it is not
+        sure, or not made quickly.
+
+        Args:
+            turn: of the head groups, see topology.HeadGroup.
+        """
+        opener = self._openers.get(kind)
+        if opener is None:
+            return None
+        way, cuts, slot_bytes, share = opener
+        size = self._size
+        first, low = cuts.first(start // size), start // size
+        high = next_border(first, -(-stop // size), cuts)
+        is_ragged = start % size or high * size > stop
+        if high - first > _MAX_BLOCKS or (is_ragged and not way.whole):
+            return None
+        mine = blocks[low + (share.copy - low - turn) % share.copies : high : share.copies]
+        if high > len(blocks) or not mine or min(mine) < 0 or max(mine) >= self._num_blocks:
+            return None
+        slot = low + (share.copy - low - turn) % share.copies - first
+        runs = multiply_out(few_runs(share, mine, slot), share.offsets)
+        return Opening(RankRead(share.owner, *runs), slot_bytes)

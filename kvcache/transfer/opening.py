@@ -9,7 +9,6 @@ it brought is used only if the plan turns out to want just these runs in just th
 (`PullJob`); else it is thrown away, and its slot is free when the READ has ended (I7).
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvcache.transfer.chunks import Share, few_runs, shares_of_chunks
@@ -54,19 +53,19 @@ class Openings:
 
     def learn(self, kind: tuple[int, ...], staging: Staging | None) -> None:
         """How a pull of a kind is planned: all of it staged so, or else (None)."""
-        known = self._openers.get(kind, self)
-        if known is None or (
-            known is not self and staging is not None and known.way == staging.way
-        ):
+        if kind in self._openers:
+            known = self._openers[kind]
+            if known is not None and (staging is None or known.way != staging.way):
+                self._openers[kind] = None
             return
-        if known is not self or staging is None:
+        if staging is None:
             self._openers[kind] = None
             return
         share = shares_of_chunks(staging)[0]
         self._openers[kind] = _Opener(staging.way, staging.cuts, staging.slot_bytes, share)
 
     def find(
-        self, kind: tuple[int, ...], start: int, stop: int, blocks: Sequence[int], turn: int
+        self, kind: tuple[int, ...], start: int, stop: int, blocks: list[int], turn: int
     ) -> Opening | None:
         """The opening of a pull of tokens [start, stop) out of `blocks` of P; None where it is not
         sure, or not made quickly.

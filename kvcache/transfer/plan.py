@@ -278,7 +278,7 @@ class Planner:
         )
 
     def opening(
-        self, tokens: tuple[int, int], remote_block_ids: Sequence[int], *, lease_hash: int = 0
+        self, tokens: tuple[int, int], remote_block_ids: list[int], *, lease_hash: int = 0
     ) -> Opening | None:
         """What the plan of a pull is likely to read first, if that is known: to be compared with
         the plan. Arguments as of `take`."""

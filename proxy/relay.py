@@ -40,6 +40,12 @@ _FAILURES = (b"event: error", b"event: response.failed")
 _LAST_EVENTS = (*_FAILURES, b"event: response.completed", b"event: response.incomplete")
 
 
+class _Event(msgspec.Struct):
+    error: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
 _SEAM_BYTES = 3  # one less than the longest end of an event
 
 
@@ -89,12 +95,23 @@ class EventBuffer:
     def has_failed(self) -> bool:
         """Whether the last event was an error."""
         last = self._last_event()
-        is_error = b'"error":{' in last or b'"error": {' in last  # not "error":null of a response
-        return is_error or last.startswith(_FAILURES)
+        return last.startswith(_FAILURES) or _is_error(last)
 
     def _last_event(self) -> bytes:
         text = self._last.replace(b"\r\n", b"\n").strip()
         return text[text.rfind(b"\n\n") + 1 :].strip()
+
+
+def _is_error(event: bytes) -> bool:
+    """Whether what an event says is an error: a member of its own, no schema's or response's."""
+    if b'"error"' not in event:
+        return False
+    lines = (line.partition(b":") for line in event.splitlines())
+    try:
+        said = _decode_event(b"".join(value for name, _, value in lines if name == b"data"))
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return bytes(said.error).startswith(b"{")
 
 
 def _last_event_end(data: bytes) -> int:

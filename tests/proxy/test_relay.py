@@ -54,6 +54,8 @@ def test_a_whole_event_is_not_held_back() -> None:
         (b'data: {"error": 1}\n\ndata: 2\n\n', False),
         (b'event: response.created\ndata: {"response":{"error":null}}\n\n', False),
         (b'data: 1\n\nevent: response.completed\ndata: {"response":{}}\n\n', True),
+        (b'event: response.created\ndata: {"response":{"schema":{"error":{"type":1}}}}\n\n', False),
+        (b'data: {"object":"chunk","schema":{"error":{}}}\n\n', False),
     ],
 )
 def test_a_stream_has_ended_when_its_last_event_says_so(stream: bytes, ended: bool) -> None:
@@ -71,7 +73,9 @@ def test_a_stream_has_ended_when_its_last_event_says_so(stream: bytes, ended: bo
         (b'data: 1\n\ndata: {"error": {"message": "x"}}\n\n', True),
         (b"data: 1\n\n" + sse.error_event(EngineDied("gone")), True),
         (b'event: response.failed\ndata: {"response":{}}\n\n', True),
+        (b'data: {"object":"error",\r\ndata: "error":{"message":"x"}}\r\n\r\n', True),
         (b'event: response.completed\ndata: {"response":{"error":null}}\n\n', False),
+        (b'event: response.completed\ndata: {"response":{"schema":{"error":{}}}}\n\n', False),
     ],
 )
 def test_a_stream_has_failed_when_its_last_event_is_an_error(stream: bytes, failed: bool) -> None:

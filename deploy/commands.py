@@ -26,9 +26,6 @@ PROGRAMS: Mapping[Kind, tuple[str, ...]] = {
     "proxy": (sys.executable, "-m", "proxy"),
 }
 
-# Servers see a request with kv_transfer_params added by the proxy, which enforces the limit. They
-# carry a prompt's logprobs where those are wanted: 27 bytes each, 20 of them at every token.
-KV_PARAMS_BYTES = 2**26
 # Below this many cores a prefill and a decode server are rarely busy at once in earnest, and
 # halving them would double the time to first token: each server may use them all.
 MIN_CORES_PER_SERVER = 4
@@ -85,7 +82,7 @@ def server_argv(settings: UpSettings, kind: ServerKind, *, cores: int) -> list[s
         f"--host={LOOPBACK}",
         "--port=0",
         f"--threads={threads}",
-        f"--max-body-bytes={settings.max_body_bytes + KV_PARAMS_BYTES}",
+        f"--max-body-bytes={settings.max_body_bytes}",
         f"--shutdown-grace-s={settings.shutdown_grace_s}",
     ]
 

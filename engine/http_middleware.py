@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +15,10 @@ from protocol.errors import BatonError, InvalidRequest, NoServerAvailable, Paylo
 from protocol.logging import request_context
 
 CLIENT_GONE = 499  # what proxies log for it; nobody reads it
+# kv_transfer_params, which a proxy adds to a request, do not count as the client's. They carry a
+# prompt's logprobs where those are wanted: 27 bytes each, 20 of them at every token.
+LOGPROB_BYTES = 27
+KV_PARAMS_BYTES = 2**26
 _DRAIN_LIMIT_BYTES = 256 * 2**20
 _DRAIN_TIMEOUT_S = 10.0
 
@@ -73,14 +78,32 @@ class RequestIdMiddleware:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The request's body.
+    """The request's body, of `max_bytes` at most beside its `kv_transfer_params`.
 
     Raises:
-        PayloadTooLarge: it is longer than `max_bytes`; at most that much was kept in memory.
+        PayloadTooLarge: it is longer; at most KV_PARAMS_BYTES more were kept in memory.
         ClientDisconnected: the client went away before it was complete.
     """
+    data = await _read(request, max_bytes, max_bytes + KV_PARAMS_BYTES)
+    if len(data) > max_bytes and len(data) - _params_bytes(data) > max_bytes:
+        raise _too_large(max_bytes)
+    return data
+
+
+class _Offered(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+
+
+def _params_bytes(body: bytes) -> int:
+    try:
+        return len(memoryview(msgspec.json.decode(body, type=_Offered).kv_transfer_params))
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+
+
+async def _read(request: Request, max_bytes: int, limit_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
+    if declared.isdigit() and int(declared) > limit_bytes:
         raise _too_large(max_bytes)
     chunks: list[bytes] = []
     num_bytes = 0
@@ -90,7 +113,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             raise ClientDisconnected
         chunks.append(message.get("body", b""))
         num_bytes += len(chunks[-1])
-        if num_bytes > max_bytes:
+        if num_bytes > limit_bytes:
             raise _too_large(max_bytes)
         if not message.get("more_body", False):
             return b"".join(chunks)

@@ -3,7 +3,6 @@
 import pytest
 
 from deploy.commands import (
-    KV_PARAMS_BYTES,
     Kind,
     default_threads,
     proxy_command,
@@ -41,7 +40,7 @@ def test_options_reach_their_servers_and_no_others() -> None:
     assert (decode.model, decode.dtype, decode.block_size, decode.tp) == ("m", "float32", 64, 2)
     assert prefill.enable_prefix_caching and not decode.enable_prefix_caching
     assert prefill.port == decode.port == 0
-    assert prefill.max_body_bytes == 1000 + KV_PARAMS_BYTES
+    assert prefill.max_body_bytes == 1000
 
 
 def test_every_group_option_is_one_of_its_server() -> None:

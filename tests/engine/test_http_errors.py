@@ -130,6 +130,21 @@ def test_ten_megabytes_are_refused_with_and_without_a_length(tokenizer: Tokenize
     run(main)
 
 
+def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer: Tokenizer) -> None:
+    added = {"note": "x" * MAX_BODY}  # such as the logprobs of a long prompt
+
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            assert (await server.post(kv_transfer_params=added)).status_code == 200
+            handed_back = {"kv_transfer_params": added}
+            assert (await server.http.post("/release_kv", json=handed_back)).status_code == 200
+            response = await server.post(kv_transfer_params=added, user="x" * MAX_BODY)
+            assert response.status_code == 413
+            assert f"longer than {MAX_BODY} bytes" in response.json()["error"]["message"]
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"\xff", b'{"model": "m", "prompt": "\\ud800"}']
 )

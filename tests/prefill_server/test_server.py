@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from prefill_server.server import PrefillHooks
@@ -107,7 +108,9 @@ def test_the_oldest_transfers_are_forgotten_first() -> None:
 _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=9)
 
 
-def _adds(*lengths: int, retain_kv: bool = True) -> list[AddRequest]:
+def _adds(
+    *lengths: int, retain_kv: bool = True, prompt_logprobs: int | None = None
+) -> list[AddRequest]:
     return [
         AddRequest(
             request_id=str(index),
@@ -115,6 +118,7 @@ def _adds(*lengths: int, retain_kv: bool = True) -> list[AddRequest]:
             sampling=SamplingParams(),
             max_tokens=1,
             retain_kv=retain_kv,
+            num_prompt_logprobs=prompt_logprobs,
         )
         for index, length in enumerate(lengths)
     ]
@@ -138,3 +142,13 @@ def test_one_prompt_or_an_ordinary_request_may_take_what_there_is() -> None:
     for adds in (_adds(320), _adds(320), _adds(300, 300, retain_kv=False)):
         hooks.admit(adds, _READY)()
     hooks.admit(_adds(80, 80), _READY)
+
+
+def test_logprobs_that_no_request_could_carry_are_left_to_the_decode_server() -> None:
+    hooks, ready = PrefillHooks(b"secret"), msgspec.structs.replace(_READY, num_blocks=10**6)
+    hooks.admit(_adds(59_000, 59_000, prompt_logprobs=20), ready)()
+    hooks.admit(_adds(130_000), ready)()
+    hooks.admit(_adds(130_000, retain_kv=False, prompt_logprobs=20), ready)()
+    for lengths in ((60_000, 60_000), (130_000,)):
+        with pytest.raises(Overloaded, match="logprobs of prompts"):
+            hooks.admit(_adds(*lengths, prompt_logprobs=20), ready)

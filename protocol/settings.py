@@ -54,7 +54,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "float8_e4m3fn"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Eleven days: the system's own timers, in milliseconds, end at twice that.
+Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
+Threads = Annotated[int, Field(ge=1, le=1024)]
 
 
 class ModelOptions(BaseModel):
@@ -127,10 +129,13 @@ class EngineOptions(GeometryOptions):
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
+        le=2**20,
         description="most tokens in one step (tokens; None: 512 on CPU, on GPU 8192 for prefill "
         "and 2048 for decode)",
     )
-    max_num_seqs: int = Field(64, ge=1, description="most sequences in one step (sequences)")
+    max_num_seqs: int = Field(
+        64, ge=1, le=2**16, description="most sequences in one step (sequences)"
+    )
     pack_weights: bool = Field(
         True,
         description="on the CPU in float32, keep linear weights in an order that multiplies up to "
@@ -209,7 +214,7 @@ class DecodeOptions(EngineOptions, LinkOptions):
         30.0, description="longest wait for KV blocks that reads from a hung server hold (s)"
     )
     staging_bytes: int = Field(
-        512 * 2**20, ge=1, description="staging memory for KV in another geometry (bytes)"
+        512 * 2**20, ge=1, le=2**40, description="staging memory for KV in another geometry (bytes)"
     )
     kv_convert: bool = Field(
         False, description="convert KV of another dtype or other scales instead of refusing"
@@ -253,8 +258,8 @@ class ServerOptions(ListenOptions):
         description="secret that the servers of a cluster share, better given as "
         "BATON_CLUSTER_SECRET (None: the file ~/.cache/baton/cluster-secret, made at first use)",
     )
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads of one rank (threads; None: the cores / tp)"
+    threads: Threads | None = Field(
+        None, description="CPU threads of one rank (threads; None: the cores / tp)"
     )
     hang_timeout_s: Seconds = Field(
         300.0, description="longest silence of an engine at work before it is given up (s)"
@@ -363,8 +368,8 @@ class _Group(BaseModel):
     count: int = Field(1, ge=1, le=64, description="how many servers of this kind")
     device: Device | None = Field(None, description="where these run (None: as --device)")
     dtype: DType | None = Field(None, description="type of weights and KV (None: as --dtype)")
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads of one rank (threads; None: the cores, shared)"
+    threads: Threads | None = Field(
+        None, description="CPU threads of one rank (threads; None: the cores, shared)"
     )
 
 

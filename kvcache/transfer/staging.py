@@ -162,11 +162,21 @@ class Staging:
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """u8[nbytes], on huge pages where the system has them; not resident before it is used."""
+    """u8[nbytes], on huge pages where the system has them; not resident before it is used.
+
+    Raises:
+        ValueError: the system does not grant so much.
+    """
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
+    try:
+        mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
+    except OSError as error:
+        told = error.strerror
+        raise ValueError(
+            f"staging_bytes is {nbytes} ({told}); use a lower --staging-bytes"
+        ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them
             mapping.madvise(mmap.MADV_HUGEPAGE)

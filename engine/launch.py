@@ -23,6 +23,9 @@ logger = logging.getLogger("baton.launch")
 _PREFIX = "baton-engine-"
 _LOCK = "lock"
 _SETTLED_S = 60.0
+_PATH_BYTES = 107  # the most that the path of a Unix socket may have
+_IN_PARENT_BYTES = len(f"/{_PREFIX}mkdtemp_/sockets")  # an upper bound of what is added to it
+_SHORT_PARENTS = (Path("/tmp"), Path("/var/tmp"))
 
 # How long threads of torch's OpenMP pool spin for work before they give the core up. The default
 # (300,000 turns) is ruinous where processes share cores, as a prefill and a decode server on one
@@ -35,13 +38,19 @@ class SocketFolder:
 
     A killed owner's lock goes with it, so the next server to start removes the folder; a process id
     would not tell, as containers that share a /tmp have their own.
+
+    Args:
+        parent: where to make it; else in the folder for temporary files, or in /tmp where that has
+            so long a path that no socket could have one in it.
+
+    Raises:
+        OSError: none of these can be written to, or all have too long a path.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
-        parent = parent or Path(tempfile.gettempdir())
+        parent = _short_enough(parent or Path(tempfile.gettempdir()))
         for folder in parent.glob(f"{_PREFIX}*"):
             _remove_if_orphaned(folder)
-        # A short path: a UNIX socket's may have 107 characters at most.
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._lock = (self.path / _LOCK).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -49,6 +58,20 @@ class SocketFolder:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+
+def _short_enough(wanted: Path) -> Path:
+    for parent in (wanted, *_SHORT_PARENTS):
+        if len(os.fsencode(parent)) + _IN_PARENT_BYTES > _PATH_BYTES:
+            continue
+        if parent == wanted or os.access(parent, os.W_OK | os.X_OK):
+            return parent
+    room = _PATH_BYTES - _IN_PARENT_BYTES
+    raise OSError(
+        f"no folder for an engine's sockets: the path {wanted} has {len(os.fsencode(wanted))} "
+        f"bytes, {room} at most leave room for a Unix socket's, and nothing can be written to "
+        f"{' and '.join(map(str, _SHORT_PARENTS))}; set TMPDIR to a folder with a shorter path"
+    )
 
 
 def _remove_if_orphaned(folder: Path) -> None:

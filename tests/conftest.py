@@ -1,6 +1,10 @@
 """What holds for all tests where processes share them: `pytest -n auto`, as in make test."""
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,3 +20,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
 @pytest.hookimpl(optionalhook=True)  # GPU machines run part of the tests without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     return min(available_cores(), _MOST)
+
+
+@pytest.fixture
+def socket_folder() -> Iterator[Path]:
+    """For Unix sockets, whose paths have 107 bytes at most: `tmp_path` may be deeper."""
+    folder = Path(tempfile.mkdtemp(prefix="baton-test-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)

@@ -78,10 +78,10 @@ class RemoteEngine:
 
 
 @asynccontextmanager
-async def connected(tmp_path: Any) -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
-    client = EngineClient(f"ipc://{tmp_path}/http")
+async def connected(socket_folder: Any) -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
+    client = EngineClient(f"ipc://{socket_folder}/http")
     await client.start()
-    remote = RemoteEngine(*await asyncio.open_unix_connection(f"{tmp_path}/http"))
+    remote = RemoteEngine(*await asyncio.open_unix_connection(f"{socket_folder}/http"))
     try:
         await remote.send(SMALL_ENGINE)
         assert await client.wait_ready(WAIT_S) == SMALL_ENGINE
@@ -99,9 +99,9 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-def test_a_request_goes_out_and_its_tokens_come_back(tmp_path: Any) -> None:
+def test_a_request_goes_out_and_its_tokens_come_back(socket_folder: Any) -> None:
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             answer = asyncio.create_task(collect(client, add("r")))
             request = await remote.receive()
             assert request == add("r")
@@ -114,9 +114,9 @@ def test_a_request_goes_out_and_its_tokens_come_back(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_several_requests_share_one_subscription(tmp_path: Any) -> None:
+def test_several_requests_share_one_subscription(socket_folder: Any) -> None:
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             with_both = client.submit([add("a"), add("b")])
             first, second = await remote.receive(), await remote.receive()
             await remote.answer(second, 7, finish="stop")
@@ -129,9 +129,9 @@ def test_several_requests_share_one_subscription(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_request_is_open_until_every_choice_has_ended(tmp_path: Any) -> None:
+def test_a_request_is_open_until_every_choice_has_ended(socket_folder: Any) -> None:
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             async with client.submit([add("r", num_choices=2)]) as subscription:
                 await remote.receive()
                 for delta in (_delta("r", 1, finish="stop"), _delta("r", 2)):
@@ -146,9 +146,9 @@ def test_a_request_is_open_until_every_choice_has_ended(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_an_error_ends_all_choices(tmp_path: Any) -> None:
+def test_an_error_ends_all_choices(socket_folder: Any) -> None:
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             answer = asyncio.create_task(collect(client, add("r", num_choices=3)))
             await remote.receive()
             failed = TokenDelta(request_id="r", error=ErrorInfo("transfer_failed", "gone"))
@@ -159,9 +159,9 @@ def test_an_error_ends_all_choices(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_leaving_early_aborts_and_drops_what_still_comes(tmp_path: Any) -> None:
+def test_leaving_early_aborts_and_drops_what_still_comes(socket_folder: Any) -> None:
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             async with aclosing(client.generate(add("r"))) as answer:
                 asyncio.get_running_loop().create_task(remote.send(Outputs([_delta("r", 1)])))
                 assert (await anext(answer)).token_ids == [1]
@@ -175,9 +175,9 @@ def test_leaving_early_aborts_and_drops_what_still_comes(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_cancelling_aborts(tmp_path: Any) -> None:
+def test_cancelling_aborts(socket_folder: Any) -> None:
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             answer = asyncio.create_task(collect(client, add("r")))
             assert await remote.receive() == add("r")
             answer.cancel()
@@ -186,9 +186,9 @@ def test_cancelling_aborts(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_an_asked_for_abort_still_brings_the_last_delta(tmp_path: Any) -> None:
+def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder: Any) -> None:
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             async with client.submit([add("r")]) as subscription:
                 await remote.receive()
                 subscription.abort("r")
@@ -205,9 +205,9 @@ def test_an_asked_for_abort_still_brings_the_last_delta(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["message", "process", "thread", "garbage"])
-def test_a_dead_engine_ends_every_open_request(tmp_path: Any, how: str) -> None:
+def test_a_dead_engine_ends_every_open_request(socket_folder: Any, how: str) -> None:
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             answers = [asyncio.create_task(collect(client, add(name))) for name in "ab"]
             await remote.receive()
             await remote.receive()
@@ -229,9 +229,9 @@ def test_a_dead_engine_ends_every_open_request(tmp_path: Any, how: str) -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_fails_at_start_is_not_waited_for(tmp_path: Any) -> None:
+def test_an_engine_that_fails_at_start_is_not_waited_for(socket_folder: Any) -> None:
     async def main() -> None:
-        client = EngineClient(f"ipc://{tmp_path}/http")
+        client = EngineClient(f"ipc://{socket_folder}/http")
         await client.start()
         client.fail("no such model")
         with pytest.raises(EngineDied, match="no such model"):
@@ -252,9 +252,9 @@ def test_a_silent_engine_is_given_up() -> None:
     asyncio.run(main())
 
 
-def test_nobody_connected_is_a_dead_engine_not_a_hang(tmp_path: Any) -> None:
+def test_nobody_connected_is_a_dead_engine_not_a_hang(socket_folder: Any) -> None:
     async def main() -> None:
-        client = EngineClient(f"ipc://{tmp_path}/http")
+        client = EngineClient(f"ipc://{socket_folder}/http")
         await client.start()
         with pytest.raises(EngineDied, match="not connected"):
             client.submit([add("r")])
@@ -264,9 +264,9 @@ def test_nobody_connected_is_a_dead_engine_not_a_hang(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_hangs_up_is_a_dead_engine(tmp_path: Any) -> None:
+def test_an_engine_that_hangs_up_is_a_dead_engine(socket_folder: Any) -> None:
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             assert not client.is_lost
             await remote.close()
             await _until(lambda: client._wire is None)
@@ -277,12 +277,12 @@ def test_an_engine_that_hangs_up_is_a_dead_engine(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_reads_late_gets_everything(tmp_path: Any) -> None:
+def test_an_engine_that_reads_late_gets_everything(socket_folder: Any) -> None:
     """More than the socket holds, while the engine is in a step."""
     long = [msgspec.structs.replace(add(str(i)), token_ids=[70_000] * 50_000) for i in range(8)]
 
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             subscription = client.submit(long)
             for request in long:
                 assert await remote.receive() == request
@@ -291,9 +291,9 @@ def test_an_engine_that_reads_late_gets_everything(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_closing_ends_open_requests(tmp_path: Any) -> None:
+def test_closing_ends_open_requests(socket_folder: Any) -> None:
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             answer = asyncio.create_task(collect(client, add("r")))
             await remote.receive()
             await client.close()
@@ -303,11 +303,11 @@ def test_closing_ends_open_requests(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_request_that_ends_while_the_client_closes_tells_nobody(tmp_path: Any) -> None:
+def test_a_request_that_ends_while_the_client_closes_tells_nobody(socket_folder: Any) -> None:
     """It lets go of the KV kept for it, in the middle of the close that ended it."""
 
     async def main() -> None:
-        async with connected(tmp_path) as (client, remote):
+        async with connected(socket_folder) as (client, remote):
             kept = client.submit([msgspec.structs.replace(add("a"), retain_kv=True)])
             await remote.receive()
             closing = asyncio.create_task(client.close())

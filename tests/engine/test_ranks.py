@@ -19,8 +19,8 @@ from kvcache.transfer.processes import own_record
 from protocol.handshake import ProcessRecord, RankMetadata
 
 
-def test_followers_learn_the_port_and_the_smallest_number_of_blocks(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/ranks"
+def test_followers_learn_the_port_and_the_smallest_number_of_blocks(socket_folder: Path) -> None:
+    address = f"ipc://{socket_folder}/ranks"
     leader = Leader(address, 3, timeout_s=30)
     learned: dict[int, tuple[int, int]] = {}
 
@@ -40,8 +40,8 @@ def test_followers_learn_the_port_and_the_smallest_number_of_blocks(tmp_path: Pa
     leader.close()
 
 
-def test_a_rank_that_never_comes_is_a_typed_error(tmp_path: Path) -> None:
-    leader = Leader(f"ipc://{tmp_path}/ranks", 2, timeout_s=0.05)
+def test_a_rank_that_never_comes_is_a_typed_error(socket_folder: Path) -> None:
+    leader = Leader(f"ipc://{socket_folder}/ranks", 2, timeout_s=0.05)
     with pytest.raises(RankTimeout, match="Join"):
         leader.share_port(4711)
     leader.close()
@@ -75,8 +75,8 @@ class _AheadRunner:
         return _Step(self)
 
 
-def test_followers_launch_ahead_as_far_as_rank_0_does(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/ranks"
+def test_followers_launch_ahead_as_far_as_rank_0_does(socket_folder: Path) -> None:
+    address = f"ipc://{socket_folder}/ranks"
     leader, follower = Leader(address, 2, timeout_s=30), Follower(address, 1)
     ours, theirs = _AheadRunner(), _AheadRunner()
     leader.runner = ours  # type: ignore[assignment]
@@ -181,11 +181,11 @@ def test_a_rank_that_is_being_torn_down_is_waited_for(
 
 
 def test_every_rank_learns_which_processes_the_others_are(
-    tmp_path: Path, follower: "subprocess.Popen[bytes]"
+    socket_folder: Path, follower: "subprocess.Popen[bytes]"
 ) -> None:
     """The one that is lost here follows nobody: only its number and process count."""
     lost = _record(follower)
-    address = f"ipc://{tmp_path}/ranks"
+    address = f"ipc://{socket_folder}/ranks"
     leader = Leader(address, 3, timeout_s=30)
     blamed: list[str] = []
 

@@ -16,11 +16,11 @@ WAIT_S = 20.0
 
 
 @contextmanager
-def linked(tmp_path: Path) -> Iterator[tuple[EngineTransport, socket.socket]]:
+def linked(socket_folder: Path) -> Iterator[tuple[EngineTransport, socket.socket]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(f"{tmp_path}/http")
+        listener.bind(f"{socket_folder}/http")
         listener.listen(1)
-        transport = EngineTransport(f"ipc://{tmp_path}/http")
+        transport = EngineTransport(f"ipc://{socket_folder}/http")
         http, _ = listener.accept()
         http.settimeout(WAIT_S)
         with http:
@@ -40,8 +40,8 @@ def read(http: socket.socket) -> list[TokenDelta]:
     return message.deltas
 
 
-def test_messages_come_in_order_through_the_shutdown(tmp_path: Path) -> None:
-    with linked(tmp_path) as (transport, http):
+def test_messages_come_in_order_through_the_shutdown(socket_folder: Path) -> None:
+    with linked(socket_folder) as (transport, http):
         assert transport.receive(0.0) == ([], False)
         both = framed(encode(AbortRequest("a"))) + framed(encode(AbortRequest("b")))
         http.sendall(both[:-1])
@@ -50,24 +50,24 @@ def test_messages_come_in_order_through_the_shutdown(tmp_path: Path) -> None:
         assert transport.receive(WAIT_S) == ([AbortRequest("b")], True)
 
 
-def test_another_thread_wakes_it(tmp_path: Path) -> None:
-    with linked(tmp_path) as (transport, _):
+def test_another_thread_wakes_it(socket_folder: Path) -> None:
+    with linked(socket_folder) as (transport, _):
         thread = threading.Thread(target=transport.wake)
         thread.start()
         assert transport.receive(WAIT_S) == ([], False)
         thread.join()
 
 
-def test_an_http_process_that_is_gone_ends_the_engine(tmp_path: Path) -> None:
-    with linked(tmp_path) as (transport, http):
+def test_an_http_process_that_is_gone_ends_the_engine(socket_folder: Path) -> None:
+    with linked(socket_folder) as (transport, http):
         http.close()
         assert transport.receive(WAIT_S) == ([], True)
         transport.send([TokenDelta(request_id="a")])  # nobody is there to be told
 
 
-def test_sending_never_waits_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_sending_never_waits_and_nothing_is_lost(socket_folder: Path) -> None:
     long = [TokenDelta(request_id=str(i), token_ids=[70_000] * 50_000) for i in range(12)]
-    with linked(tmp_path) as (transport, http):
+    with linked(socket_folder) as (transport, http):
         for delta in long:
             transport.send([delta])
         found: list[TokenDelta] = []
@@ -78,9 +78,9 @@ def test_sending_never_waits_and_nothing_is_lost(tmp_path: Path) -> None:
         assert found == long
 
 
-def test_what_is_unsent_outlives_the_core(tmp_path: Path) -> None:
+def test_what_is_unsent_outlives_the_core(socket_folder: Path) -> None:
     long = [TokenDelta(request_id=str(i), token_ids=[70_000] * 50_000) for i in range(4)]
-    with linked(tmp_path) as (transport, http):
+    with linked(socket_folder) as (transport, http):
         for delta in long:
             transport.send([delta])
         closing = threading.Thread(target=transport.close)
@@ -89,6 +89,6 @@ def test_what_is_unsent_outlives_the_core(tmp_path: Path) -> None:
         closing.join()
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_nobody_listens(socket_folder: Path) -> None:
     with pytest.raises(OSError):
-        EngineTransport(f"ipc://{tmp_path}/http")
+        EngineTransport(f"ipc://{socket_folder}/http")

@@ -12,9 +12,9 @@ DEADLINE_S = 20.0
 
 
 @pytest.fixture(params=["tcp", "ipc"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield "tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{tmp_path}/pulls"
-    assert not list(tmp_path.iterdir())  # nothing stays
+def address(request: pytest.FixtureRequest, socket_folder: Path) -> Iterator[str]:
+    yield "tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{socket_folder}/pulls"
+    assert not list(socket_folder.iterdir())  # nothing stays
 
 
 def opened(links: RankLinks, rank: int) -> OutsideLink:

@@ -4,14 +4,13 @@ import json
 import os
 import queue
 import re
-import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,13 @@ import pytest
 from protocol import lifecycle
 from tests.deploy.compose_file import compose
 from tests.make_models import ensure_model
+from tests.ports import kept_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "docker-compose.yml"
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 PORTS = ("BATON_PORT", "BATON_SIDE_CHANNEL_PORT")
 DEADLINE_S = 120.0
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return str(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -43,14 +38,15 @@ class Service:
     env: dict[str, str]
 
 
-def local_services(content: dict[str, Any]) -> dict[str, Service]:
+def local_services(content: dict[str, Any], ports: Sequence[int]) -> dict[str, Service]:
     services = content["services"]
-    moved = {
-        str(service["environment"][key]): free_port()
+    theirs = [
+        str(service["environment"][key])
         for service in services.values()
         for key in PORTS
         if key in service["environment"]
-    }
+    ]
+    moved = dict(zip(theirs, map(str, ports), strict=False))
 
     def here(value: str) -> str:
         for name in services:
@@ -88,15 +84,15 @@ def until_ready(url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def services() -> dict[str, Service]:
-    return local_services(
-        compose(
-            COMPOSE,
-            MODEL=str(ensure_model("gqa")),
-            BATON_CLUSTER_SECRET="a secret of this test alone",
-            KV_CACHE_BYTES=str(2**25),
-        )
+def services() -> Iterator[dict[str, Service]]:
+    content = compose(
+        COMPOSE,
+        MODEL=str(ensure_model("gqa")),
+        BATON_CLUSTER_SECRET="a secret of this test alone",
+        KV_CACHE_BYTES=str(2**25),
     )
+    with kept_ports(len(PORTS) * len(content["services"])) as ports:
+        yield local_services(content, ports)
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +147,12 @@ def test_the_images_health_check_is_content_with_every_service(
         subprocess.run([sys.executable, *argv], cwd=ROOT, env=environ, check=True, timeout=60)
     here = {**environ, "BATON_HOST": "localhost"}
     subprocess.run([sys.executable, *argv], cwd=ROOT, env=here, check=True, timeout=60)
-    environ["BATON_PORT"] = free_port()
-    ended = subprocess.run(
-        [sys.executable, *argv], cwd=ROOT, env=environ, check=False, capture_output=True, timeout=60
-    )
+    with kept_ports(1) as (nobodys,):
+        environ["BATON_PORT"] = str(nobodys)
+        command = [sys.executable, *argv]
+        ended = subprocess.run(
+            command, cwd=ROOT, env=environ, check=False, capture_output=True, timeout=60
+        )
     assert ended.returncode == 1
 
 

@@ -121,6 +121,10 @@ def start_prefill(model: Path, *argv: str, **env: str) -> Server:
     return start("prefill_server", "--model", str(model), *ENGINE_ARGV, *argv, **env)
 
 
+def prefill_ports(port: int, side_channel_port: int) -> tuple[str, ...]:
+    return ("--port", str(port), "--side-channel-port", str(side_channel_port))
+
+
 def start_decode(model: Path, *argv: str, **env: str) -> Server:
     return start("decode_server", "--model", str(model), *ENGINE_ARGV, *argv, **env)
 

@@ -12,6 +12,7 @@ from model.hub import ModelNotAvailable
 from tests.e2e.cluster import Cluster, cluster, wait_until
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
+from tests.ports import kept_ports
 
 if TYPE_CHECKING:
     import openai
@@ -53,6 +54,13 @@ def client(tiny_cluster: Cluster) -> Iterator["openai.OpenAI"]:
         base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=120
     ) as made:
         yield made
+
+
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    """Two that no other program takes while a server there is replaced by another."""
+    with kept_ports(2) as kept:
+        yield kept
 
 
 @pytest.fixture(scope="session")

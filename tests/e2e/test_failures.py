@@ -1,5 +1,6 @@
 """What goes wrong between two servers, and that no client ever gets other text because of it."""
 
+import contextlib
 import copy
 import itertools
 import json
@@ -17,6 +18,7 @@ from tests.e2e.client import MODEL, complete, prefill, stream, streamed_token_id
 from tests.e2e.cluster import (
     Cluster,
     Server,
+    prefill_ports,
     running,
     start_decode,
     start_prefill,
@@ -169,17 +171,18 @@ def test_a_malformed_reference_is_a_400(
 
 
 @pytest.fixture
-def own_cluster(tiny_model: Path) -> Iterator[Cluster]:
+def own_cluster(tiny_model: Path, ports: list[int]) -> Iterator[Cluster]:
     """A cluster to break. Over TCP, where a stopped server's KV cannot be read."""
     tcp = {"UCX_TLS": "tcp,self"}
-    prefiller = start_prefill(tiny_model, **tcp)
-    with running(prefiller):
-        limits = ("--fence-timeout-s", "20", "--handshake-timeout-s", "3")
+    limits = ("--fence-timeout-s", "20", "--handshake-timeout-s", "3")
+    with contextlib.ExitStack() as stack:
+        prefiller = start_prefill(tiny_model, *prefill_ports(*ports), **tcp)
+        stack.enter_context(running(prefiller))
         decode = start_decode(tiny_model, "--transfer", "nixl", *limits, **tcp)
-        with running(decode):
-            proxy = start_proxy([prefiller], [decode])
-            with running(proxy):
-                yield Cluster([prefiller], [decode], proxy, tiny_model)
+        stack.enter_context(running(decode))
+        proxy = start_proxy([prefiller], [decode])
+        stack.enter_context(running(proxy))
+        yield Cluster([prefiller], [decode], proxy, tiny_model)
 
 
 def test_kill_of_the_prefill_server_in_mid_transfer(
@@ -227,17 +230,13 @@ def test_kill_of_the_prefill_server_in_mid_transfer(
 
 
 def test_a_prefill_server_that_comes_back_is_used_again(
-    own_cluster: Cluster, tiny_model: Path, tiny_reference: Reference
+    own_cluster: Cluster, tiny_model: Path, tiny_reference: Reference, ports: list[int]
 ) -> None:
     prefiller, decode = own_cluster.prefill[0], own_cluster.decode[0]
     before, after = make_prompt(next(_seeds), 90), make_prompt(next(_seeds), 90)
     assert complete(own_cluster.url, before, 5).kv["transferred"] == 90
-    port, side_channel = prefiller.port, prefiller.info["side_channel_port"]
     prefiller.kill()
-    successor = start_prefill(
-        tiny_model, "--port", str(port), "--side-channel-port", str(side_channel)
-    )
-    with running(successor):
+    with running(start_prefill(tiny_model, *prefill_ports(*ports))):
         url = f'baton_proxy_upstream_ready{{role="prefill",url="{prefiller.url}"}}'
         wait_until(lambda: own_cluster.proxy.metrics()[url] == 1)
         answer = complete(own_cluster.url, after, 5)

@@ -22,6 +22,7 @@ from tests.e2e.cluster import (
     Cluster,
     Server,
     cluster,
+    prefill_ports,
     running,
     start_decode,
     start_prefill,
@@ -141,19 +142,18 @@ def _assert_serves(cluster: Cluster, reference: Reference, transferred: bool = T
 
 
 def test_a_decode_server_killed_in_mid_stream_ends_the_stream_with_an_error(
-    make_cluster: Any, tiny_model: Path, tiny_reference: Reference
+    make_cluster: Any, tiny_model: Path, tiny_reference: Reference, ports: list[int]
 ) -> None:
-    cluster = make_cluster()
+    decode_port = ("--port", str(ports[0]))
+    cluster = make_cluster((), decode_port)
     stream = Stream(cluster.url, _prompt(), 1500).begun()
     decode = cluster.decode[0]
-    port = decode.port
     decode.kill()
     stream.join(30)
     assert stream.error is None and "[DONE]" not in stream.events
     assert json.loads(stream.events[-1])["error"]["code"] == "decode_server_lost"
     _assert_home(cluster.prefill[0])
-    successor = start_decode(tiny_model, "--port", str(port))
-    with running(successor):
+    with running(start_decode(tiny_model, *decode_port)):
         ready = f'baton_proxy_upstream_ready{{role="decode",url="{decode.url}"}}'
         wait_until(lambda: cluster.proxy.metrics()[ready] == 1)
         _assert_serves(cluster, tiny_reference)
@@ -287,18 +287,16 @@ def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
 
 @pytest.mark.slow
 def test_a_prefill_server_restarted_between_the_legs(
-    tiny_model: Path, tiny_cluster: Cluster, tiny_reference: Reference
+    tiny_model: Path, tiny_cluster: Cluster, tiny_reference: Reference, ports: list[int]
 ) -> None:
     decode = tiny_cluster.decode[0]
-    prefiller = start_prefill(tiny_model)
-    ports = ("--port", str(prefiller.port))
-    ports += ("--side-channel-port", str(prefiller.info["side_channel_port"]))
+    prefiller = start_prefill(tiny_model, *prefill_ports(*ports))
     prompts = [_prompt() for _ in range(3)]
     with running(prefiller):
         known, stale, other = (prefill(prefiller.url, prompt) for prompt in prompts)
         complete(decode.url, prompts[0], 2, kv_transfer_params=known)
         prefiller.kill()
-    with running(successor := start_prefill(tiny_model, *ports)):
+    with running(successor := start_prefill(tiny_model, *prefill_ports(*ports))):
         complete_all(successor.url, [_prompt(400) for _ in range(3)], 2)
         for prompt, params in ((prompts[1], stale), (prompts[2], other)):
             answer = complete(decode.url, prompt, 8, kv_transfer_params=params)

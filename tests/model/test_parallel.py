@@ -1,7 +1,6 @@
 """Tensor parallelism over gloo gives what one rank gives, and refuses sizes that do not fit."""
 
 import json
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from model.sharding import InvalidParallelism, check_parallelism
 from tests.model.random_models import make
 from tests.model.test_config import DEEPSEEK, LLAMA
 from tests.model.tp_worker import observe
+from tests.ports import kept_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 # 12 query and 6 KV heads: 2 and 3 divide both, 4 would not; 131 tokens of vocabulary are padded.
@@ -38,27 +38,21 @@ def cases(tmp_path_factory):
     return {**found, "dummy": {**found["llama"], "load_format": "dummy"}}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run_ranks(size: int, cases: list[dict]) -> list[list[dict]]:
     """What each rank of a group observed of each case."""
-    port = free_port()
     ranks = []
-    for rank in range(size):
-        task = json.dumps({"rank": rank, "size": size, "port": port, "cases": cases})
-        command = [sys.executable, "-m", "tests.model.tp_worker", task]
-        ranks.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
-    try:
-        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0] * size
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    with kept_ports(1) as (port,):
+        for rank in range(size):
+            task = json.dumps({"rank": rank, "size": size, "port": port, "cases": cases})
+            command = [sys.executable, "-m", "tests.model.tp_worker", task]
+            ranks.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        try:
+            outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+            assert [rank.returncode for rank in ranks] == [0] * size
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
@@ -115,9 +109,7 @@ def test_sizes_that_fit():
 
 
 def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themselves():
-    port = free_port()
-
-    def rank_of_four(rank: int) -> tuple:
+    def rank_of_four(rank: int, port: int) -> tuple:
         parallel = Parallel.connect(rank, 4, host="127.0.0.1", port=port, dcp=2)
         context = parallel.context
         mine = torch.tensor([[10.0 * rank, 1.0]])
@@ -129,8 +121,8 @@ def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themsel
         parallel.close()
         return heads, gathered.tolist(), exchanged.tolist(), summed.item()
 
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(rank_of_four, range(4)))
+    with kept_ports(1) as ports, ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(rank_of_four, range(4), ports * 4))
     for rank, (heads, gathered, exchanged, summed) in enumerate(found):
         group, place = divmod(rank, 2)
         assert [list(some) for some in heads] == [[0], [group], [2 * group, 2 * group + 1]]

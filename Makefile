@@ -13,6 +13,7 @@ TASKS ?=
 LIMIT ?=
 URL ?= http://127.0.0.1:$(PORT)
 # Tests in a process per core (tests/conftest.py), a file at a time, in order: long files are early.
+# No two tests of the suite meet: ports, folders, models and processes are each one's own.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 # A further package index for torch, such as https://download.pytorch.org/whl/cpu, whose builds are
 # a tenth of the size where there is no GPU.
@@ -46,8 +47,9 @@ test: lint  ## lint, types, and every test that needs no GPU and not long (ARGS=
 
 test-all: lint  ## also the long tests; the last line is JSON, for docs/log.md
 	@mkdir -p build
-	@status=0; $(PY) -m pytest -m 'not gpu and not multi_gpu' --junitxml=build/test-all.xml \
-	  $(ARGS) || status=$$?; $(PY) tests/closing_line.py build/test-all.xml; exit $$status
+	@status=0; $(PY) -m pytest $(PARALLEL) -m 'not gpu and not multi_gpu' -o timeout=900 \
+	  --junitxml=build/test-all.xml $(ARGS) || status=$$?; \
+	  $(PY) tests/closing_line.py build/test-all.xml; exit $$status
 
 test-gpu: $(TEST_STAMP)  ## the tests that need GPUs, side by side (ARGS= for pytest)
 	@$(PY) tests/gpu/parallel.py $(ARGS)

@@ -12,7 +12,6 @@ import json
 import os
 import queue
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import uvloop
 
 from engine.client import EngineClient
 from engine.http import PlainHooks, create_app
+from engine.launch import SocketFolder
 from engine.tokenizer import Tokenizer
 from engine.transport import EngineTransport
 from model.default_model import prepare_default_model
@@ -229,20 +229,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             uvloop.run(_play_http(options.folder, tokenizer))
         return 0
     children: list[lifecycle.Child] = []
-    with tempfile.TemporaryDirectory(prefix="baton-streams-") as folder:
-        this = ("benchmarks.http_streams", "--folder", folder, "--model-dir", model_dir)
-        try:
-            engine_argv = (*this, "--rate", str(options.rate), "--play", "engine")
-            children.append(_start("engine", *engine_argv, wait=False)[0])
-            http, http_url = _start("http", *this, "--play", "http")
-            children.append(http)
-            legs = ("--port", "0", "--log-level", "error", "--decode", http_url)
-            proxy, url = _start("proxy", "proxy", *legs)
-            children.append(proxy)
-            pids = {"http": http.pid, "proxy": proxy.pid}
-            measured = uvloop.run(_measure(url, pids, options))
-        finally:
-            lifecycle.terminate(reversed(children), 5)
+    folder = SocketFolder()
+    this = ("benchmarks.http_streams", "--folder", str(folder.path), "--model-dir", model_dir)
+    try:
+        engine_argv = (*this, "--rate", str(options.rate), "--play", "engine")
+        children.append(_start("engine", *engine_argv, wait=False)[0])
+        http, http_url = _start("http", *this, "--play", "http")
+        children.append(http)
+        legs = ("--port", "0", "--log-level", "error", "--decode", http_url)
+        proxy, url = _start("proxy", "proxy", *legs)
+        children.append(proxy)
+        pids = {"http": http.pid, "proxy": proxy.pid}
+        measured = uvloop.run(_measure(url, pids, options))
+    finally:
+        lifecycle.terminate(reversed(children), 5)
+        folder.remove()
     _report(measured, options)
     return 0
 

@@ -10,7 +10,8 @@ import pytest
 
 from protocol.cores import available_cores
 
-_MOST = 4  # processes: each starts servers of its own, and torch in every one takes its memory
+_MOST = 4  # processes: each starts servers of its own
+_EACH_BYTES = 4 << 30  # of memory: torch in every server, and a dozen servers at most
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
     # Threads that spin for work would take the cores from the other processes.
@@ -19,7 +20,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
 
 @pytest.hookimpl(optionalhook=True)  # GPU machines run part of the tests without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
-    return min(available_cores(), _MOST)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(available_cores(), _MOST, memory_bytes // _EACH_BYTES))
 
 
 @pytest.fixture

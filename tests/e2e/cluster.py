@@ -6,8 +6,10 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,18 +155,29 @@ def running(*servers: Server) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def started(*starts: Callable[[], Server]) -> Iterator[list[Server]]:
+    """Starts servers side by side, and ends them, whatever happens in between."""
+    with ThreadPoolExecutor(len(starts)) as pool:
+        futures = [pool.submit(start) for start in starts]
+    with running(*(future.result() for future in futures if not future.exception())):
+        yield [future.result() for future in futures]
+
+
+@contextlib.contextmanager
 def cluster(
-    model: Path, *, prefill_argv: Sequence[str] = (), decode_argv: Sequence[str] = ()
+    model: Path,
+    *,
+    prefill_argv: Sequence[str] = (),
+    decode_argv: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Cluster]:
     """One prefill server, one decode server and the proxy."""
-    with contextlib.ExitStack() as stack:
-        prefill = start_prefill(model, *prefill_argv)
-        stack.enter_context(running(prefill))
-        decode = start_decode(model, *decode_argv)
-        stack.enter_context(running(decode))
+    p = partial(start_prefill, model, *prefill_argv, **env or {})
+    d = partial(start_decode, model, *decode_argv, **env or {})
+    with started(p, d) as (prefill, decode):
         proxy = start_proxy([prefill], [decode])
-        stack.enter_context(running(proxy))
-        yield Cluster([prefill], [decode], proxy, model)
+        with running(proxy):
+            yield Cluster([prefill], [decode], proxy, model)
 
 
 def wait_until(condition: Any, timeout_s: float = 30.0) -> None:

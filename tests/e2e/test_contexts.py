@@ -2,12 +2,21 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.client import MODEL, complete
-from tests.e2e.cluster import Cluster, running, start_decode, start_prefill, start_proxy, wait_until
+from tests.e2e.cluster import (
+    Cluster,
+    running,
+    start_decode,
+    start_prefill,
+    start_proxy,
+    started,
+    wait_until,
+)
 from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
 from tests.e2e.test_equality import make_prompt
@@ -20,10 +29,11 @@ _seeds = itertools.count(60_000)
 
 @pytest.fixture(scope="module")
 def uneven(tiny_model: Path) -> Iterator[Cluster]:
-    prefiller = start_prefill(tiny_model, "--max-model-len", str(_P), "--lease-s", "120")
-    decode = [start_decode(tiny_model, "--max-model-len", str(n)) for n in (_SMALL, _LARGE)]
-    with running(prefiller, *decode), running(proxy := start_proxy([prefiller], decode)):
-        yield Cluster([prefiller], decode, proxy, tiny_model)
+    p = partial(start_prefill, tiny_model, "--max-model-len", str(_P), "--lease-s", "120")
+    d = [partial(start_decode, tiny_model, "--max-model-len", str(n)) for n in (_SMALL, _LARGE)]
+    with started(p, *d) as (prefiller, *decode):
+        with running(proxy := start_proxy([prefiller], decode)):
+            yield Cluster([prefiller], decode, proxy, tiny_model)
 
 
 @pytest.mark.parametrize(

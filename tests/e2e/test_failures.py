@@ -1,6 +1,5 @@
 """What goes wrong between two servers, and that no client ever gets other text because of it."""
 
-import contextlib
 import copy
 import itertools
 import json
@@ -18,11 +17,11 @@ from tests.e2e.client import MODEL, complete, prefill, stream, streamed_token_id
 from tests.e2e.cluster import (
     Cluster,
     Server,
+    cluster,
     prefill_ports,
     running,
     start_decode,
     start_prefill,
-    start_proxy,
     wait_until,
 )
 from tests.e2e.plain_http import http
@@ -173,16 +172,13 @@ def test_a_malformed_reference_is_a_400(
 @pytest.fixture
 def own_cluster(tiny_model: Path, ports: list[int]) -> Iterator[Cluster]:
     """A cluster to break. Over TCP, where a stopped server's KV cannot be read."""
-    tcp = {"UCX_TLS": "tcp,self"}
-    limits = ("--fence-timeout-s", "20", "--handshake-timeout-s", "3")
-    with contextlib.ExitStack() as stack:
-        prefiller = start_prefill(tiny_model, *prefill_ports(*ports), **tcp)
-        stack.enter_context(running(prefiller))
-        decode = start_decode(tiny_model, "--transfer", "nixl", *limits, **tcp)
-        stack.enter_context(running(decode))
-        proxy = start_proxy([prefiller], [decode])
-        stack.enter_context(running(proxy))
-        yield Cluster([prefiller], [decode], proxy, tiny_model)
+    with cluster(
+        tiny_model,
+        prefill_argv=prefill_ports(*ports),
+        decode_argv=("--transfer", "nixl", "--fence-timeout-s", "20", "--handshake-timeout-s", "3"),
+        env={"UCX_TLS": "tcp,self"},
+    ) as made:
+        yield made
 
 
 def test_kill_of_the_prefill_server_in_mid_transfer(

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.e2e.cluster import (
     start_decode,
     start_prefill,
     start_proxy,
+    started,
     wait_until,
 )
 from tests.e2e.plain_http import http
@@ -49,10 +51,9 @@ def make_cluster(tiny_model: Path) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
 
         def make(prefill_argv: Any = (), decode_argv: Any = (), *, num_decode: int = 1) -> Cluster:
-            prefiller = start_prefill(tiny_model, "--lease-s", str(_LEASE_S), *prefill_argv)
-            stack.enter_context(running(prefiller))
-            decode = [start_decode(tiny_model, *decode_argv) for _ in range(num_decode)]
-            stack.enter_context(running(*decode))
+            p = partial(start_prefill, tiny_model, "--lease-s", str(_LEASE_S), *prefill_argv)
+            d = partial(start_decode, tiny_model, *decode_argv)
+            prefiller, *decode = stack.enter_context(started(p, *[d] * num_decode))
             proxy = start_proxy([prefiller], decode)
             stack.enter_context(running(proxy))
             return Cluster([prefiller], decode, proxy, tiny_model)
@@ -257,11 +258,10 @@ def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
     tiny_model: Path, tiny_reference: Reference, transfer: str, stopped_s: str
 ) -> None:
     """Its lease runs out while it cannot say so; then it goes on, and reuses the blocks."""
-    prefiller = start_prefill(tiny_model, "--lease-s", "1", "--kv-cache-tokens", "2048")
-    decode = start_decode(
-        tiny_model, "--transfer", transfer, "--fence-timeout-s", "3", "--pull-timeout-s", "5"
-    )
-    with running(prefiller, decode):
+    timeouts = ("--fence-timeout-s", "3", "--pull-timeout-s", "5")
+    p = partial(start_prefill, tiny_model, "--lease-s", "1", "--kv-cache-tokens", "2048")
+    d = partial(start_decode, tiny_model, "--transfer", transfer, *timeouts)
+    with started(p, d) as (prefiller, decode):
         warm = _prompt()
         complete(decode.url, warm, 2, kv_transfer_params=prefill(prefiller.url, warm))
         prompt = _prompt()
@@ -332,9 +332,9 @@ def test_one_reference_at_many_requests_at_once_is_honoured_once(
 def test_a_short_lease_is_kept_alive_while_its_request_queues(
     tiny_model: Path, tiny_reference: Reference
 ) -> None:
-    prefiller = start_prefill(tiny_model, "--lease-s", "0.5")
-    decode = start_decode(tiny_model, "--max-num-seqs", "1")
-    with running(prefiller, decode):
+    p = partial(start_prefill, tiny_model, "--lease-s", "0.5")
+    d = partial(start_decode, tiny_model, "--max-num-seqs", "1")
+    with started(p, d) as (prefiller, decode):
         complete(decode.url, warm := _prompt(), 2, kv_transfer_params=prefill(prefiller.url, warm))
         long = Stream(decode.url, _prompt(40), 1500).begun()
         prompt = _prompt()

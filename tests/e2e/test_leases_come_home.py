@@ -17,15 +17,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import MODEL, complete, prefill
-from tests.e2e.cluster import (
-    Cluster,
-    Server,
-    running,
-    start_decode,
-    start_prefill,
-    start_proxy,
-    wait_until,
-)
+from tests.e2e.cluster import Cluster, Server, cluster, running, start_proxy, wait_until
 from tests.e2e.reference import Reference
 from tests.e2e.test_equality import make_prompt
 
@@ -176,8 +168,8 @@ def test_whenever_clients_leave_no_lease_has_to_expire(tiny_model: Path) -> None
 
         await asyncio.gather(*(take_turn() for _ in range(300)))
 
-    prefiller, decode = start_prefill(tiny_model, "--lease-s", "120"), start_decode(tiny_model)
-    with running(prefiller, decode), running(proxy := start_proxy([prefiller], [decode])):
-        asyncio.run(ask_all(proxy.port))
+    with cluster(tiny_model, prefill_argv=("--lease-s", "120")) as made:
+        prefiller, decode = made.prefill[0], made.decode[0]
+        asyncio.run(ask_all(made.proxy.port))
         wait_until(lambda: prefiller.all_blocks_home() and decode.all_blocks_home(), 30)
         assert _event(prefiller, "aborted") > 0

@@ -14,6 +14,7 @@ from tests.e2e.cluster import (
     start_decode,
     start_prefill,
     start_proxy,
+    started,
     wait_until,
 )
 from tests.e2e.load import Load
@@ -35,9 +36,7 @@ def test_a_rolling_restart_under_load_is_not_noticed(
 def _restart_all(model: Path, reference: Reference, ports: list[int]) -> None:
     starts = [partial(start_prefill, model, *prefill_ports(*ports[at : at + 2])) for at in (0, 2)]
     starts += [partial(start_decode, model, "--port", str(port)) for port in ports[4:]]
-    servers = [start() for start in starts]
-    prefill, decode = servers[:2], servers[2:]
-    with running(*servers), running(proxy := start_proxy(prefill, decode)):
+    with started(*starts) as servers, running(proxy := start_proxy(servers[:2], servers[2:])):
         prompts = [make_prompt(80_000 + seed, 40 + 17 * seed) for seed in range(12)]
         expected = [reference.generate(prompt, 24) for prompt in prompts]
         load = [
@@ -51,7 +50,7 @@ def _restart_all(model: Path, reference: Reference, ports: list[int]) -> None:
                 wait_until(
                     lambda before=before: sum(c.num_right for c in load) >= before + 4 * _CLIENTS
                 )
-                role = "prefill" if server in prefill else "decode"
+                role = "prefill" if server in servers[:2] else "decode"
                 ready = f'baton_proxy_upstream_ready{{role="{role}",url="{server.url}"}}'
                 assert server.stop() == 0
                 successors.append(start())

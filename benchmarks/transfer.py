@@ -468,7 +468,7 @@ def main(argv: list[str] | None = None) -> int:
     cuda_only.add_argument("--timeline", action="store_true", help="where the time of pulls goes")
     cuda_only.add_argument("--post-bytes", type=int, help="most bytes of one post")
     cuda_only.add_argument("--post-runs", type=int, default=1024)
-    cuda_only.add_argument("--num-threads", type=int, default=0, help="posting threads of NIXL")
+    cuda_only.add_argument("--num-threads", type=int, help="of NIXL, ours and bare READs alike")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     size = Size(

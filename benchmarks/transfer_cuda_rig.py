@@ -70,7 +70,7 @@ def by_token(pool: KVPool) -> torch.Tensor:
     return words.permute([pool.layout.order.index(axis) for axis in "BNHLCD"])
 
 
-def new_agent(name: str, device: str, num_threads: int = 0) -> NixlAgent:
+def new_agent(name: str, device: str, num_threads: int | None = None) -> NixlAgent:
     return NixlAgent(
         name,
         device_id=torch.device(device).index,
@@ -184,7 +184,7 @@ class Setup:
     mapped: bool
     staging_bytes: int
     limits: PostLimits | None = None
-    num_threads: int = 0
+    num_threads: int | None = None
 
 
 class DecodeRank:

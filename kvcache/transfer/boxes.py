@@ -87,9 +87,6 @@ class BlockTable:
         block_size: in tokens.
         tokens: the blocks that these lie in are going to be used.
         distinct: these blocks must differ from each other.
-
-    Attributes:
-        ids: as they came; `check` says whether they can be used.
     """
 
     def __init__(
@@ -102,7 +99,7 @@ class BlockTable:
         *,
         distinct: bool = False,
     ) -> None:
-        self.ids = ids if isinstance(ids, list) else np.asarray(ids).reshape(-1).tolist()
+        self._given = ids
         self._name = name
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -111,10 +108,23 @@ class BlockTable:
         self._is_checked = False
         self._array: IntArray | None = None
 
+    @cached_property
+    def ids(self) -> list[int]:
+        """As they came; `check` says whether they can be used."""
+        ids = self._given
+        return ids if isinstance(ids, list) else np.asarray(ids).reshape(-1).tolist()
+
+    @cached_property
+    def bytes(self) -> memoryview:
+        """Of i64[n], the same."""
+        if self._array is not None:
+            return self._array.data.cast("B")
+        return memoryview(array("q", self.ids)).cast("B")
+
     @classmethod
     def of(cls, blocks: IntArray) -> "BlockTable":
         """Blocks that need no check."""
-        table = cls("blocks", [], 0, 1, range(0))
+        table = cls("blocks", blocks, 0, 1, range(0))
         table._array = blocks
         return table
 
@@ -126,7 +136,7 @@ class BlockTable:
         """
         if self._array is None:
             self.check()
-            self._array = int_array(self.ids)
+            self._array = np.frombuffer(self.bytes, np.int64)
         return self._array
 
     def check(self) -> None:

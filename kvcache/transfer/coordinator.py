@@ -42,6 +42,7 @@ from kvcache.transfer.pull_state import (
     Action,
     Emit,
     FanOut,
+    LookAhead,
     LookAtWord,
     Phase,
     PullState,
@@ -181,14 +182,15 @@ class PullCoordinator:
 
     def close(self) -> None:
         """Ends the thread; leases of open pulls are aborted, without waiting for an answer."""
-        self._turns.close(self._close)
 
-    def _close(self) -> None:
-        for state in self._states():
-            self._send(state, SendAbort())
-        self._side_channel.close(_CLOSE_LINGER_S)
-        self._held_leases.close()
-        self._ranks.close()
+        def last() -> None:
+            for state in self._states():
+                self._send(state, SendAbort())
+            self._side_channel.close(_CLOSE_LINGER_S)
+            self._held_leases.close()
+            self._ranks.close()
+
+        self._turns.close(last)
 
     def _awaits_fence(self) -> bool:
         """See WorkerLink.awaits_fence."""
@@ -199,14 +201,12 @@ class PullCoordinator:
         """When there will be something to do, whatever comes; infinity for never."""
         in_use_s = _LOOK_S if self._pulls else float("inf")  # no waking for each new timeout then
         due = self._clock() + min(self._side_channel.retry_in_s(), in_use_s)
-        due = min(due, self._peers.deadline())
-        for state in self._pulls.values():
-            due = min(due, state.deadline())
+        due = min(due, self._peers.deadline(), *(s.deadline() for s in self._pulls.values()))
         if self._side_channel.all_connected:
             return due
         lost_s = self._settings.connection_timeout_s
-        unconnected = (self._unconnected_in_use(), self._gone_peers())
-        return min([due, *(since + lost_s for found in unconnected for since in found.values())])
+        unconnected = {**self._unconnected_in_use(), **self._gone_peers()}
+        return min([due, *(since + lost_s for since in unconnected.values())])
 
     def _turn(self) -> None:
         try:
@@ -220,17 +220,17 @@ class PullCoordinator:
             self._survive()
 
     def _tick(self) -> None:
-        now = self._clock()
+        now, lost_s = self._clock(), self._settings.connection_timeout_s
         asking, late = self._peers.due(now)
         for peer in asking:
             self._ask_metadata(peer)
         for peer in late:
             self._peer_decided(peer)
         for address, since in self._unconnected_in_use().items():
-            if now - since >= self._settings.connection_timeout_s:
+            if now - since >= lost_s:
                 self._lost(address)
         for address, since in self._gone_peers().items():
-            if now - since >= self._settings.connection_timeout_s:
+            if now - since >= lost_s:
                 self._bury(address)
         for state in self._states():
             if state.deadline() <= now:
@@ -239,9 +239,7 @@ class PullCoordinator:
     def _unconnected_in_use(self) -> dict[Address, float]:
         """Addresses that somebody waits for and that have no connection, and since when."""
         found = self._side_channel.unconnected()
-        if not found:
-            return found
-        used = {address_of(state.remote) for state in self._states()}
+        used = {address_of(state.remote) for state in self._pulls.values()} if found else set()
         return {a: t for a, t in found.items() if a in used or self._peers.fetching_from(a)}
 
     def _gone_peers(self) -> dict[Address, float]:
@@ -286,9 +284,9 @@ class PullCoordinator:
         """After a bug of our own: no pull may hang for it, and later ones shall work."""
         logger.exception("pull coordinator")
         self._counters["internal_errors"] += 1
-        error = InternalError("the pull coordinator failed")
         try:
             for state in self._states():
+                error = InternalError("the pull coordinator failed")
                 self._perform(state, state.fail(error, self._clock()))
         except Exception:
             logger.exception("pull coordinator, giving up its pulls")
@@ -318,17 +316,19 @@ class PullCoordinator:
 
     def _do_pull(
         self, pull_id: str, remote: RemotePrefill, span: tuple[int, int, list[int]]
-    ) -> None:
-        if pull_id not in self._pulls:
+    ) -> bool:
+        """Whether nothing is due sooner than before."""
+        if not (was_held := pull_id in self._pulls):
             self._do_hold(pull_id, remote)
         state = self._pulls.get(pull_id)
         if state is None or pull_id in self._spans:
-            return
+            return False
         now = self._clock()
         self._spans[pull_id] = span
         self._perform(state, state.pull(span[1] - span[0], now))
         if state.phase is Phase.WAITING:
             self._offer(state, self._peers.connect(remote, now))
+        return was_held and state.phase is Phase.READING
 
     def _do_cancel(self, pull_id: str) -> None:
         state = self._pulls.get(pull_id)
@@ -436,8 +436,11 @@ class PullCoordinator:
                 request = self._questions.lease(state.pull_id, remote, action)
                 self._post(address_of(remote), request)
             case FanOut():
-                span, asks = self._spans[state.pull_id], not self._held_leases.sees(key_of(remote))
-                self._ranks.broadcast(pull_command(state.pull_id, remote, *span, asks))
+                span = self._spans[state.pull_id]
+                self._ranks.broadcast(pull_command(state.pull_id, remote, *span))
+            case LookAhead():
+                if not self._sees_held(remote):
+                    self._send(state, SendAlert())
             case StopRanks():
                 self._ranks.broadcast(StopPull(state.pull_id))
             case SuspectPeer():
@@ -462,8 +465,7 @@ class PullCoordinator:
     # -- what comes in
 
     def _take_report(self, report: Report) -> None:
-        state = self._pulls.get(report.pull_id)
-        if state is None:
+        if (state := self._pulls.get(report.pull_id)) is None:
             return
         if isinstance(report, RankEnding):
             self._perform(state, state.rank_ending())

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.boxes import Transfer, cut_tokens
+from kvcache.transfer.boxes import Transfer, cut_tokens, int_array
 from kvcache.transfer.gather import Gather, Share
 from kvcache.transfer.topology import Endpoint, IntArray
+
+_FEW_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -106,15 +108,24 @@ def rows_of(share: Share, local: Endpoint, remote: Endpoint) -> Rows | None:
 
 
 def plan_copies(
-    rows: Rows, gather: Gather, transfer: Transfer, first: int, count: int
+    rows: Rows,
+    gather: Gather,
+    transfer: Transfer,
+    first: int,
+    count: int,
+    bases: tuple[int, int] = (0, 0),
 ) -> tuple[Copies | None, Copies | None]:
     """What moves `count` blocks of a gather from `first` on: runs, which are rows as wide as
-    `Rows.run_bytes`, and copies of `Rows.count` rows each. None: there are none."""
+    `Rows.run_bytes`, and copies of `Rows.count` rows each. None: there are none.
+
+    Args:
+        bases: what is added to each source and target: addresses of the two pools.
+    """
     size, step = rows.source.tokens, gather.share.block_step
     low = gather.ordinal(first)
     stop = low + (count - 1) * step + 1
     if not rows.run_bytes:
-        return None, _cut(rows, gather, transfer, range(low, stop, step))
+        return None, _cut(rows, gather, transfer, range(low, stop, step), bases)
     ends: list[int] = []
     while low < stop and (low * size < gather.token_start or (low + 1) * size > gather.token_stop):
         ends.append(low)
@@ -122,21 +133,40 @@ def plan_copies(
     if low < stop and stop * size > gather.token_stop:
         ends.append(stop - 1)
         stop -= step
-    strided = [_cut(rows, gather, transfer, range(end, end + 1)) for end in ends]
+    strided = [_cut(rows, gather, transfer, range(end, end + 1), bases) for end in ends]
     joined = Copies(*map(np.concatenate, zip(*strided, strict=True))) if strided else None
-    return (_runs(rows, transfer, slice(low, stop, step)) if low < stop else None), joined
+    if low >= stop:
+        return None, joined
+    runs = _few_runs if stop - low <= _FEW_BLOCKS * step else _runs
+    return runs(rows, transfer, slice(low, stop, step), bases), joined
 
 
-def _runs(rows: Rows, transfer: Transfer, blocks: slice) -> Copies:
+def _few_runs(rows: Rows, transfer: Transfer, blocks: slice, bases: tuple[int, int]) -> Copies:
+    """As `_runs`, in a fraction of its time where little has run lately: the link waits for a
+    pull's first copies."""
+    transfer.local_table.check()
+    remote, local = transfer.remote_table.ids[blocks], transfer.local_table.ids[blocks]
+    source, source_step = bases[0] + rows.source.first, rows.source.block
+    target, target_step = bases[1] + rows.target.first, rows.target.block
+    return Copies(
+        int_array([source + block * source_step for block in remote]),
+        int_array([target + block * target_step for block in local]),
+        int_array([rows.run_bytes] * len(remote)),
+    )
+
+
+def _runs(rows: Rows, transfer: Transfer, blocks: slice, bases: tuple[int, int]) -> Copies:
     """Whole blocks, by their ordinals in the sequence."""
     sources = transfer.remote_blocks[blocks] * rows.source.block
     targets = transfer.local_blocks[blocks] * rows.target.block
-    sources += rows.source.first
-    targets += rows.target.first
+    sources += bases[0] + rows.source.first
+    targets += bases[1] + rows.target.first
     return Copies(sources, targets, np.full(len(sources), rows.run_bytes))
 
 
-def _cut(rows: Rows, gather: Gather, transfer: Transfer, blocks: range) -> Copies:
+def _cut(
+    rows: Rows, gather: Gather, transfer: Transfer, blocks: range, bases: tuple[int, int]
+) -> Copies:
     """Blocks of P, by their ordinals in the sequence, cut where blocks of D end."""
     size = rows.source.tokens
     starts, lengths = cut_tokens(
@@ -148,8 +178,8 @@ def _cut(rows: Rows, gather: Gather, transfer: Transfer, blocks: range) -> Copie
     mine = (starts // size - blocks[0]) % blocks.step == 0  # other owners have those between
     starts, lengths = starts[mine], lengths[mine]
     return Copies(
-        _places(rows.source, rows.token_bytes, transfer.remote_blocks, starts),
-        _places(rows.target, rows.token_bytes, transfer.local_blocks, starts),
+        bases[0] + _places(rows.source, rows.token_bytes, transfer.remote_blocks, starts),
+        bases[1] + _places(rows.target, rows.token_bytes, transfer.local_blocks, starts),
         lengths * rows.token_bytes,
     )
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from kvcache.pool import KVPool
@@ -24,7 +23,6 @@ from kvcache.transfer.copies import Rows, plan_copies, rows_of
 from kvcache.transfer.cuda_driver import CudaError, Driver, driver
 from kvcache.transfer.gather import Share, shares_of
 from kvcache.transfer.mapper import ALL_BYTES, MappedMemory, Mapper, NotMappable, Work, offered
-from kvcache.transfer.topology import IntArray
 from protocol.handshake import RankMetadata
 from protocol.logging import get_logger
 
@@ -45,7 +43,7 @@ _LONG_COPY_BYTES = 64 << 10
 _COPIES = 128  # of a launch: more would keep the interpreter's lock for more than 0.1 ms
 _FIRST_COPIES = 8  # of a pull's first launch: the link has work sooner
 _AWAKE_S = 0.0002  # the driver's first call after more than that takes 20 us longer
-_SLOT_NUMBERS = 4096
+_SLOT_BYTES = 32 << 10
 
 
 @dataclass(eq=False)
@@ -54,12 +52,12 @@ class _Slot:
 
     host: torch.Tensor
     device: torch.Tensor
-    numbers: IntArray = field(init=False)  # host's
+    bytes: memoryview = field(init=False)  # host's
     source: int = field(init=False)  # host's address
     address: int = field(init=False)  # device's
 
     def __post_init__(self) -> None:
-        self.numbers, self.source = self.host.numpy(), self.host.data_ptr()
+        self.bytes, self.source = self.host.numpy().data.cast("B"), self.host.data_ptr()
         self.address = self.device.data_ptr()
 
 
@@ -117,7 +115,7 @@ class CudaMapper(Mapper):
         # 0 is the lowest priority: what the engine gives a higher one goes first.
         self._torch_stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
         self._stream = self._torch_stream.cuda_stream
-        self._free_slots += [self._slot(_SLOT_NUMBERS) for _ in range(2)]
+        self._free_slots += [self._slot(_SLOT_BYTES) for _ in range(2)]
         self._awake_event = self._driver.new_event()
         self._free_events += [self._driver.new_event() for _ in range(8)]
 
@@ -186,25 +184,25 @@ class CudaMapper(Mapper):
         return Work(work.gathers, work.sources, work.transfer, _Tables())
 
     def _upload(self, work: Work) -> _Slot:
-        remote, local = work.remote_blocks, work.local_blocks
-        count = len(remote) + len(local)
-        slot = work.device_copy.slot = self._slot(count)
-        slot.numbers[: len(remote)] = remote
-        slot.numbers[len(remote) : count] = local
-        self._driver.upload(slot.address, slot.source, 8 * count, self._stream)
+        remote, local = work.transfer.remote_table.bytes, work.transfer.local_table.bytes
+        nbytes = len(remote) + len(local)
+        slot = work.device_copy.slot = self._slot(nbytes)
+        slot.bytes[: len(remote)] = remote
+        slot.bytes[len(remote) : nbytes] = local
+        self._driver.upload(slot.address, slot.source, nbytes, self._stream)
         return slot
 
     def end(self, work: Work) -> None:
         if work.device_copy is not None and work.device_copy.slot is not None:
             self._free_slots.append(work.device_copy.slot)
 
-    def _slot(self, count: int) -> _Slot:
+    def _slot(self, nbytes: int) -> _Slot:
         """Memory for a pull's tables, used before if possible: to allocate takes longer."""
         for slot in self._free_slots:
-            if len(slot.numbers) >= count:
+            if len(slot.bytes) >= nbytes:
                 self._free_slots.remove(slot)
                 return slot
-        size = max(_SLOT_NUMBERS, 1 << (count - 1).bit_length())
+        size = 1 << (nbytes // 8 - 1).bit_length()
         with torch.cuda.stream(self._torch_stream):
             device = torch.empty(size, dtype=torch.int64, device=self._device)
         return _Slot(torch.empty(size, dtype=torch.int64, pin_memory=True), device)
@@ -251,12 +249,9 @@ class CudaMapper(Mapper):
 
     def _copy(self, work: Work, index: int, rows: Rows, first: int, count: int) -> None:
         """By the copy engines."""
-        source = work.sources[index].address
-        runs, strided = plan_copies(rows, work.gathers[index], work.transfer, first, count)
-        for copies in (runs, strided):
-            if copies is not None:
-                np.add(copies.sources, source, out=copies.sources)
-                np.add(copies.targets, self._target, out=copies.targets)
+        bases = (work.sources[index].address, self._target)
+        gather = work.gathers[index]
+        runs, strided = plan_copies(rows, gather, work.transfer, first, count, bases)
         if runs is not None:
             self._driver.copy_runs(runs, self._stream)
         if strided is not None:
@@ -274,7 +269,7 @@ class CudaMapper(Mapper):
             self._target,
             prepared.address,
             slot.address,
-            slot.address + 8 * len(work.remote_blocks),
+            slot.address + len(work.transfer.remote_table.bytes),
             gather.ordinal(first),
             count * gather.share.block_units,
             gather.token_start,

@@ -149,10 +149,13 @@ class MappedJob:
 
     @cached_property
     def plan(self) -> TransferPlan:
-        """Not asked for before the first launch: the link would idle meanwhile."""
+        """Not asked for before the first launch: the link would idle meanwhile. Nor when all has
+        ended: the fence waits then."""
         read = sum(gather.num_blocks * gather.share.block_bytes for gather in self._work.gathers)
         useful = self._work.transfer.useful_bytes
-        return TransferPlan("mapped", (), (), read, useful, 0.0, "mapped")
+        plan = TransferPlan("mapped", (), (), read, useful, 0.0, "mapped")
+        assert plan.descriptors == 0
+        return plan
 
     @property
     def active(self) -> int:

@@ -39,6 +39,9 @@ from nixl import _bindings as nixl  # noqa: E402
 logger = get_logger(__name__)
 
 _PROGRESS_DELAY_US = 100_000  # upper bound of a sleep that events end early
+# One thread posts a run of 256 KiB between GPUs in 5 to 6 us, and copying takes 4: two are enough,
+# four no faster. Fewer runs than these are posted by the thread that asks.
+_GPU_THREADS, _SPLIT_RUNS = 2, 64
 _SEGMENTS = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
 _STATES = {nixl.NIXL_SUCCESS: ReadState.DONE, nixl.NIXL_IN_PROG: ReadState.ACTIVE}
 
@@ -51,7 +54,8 @@ class NixlAgent(TransferAgent):
         device_id: the CUDA device whose memory this agent moves; None for host memory only.
         set_device: makes `device_id` current in the calling thread; UCX needs that on every
             thread that touches CUDA memory. Called in the constructor and in `bind_thread`.
-        num_threads: UCX worker threads that post in parallel; helps many small runs.
+        num_threads: of UCX, that post runs of one READ in parallel, where they are many; None: as
+            many as it takes to keep a GPU's copy engine busy, where there is one.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class NixlAgent(TransferAgent):
         *,
         device_id: int | None = None,
         set_device: Callable[[int], None] | None = None,
-        num_threads: int = 0,
+        num_threads: int | None = None,
     ) -> None:
         self.name = f"{prefix}-{uuid.uuid4().hex}"
         self._device_id = device_id
@@ -71,7 +75,11 @@ class NixlAgent(TransferAgent):
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_NONE  # one thread at a time uses it
         self._agent: Any = nixl.nixlAgent(self.name, config)
-        options = {"num_threads": str(num_threads)} if num_threads else {}
+        if num_threads is None:
+            num_threads = 0 if device_id is None else _GPU_THREADS
+        options = {}
+        if num_threads:
+            options = {"num_threads": str(num_threads), "split_batch_size": str(_SPLIT_RUNS)}
         self._backend = self._agent.createBackend("UCX", options)
         self._regions: list[Region] = []
         self._peers: set[str] = set()

@@ -229,8 +229,7 @@ class Planner:
         self._kept: dict[object, object] = {}
         self._whole = WholeBlocks.of(local, remote, self._groups, total_kv_heads)
         nothing = Transfer(local, self._remote, (), 0, 0, 0, _NO_BLOCKS, _NO_BLOCKS)
-        converts = convert and nothing.converts
-        whole = self._whole if not converts else None
+        whole = self._whole if not (convert and nothing.converts) else None
         self._long_runs = whole if whole and whole.run_bytes >= _LONG_RUN_BYTES else None
         self._decided_by: CostModel | None = None
         self._decisions: dict[tuple[int, ...], _Decision] = {}
@@ -284,7 +283,7 @@ class Planner:
         the plan. Arguments as of `take`."""
         if self._stripe is not None:
             return None
-        turn = self._local.rank + lease_hash if self._takes_turns else 0
+        turn = self._local.rank + lease_hash
         return self._openings.find(self._ends(*tokens), *tokens, remote_block_ids, turn)
 
     def _turned(self, turn: int) -> tuple[HeadGroup, ...]:
@@ -303,8 +302,7 @@ class Planner:
         if self._long_runs is not None and self._is_whole(transfer):
             return self._whole_blocks(self._long_runs, transfer, costs)
         decision = self._decide(transfer, costs)
-        tokens = transfer.token_stop - transfer.token_start
-        seconds = decision.seconds_per_token * tokens
+        seconds = decision.seconds_per_token * (transfer.token_stop - transfer.token_start)
         spans = [transfer]
         if decision.split:
             body, ends = split_ends(transfer)
@@ -313,8 +311,8 @@ class Planner:
             (span, None if way is None else stage(span, way, costs, self._staging_bytes or 0))
             for span, way in zip(spans, decision.ways, strict=True)
         ]
-        kind = self._ends(transfer.token_start, transfer.token_stop)
-        self._openings.learn(kind, parts[0][1] if len(parts) == 1 else None)
+        alone = parts[0][1] if len(parts) == 1 else None
+        self._openings.learn(self._ends(transfer.token_start, transfer.token_stop), alone)
         return self._build(parts, seconds, decision.reason)
 
     def _whole_blocks(

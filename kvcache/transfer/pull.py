@@ -116,7 +116,6 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     token_stop: int
     local_block_ids: list[int]  # from token 0 of the sequence on
     remote_block_ids: list[int]
-    announce_end: bool = True  # send a RankEnding: P will be asked
 
 
 def pull_command(
@@ -125,7 +124,6 @@ def pull_command(
     token_start: int,
     token_stop: int,
     local_block_ids: list[int],
-    announce_end: bool = True,
 ) -> Pull:
     """What every rank is told of a pull."""
     return Pull(
@@ -137,7 +135,6 @@ def pull_command(
         token_stop=token_stop,
         local_block_ids=local_block_ids,
         remote_block_ids=remote.block_ids,
-        announce_end=announce_end,
     )
 
 

@@ -305,7 +305,6 @@ class PullWorker:
         self._fail(job, error)
 
     def _add(self, pull: Pull, job: Job, peer: JobPeer, opened: Opened | None) -> None:
-        job.end_announced = not pull.announce_end
         peer.users += 1
         self._jobs[pull.pull_id] = (job, peer)
         if opened is not None and isinstance(job, PullJob):

@@ -43,7 +43,7 @@ class Turns:
         self._epoll = select.epoll()
         for source in (self._waker, *sources):
             self._epoll.register(source.fileno(), select.EPOLLIN)
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], bool | None]] = deque()
         self._lock = threading.Lock()
         self._closed = False
         self._wakes_at = 0.0  # the thread, by itself
@@ -53,19 +53,24 @@ class Turns:
     def start(self) -> None:
         self._thread.start()
 
-    def call(self, call: Callable[[], None]) -> None:
+    def call(self, call: Callable[[], bool | None]) -> None:
         """Makes this and all earlier calls, in order; takes a turn if one is due then. What sources
-        say can wait for the thread here: who calls has a step to launch. Any thread."""
+        say can wait for the thread here: who calls has a step to launch. Any thread.
+
+        Args:
+            call: may return True if nothing becomes due sooner by it.
+        """
         self._calls.append(call)
         with self._lock:
             if self._closed:
                 return
-            self._obey()
-            due = self._deadline()
-            if due <= self._clock():
-                self._turn()
+            sooner = not self._obey()
+            if sooner:
                 due = self._deadline()
-            sooner = bool(self._calls) or due < self._wakes_at
+                if due <= self._clock():
+                    self._turn()
+                    due = self._deadline()
+                sooner = bool(self._calls) or due < self._wakes_at
         self._after()
         if sooner:
             self._waker.wake()
@@ -82,12 +87,16 @@ class Turns:
         if sooner:
             self._waker.wake()
 
-    def _obey(self) -> None:
+    def _obey(self) -> bool:
+        """Whether nothing becomes due sooner by what was called."""
+        is_later = True
         try:
             while self._calls:
-                self._calls.popleft()()
+                is_later = bool(self._calls.popleft()()) and is_later
         except Exception:
             self._failed()
+            return False
+        return is_later
 
     def close(self, last: Callable[[], None]) -> None:
         """Ends the thread and all turns; `last` is done under the lock."""

@@ -19,11 +19,11 @@ from kvcache.transfer.pull_state import (
     Action,
     Emit,
     FanOut,
+    LookAhead,
     LookAtWord,
     Phase,
     PullState,
     SendAbort,
-    SendAlert,
     SendComplete,
     SendRenew,
     StopRanks,
@@ -144,7 +144,7 @@ def test_a_word_is_looked_at_only_after_the_last_byte() -> None:
 def test_an_end_that_nears_is_told_to_the_peer_once_and_only_while_reading() -> None:
     assert state().rank_ending() == []
     pull = reading()
-    assert pull.rank_ending() == [SendAlert()] and pull.rank_ending() == []
+    assert pull.rank_ending() == [LookAhead()] and pull.rank_ending() == []
     pull = reading(1)
     pull.rank_ended(ended(0), now=2.0)
     assert pull.rank_ending() == []

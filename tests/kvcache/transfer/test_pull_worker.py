@@ -12,7 +12,15 @@ from kvcache.pool import KVPool
 from kvcache.transfer.job_maker import JobMaker
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.plan import DEFAULT_COSTS
-from kvcache.transfer.pull import AddPeer, Pull, RankEnded, Report, StopPull, pull_command
+from kvcache.transfer.pull import (
+    AddPeer,
+    Pull,
+    RankEnded,
+    RankEnding,
+    Report,
+    StopPull,
+    pull_command,
+)
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
 
@@ -26,6 +34,7 @@ class Rank:
     def __init__(self, **options: Any) -> None:
         self.link = InsideLink()
         self._told = threading.Event()
+        self.reports: list[Report] = []
         self.link.on_report = self._told.set
         self.pool = KVPool(layout())
         self.worker = PullWorker(
@@ -33,11 +42,13 @@ class Rank:
         )
 
     def report(self) -> Report:
-        """The one that comes next."""
-        assert self._told.wait(DEADLINE_S), "the worker says nothing"
-        self._told.clear()
-        (report,) = self.link.reports()
-        return report
+        """The one that comes next, but for announcements of an end."""
+        while not self.reports:
+            assert self._told.wait(DEADLINE_S), "the worker says nothing"
+            self._told.clear()
+            found = self.link.reports()
+            self.reports += [report for report in found if not isinstance(report, RankEnding)]
+        return self.reports.pop(0)
 
 
 @pytest.fixture
@@ -94,7 +105,7 @@ def test_a_table_that_is_checked_while_the_first_chunk_is_read_writes_nothing_if
         found = {}
         for name, table in tables.items():
             rank.pool.tensor.fill_(-1)
-            rank.link.send(pull_command(name, lease, 0, 64, table, announce_end=False))
+            rank.link.send(pull_command(name, lease, 0, 64, table))
             ended = rank.report()
             assert isinstance(ended, RankEnded) and ended.pull_id == name
             assert ended.complete == (ended.error is None)

@@ -85,6 +85,23 @@ def test_a_call_takes_a_turn_only_when_that_is_due_then(state: State) -> None:
     assert state.turns == 1
 
 
+def test_a_call_that_makes_nothing_due_sooner_says_so_for_itself_alone(state: State) -> None:
+    state.due = state.now
+
+    def says_so() -> bool:
+        return True
+
+    state.all.call(says_so)
+    assert state.turns == 0
+
+    def says_so_and_calls() -> bool:
+        state.all._calls.append(lambda: None)  # as another thread would meanwhile
+        return True
+
+    state.all.call(says_so_and_calls)
+    assert state.turns == 1
+
+
 def test_the_thread_takes_turns_for_sources_and_deadlines(state: State) -> None:
     state.all.start()
     state.wait()

@@ -1,0 +1,283 @@
+"""READs that are posted before there is a plan: what they may read, and what becomes of them."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvcache.pool import KVPool
+from kvcache.transfer.job_maker import JobMaker
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.opening import Opening
+from kvcache.transfer.plan import DEFAULT_COSTS, Endpoint, Planner
+from kvcache.transfer.pull import AddPeer, RankEnded, StopPull, pull_command
+from kvcache.transfer.pull_worker import PullWorker
+from kvcache.transfer.rank_links import InsideLink
+from kvcache.transfer.runs import RankRead
+from tests.kvcache.transfer.geometry import DTYPES, Case, leased_bytes, with_dtypes
+from tests.kvcache.transfer.test_planner import pulls
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import DEADLINE_S, HEADS, LAYERS, Prefill, expected, layout
+
+
+def _bytes_of(read: RankRead) -> tuple[Any, ...]:
+    return read.remote_rank, *(array.tolist() for array in read[1:])
+
+
+def _check_openings(all_pulls: list[Case], d_rank: int, staging_blocks: int) -> tuple[int, int]:
+    """How many pulls were opened, and how many of these as their plans want."""
+    first = all_pulls[0]
+    block_bytes = max(first.layout(first.p, rank).block_bytes for rank in range(first.p.tp))
+    planner = Planner(
+        first.endpoints(first.d)[d_rank % first.d.tp],
+        first.endpoints(first.p),
+        first.heads,
+        staging_bytes=staging_blocks * (block_bytes + 64) * 4 * first.p.tp,
+        convert=True,
+        allow_mixed=True,
+    )
+    opened = wanted = 0
+    for case in all_pulls:
+        tokens, p, d = (case.start, case.stop), list(case.p.blocks), list(case.d.blocks)
+        opening = planner.opening(tokens, p, lease_hash=case.lease_hash)
+        transfer = planner.take(tokens, d, p, lease_hash=case.lease_hash)
+        plan = planner.plan(transfer, DEFAULT_COSTS["cuda"])
+        if opening is None:
+            continue
+        leased, read = leased_bytes(case, opening.read.remote_rank), opening.read
+        for at, to, length in zip(*read[1:], strict=True):
+            assert leased[at : at + length].all()
+            assert 0 <= to <= to + length <= opening.slot_bytes
+        opened += 1
+        if plan.chunks and opening.slot_bytes == plan.slot_bytes:
+            wanted += _bytes_of(plan.chunks[0].reads[0]) == _bytes_of(read)
+    return opened, wanted
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=250)
+@given(pulls(), st.integers(0, 7), st.integers(1, 6), DTYPES)
+def test_an_opening_stays_inside_leased_blocks_and_its_slot(
+    all_pulls, d_rank, staging_blocks, dtypes
+) -> None:
+    _check_openings([with_dtypes(case, *dtypes) for case in all_pulls], d_rank, staging_blocks)
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=150)
+@given(pulls(), st.integers(0, 7), st.integers(1, 6))
+def test_a_pull_like_the_last_one_is_opened_as_its_plan_wants(
+    all_pulls, d_rank, staging_blocks
+) -> None:
+    case = with_dtypes(all_pulls[0], "float32", "float16")  # converted: always staged, all of it
+    is_ragged = case.start % case.p.block_size or case.stop % case.p.block_size
+    opened, wanted = _check_openings([case] * 3, d_rank, staging_blocks)
+    assert opened == wanted
+    if not is_ragged and case.start < case.stop and case.d.dcp == 1:
+        assert opened == 2
+
+
+def test_blocks_that_are_not_there_are_not_opened() -> None:
+    p, d = layout(order="LBCNHD", block_size=16), layout()
+    planner = Planner(
+        Endpoint(d, 0, 1), [Endpoint(p, 0, 1)], HEADS, staging_bytes=4 * 16 * p.token_bytes
+    )
+    costs, blocks = DEFAULT_COSTS["cuda"], [8, 6, 4, 2, 1, 3, 5, 7]
+    planner.plan(planner.take((0, 64), blocks, [5, 2, 9, 7]), costs)
+    assert planner.opening((0, 64), [1, 4, 3, 8]) is not None
+    for wrong in ([32, 4, 3, 8], [-1, 4, 3, 8], []):
+        assert planner.opening((0, 64), wrong) is None
+    assert planner.opening((0, 60), [1, 4, 3, 8]) is None  # nothing like it was planned
+
+
+class Rank:
+    """A worker that opens, with what its agent was doing when each pull was planned."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, order: str = "LBCNHD") -> None:
+        self.link, self._told = InsideLink(), threading.Event()
+        self.link.on_report = self._told.set
+        self.pool, self.agent = KVPool(layout()), MemoryAgent()
+        self.when_planned: list[int] = []
+        self.planned = threading.Event()
+        self.worker = PullWorker(
+            0,
+            1,
+            HEADS,
+            self.agent,
+            self.pool,
+            "",
+            inside=self.link,
+            opens=True,
+            staging_bytes=4 * 16 * layout().token_bytes,
+            costs=DEFAULT_COSTS["cuda"],
+        )
+        self._reports: list[Any] = []
+        make = JobMaker.make
+
+        def seen(*args: Any) -> Any:
+            self.when_planned.append(self.agent.active)
+            try:
+                return make(*args)
+            finally:
+                self.planned.set()
+
+        monkeypatch.setattr(JobMaker, "make", seen)
+        self.worker.start()
+
+    def order(self, name: str, lease: Any, table: list[int]) -> None:
+        self.planned.clear()
+        self.link.send(pull_command(name, lease, 0, 64, table))
+
+    def ended(self, *, within_s: float = DEADLINE_S) -> RankEnded | None:
+        """The next end of a pull; None if there is none within that time."""
+        while True:
+            self._reports += self.link.reports()
+            for report in self._reports:
+                if isinstance(report, RankEnded):
+                    self._reports.remove(report)
+                    return report
+            if not self._told.wait(within_s):
+                return None
+            self._told.clear()
+
+    def holds(self, lease: Any, table: list[int]) -> bool:
+        rows = self.pool.canonical[table].float().permute(0, 4, 1, 2, 3, 5)
+        found = rows.reshape(64, HEADS, LAYERS, 2, -1).numpy()
+        return np.array_equal(found, expected(lease, 0, 64, HEADS, 2))
+
+
+TABLES = (
+    [8, 6, 4, 2, 1, 3, 5, 7],
+    [18, 16, 14, 12, 11, 13, 15, 17],
+    [20, 9, 22, 21, 19, 24, 23, 10],
+)
+
+
+@pytest.fixture
+def prefill(rig: Any) -> Any:
+    return rig(Prefill, order="LBCNHD", block_size=16)
+
+
+@pytest.fixture
+def rank(prefill: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """It has pulled once: TABLES[0]."""
+    rank = Rank(monkeypatch)
+    rank.link.send(AddPeer(prefill.metadata))
+    lease = prefill.lease([5, 2, 9, 7], 64)
+    rank.order("first", lease, TABLES[0])
+    ended = rank.ended()
+    assert ended is not None and ended.complete and ended.path == "staged"
+    assert rank.when_planned == [0] and rank.holds(lease, TABLES[0])
+    yield rank
+    rank.agent.resume()
+    rank.worker.close()
+
+
+def test_the_next_pull_is_read_before_it_is_planned(prefill: Any, rank: Rank) -> None:
+    posts = rank.worker.counters["posts"]
+    for name, blocks, table in (("a", [3, 8, 1, 4], TABLES[1]), ("b", [9, 7, 5, 2], TABLES[2])):
+        lease = prefill.lease(blocks, 64)
+        rank.order(name, lease, table)
+        ended = rank.ended()
+        assert ended is not None and ended.complete and ended.path == "staged", ended
+        assert rank.holds(lease, table)
+    assert rank.when_planned == [0, 1, 1]
+    assert rank.worker.counters["posts"] == 3 * posts  # nothing was read twice
+    assert rank.worker.counters["internal_errors"] == 0
+
+
+def test_a_pull_that_cannot_be_planned_ends_when_its_opening_has(prefill: Any, rank: Rank) -> None:
+    lease = prefill.lease([3, 8, 1, 4], 64)
+    lease.block_ids[-1] = 99  # the first chunk has it not
+    rank.agent.stall()
+    rank.order("wrong", lease, TABLES[1])
+    assert rank.planned.wait(DEADLINE_S)
+    assert rank.agent.active == 1 and rank.ended(within_s=0.05) is None
+    rank.agent.resume()
+    ended = rank.ended()
+    assert ended is not None and not ended.complete and ended.error is not None
+    assert ended.error.message == "remote_block_ids names block 99; the pool has blocks 0 to 31"
+    lease = prefill.lease([3, 8, 1, 4], 64)
+    rank.order("right", lease, TABLES[1])
+    ended = rank.ended()
+    assert ended is not None and ended.complete and rank.holds(lease, TABLES[1])
+
+
+def test_a_pull_that_is_stopped_ends_when_its_opening_has(prefill: Any, rank: Rank) -> None:
+    rank.agent.stall()
+    rank.order("stopped", prefill.lease([3, 8, 1, 4], 64), TABLES[1])
+    assert rank.planned.wait(DEADLINE_S)
+    rank.link.send(StopPull("stopped"))
+    assert rank.ended(within_s=0.05) is None and rank.agent.active > 0
+    rank.agent.resume()
+    ended = rank.ended()
+    assert ended == RankEnded(pull_id="stopped", rank=0, complete=False, path="staged")
+    lease = prefill.lease([3, 8, 1, 4], 64)
+    rank.order("next", lease, TABLES[2])
+    ended = rank.ended()
+    assert ended is not None and ended.complete and rank.holds(lease, TABLES[2])
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_the_plan_does_not_want_is_thrown_away_and_its_slot_not_used_before(
+    prefill: Any, rank: Rank, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """As when two pulls that look alike are planned in different ways."""
+    find, plan = Planner.opening, Planner.plan
+
+    def other(self: Any, tokens: Any, blocks: list[int], **options: Any) -> Opening | None:
+        return find(self, tokens, [block + 1 for block in blocks], **options)
+
+    def planned(self: Any, transfer: Any, costs: Any) -> Any:
+        self._staging_bytes = None if direct else self._staging_bytes
+        self._decisions.clear()
+        return plan(self, transfer, costs)
+
+    monkeypatch.setattr(Planner, "opening", other)
+    monkeypatch.setattr(Planner, "plan", planned)
+    lease = prefill.lease([3, 8, 1, 4], 64)
+    rank.agent.stall()
+    rank.order("other", lease, TABLES[1])
+    assert rank.planned.wait(DEADLINE_S)
+    assert rank.ended(within_s=0.05) is None
+    rank.agent.resume()
+    ended = rank.ended()
+    assert ended is not None and ended.complete, ended
+    assert ended.path == ("direct" if direct else "staged") and rank.holds(lease, TABLES[1])
+    assert rank.when_planned == [0, 1]
+
+
+def test_a_pull_beside_another_waits_for_its_plan(
+    prefill: Any, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    opening = JobMaker.opening
+
+    def seen(self: Any, pull: Any, peer: Any) -> Opening | None:
+        asked.append(pull.pull_id)
+        return opening(self, pull, peer)
+
+    monkeypatch.setattr(JobMaker, "opening", seen)
+    rank.agent.stall()
+    leases = [prefill.lease(blocks, 64) for blocks in ([3, 8, 1, 4], [9, 7, 5, 2])]
+    rank.order("a", leases[0], TABLES[1])
+    assert rank.planned.wait(DEADLINE_S)
+    rank.order("b", leases[1], TABLES[2])
+    assert rank.planned.wait(DEADLINE_S)
+    rank.agent.resume()
+    assert {rank.ended().pull_id, rank.ended().pull_id} == {"a", "b"}  # type: ignore[union-attr]
+    assert rank.holds(leases[0], TABLES[1]) and rank.holds(leases[1], TABLES[2])
+    assert asked == ["a"] and rank.when_planned[:2] == [0, 1]
+
+
+def test_an_opening_that_fails_is_the_failure_of_its_pull(prefill: Any, rank: Rank) -> None:
+    rank.agent.fail()
+    rank.order("a", prefill.lease([3, 8, 1, 4], 64), TABLES[1])
+    ended = rank.ended()
+    assert ended is not None and not ended.complete and ended.error is not None
+    assert "a READ from" in ended.error.message

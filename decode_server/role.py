@@ -181,11 +181,12 @@ class DecodeRole(KVRole):
         self._coordinator.hold(pull_id, remote)
         self._coordinator.cancel(pull_id)
 
-    def _release_remote(self, sequence: Sequence) -> None:
-        """Lets the prefill server have its blocks back, as soon as no read is under way."""
+    def _release_remote(self, sequence: Sequence, *, lend: bool = False) -> None:
+        """Lets the prefill server have its blocks back, as soon as no read is under way; with
+        `lend` another decode server, if one may be asked."""
         del self._remote[sequence.request_id]
         self._hold(sequence.request_id)
-        self._coordinator.cancel(sequence.request_id)
+        self._coordinator.cancel(sequence.request_id, lend=lend)
 
     def _hold(self, request_id: str) -> None:
         """Has the lease renewed from now on, if it is not."""
@@ -231,7 +232,7 @@ class DecodeRole(KVRole):
             if now - since < self._quarantine_timeout_s or sequence.phase is not Phase.WAITING:
                 continue
             if sequence.remote is not None:
-                self._release_remote(sequence)
+                self._release_remote(sequence, lend=True)
             scheduler.finish(sequence)
             self._totals["baton_requests_locked_out"] += 1
             self.core.fail(

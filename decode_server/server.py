@@ -50,14 +50,16 @@ class DecodeHooks:
         if kv_params.is_absent(offered):
             return [{} for _ in prompts]
         params = kv_params.parse_list(offered, len(prompts))  # malformed is an error in any case
+        lent = kv_params.sender_releases(offered)
         return [
-            self._prepare_one(one, prompt, request, sampling, stop_token_ids)
+            self._prepare_one(one, lent, prompt, request, sampling, stop_token_ids)
             for one, prompt in zip(params, prompts, strict=True)
         ]
 
     def _prepare_one(
         self,
         params: KVTransferParams,
+        lent: bool,
         prompt: list[int],
         request: GenerationRequest,
         sampling: SamplingParams,
@@ -66,7 +68,7 @@ class DecodeHooks:
         remote = None
         try:
             params.verify(self.secret)
-            remote = kv_params.to_remote_prefill(params)
+            remote = kv_params.to_remote_prefill(params, sender_releases=lent)
             _check_belongs(params, prompt, request, sampling, stop_token_ids)
         except KVParamsRejected as error:
             if self.policy.recomputes(error):

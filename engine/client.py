@@ -19,7 +19,7 @@ from types import TracebackType
 
 from engine.transport import MAX_BYTES, path_of
 from kvcache.transfer.wire import Wire, WireClosed
-from protocol.errors import EngineDied
+from protocol.errors import EngineDied, NoServerAvailable
 from protocol.logging import get_logger
 from protocol.messages import (
     AbortRequest,
@@ -161,8 +161,8 @@ class Engine(ABC):
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        """Stops listening and ends every open request with EngineDied."""
-        self._fail("the server is shutting down")
+        """Stops listening and ends every open request with NoServerAvailable."""
+        self._fail("the server is shutting down", NoServerAvailable.code)
 
     async def wait_ready(self, timeout_s: float) -> EngineReady:
         """Waits for the engine to say that it can serve.
@@ -228,12 +228,12 @@ class Engine(ABC):
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._fail, reason)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, code: str = EngineDied.code) -> None:
         if self.failure is not None:
             return
         self.failure = reason
         self._settled.set()
-        error = ErrorInfo("engine_died", f"the engine ended: {reason}")
+        error = ErrorInfo(code, f"the engine ended: {reason}")
         for request_id in list(self._subscriptions):
             self._deliver(TokenDelta(request_id=request_id, error=error))
 

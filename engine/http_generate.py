@@ -42,6 +42,7 @@ from protocol.errors import (
     BatonError,
     NoServerAvailable,
 )
+from protocol.kv_params import sender_releases
 from protocol.logging import current_request_id
 from protocol.messages import AddRequest, EngineReady
 from protocol.metrics import Metrics
@@ -117,8 +118,10 @@ class Api:
             call = await self._start(parsed, endpoint, tally, behind, decode_context(members))
         except (BatonError, RecursionError) as raised:
             error = refusal_of(raised)
-            for message in self.hooks.refused(members.get("kv_transfer_params")):
-                self.client.tell(message)
+            offered = members.get("kv_transfer_params")
+            if not sender_releases(offered):
+                for message in self.hooks.refused(offered):
+                    self.client.tell(message)
             tally.close(error)
             return error_response(error)
         except ClientDisconnected as gone:

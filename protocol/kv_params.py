@@ -25,6 +25,7 @@ from protocol.messages import FirstToken, RemotePrefill, SamplingParams, TokenLo
 _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 _UNSIGNED = ("signature", "prompt_token_ids")
 _MAX_TRANSFER_ID = 128  # characters
+SENDER_RELEASES = "sender_releases"  # see sender_releases
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -154,6 +155,14 @@ def transfer_id(obj: object) -> str | None:
     return name if isinstance(name, str) and 0 < len(name) <= _MAX_TRANSFER_ID else None
 
 
+def sender_releases(obj: object) -> bool:
+    """True when whoever sends the reference will end the lease where the request is not served: a
+    decode server that has read nothing leaves it alone, as another one may be asked."""
+    items = obj if isinstance(obj, list) else [obj]
+    said = [isinstance(item, dict) and item.get(SENDER_RELEASES) is True for item in items]
+    return bool(said) and all(said)
+
+
 def parse_list(obj: object, num_prompts: int) -> list[KVTransferParams]:
     """The params of every prompt: one object for one prompt, a list for several."""
     items = obj if isinstance(obj, list) else [obj]
@@ -228,7 +237,7 @@ def _shape_digest(
     return hashlib.sha256(b"baton sampling\0" + text.encode()).hexdigest()
 
 
-def to_remote_prefill(params: KVTransferParams) -> RemotePrefill:
+def to_remote_prefill(params: KVTransferParams, *, sender_releases: bool = False) -> RemotePrefill:
     """What the decode engine needs of verified params."""
     return RemotePrefill(
         host=params.remote_host,
@@ -245,6 +254,7 @@ def to_remote_prefill(params: KVTransferParams) -> RemotePrefill:
         tp_size=params.tp_size,
         first_tokens=list(params.first_tokens),
         prompt_logprobs=None if params.prompt_logprobs is None else list(params.prompt_logprobs),
+        sender_releases=sender_releases,
     )
 
 

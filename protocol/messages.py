@@ -74,6 +74,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     first_tokens: list[FirstToken]  # one per choice
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # of every prompt token, if asked for
+    sender_releases: bool = False  # ends the lease itself where nothing was read; kv_params
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):

@@ -10,6 +10,7 @@ import secrets
 import msgspec
 
 from protocol.errors import InvalidRequest
+from protocol.kv_params import SENDER_RELEASES
 from protocol.openai import CLIENT_MEMBERS, REMOTE_DECODE
 
 Body = dict[str, msgspec.Raw]
@@ -106,8 +107,25 @@ def is_scoring(body: Body) -> bool:
 
 
 def decode_leg(body: Body, params: msgspec.Raw | None) -> bytes:
-    """What the decode server is asked: the request, and where its prompt's KV is, if anywhere."""
-    return _encode(body if params is None else {**body, "kv_transfer_params": params})
+    """What the decode server is asked: the request, and where its prompt's KV is, if anywhere.
+
+    It is told that the lease is this proxy's to end, which may offer the KV to another one.
+    """
+    return _encode(body if params is None else {**body, "kv_transfer_params": _lent(params)})
+
+
+def _lent(params: msgspec.Raw) -> msgspec.Raw:
+    text = bytes(params).strip()
+    if text.startswith(b"["):
+        items = [bytes(_lent(item)) for item in _decode_items(text)]
+        return msgspec.Raw(b"[" + b",".join(items) + b"]")
+    members = text[1:].lstrip()
+    if not text.startswith(b"{") or members == b"}":
+        return params  # no reference: for the decode server to refuse
+    return msgspec.Raw(b'{"%s":true,' % SENDER_RELEASES.encode() + members)
+
+
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def unanswered(transfer_id: str) -> msgspec.Raw:

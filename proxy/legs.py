@@ -10,6 +10,7 @@ from protocol.errors import BatonError, NoServerAvailable
 from protocol.logging import get_logger
 from protocol.metrics import Metrics
 from proxy import retry
+from proxy.body import error_code
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
 from proxy.membership import Fleet, Server
 from proxy.retry import Failure, Kind, RetryPolicy
@@ -129,7 +130,7 @@ class Legs:
             except UpstreamError as error:
                 failure, answer, message = failure_of(error), None, f"{server}: {error}"
             else:
-                status_failure = retry.failure_of_status(result.status)
+                status_failure = _failure_of_answer(result)
                 if status_failure is None:
                     return server, result
                 self.release(server)
@@ -183,7 +184,7 @@ class Legs:
             "baton_proxy_upstream_failures", leg=server.kind.value, reason=failure.value
         )
         logger.warning("%s leg: %s: %s", server.kind.value, failure.value, message)
-        if failure in (Failure.UNREACHABLE, Failure.LOST):
+        if failure in (Failure.UNREACHABLE, Failure.LOST, Failure.DIED):
             self._fleet.unreachable(server, message)
         elif retry.trips_breaker(failure, answer.status if answer else None):
             self._fleet.failed(server)
@@ -195,6 +196,11 @@ class Legs:
 async def read(response: Response) -> Answer:
     """The whole response. Raises UpstreamError when it breaks off."""
     return Answer(response.status, response.headers, await response.read())
+
+
+def _failure_of_answer(answer: Answer | Response) -> Failure | None:
+    code = error_code(answer.body) if isinstance(answer, Answer) and answer.status == 503 else ""
+    return retry.failure_of_status(answer.status, code)
 
 
 def failure_of(error: UpstreamError) -> Failure:

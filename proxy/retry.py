@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from protocol.errors import EngineDied
+
 
 class Kind(Enum):
     PREFILL = "prefill"
@@ -18,7 +20,8 @@ class Failure(Enum):
     UNREACHABLE = "unreachable"  # nothing was delivered
     LOST = "lost"  # delivered; the connection ended before the answer's head
     TIMEOUT = "timeout"  # delivered; silent for too long
-    BUSY = "busy"  # 503: refused, not begun
+    BUSY = "busy"  # 503: refused, or handed back
+    DIED = "died"  # 503: delivered; the server's engine ended before there was an answer
     ERROR = "error"  # any other 5xx
 
 
@@ -34,16 +37,19 @@ _RETRIED = {
     Kind.PREFILL: frozenset(Failure),
     # Another decode server may use the same lease. A timeout is not repeated: the client would
     # wait for another one. Nor is a decode server's own error: it has its failure policy.
-    Kind.DECODE: frozenset({Failure.UNREACHABLE, Failure.LOST, Failure.BUSY}),
+    Kind.DECODE: frozenset({Failure.UNREACHABLE, Failure.LOST, Failure.BUSY, Failure.DIED}),
 }
-_DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.ERROR})
+_DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 
 
-def failure_of_status(status: int) -> Failure | None:
-    """What an HTTP status says about the server; None: it is an answer, to be relayed."""
+def failure_of_status(status: int, code: str = "") -> Failure | None:
+    """What an HTTP status, and the code of a 503, say about the server; None: it is an answer, to
+    be relayed."""
     if status < 500:
         return None
-    return Failure.BUSY if status == 503 else Failure.ERROR
+    if status != 503:
+        return Failure.ERROR
+    return Failure.DIED if code == EngineDied.code else Failure.BUSY
 
 
 def may_retry(kind: Kind, failures: Sequence[Failure], policy: RetryPolicy) -> bool:

@@ -165,9 +165,9 @@ class PullCoordinator:
         span = (token_start, token_stop, list(local_block_ids))
         self._turns.call(lambda: self._do_pull(pull_id, remote, span))
 
-    def cancel(self, pull_id: str) -> None:
-        """Gives up a pull in any state; one PullDrained follows."""
-        self._turns.call(lambda: self._do_cancel(pull_id))
+    def cancel(self, pull_id: str, *, lend: bool = False) -> None:
+        """Gives up a pull in any state; one PullDrained follows. `lend`: see PullState.cancel."""
+        self._turns.call(lambda: self._do_cancel(pull_id, lend))
 
     def drain(self) -> list[Event]:
         """Events since the last call, in order."""
@@ -181,10 +181,10 @@ class PullCoordinator:
         return dict(self._peers.outcomes)
 
     def close(self) -> None:
-        """Ends the thread; leases of open pulls are aborted, without waiting for an answer."""
+        """Ends the thread; open pulls' leases, unless untouched, are aborted without an answer."""
 
         def last() -> None:
-            for state in self._states():
+            for state in filter(lambda pull: not pull.is_untouched, self._states()):
                 self._send(state, SendAbort())
             self._side_channel.close(_CLOSE_LINGER_S)
             self._held_leases.close()
@@ -330,11 +330,11 @@ class PullCoordinator:
             self._offer(state, self._peers.connect(remote, now))
         return was_held and state.phase is Phase.READING
 
-    def _do_cancel(self, pull_id: str) -> None:
+    def _do_cancel(self, pull_id: str, lend: bool) -> None:
         state = self._pulls.get(pull_id)
         if state is not None:
             self._counters["cancelled"] += 1
-            self._perform(state, state.cancel(self._clock()))
+            self._perform(state, state.cancel(self._clock(), lend=lend))
         elif not self._ended.get(pull_id, False):
             self._remember(pull_id, drained_told=True)
             self._events.append(PullDrained(pull_id))

@@ -159,6 +159,12 @@ class PullState:
         """A rank has read its share, and others or the fence are awaited."""
         return self.phase is Phase.FENCING or (self.phase is Phase.READING and bool(self._reports))
 
+    @property
+    def is_untouched(self) -> bool:
+        """No READ was ordered, and who sent the reference ends its lease, or offers it to another
+        engine: to give this pull up takes no abort."""
+        return self.remote.sender_releases and self.phase in (Phase.HELD, Phase.WAITING)
+
     def deadline(self) -> float:
         """When `tick` next has something to do; infinity for never."""
         renewal = self._next_renewal if self._renews else float("inf")
@@ -245,11 +251,17 @@ class PullState:
             return self.fail(self._lease_gone(reason), now)
         return [Emit(self._done(now, "asked")), *self._end()]
 
-    def cancel(self, now: float) -> list[Action]:
-        """The engine gave up: no verdict any more, one PullDrained, perhaps a PullStuck before."""
+    def cancel(self, now: float, *, lend: bool = False) -> list[Action]:
+        """The engine gave up: no verdict any more, one PullDrained, perhaps a PullStuck before.
+
+        Args:
+            lend: another engine may be asked: do not end a lease that is untouched.
+        """
         if self._cancelled or self.phase is Phase.ENDED:
             return []
         self._cancelled = True
+        if lend and self.is_untouched:
+            return [*self._tell_drained(), *self._end()]
         if self.phase is Phase.CLOSING:
             return self._tell_drained()
         if self.phase is Phase.DRAINING:

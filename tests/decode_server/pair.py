@@ -246,7 +246,9 @@ class Pair:
             token_ids=list(prompt),
             sampling=sampling or SamplingParams(temperature=0.0),
             max_tokens=max_tokens,
-            remote=kv_params.to_remote_prefill(parsed),
+            remote=kv_params.to_remote_prefill(
+                parsed, sender_releases=kv_params.sender_releases(params)
+            ),
             **members,
         )
         self.d.core.round([request])

@@ -205,7 +205,7 @@ def _num_quarantined(pair: Pair) -> int:
     return pair.d.core.scheduler.allocator.counts()[BlockState.QUARANTINED]
 
 
-@pytest.mark.parametrize("ends", ["the read", "the wait"])
+@pytest.mark.parametrize("ends", ["the read", "the wait", "the wait of a lent lease"])
 def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_longer_than_told(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
@@ -213,7 +213,7 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_lo
     pair = make_pair(
         p_block_size=8,
         settings=PullSettings(pull_timeout_s=0.1, drain_grace_s=0.01),
-        quarantine_timeout_s=0.2 if ends == "the wait" else 60.0,
+        quarantine_timeout_s=60.0 if ends == "the read" else 0.2,
     )
     pair.d.agent.stall()
     hung = _begin_read(pair, [*PROMPT, 7, 7])
@@ -221,7 +221,10 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_lo
     assert _num_quarantined(pair) == 4
     large, remote = list(range(1, 145)), list(range(2, 146))  # 36 of 39 blocks each
     pair.d.core.round([add("large", large, 2)])
-    other = pair.ask(remote, pair.prefill(remote), max_tokens=2)
+    params = pair.prefill(remote)
+    if ends == "the wait of a lent lease":
+        params["sender_releases"] = True
+    other = pair.ask(remote, params, max_tokens=2)
     pair.d.core.round([add("small", [1, 2, 3], 8)])
     pair.until(lambda: bool(pair.d.out.terminals("small")))
     assert pair.d.out.tokens("small") == expected_output([1, 2, 3], 8)
@@ -235,8 +238,16 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_lo
             (end,) = pair.d.out.terminals(name)
             assert end.error is not None and end.error.code == "overloaded"
             assert "4 of 39" in end.error.message and "--quarantine-timeout-s" in end.error.message
-        pair.until(lambda: pair.leases.counters()["aborted"] == 1)  # nobody will come for that
+        pair.until(lambda: pair.coordinator.counters()["pulls_open"] == 1)  # the one that hangs
+        if ends == "the wait":
+            pair.until(lambda: pair.leases.counters()["aborted"] == 1)  # nobody will come for that
         pair.d.agent.resume()
+        if ends == "the wait of a lent lease":  # another decode server may
+            pair.until(lambda: pair.leases.counters()["aborted"] == 1)  # of the read that hung
+            assert pair.leases.counters()["held"] == 1
+            again = pair.ask(remote, params, max_tokens=2)
+            assert pair.answer(again) == expected_output(remote, 2)
+            assert pair.usage(again) == (144, 0, 0)
     pair.settle()
 
 

@@ -110,6 +110,15 @@ def test_the_authentic_references_of_a_refused_request_are_released() -> None:
     assert list(hooks.refused(None)) == []
 
 
+@pytest.mark.parametrize("said", [True, False, None, "yes"])
+def test_a_lease_is_the_senders_to_end_where_they_say_so(said: object) -> None:
+    lent = {**_params(), "sender_releases": said}
+    assert _prepare(lent)["remote"].sender_releases is (said is True)
+    assert kv_params.sender_releases([lent, lent]) is (said is True)
+    assert not kv_params.sender_releases([lent, _params()])
+    assert not any(kv_params.sender_releases(other) for other in (None, [], {}, "x", [None]))
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_malformed_reference_is_a_400_under_any_policy(policy: str) -> None:
     with pytest.raises(KVParamsRejected, match="remote_port"):

@@ -10,7 +10,7 @@ import pytest
 
 from engine.http import PlainHooks
 from engine.tokenizer import Tokenizer
-from protocol.messages import AddRequest, KVUsage, TokenDelta
+from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, TokenDelta
 from tests.engine.http_server import Server, run, serving
 
 
@@ -25,6 +25,13 @@ class Retaining(PlainHooks):
 
     def finish(self, finals: Any) -> dict[str, Any]:
         return {} if self._num_bytes is None else {"kv_transfer_params": "x" * self._num_bytes}
+
+
+class Refusing(PlainHooks):
+    """For each refused request the engine is told of one lease."""
+
+    def refused(self, kv_transfer_params: object) -> list[AbortRequest]:
+        return [AbortRequest("a lease")]
 
 
 def _end(request: AddRequest) -> TokenDelta:
@@ -112,5 +119,20 @@ def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
             made.append(await _connected(server))
             await _ask(made[0])
             await _until_let_go(server)
+
+    run(main)
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_a_lent_lease_is_left_alone_by_who_refuses_the_request(
+    tokenizer: Tokenizer, lent: bool
+) -> None:
+    async def main() -> None:
+        async with serving(tokenizer, hooks=Refusing(), ready=None) as server:
+            told: list[EngineInput] = []
+            server.engine.tell = told.append  # type: ignore[method-assign]
+            answer = await server.post(kv_transfer_params={"sender_releases": lent})
+            assert answer.status_code == 503
+            assert told == ([] if lent else [AbortRequest("a lease")])
 
     run(main)

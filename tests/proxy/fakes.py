@@ -33,6 +33,7 @@ KV_PARAMS = {
     "lease_s": 30.0,
     "signature": "00ff",
 }
+LENT = {"sender_releases": True, **KV_PARAMS}  # as a decode server gets them
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -61,7 +61,26 @@ def test_the_decode_server_gets_what_the_client_sent(body: dict[str, Any]) -> No
     assert not stripped
     assert json.loads(decode_leg(clean, None)) == body
     params = params_of(b'{"kv_transfer_params": {"a": 1.10}}')
-    assert json.loads(decode_leg(clean, params)) == {**body, "kv_transfer_params": {"a": 1.1}}
+    lent = {"sender_releases": True, "a": 1.1}
+    assert json.loads(decode_leg(clean, params)) == {**body, "kv_transfer_params": lent}
+
+
+@pytest.mark.parametrize(
+    ("params", "lent"),
+    [
+        (b' { "a" : 1.10 } ', b'{"sender_releases":true,"a" : 1.10 }'),
+        (b'[ {"a":1e400} , {"b":[{}]} ]',
+         b'[{"sender_releases":true,"a":1e400},{"sender_releases":true,"b":[{}]}]'),
+        (b"{}", b"{}"),
+        (b"[{ }, 7]", b"[{ },7]"),
+    ],
+)  # fmt: skip
+def test_a_decode_server_hears_that_the_lease_is_the_proxys_to_end(
+    params: bytes, lent: bytes
+) -> None:
+    found = params_of(b'{"kv_transfer_params":' + params + b"}")
+    assert found is not None
+    assert decode_leg({}, found) == b'{"kv_transfer_params":' + lent + b"}"
 
 
 def test_numbers_are_not_rewritten() -> None:

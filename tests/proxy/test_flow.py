@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.upstream import HttpUpstream
-from tests.proxy.fakes import KV_PARAMS, Call, Drop, Fake, Rig, decodes, prefills, run, until
+from tests.proxy.fakes import KV_PARAMS, LENT, Call, Drop, Fake, Rig, decodes, prefills, run, until
 
 NULL_PARAMS = {
     "do_remote_decode": True,
@@ -52,7 +52,7 @@ def test_a_request_goes_through_both_servers(path: str) -> None:
             params["transfer_id"] = transfer_id
             leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
             assert to_p.body == leg
-            assert to_d.body == {**body, "kv_transfer_params": KV_PARAMS}
+            assert to_d.body == {**body, "kv_transfer_params": LENT}
             assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
 
     run(test())
@@ -145,10 +145,11 @@ def test_both_servers_get_the_same_seed(given: dict[str, Any]) -> None:
 def test_a_list_of_params_is_relayed() -> None:
     async def test() -> None:
         params = [KV_PARAMS, {**KV_PARAMS, "remote_block_ids": [9]}]
+        lent = [LENT, {**LENT, "remote_block_ids": [9]}]
         rig = Rig(prefill=[Fake(answers(200, {"kv_transfer_params": params}))])
         async with rig:
             await rig.complete(prompt=["a", "b"])
-            assert rig.decode[0].calls[0].body["kv_transfer_params"] == params
+            assert rig.decode[0].calls[0].body["kv_transfer_params"] == lent
 
     run(test())
 
@@ -260,7 +261,7 @@ def test_another_prefill_server_takes_over(behave: Any) -> None:
         async with Rig(prefill=[Fake(behave), Fake(prefills)]) as rig:
             assert (await rig.complete()).status_code == 200
             assert [len(fake.calls) for fake in rig.prefill] == [1, 1]
-            assert rig.decode[0].calls[0].body["kv_transfer_params"] == KV_PARAMS
+            assert rig.decode[0].calls[0].body["kv_transfer_params"] == LENT
             assert rig.metric("baton_proxy_retries", leg="prefill") == 1
 
     run(test())
@@ -275,31 +276,54 @@ def test_a_prefill_answer_that_breaks_off_is_tried_again() -> None:
     async def test() -> None:
         async with Rig(prefill=[Fake(breaks), Fake(prefills)]) as rig:
             await rig.complete()
-            assert rig.decode[0].calls[0].body["kv_transfer_params"] == KV_PARAMS
+            assert rig.decode[0].calls[0].body["kv_transfer_params"] == LENT
 
     run(test())
 
 
-@pytest.mark.parametrize("behave", [answers(503, {}), drops])
-def test_another_decode_server_gets_the_same_params(behave: Any) -> None:
+_died = answers(503, {"error": {"code": "engine_died"}})
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stream": True}, {"n": 2, "stream": True}])
+@pytest.mark.parametrize("behave", [answers(503, {}), _died, drops])
+def test_another_decode_server_gets_the_same_params(behave: Any, fields: dict[str, Any]) -> None:
     async def test() -> None:
         async with Rig(decode=[Fake(behave), Fake(decodes)]) as rig:
-            response = await rig.complete()
-            assert response.json() == {"text": "onetwo"}
+            response = await rig.complete(**fields)
+            assert response.status_code == 200 and b"two" in response.content
             assert [call.raw for call in rig.decode[0].calls] == [rig.decode[1].calls[0].raw]
-            assert rig.decode[1].calls[0].body["kv_transfer_params"] == KV_PARAMS
+            assert rig.decode[1].calls[0].body["kv_transfer_params"] == LENT
             assert len(rig.prefill[0].calls) == 1
+        assert rig.prefill[0].releases == []
 
     run(test())
 
 
-def test_a_request_that_kills_decode_servers_does_not_walk_the_whole_fleet() -> None:
+@pytest.mark.parametrize(("behave", "status"), [(drops, 502), (_died, 503)])
+def test_a_request_that_kills_decode_servers_does_not_walk_the_whole_fleet(
+    behave: Any, status: int
+) -> None:
     async def test() -> None:
-        async with Rig(decode=[Fake(drops) for _ in range(4)], health_interval_s=60.0) as rig:
+        async with Rig(decode=[Fake(behave) for _ in range(4)], health_interval_s=60.0) as rig:
             response = await rig.complete()
-            assert response.status_code == 502
-            assert response.json()["error"]["code"] == "decode_server_lost"
+            assert response.status_code == status
+            code = response.json()["error"]["code"]
+            assert code == ("decode_server_lost" if status == 502 else "engine_died")
             assert sum(len(fake.calls) for fake in rig.decode) == 2
+            await until(lambda: len(rig.prefill[0].releases) == 1)
+
+    run(test())
+
+
+def test_a_request_that_no_decode_server_takes_is_offered_to_each_and_given_back_once() -> None:
+    async def test() -> None:
+        async with Rig(decode=[Fake(answers(503, {})) for _ in range(4)]) as rig:
+            assert (await rig.complete()).status_code == 503
+            assert [len(fake.calls) for fake in rig.decode] == [1, 1, 1, 1]
+            assert len(rig.prefill[0].calls) == 1
+        assert [call.body for call in rig.prefill[0].releases] == [
+            {"kv_transfer_params": KV_PARAMS}
+        ]
 
     run(test())
 

@@ -306,6 +306,35 @@ def test_kv_is_given_back_when_the_client_leaves_a_decode_server_that_is_silent(
     run(test())
 
 
+@pytest.mark.parametrize("fields", [{"n": 2}, {"n": 2, "stream": True}])
+def test_kv_is_given_back_when_the_client_leaves_between_two_decode_servers(
+    fields: dict[str, Any],
+) -> None:
+    """The first one has refused, and left the lease to the proxy; the second has not answered."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def queues(call: Call) -> None:
+        begun.set()
+        await call.gone()
+        ended.set()
+
+    async def test() -> None:
+        async with Rig(decode=[Fake(_is_busy), Fake(queues)]) as rig:
+            request = asyncio.create_task(rig.complete(**fields))
+            await begun.wait()
+            assert rig.prefill[0].releases == []
+            request.cancel()
+            await ended.wait()
+            await until(lambda: len(rig.prefill[0].releases) == 1)
+            assert rig.prefill[0].releases[0].body == {"kv_transfer_params": KV_PARAMS}
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            await until(lambda: rig.metric("baton_proxy_client_disconnects") == 1)
+        assert len(rig.prefill[0].releases) == len(rig.prefill[0].calls) == 1
+
+    run(test())
+
+
 def test_kv_is_given_back_when_the_decode_server_fails_in_mid_stream() -> None:
     async def fails(call: Call) -> None:
         await call.start()

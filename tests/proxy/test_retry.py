@@ -25,6 +25,12 @@ def test_only_5xx_is_a_failure(status: int, failure: Failure | None) -> None:
     assert failure_of_status(status) is failure
 
 
+def test_a_server_whose_engine_died_had_the_request() -> None:
+    assert failure_of_status(503, "engine_died") is Failure.DIED
+    assert failure_of_status(503, "overloaded") is Failure.BUSY
+    assert failure_of_status(500, "engine_died") is Failure.ERROR
+
+
 @pytest.mark.parametrize("failure", Failure)
 def test_every_failed_prefill_may_be_tried_once_more(failure: Failure) -> None:
     assert may_retry(Kind.PREFILL, [failure], POLICY)
@@ -34,7 +40,7 @@ def test_every_failed_prefill_may_be_tried_once_more(failure: Failure) -> None:
 def test_a_decode_is_repeated_only_when_it_costs_the_client_no_second_wait(
     failure: Failure,
 ) -> None:
-    expected = failure in (Failure.UNREACHABLE, Failure.LOST, Failure.BUSY)
+    expected = failure not in (Failure.TIMEOUT, Failure.ERROR)
     assert may_retry(Kind.DECODE, [failure], POLICY) is expected
 
 
@@ -42,6 +48,7 @@ def test_a_decode_is_repeated_only_when_it_costs_the_client_no_second_wait(
 def test_what_was_not_delivered_may_be_tried_everywhere(kind: Kind) -> None:
     assert may_retry(kind, [Failure.UNREACHABLE, Failure.BUSY] * 10, POLICY)
     assert not may_retry(kind, [Failure.LOST, Failure.UNREACHABLE, Failure.LOST], POLICY)
+    assert not may_retry(kind, [Failure.DIED, Failure.BUSY, Failure.LOST], POLICY)
 
 
 def test_only_a_connection_that_had_been_idle_is_no_fault_of_the_request() -> None:

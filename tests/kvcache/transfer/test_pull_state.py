@@ -30,7 +30,7 @@ from kvcache.transfer.pull_state import (
     SuspectPeer,
 )
 from protocol.errors import LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
-from protocol.messages import ErrorInfo
+from protocol.messages import ErrorInfo, RemotePrefill
 from tests.kvcache.transfer.pull_rig import REMOTE
 
 SETTINGS = PullSettings(
@@ -39,8 +39,8 @@ SETTINGS = PullSettings(
 ERROR = ErrorInfo("transfer_failed", "broken")
 
 
-def state(ranks: int = 2, now: float = 0.0) -> PullState:
-    return PullState("a", REMOTE, ranks, SETTINGS, "attempt", now)
+def state(ranks: int = 2, now: float = 0.0, remote: RemotePrefill = REMOTE) -> PullState:
+    return PullState("a", remote, ranks, SETTINGS, "attempt", now)
 
 
 def reading(ranks: int = 2) -> PullState:
@@ -256,6 +256,23 @@ def test_cancel_in_each_phase_ends_in_one_drained() -> None:
     told.tick(2.5)
     assert told.cancel(3.0) == [Emit(PullStuck("a"))]
     assert events(told.rank_ended(ended(0), now=4.0)) == [PullDrained("a")]
+
+
+def test_a_lent_lease_is_left_alone_until_a_read_is_ordered() -> None:
+    lent = msgspec.structs.replace(REMOTE, sender_releases=True)
+    for remote, end in ((REMOTE, [SendAbort()]), (lent, [])):
+        held, waiting, ordered = (state(remote=remote) for _ in range(3))
+        waiting.pull(16, now=1.0)
+        ordered.pull(16, now=1.0)
+        ordered.peer_ready(now=1.0)
+        for unread in (held, waiting):
+            assert unread.is_untouched is (remote is lent)
+            assert unread.cancel(2.0, lend=True) == [Emit(PullDrained("a")), *end]
+            assert unread.phase is Phase.ENDED and unread.deadline() == float("inf")
+        assert not ordered.is_untouched
+        assert ordered.cancel(2.0, lend=True) == [StopRanks()]
+    given_up = state(remote=lent)
+    assert given_up.cancel(2.0) == [Emit(PullDrained("a")), SendAbort()]
 
 
 def test_a_cancel_takes_the_verdict_away() -> None:

@@ -66,6 +66,10 @@ class ChatRequest(GenerationRequest):
         default_factory=dict, description="an object of variables for the chat template"
     )
 
+    # OpenAI's, in place of `user`. Whose request it is and what it shares changes no answer here.
+    safety_identifier: str | None = Field(None, description="a string")
+    prompt_cache_key: str | None = Field(None, description="a string")
+
     # Read by read_tools, which names the member at fault.
     tools: Annotated[Any, Field(description="a list of tools"), WithJsonSchema(TOOLS_SCHEMA)] = None
     tool_choice: Annotated[

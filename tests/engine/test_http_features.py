@@ -29,6 +29,17 @@ def logprobs_of(*pairs: tuple[int, float]) -> TokenLogprobs:
     return TokenLogprobs(pairs[0][1], [i for i, _ in pairs], [p for _, p in pairs])
 
 
+@pytest.mark.parametrize("field", ["user", "safety_identifier", "prompt_cache_key"])
+def test_a_chat_may_say_whose_it_is(tokenizer: Tokenizer, field: str) -> None:
+    async def main() -> None:
+        async with serving(tokenizer) as server:
+            assert (await server.chat(**{field: "u-1"})).status_code == 200
+            refused = await server.chat(**{field: 1})
+            assert refused.json()["error"]["message"] == f"`{field}` is 1; it must be a string."
+
+    run(main)
+
+
 # -- log-probabilities -------------------------------------------------------------------------
 
 

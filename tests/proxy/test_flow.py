@@ -299,6 +299,20 @@ def test_another_decode_server_gets_the_same_params(behave: Any, fields: dict[st
     run(test())
 
 
+def test_what_was_prefilled_once_goes_on_past_who_is_gone_and_who_is_full() -> None:
+    async def test() -> None:
+        decode = [Fake(decodes), Fake(answers(503, {})), Fake(decodes)]
+        async with Rig(decode=decode, health_interval_s=60.0) as rig:
+            await decode[0].stop()
+            assert (await rig.complete(n=2)).json() == {"text": "onetwo"}
+            assert [len(fake.calls) for fake in decode] == [0, 1, 1]
+            assert decode[2].calls[0].body["kv_transfer_params"] == LENT
+            assert rig.metric("baton_proxy_retries", leg="decode") == 2
+        assert len(rig.prefill[0].calls) == 1 and rig.prefill[0].releases == []
+
+    run(test())
+
+
 @pytest.mark.parametrize(("behave", "status"), [(drops, 502), (_died, 503)])
 def test_a_request_that_kills_decode_servers_does_not_walk_the_whole_fleet(
     behave: Any, status: int

@@ -100,6 +100,7 @@ class BlockTable:
         distinct: bool = False,
     ) -> None:
         self._given = ids
+        self._ids = ids if isinstance(ids, list) else None
         self._name = name
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -108,11 +109,12 @@ class BlockTable:
         self._is_checked = False
         self._array: IntArray | None = None
 
-    @cached_property
+    @property
     def ids(self) -> list[int]:
         """As they came; `check` says whether they can be used."""
-        ids = self._given
-        return ids if isinstance(ids, list) else np.asarray(ids).reshape(-1).tolist()
+        if self._ids is None:
+            self._ids = list(np.asarray(self._given).reshape(-1).tolist())
+        return self._ids
 
     @cached_property
     def bytes(self) -> memoryview:

@@ -12,11 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.boxes import Transfer, cut_tokens, int_array
+from kvcache.transfer.boxes import Transfer, cut_tokens
 from kvcache.transfer.gather import Gather, Share
 from kvcache.transfer.topology import Endpoint, IntArray
-
-_FEW_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,26 @@ def rows_of(share: Share, local: Endpoint, remote: Endpoint) -> Rows | None:
     )
 
 
+def whole_blocks(
+    rows: Rows, gather: Gather, transfer: Transfer, first: int, count: int
+) -> list[tuple[int, int]] | None:
+    """As `plan_copies` where every block is whole and a run: (source, target) of each, without
+    numpy, whose first calls in a while take longer than a few blocks. None where they are not."""
+    size, step = rows.source.tokens, gather.share.block_step
+    low = gather.ordinal(first)
+    last = low + (count - 1) * step
+    is_whole = low * size >= gather.token_start and (last + 1) * size <= gather.token_stop
+    if not rows.run_bytes or not is_whole:
+        return None
+    transfer.local_table.check()
+    remote, local = transfer.remote_table.ids, transfer.local_table.ids
+    source, target = rows.source, rows.target
+    return [
+        (source.first + remote[block] * source.block, target.first + local[block] * target.block)
+        for block in range(low, last + 1, step)
+    ]
+
+
 def plan_copies(
     rows: Rows,
     gather: Gather,
@@ -135,24 +153,8 @@ def plan_copies(
         stop -= step
     strided = [_cut(rows, gather, transfer, range(end, end + 1), bases) for end in ends]
     joined = Copies(*map(np.concatenate, zip(*strided, strict=True))) if strided else None
-    if low >= stop:
-        return None, joined
-    runs = _few_runs if stop - low <= _FEW_BLOCKS * step else _runs
-    return runs(rows, transfer, slice(low, stop, step), bases), joined
-
-
-def _few_runs(rows: Rows, transfer: Transfer, blocks: slice, bases: tuple[int, int]) -> Copies:
-    """As `_runs`, in a fraction of its time where little has run lately: the link waits for a
-    pull's first copies."""
-    transfer.local_table.check()
-    remote, local = transfer.remote_table.ids[blocks], transfer.local_table.ids[blocks]
-    source, source_step = bases[0] + rows.source.first, rows.source.block
-    target, target_step = bases[1] + rows.target.first, rows.target.block
-    return Copies(
-        int_array([source + block * source_step for block in remote]),
-        int_array([target + block * target_step for block in local]),
-        int_array([rows.run_bytes] * len(remote)),
-    )
+    runs = _runs(rows, transfer, slice(low, stop, step), bases) if low < stop else None
+    return runs, joined
 
 
 def _runs(rows: Rows, transfer: Transfer, blocks: slice, bases: tuple[int, int]) -> Copies:

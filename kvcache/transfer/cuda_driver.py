@@ -22,7 +22,7 @@ _DISABLE_TIMING = 2
 _IN_STREAM_ORDER = 1  # as sources are read
 _BESIDE_KERNELS = 1  # a hint: copy engines, not multiprocessors
 _POINTER = 1
-_FEW_COPIES = 3  # calls of their own are sooner done: 30 us for two, a batch of two 48
+FEW_COPIES = 3  # calls of their own are sooner done: 30 us for two, a batch of two 48
 _Address, _Handle, _Size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t
 
 
@@ -130,8 +130,9 @@ class Driver:
     def copy_runs(self, runs: Copies, stream: int) -> None:
         """Queues copies by the copy engines, in no order among them; addresses, not offsets."""
         assert self._batch is not None
-        if len(runs.widths) <= _FEW_COPIES:
-            self._copy_each(runs, stream)
+        if len(runs.widths) <= FEW_COPIES:
+            for source, target, width in zip(*(each.tolist() for each in runs), strict=True):
+                self.copy(source, target, width, stream)
             return
         status = self._batch(
             runs.targets.ctypes.data,
@@ -146,10 +147,10 @@ class Driver:
         if status:
             raise self._error("cuMemcpyBatchAsync", status)
 
-    def _copy_each(self, runs: Copies, stream: int) -> None:
-        for source, target, width in zip(*(each.tolist() for each in runs), strict=True):
-            if status := self._copy(target, source, width, stream):
-                raise self._error("cuMemcpyDtoDAsync", status)
+    def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        """Queues one copy."""
+        if status := self._copy(target, source, nbytes, stream):
+            raise self._error("cuMemcpyDtoDAsync", status)
 
     def copy_rows(self, copies: Copies, rows: int, pitches: tuple[int, int], stream: int) -> None:
         """As `copy_runs`, with `rows` rows for each copy, `pitches` apart at source and target."""

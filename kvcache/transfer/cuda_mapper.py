@@ -19,8 +19,8 @@ import torch
 from kvcache.pool import KVPool
 from kvcache.transfer import cuda_ipc
 from kvcache.transfer.boxes import Transfer
-from kvcache.transfer.copies import Rows, plan_copies, rows_of
-from kvcache.transfer.cuda_driver import CudaError, Driver, driver
+from kvcache.transfer.copies import Rows, plan_copies, rows_of, whole_blocks
+from kvcache.transfer.cuda_driver import FEW_COPIES, CudaError, Driver, driver
 from kvcache.transfer.gather import Share, shares_of
 from kvcache.transfer.mapper import ALL_BYTES, MappedMemory, Mapper, NotMappable, Work, offered
 from protocol.handshake import RankMetadata
@@ -251,6 +251,13 @@ class CudaMapper(Mapper):
         """By the copy engines."""
         bases = (work.sources[index].address, self._target)
         gather = work.gathers[index]
+        if count <= FEW_COPIES:
+            blocks = whole_blocks(rows, gather, work.transfer, first, count)
+            if blocks is not None:
+                for source, target in blocks:
+                    places = bases[0] + source, bases[1] + target
+                    self._driver.copy(*places, rows.run_bytes, self._stream)
+                return
         runs, strided = plan_copies(rows, gather, work.transfer, first, count, bases)
         if runs is not None:
             self._driver.copy_runs(runs, self._stream)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.copies import Copies, Rows, plan_copies, rows_of
+from kvcache.transfer.copies import Copies, Rows, plan_copies, rows_of, whole_blocks
 from kvcache.transfer.gather import launches, make_gathers
 from tests.kvcache.transfer.geometry import (
     DTYPES,
@@ -50,6 +50,12 @@ def copy_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray | None:
         source = sources[gather.share.remote_rank].view(np.uint8)
         for first, count in launches(gather, chunk_bytes):
             runs, strided = plan_copies(rows, gather, transfer, first, count)
+            blocks = whole_blocks(rows, gather, transfer, first, count)
+            assert (blocks is None) == (runs is None or strided is not None)
+            if runs is not None and blocks is not None:
+                assert blocks == list(
+                    zip(runs.sources.tolist(), runs.targets.tolist(), strict=True)
+                )
             if runs is not None:
                 assert set(runs.widths.tolist()) == {rows.run_bytes}
                 carry_out(runs, rows, 1, source, into.view(np.uint8))
@@ -126,3 +132,10 @@ def test_whole_blocks_are_runs_and_the_ends_are_rows() -> None:
     assert runs is not None and len(runs.sources) == 2
     assert strided is not None
     assert strided.widths.tolist() == [5 * 8 * 4, 6 * 8 * 4]
+    assert [
+        whole_blocks(rows, gather, transfer, *part) is None for part in ((0, 4), (1, 2), (3, 1))
+    ] == [
+        True,
+        False,
+        True,
+    ]

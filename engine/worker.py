@@ -52,6 +52,7 @@ from protocol.handshake import (
 from protocol.listening import CannotListen
 from protocol.logging import setup_logging
 from protocol.messages import EngineReady
+from protocol.vital_threads import end_with_vital_threads
 
 logger = logging.getLogger("baton.engine")
 
@@ -104,6 +105,7 @@ def main(factory: RoleFactory) -> None:
     parser.add_argument("--rank", type=int, required=True)
     rank = parser.parse_args().rank
     lifecycle.watch_parent()
+    end_with_vital_threads()
     signal.signal(signal.SIGTERM, _on_sigterm)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     setup_logging(config.role, rank=rank, level=config.log_level)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -208,13 +209,21 @@ def _watch_child(
             if isinstance(event, Failed):
                 child.failure = event.reason
             if event is not None:
-                on_event(event)
+                _tell(on_event, event)
     returncode = child.process.wait()
     if printer is not None:
         printer.join(timeout=1)  # a grandchild may hold the pipe for a moment longer
     os.close(child._parent_end)
     child.exited.set()
-    on_event(Exited(child, returncode))
+    _tell(on_event, Exited(child, returncode))
+
+
+def _tell(on_event: Callable[[Event], None], event: Event) -> None:
+    """Whatever comes of it, the child is watched on, until it has ended and is reaped."""
+    try:
+        on_event(event)
+    except Exception:
+        traceback.print_exc()
 
 
 def _parse_report(child: Child, line: bytes) -> Event | None:
@@ -286,11 +295,13 @@ def watch_parent(on_gone: Callable[[], None] | None = None, *, grace_s: float = 
         return False
 
     def wait() -> None:
-        while os.read(fd, 1):
-            pass
-        (on_gone or _terminate_self)()
-        time.sleep(grace_s)
-        os._exit(ORPHANED)
+        try:
+            while os.read(fd, 1):
+                pass
+            (on_gone or _terminate_self)()
+            time.sleep(grace_s)
+        finally:
+            os._exit(ORPHANED)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
     return True

@@ -10,6 +10,7 @@ What an engine or a worker in this process has to say is obeyed in their own thr
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from kvcache.stripe import Stripe
 from kvcache.transfer.event_queue import EventQueue
@@ -59,7 +60,7 @@ from kvcache.transfer.side_channel import new_id
 from kvcache.transfer.side_client import Address, SideChannelClient
 from kvcache.transfer.turns import Turns
 from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable
-from protocol.handshake import CompatRecord, Gone, Metadata, Ok, Refused, Reply, Request
+from protocol.handshake import CompatRecord, Gone, Metadata, Ok, Refused, Reply
 from protocol.logging import get_logger
 from protocol.messages import RemotePrefill
 
@@ -209,15 +210,30 @@ class PullCoordinator:
         return min([due, *(since + lost_s for since in unconnected.values())])
 
     def _turn(self) -> None:
+        for report in self._try(self._ranks.receive) or ():
+            self._try(self._take_report, report)
+        self._events.tell()  # a passed fence: what follows can wait, the engine need not
+        for address, reply in self._try(self._side_channel.receive_all) or ():
+            self._try(self._take_reply, address, reply)
+        self._try(self._tick)
+
+    def _try(self, part: Callable[..., Any], *what: Any) -> Any:
+        """A part of a turn. If it fails the others are done: nobody says again what has come."""
         try:
-            for report in self._ranks.receive():
-                self._take_report(report)
-            self._events.tell()  # a passed fence: what follows can wait, the engine need not
-            for address, reply in self._side_channel.receive_all():
-                self._take_reply(address, reply)
-            self._tick()
+            return part(*what)
         except Exception:
             self._survive()
+
+    def _survive(self) -> None:
+        """After a bug of our own: no pull may hang for it, and later ones shall work."""
+        logger.exception("pull coordinator")
+        self._counters["internal_errors"] += 1
+        for state in self._states():
+            try:
+                error = InternalError("the pull coordinator failed")
+                self._perform(state, state.fail(error, self._clock()))
+            except Exception:
+                logger.exception("pull coordinator, giving up pull %s", state.pull_id)
 
     def _tick(self) -> None:
         now, lost_s = self._clock(), self._settings.connection_timeout_s
@@ -280,17 +296,6 @@ class PullCoordinator:
             self._peers.fail(peer, error, now)
             self._peer_decided(peer)
 
-    def _survive(self) -> None:
-        """After a bug of our own: no pull may hang for it, and later ones shall work."""
-        logger.exception("pull coordinator")
-        self._counters["internal_errors"] += 1
-        try:
-            for state in self._states():
-                error = InternalError("the pull coordinator failed")
-                self._perform(state, state.fail(error, self._clock()))
-        except Exception:
-            logger.exception("pull coordinator, giving up its pulls")
-
     # -- what the engine asks for
 
     def _do_connect(self, remote: RemotePrefill) -> None:
@@ -342,7 +347,7 @@ class PullCoordinator:
     # -- peers
 
     def _ask_metadata(self, peer: Peer) -> None:
-        self._post(peer.address, self._questions.metadata(peer.address))
+        self._side_channel.post(peer.address, self._questions.metadata(peer.address))
 
     def _take_metadata(self, reply: Metadata) -> None:
         address = self._questions.metadata_answered(reply.nonce)
@@ -418,13 +423,14 @@ class PullCoordinator:
     # -- actions
 
     def _perform(self, state: PullState, actions: Iterable[Action]) -> None:
-        for action in actions:
-            self._send(state, action)
-        if state.phase is Phase.ENDED and state.pull_id in self._pulls:
-            del self._pulls[state.pull_id]
-            self._spans.pop(state.pull_id, None)
-            self._questions.forget_pull(state.pull_id)
-            self._remember(state.pull_id, state.drained_told)
+        try:
+            for action in actions:
+                self._send(state, action)
+        finally:
+            if state.phase is Phase.ENDED and self._pulls.pop(state.pull_id, None):
+                self._spans.pop(state.pull_id, None)
+                self._questions.forget_pull(state.pull_id)
+                self._remember(state.pull_id, state.drained_told)
 
     def _send(self, state: PullState, action: Action) -> None:
         remote = state.remote
@@ -434,7 +440,7 @@ class PullCoordinator:
                 self._perform(state, state.word_seen(held, self._clock()))
             case SendRenew() | SendComplete() | SendAbort() | SendAlert():
                 request = self._questions.lease(state.pull_id, remote, action)
-                self._post(address_of(remote), request)
+                self._side_channel.post(address_of(remote), request)
             case FanOut():
                 span = self._spans[state.pull_id]
                 self._ranks.broadcast(pull_command(state.pull_id, remote, *span))
@@ -450,12 +456,6 @@ class PullCoordinator:
 
     def _sees_held(self, remote: RemotePrefill) -> bool:
         return self._held_leases.is_held(key_of(remote), remote.lease_id)
-
-    def _post(self, address: Address, request: Request) -> None:
-        try:
-            self._side_channel.post(address, request)
-        except PeerUnreachable as error:
-            logger.warning("%s", error)  # the wait for the answer ends in its timeout
 
     def _remember(self, pull_id: str, drained_told: bool) -> None:
         self._ended[pull_id] = drained_told

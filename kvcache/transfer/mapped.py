@@ -68,7 +68,9 @@ class MappedPath:
             try:
                 for rank in sorted(ranks):
                     mapping.memories[rank] = self._mapper.map(metadata.ranks[rank])
-            except NotMappable as error:
+            except Exception as error:  # of any other kind it is our own: NIXL may do better
+                if not isinstance(error, NotMappable):
+                    logger.exception("mapping KV of prefill server %s", metadata.engine_id)
                 self._unmap(mapping)
                 mapping.refusal = str(error)
             self._log(metadata, mapping)

@@ -41,12 +41,14 @@ from kvcache.transfer.ucx_log import UcxRead
 from protocol.errors import BatonError, InternalError, TransferFailed
 from protocol.handshake import EngineMetadata
 from protocol.logging import get_logger
+from protocol.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
 _FENCE_S = 0.0005  # so long after a pull the thread looks for the fence's answer itself
 _ALERT_NAP_S = 0.000003
+_MAX_FAILURES = 100  # rounds in a row, which take two seconds
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
 
@@ -117,7 +119,7 @@ class PullWorker:
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._reads = Reads(agent, pool, limits, self._fail, self.counters, throttle)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"pull-{rank}", daemon=True)
+        self._thread = VitalThread(self._run, f"pull-{rank}")
         self._register()
 
     def start(self) -> None:
@@ -158,15 +160,20 @@ class PullWorker:
         if self._mapped is not None:
             self._mapped.bind_thread()
         self._link.open(self._endpoint.rank, self._stopping)
+        num_failures = 0  # since a round went well
         while not self._stopping.is_set():
             try:
                 while self._commands:
                     self._obey(self._commands.popleft())
                 self._wait(self._progress())
                 self._commands += self._link.receive()
+                num_failures = 0
             except Exception as error:  # our bug; no pull may hang for it
                 logger.exception("pull worker")
                 self.counters["internal_errors"] += 1
+                num_failures += 1
+                if num_failures == _MAX_FAILURES:  # nor does any end
+                    raise
                 for job, _ in self._jobs.values():
                     job.stop(InternalError(f"the transfer thread failed: {error!r}"))
                 time.sleep(_POLL_STUCK_S)
@@ -259,9 +266,11 @@ class PullWorker:
 
     def _probed(self, job: ProbeJob, peer: JobPeer) -> None:
         peer.probe = None
-        self._maker.learn(job, peer, self._way_of_reading(peer))
-        for pull in job.waiting.values():
-            self._begin(pull)
+        try:
+            self._maker.learn(job, peer, self._way_of_reading(peer))
+        finally:
+            for pull in job.waiting.values():
+                self._begin(pull)
 
     def _begin(self, pull: Pull) -> None:
         peer = self._peers.get((pull.engine_id, pull.incarnation))
@@ -337,8 +346,14 @@ class PullWorker:
 
     def _pass_hung_staging_by(self) -> None:
         """Others do not wait for staging memory while the READs of who has it hang."""
-        owner = self._jobs.get(self._staging.owner or "") if self._staging is not None else None
-        if owner is None or len(self._jobs) == 1:
+        staging = self._staging
+        if staging is None or staging.owner is None:
+            return
+        owner = self._jobs.get(staging.owner)
+        if owner is None:  # it could not be made, or failed to leave
+            staging.leave(staging.owner)
+            return
+        if len(self._jobs) == 1:
             return
         holder, peer = owner
         if not holder.hangs and (holder.active or not self._hangs(peer)):
@@ -346,7 +361,8 @@ class PullWorker:
         for job, _ in list(self._jobs.values()):
             if not (isinstance(job, PullJob) and job.awaits_staging) or job.pass_staging_by():
                 continue
-            if holder.stopping or isinstance(holder, ProbeJob):  # it is waited for by nobody else
+            # A holder that nobody else waits for goes on for ever; a probe is not worth the wait.
+            if holder.stopping or isinstance(holder, ProbeJob) or isinstance(job, ProbeJob):
                 self._fail(job, TransferFailed("READs that hang have the staging memory"))
 
     def _hangs(self, peer: JobPeer) -> bool:
@@ -391,20 +407,21 @@ class PullWorker:
 
     def _end(self, job: Job) -> None:
         _, peer = self._jobs.pop(job.pull_id)
+        peer.users -= 1
         seconds = time.perf_counter() - job.pace.began
         is_read = job.complete and not isinstance(job, ProbeJob)
         if is_read:  # first of all: the fence waits for it
             self._tell_end(job.pull_id, job, None)
-        job.leave()
-        peer.users -= 1
-        self._clean(peer)
-        if isinstance(job, ProbeJob):
-            self._probed(job, peer)
-        elif is_read:
-            if not job.pace.throttled:
-                self._learn_speed(job, peer, seconds)
-        else:
-            self._tell_end(job.pull_id, job, job.error)
+        try:
+            job.leave()
+            self._clean(peer)
+        finally:
+            if isinstance(job, ProbeJob):
+                self._probed(job, peer)
+            elif not is_read:
+                self._tell_end(job.pull_id, job, job.error)
+        if is_read and not job.pace.throttled:
+            self._learn_speed(job, peer, seconds)
 
     def _learn_speed(self, job: Job, peer: JobPeer, seconds: float) -> None:
         was_known = peer.speed.bytes_per_s > 0

@@ -158,6 +158,11 @@ class OutsideLink(WorkerLink):
             with suppress(WireClosed):  # as above; `receive` notices
                 self._wire.send(encode(report))
 
+    def wait(self, timeout_s: float | None) -> None:
+        """No longer than `_RETRY_S` where reports are unsent: rank 0 had no room for them."""
+        unsent = self._wire is not None and self._wire.has_unsent
+        super().wait(_RETRY_S if unsent else timeout_s)
+
     def close(self) -> None:
         super().close()
         if self._wire is not None:

@@ -39,6 +39,7 @@ from protocol.handshake import (
 )
 from protocol.listening import CannotListen
 from protocol.logging import get_logger
+from protocol.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 
@@ -52,6 +53,7 @@ _MAX_STRANGERS = 256  # connections over which nothing authentic has come yet
 # the rest of a fence. After a renewal too, as a reader's first one comes shortly before its pull,
 # but not of a reader on this host: it sees the words, or alerts us, and naps cost the engine time.
 _ALERT_S, _ALERT_NAP_S = 0.003, 0.000005
+_NO_DESCRIPTOR_S = 0.01
 
 
 def new_id() -> str:
@@ -101,7 +103,7 @@ class LeaseServer:
         self._is_near = False  # who is being answered is on this host
         self._alert_until = 0.0
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lease-server", daemon=True)
+        self._thread = VitalThread(self._run, "lease-server")
 
     @property
     def address(self) -> Address:
@@ -151,19 +153,14 @@ class LeaseServer:
         allow_short_naps()
         next_sweep = 0.0
         while not self._stopping.is_set():
-            try:
-                now = time.monotonic()
-                is_alert = now < self._alert_until
-                served = self._serve(0.0 if is_alert else _SWEEP_S)
-                if is_alert and not served:
-                    time.sleep(_ALERT_NAP_S)
-                if served or now >= next_sweep:
-                    next_sweep = now + _SWEEP_S
-                    self._sweep()
-            except Exception:  # one bad message must not end every lease
-                logger.exception("side channel")
-                with self._lock:
-                    self._counters["internal_errors"] += 1
+            now = time.monotonic()
+            is_alert = now < self._alert_until
+            served = self._serve(0.0 if is_alert else _SWEEP_S)
+            if is_alert and not served:
+                time.sleep(_ALERT_NAP_S)
+            if served or now >= next_sweep:
+                next_sweep = now + _SWEEP_S
+                self._sweep()
 
     def _serve(self, timeout_s: float) -> bool:
         """Waits for requests and answers them; whether there were any."""
@@ -174,18 +171,28 @@ class LeaseServer:
                 self._accept()
                 continue
             try:
-                self._is_near = self._words is not None and wire.is_near
-                with suppress(WireClosed):  # who asks no more may have said something before
-                    wire.flush()
-                for message in wire.receive():
-                    served = True
-                    self._reply(wire, message)
-                wanted = select.EPOLLIN | (select.EPOLLOUT if wire.has_unsent else 0)
-                self._epoll.modify(fd, wanted)
+                served |= self._serve_wire(wire)
             except WireClosed as error:
                 logger.debug("side channel: %s", error)
                 self._drop(fd)
+            except Exception:  # one bad message must not end every lease
+                logger.exception("side channel")
+                with self._lock:
+                    self._counters["internal_errors"] += 1
+                self._drop(fd)  # or the next round might meet the same again
         return served
+
+    def _serve_wire(self, wire: Wire) -> bool:
+        """Whether anything was asked; raises WireClosed."""
+        self._is_near = self._words is not None and wire.is_near
+        with suppress(WireClosed):  # who asks no more may have said something before
+            wire.flush()
+        messages = wire.receive()
+        for message in messages:
+            self._reply(wire, message)
+        wanted = select.EPOLLIN | (select.EPOLLOUT if wire.has_unsent else 0)
+        self._epoll.modify(wire.fileno(), wanted)
+        return bool(messages)
 
     def _drop(self, fd: int) -> None:
         self._strangers.pop(fd, None)
@@ -194,7 +201,10 @@ class LeaseServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
         except OSError:  # it has gone again, or there are no descriptors left for now
+            time.sleep(_NO_DESCRIPTOR_S)  # who waits makes the listener readable all the time
             return
         tune(sock)
         wire = self._wires[sock.fileno()] = Wire(sock, _MAX_REQUEST_BYTES)

@@ -158,12 +158,17 @@ class SideChannelClient:
             threading.Thread(target=_look_up_name, args=arguments, daemon=True).start()
             return
         family, endpoint = link.endpoints[link.attempts % len(link.endpoints)]
-        sock = link.sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        tune(sock)
-        self._by_fd[sock.fileno()] = link
-        self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
-        status = sock.connect_ex(endpoint)
+        try:
+            sock = link.sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            tune(sock)
+            self._by_fd[sock.fileno()] = link
+            self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+            status = sock.connect_ex(endpoint)
+        except OSError as error:  # no descriptors are left, for now
+            logger.warning("no connection to %s:%d: %s", *link.address, error)
+            self._lost(link)
+            return
         if status == 0:
             self._connected(link)
         elif status != errno.EINPROGRESS:

@@ -112,10 +112,12 @@ class Staging:
 
     def leave(self, pull_id: str) -> None:
         """Leaves the queue; the pull has no active READ into a slot."""
-        if self._gather is not None and self.owned_by(pull_id):
-            self._gather.end()
-        if pull_id in self._queue:
-            self._queue.remove(pull_id)
+        try:
+            if self._gather is not None and self.owned_by(pull_id):
+                self._gather.end()
+        finally:
+            if pull_id in self._queue:
+                self._queue.remove(pull_id)
 
     def is_free(self, slot: int) -> bool:
         """True when every copy out of the slot has finished. Raises what one has failed with."""

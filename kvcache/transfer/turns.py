@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from kvcache.transfer.waker import Waker
 from kvcache.transfer.wire import HasFileno
+from protocol.vital_threads import VitalThread
 
 
 class Turns:
@@ -48,7 +49,7 @@ class Turns:
         self._closed = False
         self._wakes_at = 0.0  # the thread, by itself
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = VitalThread(self._run, name)
 
     def start(self) -> None:
         self._thread.start()

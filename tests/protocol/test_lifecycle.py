@@ -69,6 +69,19 @@ def test_a_reported_failure_is_the_reason(events: Events) -> None:
     assert child.reason() == "no such model"
 
 
+def test_a_child_is_watched_and_reaped_whatever_becomes_of_its_reports(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def broken(event: lifecycle.Event) -> None:
+        raise RuntimeError(f"cannot take {type(event).__name__}")
+
+    body = "lifecycle.report_progress('loading')"
+    child = lifecycle.spawn(python(body), name="child", on_event=broken)
+    assert child.exited.wait(DEADLINE_S)
+    assert lifecycle.terminate([child], 0.0)
+    assert "cannot take Progress" in capfd.readouterr().err
+
+
 def test_the_last_line_is_the_reason_of_a_crash(
     events: Events, capfd: pytest.CaptureFixture[str]
 ) -> None:

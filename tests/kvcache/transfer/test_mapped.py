@@ -205,6 +205,18 @@ def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig: Any
     assert_pulled(decode, remote, [3, 1], 0, 16)
 
 
+def test_a_peer_whose_mapping_fails_of_itself_is_read_by_the_agent(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryMapper, "map", lambda *args: 1 / 0)
+    prefill, decode = rig(Prefill), rig(Decode, make_mapped=Mappers())
+    remote = prefill.lease([5, 2], 16)
+    decode.coordinator.pull("a", remote, 0, 16, [3, 1])
+    done = decode.wait(*ENDINGS)
+    assert isinstance(done, PullDone) and done.path == "direct"
+    assert_pulled(decode, remote, [3, 1], 0, 16)
+
+
 def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(rig: Any) -> None:
     mappers = Mappers()
     prefill = rig(Prefill)

@@ -109,6 +109,25 @@ def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any, monkeypatch: Any) -
     assert isinstance(decode.wait(*ENDINGS, pull_id="hung"), PullDone)
 
 
+def test_a_peer_is_not_measured_where_that_would_wait_for_a_pull_that_hangs(
+    rig: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
+    monkeypatch.setattr(probe_job, "_WAIT_S", 60.0)
+    hung = rig(Prefill, engine_id="hung", order="LBCNHD")
+    other = rig(Prefill, order="LBCNHD")
+    decode = rig(Decode, staging_bytes=4 << 20)
+    pull(decode, hung, "first")
+    measured(decode)
+    decode.agents[0].stall(hung.agents[0].name)
+    decode.coordinator.pull("hung", hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
+    while decode.workers[0]._staging.owner != "hung":
+        decode.woken.wait(0.001)
+    pull(decode, other, "a")
+    decode.agents[0].resume()
+    assert isinstance(decode.wait(*ENDINGS, pull_id="hung"), PullDone)
+
+
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_costs_are_measured_and_logged_once(rig: Any, make_agent: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)

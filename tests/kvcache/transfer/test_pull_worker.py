@@ -9,20 +9,26 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
+from kvcache.transfer import pull_worker
+from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.job_maker import JobMaker
 from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.pace import Speed
 from kvcache.transfer.plan import DEFAULT_COSTS
 from kvcache.transfer.pull import (
     AddPeer,
     Pull,
     RankEnded,
     RankEnding,
+    RankFailing,
     Report,
     StopPull,
     pull_command,
 )
+from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
+from protocol.vital_threads import VitalThread
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import DEADLINE_S, HEADS, Prefill, layout
@@ -31,14 +37,14 @@ from pull_rig import DEADLINE_S, HEADS, Prefill, layout
 class Rank:
     """A worker whose thread finds all that was sent before `start` at once."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, agent: TransferAgent | None = None, **options: Any) -> None:
         self.link = InsideLink()
         self._told = threading.Event()
         self.reports: list[Report] = []
         self.link.on_report = self._told.set
         self.pool = KVPool(layout())
         self.worker = PullWorker(
-            0, 1, HEADS, MemoryAgent(), self.pool, "", inside=self.link, **options
+            0, 1, HEADS, agent or MemoryAgent(), self.pool, "", inside=self.link, **options
         )
 
     def report(self) -> Report:
@@ -76,6 +82,88 @@ def test_an_order_that_cannot_be_obeyed_takes_no_other_with_it(
     ended = rank.report()
     assert isinstance(ended, RankEnded) and ended.pull_id == "a" and ended.complete
     assert rank.worker.counters["internal_errors"] == 1
+
+
+class _Broken(MemoryAgent):
+    def poll(self, handle: ReadHandle) -> ReadState:
+        raise RuntimeError("the device is gone")
+
+
+def test_a_rank_in_which_nothing_ends_any_more_ends_itself(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine would take pulls for ever, each of them until its timeout."""
+    ended: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    monkeypatch.setattr(pull_worker, "_MAX_FAILURES", 3)
+    prefill, rank = rig(Prefill), Rank(_Broken())
+    rank.link.send(AddPeer(prefill.metadata))
+    rank.link.send(order(prefill, "a"))
+    rank.worker.start()
+    rank.worker._thread.join(DEADLINE_S)
+    (args,) = ended
+    assert isinstance(args.thread, VitalThread) and "device is gone" in str(args.exc_value)
+    rank.worker.close()
+
+
+def test_a_thread_that_cannot_begin_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    agent = MemoryAgent()
+    monkeypatch.setattr(agent, "bind_thread", lambda: 1 / 0)
+    rank = Rank(agent)
+    rank.worker.start()
+    rank.worker._thread.join(DEADLINE_S)
+    assert [type(args.thread) for args in ended] == [VitalThread]
+    rank.worker.close()
+
+
+def test_an_end_is_told_and_its_peer_let_go_whatever_the_leaving_fails_with(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who failed is connected to anew once nobody uses the old connection: it must not count for
+    ever as used."""
+    prefill, rank = rig(Prefill), Rank(MemoryAgent())
+    rank.worker.start()
+    rank.link.send(AddPeer(prefill.metadata))
+    leave = PullJob.leave
+
+    def broken(job: PullJob) -> None:
+        leave(job)
+        raise RuntimeError("it cannot leave")
+
+    monkeypatch.setattr(PullJob, "leave", broken)
+    rank.worker._agent.fail()  # type: ignore[attr-defined]
+    rank.link.send(order(prefill, "a"))
+    assert isinstance(rank.report(), RankFailing)
+    ended = rank.report()
+    assert isinstance(ended, RankEnded) and not ended.complete
+    monkeypatch.undo()
+    for pull_id in ("b", "c"):
+        rank.link.send(order(prefill, pull_id))
+        ended = rank.report()
+        assert isinstance(ended, RankEnded) and ended.complete
+    (peer,) = rank.worker._peers.values()
+    assert (peer.users, peer.stale) == (0, False)
+    rank.worker.close()
+
+
+def test_who_could_not_be_made_keeps_staging_memory_from_no_other(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = rig(Prefill, order="LBCNHD")
+    rank = Rank(staging_bytes=1 << 18, costs=DEFAULT_COSTS["cuda"])
+    rank.worker.start()
+    rank.link.send(AddPeer(prefill.metadata))
+    monkeypatch.setattr(Speed, "expected_s", lambda *args: 1 / 0)
+    rank.link.send(order(prefill, "a"))
+    ended = rank.report()
+    assert isinstance(ended, RankEnded) and ended.error is not None
+    monkeypatch.undo()
+    rank.link.send(order(prefill, "b"))
+    ended = rank.report()
+    assert isinstance(ended, RankEnded) and (ended.complete, ended.path) == (True, "staged")
+    rank.worker.close()
 
 
 def test_a_stop_is_answered_whatever_became_of_its_pull(rig: Any, rank: Rank) -> None:

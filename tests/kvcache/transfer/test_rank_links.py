@@ -1,4 +1,5 @@
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +26,10 @@ def opened(links: RankLinks, rank: int) -> OutsideLink:
 
 def reports(links: RankLinks, count: int) -> list[Report]:
     found: list[Report] = []
+    deadline = time.monotonic() + DEADLINE_S
     while len(found) < count:
-        wait_readable(links, timeout_s=DEADLINE_S)
+        assert time.monotonic() < deadline, f"{len(found)} of {count} reports"
+        wait_readable(links, timeout_s=0.5)
         found += links.receive()
     return found
 
@@ -118,3 +121,31 @@ def test_a_rank_that_ends_is_no_error(address: str) -> None:
     assert stays.receive() == []  # nor is the end of rank 0
     stays.report(ended(1))
     stays.close()
+
+
+def test_reports_that_rank_0_had_no_room_for_reach_it_without_another_command(
+    address: str,
+) -> None:
+    links = RankLinks(address, 1, {})
+    link = opened(links, 0)
+    num_reports = 0
+    while link._wire is None or not link._wire.has_unsent:
+        link.report(RankEnded(pull_id="p" * 1000, rank=0, complete=True))
+        num_reports += 1
+    stopping = threading.Event()
+
+    def idle() -> None:  # as a worker without a pull
+        while not stopping.is_set():
+            link.wait(None)
+            link.receive()
+
+    thread = threading.Thread(target=idle)
+    thread.start()
+    try:
+        assert len(reports(links, num_reports)) == num_reports
+    finally:
+        stopping.set()
+        link.waker.wake()
+        thread.join()
+        links.close()
+        link.close()

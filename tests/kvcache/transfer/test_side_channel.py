@@ -1,4 +1,5 @@
 import os
+import resource
 import socket
 import threading
 import time
@@ -224,6 +225,27 @@ def test_garbage_is_answered_and_counted(server: Server, frames: list[bytes]) ->
     assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
 
 
+def test_our_own_bug_costs_a_connection_and_no_lease(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease_id = server.grant("r", [1], 30.0)
+    usual = Wire.receive
+    with socket.create_connection(server.address, DEADLINE_S) as raw:
+        name = raw.getsockname()
+
+        def broken(wire: Wire) -> list[bytes]:  # and what has come stays where it is
+            if wire._socket.getpeername() == name:
+                raise RuntimeError("it is broken")
+            return usual(wire)
+
+        monkeypatch.setattr(Wire, "receive", broken)
+        raw.sendall(b"x")
+        with suppress(ConnectionResetError):
+            assert raw.recv(1) == b""
+    assert isinstance(server.ask(renew(lease_id)), Ok)
+    assert server.counters()["internal_errors"] == 1
+
+
 def test_bytes_that_are_no_message_and_messages_too_long_end_the_connection(
     server: Server,
 ) -> None:
@@ -367,6 +389,28 @@ def test_a_client_knows_to_whom_it_has_no_connection(clock: Clock) -> None:
     client.forget(server.address)
     assert client.unconnected() == {} and client.retry_in_s() == float("inf")
     client.close()
+
+
+def test_a_client_without_descriptors_connects_when_there_are_some(server: Server) -> None:
+    client = SideChannelClient(SECRET)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # which are in use
+    try:
+        client.post(server.address, GetMetadata(nonce="n"))
+        assert server.address in client.unconnected()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert isinstance(_reply(client), Metadata)
+    client.close()
+
+
+def _reply(client: SideChannelClient) -> Reply:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        wait_readable(client, timeout_s=client.retry_in_s())
+        for _, reply in client.receive_all():
+            return reply
+    raise AssertionError("no reply")
 
 
 def test_a_client_gives_an_address_up_that_nothing_listens_at(clock: Clock) -> None:

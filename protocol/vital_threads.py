@@ -1,0 +1,48 @@
+"""Threads without which a process is of no use.
+
+A thread that raises ends alone: the process goes on, looks well to all that ask, and who waits for
+the thread does so until a timeout, again and again. A process that is gone is noticed at once.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from protocol import lifecycle
+from protocol.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+class VitalThread(threading.Thread):
+    """A daemon thread that others rely on for as long as the process lives."""
+
+    def __init__(self, target: Callable[[], None], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+
+
+def end_with_vital_threads() -> None:
+    """From now on a VitalThread that raises ends this process, with status 1, the reason reported
+    to its parent. Without this it ends as any thread does, which is what tests see."""
+    usual = threading.excepthook
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        if not isinstance(args.thread, VitalThread):
+            usual(args)
+            return
+        try:
+            with contextlib.suppress(OSError, ValueError):  # there may be no stderr any more
+                lifecycle.report_failure(f"thread {args.thread.name} ended: {_told(args)}")
+            logger.critical("thread %s", args.thread.name, exc_info=args.exc_value)
+            logging.shutdown()
+        finally:
+            os._exit(1)  # other threads may be anywhere; none of them is asked
+
+    threading.excepthook = end
+
+
+def _told(args: threading.ExceptHookArgs) -> str:
+    name = args.exc_type.__name__
+    return f"{name}: {args.exc_value}" if str(args.exc_value) else name

@@ -1,0 +1,50 @@
+"""The coordinator by itself; this test plays the ranks."""
+
+from typing import Any
+
+import pytest
+
+from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.pull import PullDrained, PullFailed, RankEnded, StopPull
+from kvcache.transfer.pull_state import PullState
+from kvcache.transfer.rank_links import InsideLink
+from protocol.errors import InternalError
+from tests.kvcache.transfer.pull_rig import SECRET, Prefill, compat
+
+
+def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else blocks would be quarantined for ever: no rank says its end twice."""
+    prefill, link = rig(Prefill), InsideLink()
+    coordinator = PullCoordinator("", 1, compat(), SECRET, inside={0: link})
+    rank_ended = PullState.rank_ended
+
+    def broken(state: PullState, report: RankEnded, now: float) -> Any:
+        if report.pull_id == "broken" and report.complete:
+            raise RuntimeError("it cannot be taken")
+        return rank_ended(state, report, now)
+
+    monkeypatch.setattr(PullState, "rank_ended", broken)
+    try:
+        for pull_id in ("broken", "fine"):
+            coordinator.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
+        while coordinator.handshakes()["ok"] == 0:
+            coordinator._turns.take()
+        assert len(link.receive()) == 3  # AddPeer and both pulls
+        for pull_id in ("broken", "fine"):
+            link._reports.append(RankEnded(pull_id=pull_id, rank=0, complete=True))
+        link.on_report()
+        (failed,) = coordinator.drain()
+        assert isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
+        assert isinstance(failed.error, InternalError)
+        stopped = [c.pull_id for c in link.receive() if isinstance(c, StopPull)]
+        assert "broken" in stopped  # a rank answers this in any case
+        link.report(RankEnded(pull_id="broken", rank=0, complete=False))
+        (failed,) = coordinator.drain()
+        assert isinstance(failed, PullFailed) and failed.pull_id == "broken" and failed.drained
+        coordinator.cancel("broken")
+        assert coordinator.drain() == [PullDrained("broken")]
+        assert coordinator.counters()["pulls_open"] == 0
+    finally:
+        coordinator.close()

@@ -1,0 +1,56 @@
+"""A process ends with a thread that others would wait for; with no other thread."""
+
+import queue
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from protocol import lifecycle
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELUDE = f"""
+import sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from protocol import lifecycle
+from protocol.vital_threads import VitalThread, end_with_vital_threads
+
+wait = threading.Event().wait
+
+def fail():
+    raise RuntimeError("the device is gone")
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "events"),
+    [
+        (
+            "end_with_vital_threads(); VitalThread(fail, 'pull-0').start(); wait()",
+            [lifecycle.Failed, lifecycle.Exited],
+        ),
+        (
+            """
+            end_with_vital_threads()
+            for thread in (threading.Thread(target=fail), VitalThread(int, "done")):
+                thread.start()
+                thread.join()
+            lifecycle.report_ready({})
+            """,
+            [lifecycle.Ready, lifecycle.Exited],
+        ),
+    ],
+    ids=["a vital one", "others"],
+)
+def test_a_process_ends_with_a_vital_thread_that_raises(body: str, events: list[type]) -> None:
+    found: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
+    argv = [sys.executable, "-c", PRELUDE + textwrap.dedent(body)]
+    child = lifecycle.spawn(argv, name="child", on_event=found.put)
+    assert [type(found.get(timeout=60.0)) for _ in events] == events
+    if lifecycle.Failed in events:
+        assert child.returncode == 1
+        assert child.reason() == "thread pull-0 ended: RuntimeError: the device is gone"
+    else:
+        assert child.returncode == 0

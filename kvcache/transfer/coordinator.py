@@ -427,7 +427,7 @@ class PullCoordinator:
             for action in actions:
                 self._send(state, action)
         finally:
-            if state.phase is Phase.ENDED and self._pulls.pop(state.pull_id, None):
+            if state.phase is Phase.ENDED and self._pulls.pop(state.pull_id, None) is not None:
                 self._spans.pop(state.pull_id, None)
                 self._questions.forget_pull(state.pull_id)
                 self._remember(state.pull_id, state.drained_told)

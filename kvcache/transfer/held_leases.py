@@ -81,10 +81,6 @@ class HeldLeases:
         except (NotShared, ProcessGone) as error:
             logger.info("prefill server %s is asked at each fence: %s", key[0], error)
 
-    def sees(self, key: PeerKey) -> bool:
-        """Whether a peer's words can be looked at."""
-        return key in self._peers
-
     def is_held(self, key: PeerKey, lease_id: str) -> bool:
         """Whether P still holds the lease, as far as can be seen; False proves nothing."""
         peer = self._peers.get(key)

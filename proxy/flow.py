@@ -42,6 +42,9 @@ logger = get_logger(__name__)
 _PREFILL_CONTEXT = "prefill_context"  # why a request is decoded without a prefill
 GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
 CLOSE_TIMEOUT_S = 2.0
+# A decode server hears of a client that left by its connection's end, and ends the lease itself. A
+# release that overtook it would look like a lost lease there, and count as one.
+_LEFT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -95,13 +98,17 @@ class Flow:
         self, request: ClientRequest, params: msgspec.Raw, reply: Reply, trace: Trace
     ) -> None:
         """The decode leg; unless it ends well, the prefill server is told to take its KV back."""
+        after_s = 0.0
         try:
             leg = bodies.decode_leg(request.body, params)
             unfit = self._fleet.too_small(Kind.DECODE, bodies.num_tokens(request.body, params))
             await self._decode("POST", request.path, request.headers, leg, reply, trace, unfit)
+        except asyncio.CancelledError:
+            after_s = _LEFT_S
+            raise
         finally:
             if not reply.has_succeeded:
-                self._will_not_come(request, params, trace.prefill)
+                self._will_not_come(request, params, trace.prefill, after_s)
 
     def on_silence(self, server: Server, is_long: bool) -> None:
         """Prefill legs go elsewhere, or are done without. A decode server keeps its requests for
@@ -115,14 +122,19 @@ class Flow:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await asyncio.gather(*self._giving_back, return_exceptions=True)
 
-    def _will_not_come(self, request: ClientRequest, params: msgspec.Raw, url: str) -> None:
+    def _will_not_come(
+        self, request: ClientRequest, params: msgspec.Raw, url: str, after_s: float = 0.0
+    ) -> None:
         """Has KV given back by a task of its own: neither the client nor its absence delays it."""
-        task = asyncio.create_task(self._give_back(request, params, url))
+        task = asyncio.create_task(self._give_back(request, params, url, after_s))
         self._giving_back.add(task)
         task.add_done_callback(self._giving_back.discard)
 
-    async def _give_back(self, request: ClientRequest, params: msgspec.Raw, url: str) -> None:
+    async def _give_back(
+        self, request: ClientRequest, params: msgspec.Raw, url: str, after_s: float
+    ) -> None:
         """Tells the prefill server that nobody will come for the KV; its lease runs out anyway."""
+        await asyncio.sleep(after_s)
         try:
             async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):
                 response = await self._upstream.send(

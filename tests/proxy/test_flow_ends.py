@@ -287,19 +287,23 @@ def test_kv_is_given_back_when_no_decode_server_takes_the_request(
 def test_kv_is_given_back_when_the_client_leaves_a_decode_server_that_is_silent(
     stream: bool,
 ) -> None:
-    """A stopped decode server cannot tell the prefill server that nobody waits any more."""
-    begun = asyncio.Event()
+    """A stopped decode server cannot tell the prefill server that nobody waits any more; one that
+    runs is told first, and loses no lease before it knows."""
+    begun, prefill = asyncio.Event(), Fake(prefills)
+    when_told: list[int] = []
 
     async def is_stopped(call: Call) -> None:
         begun.set()
         await call.gone()
+        when_told.append(len(prefill.releases))
 
     async def test() -> None:
-        async with Rig(decode=[Fake(is_stopped)]) as rig:
+        async with Rig(prefill=[prefill], decode=[Fake(is_stopped)]) as rig:
             request = asyncio.create_task(rig.complete(stream=stream))
             await begun.wait()
             request.cancel()
-            await until(lambda: len(rig.prefill[0].releases) == 1)
+            await until(lambda: len(prefill.releases) == 1)
+            assert when_told == [0]
             with pytest.raises(asyncio.CancelledError):
                 await request
 

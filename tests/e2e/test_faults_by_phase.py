@@ -351,8 +351,9 @@ def test_pools_too_small_for_the_load_delay_it_and_change_nothing(
 ) -> None:
     small = ("--kv-cache-tokens", "2048")
     cluster = make_cluster(small, small)
-    prompts = [_prompt(300) for _ in range(14)]
-    answers = complete_all(cluster.url, prompts, 150)
+    prompts = [_prompt(300) for _ in range(10)]
+    answers = complete_all(cluster.url, prompts, 100)
+    assert cluster.decode[0].metrics()["baton_preemptions_total"] > 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.token_ids == tiny_reference.generate(prompt, 150)
+        assert answer.token_ids == tiny_reference.generate(prompt, 100)
     _assert_home(cluster.prefill[0], cluster.decode[0])

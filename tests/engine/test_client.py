@@ -298,7 +298,7 @@ def test_closing_ends_open_requests(socket_folder: Any) -> None:
             await remote.receive()
             await client.close()
             (last,) = await asyncio.wait_for(answer, WAIT_S)
-            assert last.error is not None
+            assert last.error is not None and last.error.code == "no_server_available"
 
     asyncio.run(main())
 

@@ -100,13 +100,14 @@ def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any, monkeypatch: Any) -
     hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
     decode = rig(Decode, staging_bytes=4 << 20, settings={"drain_grace_s": 0.05})
     decode.agents[0].stall(hung.agents[0].name)
-    decode.coordinator.pull("hung", hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
+    decode.coordinator.pull("hung", remote := hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
     while not decode.agents[0].active:  # the probe has begun
         decode.woken.wait(0.001)
     pull(decode, other, "a")
     pull(decode, other, "b")
     decode.agents[0].resume()
     assert isinstance(decode.wait(*ENDINGS, pull_id="hung"), PullDone)
+    assert_pulled(decode, remote, [4, 2, 8], 0, 20)
 
 
 def test_a_peer_is_not_measured_where_that_would_wait_for_a_pull_that_hangs(
@@ -120,12 +121,13 @@ def test_a_peer_is_not_measured_where_that_would_wait_for_a_pull_that_hangs(
     pull(decode, hung, "first")
     measured(decode)
     decode.agents[0].stall(hung.agents[0].name)
-    decode.coordinator.pull("hung", hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
+    decode.coordinator.pull("hung", remote := hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
     while decode.workers[0]._staging.owner != "hung":
         decode.woken.wait(0.001)
     pull(decode, other, "a")
     decode.agents[0].resume()
     assert isinstance(decode.wait(*ENDINGS, pull_id="hung"), PullDone)
+    assert_pulled(decode, remote, [4, 2, 8], 0, 20)
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])

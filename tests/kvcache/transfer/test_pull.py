@@ -410,8 +410,9 @@ def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(rig: A
     while time.monotonic() < deadline:  # longer than the timeout, with nobody waiting
         decode.woken.wait(0.05)
     second = rig(Prefill, port=old.port)
-    decode.coordinator.pull("b", second.lease([6], 8), 0, 8, [4])
+    decode.coordinator.pull("b", fresh := second.lease([6], 8), 0, 8, [4])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert_pulled(decode, fresh, [4], 0, 8)
 
 
 # -- cancel

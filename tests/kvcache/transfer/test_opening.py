@@ -78,8 +78,8 @@ def test_a_pull_like_the_last_one_is_opened_as_its_plan_wants(
     is_ragged = case.start % case.p.block_size or case.stop % case.p.block_size
     opened, wanted = _check_openings([case] * 3, d_rank, staging_blocks)
     assert opened == wanted
-    if not is_ragged and case.start < case.stop and case.d.dcp == 1:
-        assert opened == 2
+    if not is_ragged and case.start < case.stop and case.d.dcp == 1 and case.p.tp <= case.heads:
+        assert opened == 2  # of a head's copies the first one in turn may have none of few blocks
 
 
 def test_blocks_that_are_not_there_are_not_opened() -> None:

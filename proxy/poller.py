@@ -58,29 +58,35 @@ class Poller:
     async def _poll(self, server: Server) -> None:
         hurry = self._hurry[server]
         while True:
-            started_at = time.monotonic()
             hurry.clear()
             try:
-                said = await self._ask(server)
-            except (TimeoutError, TimedOut):
-                self._fleet.silent(server, f"no answer within {self._timeout_s:g} s")
-            except Exhausted:
-                logger.warning("no descriptors are left for the health check of %s", server)
+                await self._check(server)
             except Exception:  # our own bug must not leave a server unwatched
-                logger.exception("health check of %s", server)
-                self._fleet.silent(server, "the health check failed")
-            else:
-                self._fleet.polled(
-                    server,
-                    ready=said.ready,
-                    reason=said.reason,
-                    started_at=started_at,
-                    max_model_len=said.max_model_len,
-                )
+                logger.exception("what the health check of %s found", server)
             interval_s = self._interval_s * random.uniform(1 - JITTER, 1 + JITTER)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await hurry.wait()
+
+    async def _check(self, server: Server) -> None:
+        started_at = time.monotonic()
+        try:
+            said = await self._ask(server)
+        except (TimeoutError, TimedOut):
+            self._fleet.silent(server, f"no answer within {self._timeout_s:g} s")
+        except Exhausted:
+            logger.warning("no descriptors are left for the health check of %s", server)
+        except Exception:
+            logger.exception("health check of %s", server)
+            self._fleet.silent(server, "the health check failed")
+        else:
+            self._fleet.polled(
+                server,
+                ready=said.ready,
+                reason=said.reason,
+                started_at=started_at,
+                max_model_len=said.max_model_len,
+            )
 
     async def _ask(self, server: Server) -> "_Said":
         try:

@@ -242,7 +242,7 @@ class CudaMapper(Mapper):
             else:
                 self._gather(work, index, prepared, first, count)
             self._driver.record(event, self._stream)
-        except CudaError:
+        except Exception:
             self._wait()  # for what was queued, as there is no event to tell its end
             raise
         return event

@@ -150,6 +150,8 @@ class Reads:
     def _end(self, read: _Read) -> None:
         if read.handle.state is ReadState.ERROR:
             self._failed(read.job, TransferFailed(f"a READ from {read.handle.peer} failed"))
-        self._agent.release(read.handle)
-        read.step.seconds += time.perf_counter() - read.started
-        read.job.read_ended(read.step)
+        try:
+            self._agent.release(read.handle)
+        finally:
+            read.step.seconds += time.perf_counter() - read.started
+            read.job.read_ended(read.step)

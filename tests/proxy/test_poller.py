@@ -46,3 +46,19 @@ def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
     assert run(test()).ready is not is_told
     short = HealthPolicy.long_silence - HealthPolicy.silences
     assert told[: short + 1] == ([False] * short + [True] if is_told else [])
+
+
+def test_a_server_is_watched_on_whatever_becomes_of_what_was_found() -> None:
+    def broken(*_change: object) -> None:
+        raise RuntimeError("it cannot be shown")
+
+    async def test() -> None:
+        fleet = Fleet(on_change=broken)
+        fleet.join(D1)
+        upstream = Failing(TimedOut("1 s"))
+        poller = Poller(fleet, upstream, interval_s=1e-4, timeout_s=1.0)
+        poller.start()
+        await until(lambda: upstream.asked > 2)
+        await poller.close()
+
+    run(test())

@@ -1,0 +1,187 @@
+"""A rank's worker while its agent, its copies and its planning fail at random: every pull ends,
+none that is complete has a wrong byte, and what comes later is as if there had been no fault."""
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.pool import KVPool
+from kvcache.transfer import reformat
+from kvcache.transfer.agent import ReadHandle, ReadState
+from kvcache.transfer.lanes import LanedAgent
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.plan import DEFAULT_COSTS
+from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.pull import AddPeer, DropPeer, RankEnded, StopPull, pull_command
+from kvcache.transfer.pull_job import PullJob
+from kvcache.transfer.pull_worker import PullWorker
+from kvcache.transfer.rank_links import InsideLink
+from protocol.errors import TransferFailed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import DEADLINE_S, HEADS, Prefill, expected, layout
+
+TOKENS, BLOCKS = 21, 3  # of a pull
+
+
+class Faults:
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.odds = 0.0
+
+    def strike(self) -> bool:
+        return self._rng.random() < self.odds
+
+    def may_raise(self) -> None:
+        if self.strike():
+            raise self._rng.choice([TransferFailed("as agents fail"), RuntimeError("of itself")])
+
+    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*args: Any, **options: Any) -> Any:
+            self.may_raise()
+            return call(*args, **options)
+
+        return faulty
+
+    def after(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*args: Any, **options: Any) -> Any:
+            found = call(*args, **options)
+            self.may_raise()
+            return found
+
+        return faulty
+
+
+class FaultyAgent(MemoryAgent):
+    """Each call may fail, in the way its interface knows or in one of its own. A READ that was
+    posted stays one that has to end, whatever a poll raises."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self._faults = faults
+        self.add_peer = faults.before(self.add_peer)  # type: ignore[method-assign]
+        self.remove_peer = faults.before(self.remove_peer)  # type: ignore[method-assign]
+        self.read = faults.before(self.read)  # type: ignore[method-assign]
+        self.release = faults.after(self.release)  # type: ignore[method-assign]
+
+    def poll(self, handle: ReadHandle) -> ReadState:
+        self._faults.may_raise()
+        if self._faults.strike():
+            return handle.state  # not yet
+        if self._faults.strike():
+            self.fail()
+        return super().poll(handle)
+
+
+class Rank:
+    """A worker, and blocks of its pool for one pull at a time each."""
+
+    def __init__(self, rng: random.Random, faults: Faults, seed: int) -> None:
+        self._rng = rng
+        self.link = InsideLink()
+        self._told = threading.Event()
+        self.link.on_report = self._told.set
+        self.pool = KVPool(layout())
+        agents = [FaultyAgent(faults) for _ in range(2)]
+        self.agents = agents
+        self.worker = PullWorker(
+            0,
+            1,
+            HEADS,
+            LanedAgent(agents) if seed % 5 == 0 else agents[0],
+            self.pool,
+            "",
+            inside=self.link,
+            limits=PostLimits(max_bytes=2048, max_runs=16, max_active=3),
+            staging_bytes=1 << 18 if seed % 2 else None,
+            costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
+            opens=bool(seed % 3),
+        )
+        self._free = [[1 + BLOCKS * i + j for j in range(BLOCKS)] for i in range(10)]
+        self._reading: dict[str, tuple[Any, list[int]]] = {}
+        self.num_complete = 0
+
+    def pull(self, pull_id: str, prefill: Prefill) -> None:
+        while not self._free:
+            for agent in self.agents:
+                agent.resume()
+            self._take_reports()
+        blocks = self._free.pop(self._rng.randrange(len(self._free)))
+        self._rng.shuffle(blocks)
+        self.pool.canonical[blocks] = -1
+        lease = prefill.lease(self._rng.sample(range(1, 32), BLOCKS), TOKENS)
+        self._reading[pull_id] = lease, blocks
+        self.link.send(AddPeer(prefill.metadata))
+        self.link.send(pull_command(pull_id, lease, 0, TOKENS, blocks))
+
+    def wait(self) -> None:
+        """Until every pull has ended."""
+        while self._reading:
+            self._take_reports()
+
+    def _take_reports(self) -> None:
+        assert self._told.wait(DEADLINE_S), f"{self._reading.keys()}: {self.worker._jobs}"
+        self._told.clear()
+        for report in self.link.reports():
+            if isinstance(report, RankEnded) and report.pull_id in self._reading:
+                lease, blocks = self._reading.pop(report.pull_id)
+                self._free.append(blocks)
+                if report.complete:
+                    self.num_complete += 1
+                    rows = self.pool.canonical[blocks].permute(0, 4, 1, 2, 3, 5)
+                    found = rows.flatten(0, 1)[:TOKENS].numpy()
+                    assert np.array_equal(found, expected(lease, 0, TOKENS)), report
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_pull_ends_and_none_is_wrong(
+    rig: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache.transfer.pull_worker._POLL_STUCK_S", 0.0005)
+    monkeypatch.setattr("kvcache.transfer.pull_job._HANGS_S", 0.003)
+    rng = random.Random(seed)
+    faults = Faults(random.Random(seed + 1))
+    monkeypatch.setattr(reformat, "apply", faults.before(reformat.apply))
+    monkeypatch.setattr(PullJob, "leave", faults.after(PullJob.leave))
+    monkeypatch.setattr(PullJob, "__init__", faults.after(PullJob.__init__))
+    prefills = [rig(Prefill, engine_id=name, order="LBCNHD") for name in "PQ"]
+    rank = Rank(rng, faults, seed)
+    rank.worker.start()
+    try:
+        faults.odds = 0.01 * (1 + seed % 4)
+        for number in range(60):
+            prefill = rng.choice(prefills)
+            rank.pull(str(number), prefill)
+            if rng.random() < 0.3:
+                rank.link.send(StopPull(str(rng.randint(0, number))))
+            if rng.random() < 0.1:
+                key = prefill.metadata.engine_id, prefill.metadata.incarnation
+                rank.link.send(DropPeer(*key))
+            for agent in rank.agents:
+                if rng.random() < 0.1:
+                    agent.stall(prefill.agents[0].name)
+                if rng.random() < 0.2:
+                    agent.resume()
+            if rng.random() < 0.4:
+                time.sleep(0.001)  # else most would be stopped before they begin
+        faults.odds = 0.0
+        for agent in rank.agents:
+            agent.resume()
+        rank.wait()
+        for prefill in prefills * 2:  # the first ones may meet with what has failed
+            rank.num_complete = 0
+            rank.pull("after", prefill)
+            rank.wait()
+        assert rank.num_complete == 1
+        assert all(peer.users == 0 for peer in rank.worker._peers.values())
+        assert sum(agent.active for agent in rank.agents) == 0
+    finally:
+        faults.odds = 0.0
+        rank.worker.close()

@@ -10,6 +10,7 @@ from protocol.messages import TokenLogprobs
 from protocol.openai import GenerationRequest, TokenReport, TokenText
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+_HEAD_CHARS = 4  # of a text, by which its beginning is found behind what was put before it
 
 
 class Namer:
@@ -127,5 +128,7 @@ class Prompt:
         if self._given is None:
             return text, offsets
         size = len(self._given)
-        surplus = len(text) - size if text.endswith(self._given) else 0
+        surplus = len(text) - size
+        if not text.endswith(self._given):  # it names special tokens: their spaces are lost
+            surplus = max(text.find(self._given[:_HEAD_CHARS]), 0)
         return self._given, [min(max(at - surplus, 0), size) for at in offsets]

@@ -5,7 +5,6 @@ the thread does so until a timeout, again and again. A process that is gone is n
 """
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from protocol import lifecycle
 from protocol.logging import get_logger
 
 logger = get_logger(__name__)
+
+_TELL_S = 5.0  # longest: somebody may have stopped to read our output
 
 
 class VitalThread(threading.Thread):
@@ -33,16 +34,19 @@ def end_with_vital_threads() -> None:
             usual(args)
             return
         try:
-            with contextlib.suppress(OSError, ValueError):  # there may be no stderr any more
-                lifecycle.report_failure(f"thread {args.thread.name} ended: {_told(args)}")
-            logger.critical("thread %s", args.thread.name, exc_info=args.exc_value)
-            logging.shutdown()
+            telling = threading.Thread(target=_tell, args=(args.thread.name, args), daemon=True)
+            telling.start()
+            telling.join(_TELL_S)
         finally:
             os._exit(1)  # other threads may be anywhere; none of them is asked
 
     threading.excepthook = end
 
 
-def _told(args: threading.ExceptHookArgs) -> str:
-    name = args.exc_type.__name__
-    return f"{name}: {args.exc_value}" if str(args.exc_value) else name
+def _tell(thread: str, args: threading.ExceptHookArgs) -> None:
+    reason = args.exc_type.__name__
+    if str(args.exc_value):
+        reason += f": {args.exc_value}"
+    with contextlib.suppress(OSError, ValueError):  # there may be no stderr any more
+        lifecycle.report_failure(f"thread {thread} ended: {reason}")
+    logger.critical("thread %s", thread, exc_info=args.exc_value)

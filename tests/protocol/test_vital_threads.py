@@ -1,6 +1,7 @@
 """A process ends with a thread that others would wait for; with no other thread."""
 
 import queue
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -54,3 +55,25 @@ def test_a_process_ends_with_a_vital_thread_that_raises(body: str, events: list[
         assert child.reason() == "thread pull-0 ended: RuntimeError: the device is gone"
     else:
         assert child.returncode == 0
+
+
+def test_an_output_that_nobody_reads_keeps_no_process() -> None:
+    body = """
+    import os
+    import protocol.vital_threads as vital_threads
+
+    vital_threads._TELL_S = 0.2
+    end_with_vital_threads()
+    os.set_blocking(1, False)
+    try:
+        while True:
+            os.write(1, bytes(4096))
+    except BlockingIOError:
+        os.set_blocking(1, True)  # it is full
+    VitalThread(fail, "pull-0").start()
+    wait()
+    """
+    argv = [sys.executable, "-c", PRELUDE + textwrap.dedent(body)]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(argv, **output) as process:  # type: ignore[call-overload]
+        assert process.wait(60.0) == 1

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.lease import LeaseState
+from kvcache.lease import LeaseState, LeaseTable
 from kvcache.transfer.side_channel import LeaseServer, SideChannelClient, ask, new_id
 from kvcache.transfer.side_client import split
 from kvcache.transfer.wire import Wire, WireClosed, framed, listen, wait_readable
@@ -35,6 +35,7 @@ from protocol.handshake import (
     seal_reply,
     seal_request,
 )
+from protocol.vital_threads import VitalThread
 
 SECRET = b"cluster secret"
 DEADLINE_S = 20.0
@@ -244,6 +245,16 @@ def test_our_own_bug_costs_a_connection_and_no_lease(
             assert raw.recv(1) == b""
     assert isinstance(server.ask(renew(lease_id)), Ok)
     assert server.counters()["internal_errors"] == 1
+
+
+def test_a_server_whose_leases_cannot_be_ended_any_more_ends(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    monkeypatch.setattr(LeaseTable, "expire", lambda *args: 1 / 0)
+    server._thread.join(DEADLINE_S)
+    assert [type(args.thread) for args in ended] == [VitalThread]
 
 
 def test_bytes_that_are_no_message_and_messages_too_long_end_the_connection(

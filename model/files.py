@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple, TextIO
 
 import numpy.typing as npt
 
 from model.config import ModelLoadError
+from protocol.cache_dir import CannotKeep
 
 _HEADER_ALIGNMENT: Final = 64  # bytes; mapped tensors then start on cache lines
 _MARKER: Final = "baton.json"
@@ -27,11 +28,13 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
     Args:
         key: names the inputs and their version; another key builds the directory anew.
         build: fills the empty directory that it is given.
+
+    Raises:
+        CannotKeep: nothing can be written there.
     """
     if _is_built(target, key):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.parent / f".{target.name}.lock", "w") as lock:
+    with _lock_file(target) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_built(target, key):
             return target
@@ -49,6 +52,14 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _lock_file(target: Path) -> TextIO:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return open(target.parent / f".{target.name}.lock", "w")
+    except OSError as error:
+        raise CannotKeep("a converted model", target.parent, error) from error
 
 
 def _is_built(target: Path, key: str) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from protocol.cache_dir import cache_dir
+
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 
 _PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
@@ -15,11 +17,6 @@ Progress = Callable[[str], None]
 
 class ModelNotAvailable(ValueError):
     """The model is neither a local directory nor to be had from the hub."""
-
-
-def cache_dir() -> Path:
-    """Where converted models are kept: BATON_CACHE, or ~/.cache/baton."""
-    return Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton")
 
 
 def resolve_model(

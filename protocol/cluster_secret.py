@@ -6,25 +6,26 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from protocol.cache_dir import CannotKeep, cache_dir
 
-def default_file() -> Path:
-    """Where this machine keeps its own secret: in BATON_CACHE, or ~/.cache/baton."""
-    cache = os.environ.get("BATON_CACHE")
-    return (Path(cache) if cache else Path.home() / ".cache" / "baton") / "cluster-secret"
+_FIX = "set BATON_CLUSTER_SECRET, or BATON_CACHE to a folder of this user's"
 
 
 def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> bytes:
     """The configured secret, else the one in `file`, which the first caller makes.
 
     Raises:
-        OSError: the file can be neither read nor made.
+        OSError: the file can be neither read nor made; the message says what to set.
     """
     if configured is not None:
         return configured.get_secret_value().encode()
-    path = file or default_file()
-    if not path.exists():
-        _make(path)
-    return path.read_bytes().strip()
+    path = file or cache_dir() / "cluster-secret"
+    try:
+        if not path.exists():
+            _make(path)
+        return path.read_bytes().strip()
+    except OSError as error:
+        raise CannotKeep("this machine's cluster secret", path.parent, error, _FIX) from error
 
 
 def _make(path: Path) -> None:

@@ -13,7 +13,7 @@ TASKS ?=
 LIMIT ?=
 URL ?= http://127.0.0.1:$(PORT)
 # Tests in a process per core (tests/conftest.py), a file at a time, in order: long files are early.
-# No two tests of the suite meet: ports, folders, models and processes are each one's own.
+# No two tests meet, the long ones neither: ports, folders, networks and processes are their own.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 # A further package index for torch, such as https://download.pytorch.org/whl/cpu, whose builds are
 # a tenth of the size where there is no GPU.

@@ -38,6 +38,7 @@ from kvcache.transfer.rank_links import InsideLink, OutsideLink, WorkerLink
 from kvcache.transfer.reads import Reads
 from kvcache.transfer.staging import Staging, placing
 from kvcache.transfer.ucx_log import UcxRead
+from kvcache.transfer.watch import Watch
 from protocol.errors import BatonError, InternalError, TransferFailed
 from protocol.handshake import EngineMetadata
 from protocol.logging import get_logger
@@ -120,10 +121,12 @@ class PullWorker:
         self._reads = Reads(agent, pool, limits, self._fail, self.counters, throttle)
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, f"pull-{rank}")
+        self._watch = Watch(self._thread.name)
         self._register()
 
     def start(self) -> None:
         self._thread.start()
+        self._watch.start()
 
     @property
     def native_id(self) -> int | None:
@@ -136,6 +139,7 @@ class PullWorker:
         self._link.waker.wake()
         if self._thread.is_alive():
             self._thread.join()
+        self._watch.close()
         self._link.close()
         if self._staging is not None:
             self._staging.close()
@@ -159,9 +163,12 @@ class PullWorker:
             self._staging.bind_thread()
         if self._mapped is not None:
             self._mapped.bind_thread()
+        self._watch.resting = True
         self._link.open(self._endpoint.rank, self._stopping)
         num_failures = 0  # since a round went well
         while not self._stopping.is_set():
+            self._watch.at += 1
+            self._watch.resting = False
             try:
                 while self._commands:
                     self._obey(self._commands.popleft())
@@ -191,6 +198,7 @@ class PullWorker:
                 self._mapped.stay_awake()
             time.sleep(_ALERT_NAP_S)
         else:
+            self._watch.resting = True
             self._link.wait(None)
 
     def _is_alert(self) -> bool:

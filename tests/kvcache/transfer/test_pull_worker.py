@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer import pull_worker
+from kvcache.transfer import pull_worker, watch
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.job_maker import JobMaker
 from kvcache.transfer.memory_agent import MemoryAgent
@@ -103,6 +103,50 @@ def test_a_rank_in_which_nothing_ends_any_more_ends_itself(
     rank.worker._thread.join(DEADLINE_S)
     (args,) = ended
     assert isinstance(args.thread, VitalThread) and "device is gone" in str(args.exc_value)
+    rank.worker.close()
+
+
+class _Stuck(MemoryAgent):
+    """Its READs do not end before `resume`; with `stuck` set, neither does to post one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posting, self.stuck = threading.Event(), threading.Event()
+        self.stall()
+
+    def read(self, *args: Any, **options: Any) -> ReadHandle:
+        self.posting.set()
+        self.stuck.wait()
+        return super().read(*args, **options)
+
+
+def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    monkeypatch.setattr(watch, "_LOOK_S", 0.05)
+    monkeypatch.setattr(watch, "_NUM_LOOKS", 5)
+    agent = _Stuck()
+    prefill, rank = rig(Prefill), Rank(agent)
+    rank.link.send(AddPeer(prefill.metadata))
+    rank.worker.start()
+    looking = rank.worker._watch._thread
+    looking.join(0.5)
+    assert looking.is_alive()  # with nothing to do
+    agent.stuck.set()
+    rank.link.send(order(prefill, "a"))
+    assert agent.posting.wait(DEADLINE_S)
+    looking.join(0.5)
+    assert looking.is_alive() and agent.active  # with a READ that does not end
+    agent.stuck.clear()
+    rank.link.send(order(prefill, "b"))
+    looking.join(DEADLINE_S)
+    (args,) = ended
+    assert args.thread is looking and isinstance(looking, VitalThread)
+    assert "pull-0 has not got on" in str(args.exc_value)
+    agent.stuck.set()
+    agent.resume()
     rank.worker.close()
 
 

@@ -12,6 +12,7 @@ from protocol.logging import get_logger
 from proxy.membership import Fleet, Server
 from proxy.retry import Kind
 from proxy.upstream import Exhausted, Lost, TimedOut, Unreachable, Upstream
+from proxy.waiting import within
 
 logger = get_logger(__name__)
 
@@ -90,7 +91,7 @@ class Poller:
 
     async def _ask(self, server: Server) -> "_Said":
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with within(self._timeout_s):
                 response = await self._upstream.send(server.url, "GET", "/ready")
                 body = await response.read()
         except (Unreachable, Lost) as error:

@@ -15,6 +15,8 @@ from typing import Any, cast
 import httpcore
 import httpx
 
+from proxy.waiting import within
+
 HIGH_WATER_BYTES = 262144  # unread, at which the server has to wait
 # A server may rightly be silent for minutes. Probes find a host that is gone in half of one.
 KEEPALIVE_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -93,7 +95,7 @@ class ConnectionTransport(httpx.AsyncBaseTransport):
         loop = asyncio.get_running_loop()
         port = url.port or (443 if self._tls else 80)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with within(timeout_s):
                 _, self._socket = await loop.create_connection(
                     Socket, url.host, port, ssl=self._tls
                 )

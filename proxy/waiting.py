@@ -1,0 +1,40 @@
+"""Timeouts of a busy event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+_TURNS = 4
+
+
+@asynccontextmanager
+async def within(timeout_s: float | None) -> AsyncIterator[None]:
+    """asyncio.timeout for answers of others, which a loop that is late does not hold against them.
+
+    A turn of a loop with hundreds of requests may take longer than the timeout. The timer is then
+    due before anybody has looked whether the answer came meanwhile. So time is up after a number of
+    parts of it, between any two of which the loop has looked.
+
+    Raises:
+        TimeoutError: nothing came for `timeout_s`, or for longer where the loop was late.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as timeout:
+        if timeout_s is None:
+            yield
+            return
+        part_s, turns = timeout_s / _TURNS, 0
+
+        def look() -> None:
+            nonlocal timer, turns
+            turns += 1
+            if turns < _TURNS:
+                timer = loop.call_later(part_s, look)
+            else:
+                timeout.reschedule(loop.time())
+
+        timer = loop.call_later(part_s, look)
+        try:
+            yield
+        finally:
+            timer.cancel()

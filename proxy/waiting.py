@@ -24,16 +24,17 @@ async def within(timeout_s: float | None) -> AsyncIterator[None]:
             yield
             return
         part_s, turns = timeout_s / _TURNS, 0
+        timer: asyncio.TimerHandle
 
-        def look() -> None:
+        def wait_on() -> None:
             nonlocal timer, turns
-            turns += 1
-            if turns < _TURNS:
-                timer = loop.call_later(part_s, look)
-            else:
+            if turns == _TURNS:
                 timeout.reschedule(loop.time())
+                return
+            turns += 1
+            timer = loop.call_later(part_s, wait_on)
 
-        timer = loop.call_later(part_s, look)
+        wait_on()
         try:
             yield
         finally:

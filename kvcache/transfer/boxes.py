@@ -118,7 +118,12 @@ class BlockTable:
 
     @cached_property
     def bytes(self) -> memoryview:
-        """Of i64[n], the same."""
+        """Of i64[n], checked: who gets them writes where they say.
+
+        Raises:
+            PlanError: as `check`.
+        """
+        self.check()
         if self._array is not None:
             return self._array.data.cast("B")
         return memoryview(array("q", self.ids)).cast("B")
@@ -137,7 +142,6 @@ class BlockTable:
             PlanError: as `check`.
         """
         if self._array is None:
-            self.check()
             self._array = np.frombuffer(self.bytes, np.int64)
         return self._array
 

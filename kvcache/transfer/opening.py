@@ -31,7 +31,7 @@ class _Opener(NamedTuple):
     way: Way
     cuts: Cuts
     slot_bytes: int
-    share: Share  # the first one
+    shares: tuple[Share, ...]
 
 
 class Openings:
@@ -61,8 +61,8 @@ class Openings:
         if staging is None:
             self._openers[kind] = None
             return
-        share = shares_of_chunks(staging)[0]
-        self._openers[kind] = _Opener(staging.way, staging.cuts, staging.slot_bytes, share)
+        shares = shares_of_chunks(staging)
+        self._openers[kind] = _Opener(staging.way, staging.cuts, staging.slot_bytes, shares)
 
     def find(
         self, kind: tuple[int, ...], start: int, stop: int, blocks: list[int], turn: int
@@ -76,16 +76,17 @@ class Openings:
         opener = self._openers.get(kind)
         if opener is None:
             return None
-        way, cuts, slot_bytes, share = opener
+        way, cuts, slot_bytes, shares = opener
         size = self._size
         first, low = cuts.first(start // size), start // size
         high = next_border(first, -(-stop // size), cuts)
         is_ragged = start % size or high * size > stop
         if high - first > _MAX_BLOCKS or (is_ragged and not way.whole):
             return None
-        mine = blocks[low + (share.copy - low - turn) % share.copies : high : share.copies]
+        begins = ((low + (each.copy - low - turn) % each.copies, each) for each in shares)
+        begin, share = next((found for found in begins if found[0] < high), (high, shares[0]))
+        mine = blocks[begin : high : share.copies]
         if high > len(blocks) or not mine or min(mine) < 0 or max(mine) >= self._num_blocks:
             return None
-        slot = low + (share.copy - low - turn) % share.copies - first
-        runs = multiply_out(few_runs(share, mine, slot), share.offsets)
+        runs = multiply_out(few_runs(share, mine, begin - first), share.offsets)
         return Opening(RankRead(share.owner, *runs), slot_bytes)

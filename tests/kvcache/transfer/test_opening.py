@@ -21,6 +21,7 @@ from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
 from kvcache.transfer.runs import RankRead
 from tests.kvcache.transfer.geometry import DTYPES, Case, leased_bytes, with_dtypes
+from tests.kvcache.transfer.test_plan import side, simple
 from tests.kvcache.transfer.test_planner import pulls
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -80,6 +81,12 @@ def test_a_pull_like_the_last_one_is_opened_as_its_plan_wants(
     assert opened == wanted
     if not is_ragged and case.start < case.stop and case.d.dcp == 1 and case.p.tp <= case.heads:
         assert opened == 2  # of a head's copies the first one in turn may have none of few blocks
+
+
+@pytest.mark.parametrize("lease_hash", range(3))
+def test_what_is_opened_of_few_blocks_is_read_from_the_copy_whose_turn_it_is(lease_hash) -> None:
+    case = simple(side(3, tokens=16), side(1, tokens=16), heads=1, stop=16, lease_hash=lease_hash)
+    assert _check_openings([with_dtypes(case, "float32", "float16")] * 3, 0, 4) == (2, 2)
 
 
 def test_blocks_that_are_not_there_are_not_opened() -> None:

@@ -1,6 +1,7 @@
 """Staged chunks placed by the gather's arithmetic end where torch's strided copies put them."""
 
 import ctypes
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
 from kvcache.transfer.boxes import Transfer
-from kvcache.transfer.mapper import MemoryMapper
-from kvcache.transfer.plan import CostModel
+from kvcache.transfer.mapper import MemoryMapper, Work
+from kvcache.transfer.plan import CostModel, PlanError, Planner
 from kvcache.transfer.slot_gather import SlotGather
 from kvcache.transfer.staging import Staging
 from tests.kvcache.transfer.geometry import (
@@ -123,3 +124,32 @@ def test_what_a_mapper_places_has_to_end_though_it_is_given_up() -> None:
     assert staging.is_free(0)
     staging.leave("a")
     staging.close()
+
+
+class Uploads(MemoryMapper):
+    """Hands the tables of a pull on as bytes, as to a GPU."""
+
+    def begin(self, work: Work) -> Work:
+        transfer = work.transfer
+        tables = transfer.remote_table.bytes, transfer.local_table.bytes
+        remote, local = (np.frombuffer(table, np.int64).tolist() for table in tables)
+        assert (remote, local) == (transfer.remote_blocks.tolist(), [2, 1])
+        return super().begin(work)
+
+
+@pytest.mark.parametrize("table", [(2, 1), (2, 9), (2, -1), (2, 2), (2,)])
+def test_a_table_is_checked_before_it_goes_to_a_gpu(table: tuple[int, ...]) -> None:
+    """The chunk may have come before anybody else asked."""
+    case = simple(side(1, 16), side(1, 64))
+    planner = Planner(
+        case.endpoints(case.d)[0], case.endpoints(case.p), case.heads, staging_bytes=1 << 20
+    )
+    for blocks in ((2, 1), table):  # of those like it only the first pull is looked at
+        transfer = planner.take((0, 128), list(blocks), list(case.p.blocks))
+        plan = planner.plan(transfer, STAGE_ALL)
+    pool = KVPool(case.layout(case.d, 0))
+    gather, (chunk,) = SlotGather(Uploads(pool)), plan.chunks
+    slot = np.zeros(chunk.nbytes, np.uint8)
+    raises = pytest.raises(PlanError, match="local_block_ids")
+    with nullcontext() if table == (2, 1) else raises:
+        gather.place(chunk.span, slot.ctypes.data, [])

@@ -42,9 +42,9 @@ logger = get_logger(__name__)
 _PREFILL_CONTEXT = "prefill_context"  # why a request is decoded without a prefill
 GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
 CLOSE_TIMEOUT_S = 2.0
-# A decode server hears of a client that left by its connection's end, and ends the lease itself. A
-# release that overtook it would look like a lost lease there, and count as one.
-_LEFT_S = 0.5
+# A decode server hears of a client that left by the end of its connection, a busy one within half a
+# second, and ends the lease itself. A release that overtook it would count as a lost lease there.
+_LEFT_S = 1.0
 
 
 @dataclass(frozen=True)

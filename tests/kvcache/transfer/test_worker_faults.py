@@ -28,7 +28,7 @@ from protocol.errors import TransferFailed
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import DEADLINE_S, HEADS, Prefill, expected, layout
 
-TOKENS, BLOCKS = 21, 3  # of a pull
+TOKENS, BLOCKS = 24, 3  # of a pull
 
 
 class Faults:
@@ -99,7 +99,7 @@ class Rank:
             self.pool,
             "",
             inside=self.link,
-            limits=PostLimits(max_bytes=2048, max_runs=16, max_active=3),
+            limits=PostLimits(1 << 16 if seed % 4 == 1 else 2048, max_runs=64, max_active=3),
             staging_bytes=1 << 18 if seed % 2 else None,
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
             opens=bool(seed % 3),
@@ -158,6 +158,10 @@ def test_every_pull_ends_and_none_is_wrong(
         faults.odds = 0.01 * (1 + seed % 4)
         for number in range(60):
             prefill = rng.choice(prefills)
+            if seed % 4 == 1:  # one after the other: they are opened before they are planned
+                for agent in rank.agents:
+                    agent.resume()
+                rank.wait()
             rank.pull(str(number), prefill)
             if rng.random() < 0.3:
                 rank.link.send(StopPull(str(rng.randint(0, number))))

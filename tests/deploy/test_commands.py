@@ -31,6 +31,7 @@ def test_options_reach_their_servers_and_no_others() -> None:
     settings = up(
         *("--model=m", "--dtype=float32", "--max-model-len=99", "--max-body-bytes=1000"),
         *("--prefill.block-size=16", "--prefill.kv-layout=LBCNHD", "--prefill.lease-s=3"),
+        "--client-timeout-s=600",
         *("--prefill.dtype=bfloat16", "--no-decode.enable-prefix-caching", "--decode.tp=2"),
     )
     prefill = load(PrefillSettings, server_argv(settings, "prefill", cores=8))
@@ -41,6 +42,7 @@ def test_options_reach_their_servers_and_no_others() -> None:
     assert prefill.enable_prefix_caching and not decode.enable_prefix_caching
     assert prefill.port == decode.port == 0
     assert prefill.max_body_bytes == 1000
+    assert prefill.client_timeout_s == decode.client_timeout_s == 600
 
 
 def test_every_group_option_is_one_of_its_server() -> None:

@@ -155,7 +155,11 @@ class SideChannelClient:
         link.endpoints = link.endpoints or _look_up(link.address, socket.AI_NUMERICHOST)
         if not link.endpoints:  # a name: asking for it may take seconds
             arguments = (link, self._found, self._waker)
-            threading.Thread(target=_look_up_name, args=arguments, daemon=True).start()
+            try:
+                threading.Thread(target=_look_up_name, args=arguments, daemon=True).start()
+            except RuntimeError as error:  # no thread is to be had, for now
+                logger.warning("%s:%d is not looked up: %s", *link.address, error)
+                self._lost(link)
             return
         family, endpoint = link.endpoints[link.attempts % len(link.endpoints)]
         try:

@@ -31,10 +31,16 @@ def resolve_model(
         progress: told, in words, what takes long.
 
     Raises:
-        ModelNotAvailable: there is no such model, or the hub does not give it to us.
+        ModelNotAvailable: there is no such model, the hub does not give it to us, or a revision is
+            given of a model that has none.
     """
     report = progress or (lambda line: None)
     path = Path(name).expanduser()
+    if revision and (path.exists() or name == DEFAULT_MODEL):
+        raise ModelNotAvailable(
+            f"revision is {revision!r}, but model {name!r} is not from the hub and has no revisions; "
+            "leave --revision out, or give a hub id (owner/name)"
+        )
     if path.is_file() and path.suffix == ".gguf":
         return _converted(path, report)
     if path.is_dir():

@@ -25,6 +25,13 @@ def test_what_is_neither_a_path_nor_a_hub_id_is_refused(name):
         resolve_model(name)
 
 
+def test_a_revision_of_what_has_none_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for name in (str(tmp_path), DEFAULT_MODEL):
+        with pytest.raises(ModelNotAvailable, match="revision is 'v2'.*leave --revision out"):
+            resolve_model(name, "v2")
+
+
 def test_a_hub_id_is_fetched_with_revision_and_token(monkeypatch, tmp_path):
     asked = {}
 

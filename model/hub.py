@@ -38,8 +38,8 @@ def resolve_model(
     path = Path(name).expanduser()
     if revision and (path.exists() or name == DEFAULT_MODEL):
         raise ModelNotAvailable(
-            f"revision is {revision!r}, but model {name!r} is not from the hub and has no revisions; "
-            "leave --revision out, or give a hub id (owner/name)"
+            f"revision is {revision!r}, but model {name!r} is not from the hub and has none; leave "
+            "--revision out, or give a hub id (owner/name)"
         )
     if path.is_file() and path.suffix == ".gguf":
         return _converted(path, report)

@@ -28,7 +28,7 @@ def test_what_is_neither_a_path_nor_a_hub_id_is_refused(name):
 def test_a_revision_of_what_has_none_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for name in (str(tmp_path), DEFAULT_MODEL):
-        with pytest.raises(ModelNotAvailable, match="revision is 'v2'.*leave --revision out"):
+        with pytest.raises(ModelNotAvailable, match=r"revision is 'v2'.*leave --revision out"):
             resolve_model(name, "v2")
 
 

@@ -28,7 +28,6 @@ from kvcache.transfer.agent import (
     Region,
     TransferAgent,
 )
-from kvcache.transfer.posts import FEW_RUNS
 from kvcache.transfer.ucx_log import UcxRead, ucx_log
 from protocol.errors import TransferFailed
 from protocol.logging import get_logger
@@ -41,8 +40,8 @@ logger = get_logger(__name__)
 
 _PROGRESS_DELAY_US = 100_000  # upper bound of a sleep that events end early
 # One thread posts a run of 256 KiB between GPUs in 5 to 6 us, and copying takes 4: two are enough,
-# four no faster.
-_GPU_THREADS = 2
+# four no faster. Fewer runs than these are posted by the thread that asks.
+_GPU_THREADS, _SPLIT_RUNS = 2, 64
 _SEGMENTS = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
 _STATES = {nixl.NIXL_SUCCESS: ReadState.DONE, nixl.NIXL_IN_PROG: ReadState.ACTIVE}
 
@@ -80,7 +79,7 @@ class NixlAgent(TransferAgent):
             num_threads = 0 if device_id is None else _GPU_THREADS
         options = {}
         if num_threads:
-            options = {"num_threads": str(num_threads), "split_batch_size": str(FEW_RUNS + 1)}
+            options = {"num_threads": str(num_threads), "split_batch_size": str(_SPLIT_RUNS)}
         self._backend = self._agent.createBackend("UCX", options)
         self._regions: list[Region] = []
         self._peers: set[str] = set()

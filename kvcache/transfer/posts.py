@@ -19,13 +19,10 @@ class PostLimits:
     max_bytes: int = 32 << 20  # 3 to 10 ms of copying on a CPU
     max_runs: int = 1024  # 5 to 8 ms of posting on a GPU
     max_active: int = 8  # posts to one peer that have not ended
-    max_long_runs: int | None = None  # of _LONG_RUN_BYTES on average; as max_runs
 
 
-FEW_RUNS = 63  # an agent that posts by several threads posts so many by the calling one
-_LONG_RUN_BYTES = 4 << 20  # take so long that the next ones are posted meanwhile
 # Between GPUs a post copies nothing by itself, and a run that is cut is slower than a whole one.
-GPU_LIMITS = PostLimits(max_bytes=1 << 30, max_long_runs=FEW_RUNS)
+GPU_LIMITS = PostLimits(max_bytes=1 << 30)
 
 
 _FEW_RUNS = 512
@@ -65,9 +62,8 @@ def cut(
     """
     most = most_now or (lambda: limits.max_bytes)
     for read in reads:
-        bound, count, nbytes = most(), len(read.lengths), total(read.lengths)
-        most_runs = _most_runs(limits, count, nbytes)
-        if 0 < count <= most_runs and nbytes <= bound:
+        bound = most()
+        if 0 < len(read.lengths) <= limits.max_runs and total(read.lengths) <= bound:
             yield Post(read.remote_rank, read.local_offsets, read.remote_offsets, read.lengths)
             continue
         local, remote, lengths = _split_long_runs(read, bound)
@@ -76,18 +72,10 @@ def cut(
         while start < len(lengths):
             before = int(ends[start - 1]) if start else 0
             fitting = int(np.searchsorted(ends, before + most(), side="right"))
-            stop = min(max(fitting, start + 1), start + most_runs)
+            stop = min(max(fitting, start + 1), start + limits.max_runs)
             part = slice(start, stop)
             yield Post(read.remote_rank, local[part], remote[part], lengths[part])
             start = stop
-
-
-def _most_runs(limits: PostLimits, count: int, nbytes: int) -> int:
-    """Of each post of `count` runs; where more are needed, all have about as many."""
-    if limits.max_long_runs is None or nbytes < count * _LONG_RUN_BYTES or not count:
-        return limits.max_runs
-    posts = -(-count // limits.max_long_runs)
-    return -(-count // posts)
 
 
 def _split_long_runs(read: RankRead, max_bytes: int) -> tuple[Addresses, Addresses, Addresses]:

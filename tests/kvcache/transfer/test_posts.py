@@ -53,15 +53,6 @@ def test_no_more_posts_than_the_limits_ask_for() -> None:
     assert one.nbytes == 1000
 
 
-def test_long_runs_go_in_posts_of_few_that_are_about_as_many() -> None:
-    limits = PostLimits(1 << 40, 1024, max_long_runs=63)
-    long = read_of([4 << 20] * 130)
-    assert [len(post.lengths) for post in cut([long], limits)] == [44, 44, 42]
-    assert [len(post.lengths) for post in cut([read_of([4 << 20] * 63)], limits)] == [63]
-    assert [len(post.lengths) for post in cut([read_of([2 << 20] * 512)], limits)] == [512]
-    assert list(cut([read_of([])], limits)) == []
-
-
 def test_posts_become_smaller_when_a_batch_begins_in_between() -> None:
     lengths = np.full(8, 100, np.int64)
     read = RankRead(0, np.arange(8) * 1000, np.arange(8) * 100, lengths)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
 from kvcache.transfer.job_maker import JobMaker
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.mapper import MappedMemory, MemoryMapper, NotMappable
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.opening import Opening
 from kvcache.transfer.plan import DEFAULT_COSTS, Endpoint, Planner
@@ -20,6 +22,7 @@ from kvcache.transfer.pull import AddPeer, RankEnded, StopPull, pull_command
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
 from kvcache.transfer.runs import RankRead
+from protocol.handshake import RankMetadata
 from tests.kvcache.transfer.geometry import DTYPES, Case, leased_bytes, with_dtypes
 from tests.kvcache.transfer.test_plan import side, simple
 from tests.kvcache.transfer.test_planner import pulls
@@ -105,7 +108,9 @@ def test_blocks_that_are_not_there_are_not_opened() -> None:
 class Rank:
     """A worker that opens, with what its agent was doing when each pull was planned."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, order: str = "LBCNHD") -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, mapper: type[MemoryMapper] | None = None
+    ) -> None:
         self.link, self._told = InsideLink(), threading.Event()
         self.link.on_report = self._told.set
         self.pool, self.agent = KVPool(layout()), MemoryAgent()
@@ -122,6 +127,7 @@ class Rank:
             opens=True,
             staging_bytes=4 * 16 * layout().token_bytes,
             costs=DEFAULT_COSTS["cuda"],
+            mapped=MappedPath(mapper(self.pool)) if mapper is not None else None,
         )
         self._reports: list[Any] = []
         make = JobMaker.make
@@ -288,3 +294,37 @@ def test_an_opening_that_fails_is_the_failure_of_its_pull(prefill: Any, rank: Ra
     ended = rank.ended()
     assert ended is not None and not ended.complete and ended.error is not None
     assert "a READ from" in ended.error.message
+
+
+class MapsLater(MemoryMapper):
+    """Refuses at first contact, as where there was no room."""
+
+    refused = False
+
+    def map(self, rank: RankMetadata) -> MappedMemory:
+        if not self.refused:
+            self.refused = True
+            raise NotMappable("there is no room")
+        return super().map(rank)
+
+
+def test_a_peer_that_can_be_mapped_after_all_is_not_opened_any_more(
+    prefill: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(monkeypatch, MapsLater)
+    try:
+        rank.link.send(AddPeer(prefill.metadata))
+        paths = []
+        for name in ("a", "opened", "fails", "met anew", "mapped"):
+            if name == "fails":
+                rank.agent.fail()
+            lease = prefill.lease([3, 8, 1, 4], 64)
+            rank.order(name, lease, TABLES[0])
+            ended = rank.ended()
+            assert ended is not None and ended.complete == (name != "fails"), ended
+            assert name == "fails" or rank.holds(lease, TABLES[0])
+            paths.append(ended.path)
+        assert paths == ["staged", "staged", "staged", "mapped", "mapped"]
+        assert rank.when_planned == [0, 1, 1, 0, 0]
+    finally:
+        rank.worker.close()

@@ -1,10 +1,14 @@
+import select
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvcache.transfer import rank_links
 from kvcache.transfer.pull import Command, RankEnded, Report, StopPull
 from kvcache.transfer.rank_links import InsideLink, OutsideLink, RankLinks, WorkerLink
 from kvcache.transfer.wire import wait_readable
@@ -149,3 +153,44 @@ def test_reports_that_rank_0_had_no_room_for_reach_it_without_another_command(
         thread.join()
         links.close()
         link.close()
+
+
+def test_a_command_sent_while_a_rank_goes_to_sleep_or_wakes_up_is_not_slept_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before any line of `wait`, as another thread may."""
+    num_lines = 0
+    for number in range(100):
+        link, lines, slept_through = InsideLink(), [], []
+
+        def sleep(
+            *_: Any, timeout_s: float | None, link: Any = link, found: Any = slept_through
+        ) -> None:
+            awake = select.select([link.waker], [], [], 0)[0]
+            found.append(bool(link._commands) and not awake)
+
+        def send(
+            frame: Any, event: str, _: Any, link: Any = link, at: int = number, seen: Any = lines
+        ) -> Any:
+            if frame.f_code is not InsideLink.wait.__code__:
+                return None
+            if event == "line":
+                seen.append(frame.f_lineno)
+                if len(seen) == at + 1:
+                    link.send(StopPull("a"))
+            return send
+
+        monkeypatch.setattr(rank_links, "wait_readable", sleep)
+        before = sys.gettrace()
+        for _ in range(2):  # as a worker does
+            sys.settrace(send)
+            try:
+                link.wait(None)
+            finally:
+                sys.settrace(before)
+        assert not any(slept_through), f"sent before line {lines[number]}"
+        link.close()
+        num_lines = len(lines)
+        if number >= num_lines:
+            break
+    assert 8 <= num_lines < 100

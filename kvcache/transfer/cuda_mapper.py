@@ -202,7 +202,7 @@ class CudaMapper(Mapper):
             if len(slot.bytes) >= nbytes:
                 self._free_slots.remove(slot)
                 return slot
-        size = 1 << (nbytes // 8 - 1).bit_length()
+        size = 1 << (max(nbytes, _SLOT_BYTES) // 8 - 1).bit_length()
         with torch.cuda.stream(self._torch_stream):
             device = torch.empty(size, dtype=torch.int64, device=self._device)
         return _Slot(torch.empty(size, dtype=torch.int64, pin_memory=True), device)

@@ -186,12 +186,14 @@ def measure_short(bench: Bench, *, mapped: bool) -> list[Row]:
 
 
 class BareReader:
-    """An agent, a thread of its own and memory to read into; nothing of Baton around them."""
+    """An agent, a thread of its own and memory to read into on a rank's GPU; nothing of Baton
+    around them."""
 
-    def __init__(self, bench: Bench, nbytes: int) -> None:
-        self.device = torch.device(bench.device).index or 0
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=bench.device)
-        self.agent = new_agent("bare", bench.device, bench.num_threads)
+    def __init__(self, bench: Bench, rank: int, nbytes: int) -> None:
+        device = bench.devices[rank % len(bench.devices)]
+        self.device = torch.device(device).index or 0
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.agent = new_agent("bare", device, bench.num_threads)
         self.kind = kind_of(self.memory.device)
         self.agent.register(self.memory.data_ptr(), nbytes, device_id=self.device, kind=self.kind)
         self.thread = ThreadPoolExecutor(1, initializer=self.agent.bind_thread)
@@ -233,7 +235,7 @@ def timed_reads(
     bench: Bench, metadata: EngineMetadata, each: list[list[RankRead]], nbytes: int, repeat: int
 ) -> list[float]:
     """Seconds until all readers have read; `each` has one reader's reads."""
-    readers = [BareReader(bench, nbytes) for _ in each]
+    readers = [BareReader(bench, rank, nbytes) for rank in range(len(each))]
     seconds = []
     for _ in range(repeat + 1):
         started = time.perf_counter()

@@ -51,6 +51,7 @@ def on_gpus(
 _ONE, _NHD = on_gpus(), on_gpus("0", 16, "LBCNHD")
 _TWO = on_gpus("0,1")
 _SHARED = on_gpus("0,1", dcp=2)
+_OTHER_TWO = "2,3" if torch.cuda.device_count() >= 4 else "1,0"  # else P and D share two
 _CELLS = [
     pytest.param("gqa4", _ONE, _ONE, id="one geometry"),
     pytest.param("gqa4", _NHD, _ONE, id="NHD blocks of 16, mapped"),
@@ -71,7 +72,7 @@ _CELLS = [
         marks=_gpus(4),
     ),
     pytest.param("gqa4", _ONE, on_gpus("1,2"), id="tp 1 to 2 on others", marks=_gpus(3)),
-    pytest.param("gqa4", _TWO, on_gpus("2,3"), id="tp 2 to 2 on others", marks=_gpus(4)),
+    pytest.param("gqa4", _TWO, on_gpus(_OTHER_TWO), id="tp 2 to 2", marks=_gpus(2)),
     pytest.param(
         "gqa4", on_gpus("0,1", 16, "LBCNHD"), on_gpus("0,1,2,3"), id="tp 2 to 4", marks=_gpus(4)
     ),
@@ -82,7 +83,7 @@ _CELLS = [
         id="tp 4 to 2, nixl",
         marks=_gpus(4),
     ),
-    pytest.param("mla", _TWO, on_gpus("2,3"), id="latents, tp 2 to 2", marks=_gpus(4)),
+    pytest.param("mla", _TWO, on_gpus(_OTHER_TWO), id="latents, tp 2 to 2", marks=_gpus(2)),
 ]
 
 

@@ -469,6 +469,7 @@ def main(argv: list[str] | None = None) -> int:
     cuda_only.add_argument("--post-bytes", type=int, help="most bytes of one post")
     cuda_only.add_argument("--post-runs", type=int, default=1024)
     cuda_only.add_argument("--num-threads", type=int, help="of NIXL, ours and bare READs alike")
+    cuda_only.add_argument("--tries", type=int, default=1, help="of a row, for quiet processors")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     size = Size(

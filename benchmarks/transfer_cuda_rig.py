@@ -8,19 +8,17 @@ answer.
 
 import multiprocessing
 import operator
-import os
 import threading
 import time
 import uuid
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
-from threading import get_native_id
 from typing import Any
 
 import torch
 
+from benchmarks.processor import loop_ms_beside
 from benchmarks.transfer import Side, Size, by_block
 from kvcache.pool import KVPool
 from kvcache.stepping import Stepping
@@ -219,9 +217,9 @@ class DecodeRank:
 
     def loop_ms(self) -> float:
         """What a fixed loop of Python takes on the processors that the pull thread and the calling
-        one are on, in ms, the slower of them: a virtual one is half as fast while another tenant
-        uses the other half of its core."""
-        return max(_loop_ms_beside(self.worker.native_id), _loop_ms_beside(get_native_id()))
+        one are on, in ms, the slower of them."""
+        ids = (self.worker.native_id, threading.get_native_id())
+        return max(loop_ms_beside(thread_id) for thread_id in ids)
 
     def has(self, kv: torch.Tensor, side: Side, size: Size) -> bool:
         """Whether what was sent has arrived."""
@@ -230,26 +228,9 @@ class DecodeRank:
         return torch.equal(by_token(self.pool)[blocks], wanted)
 
 
-def _loop_ms_beside(thread_id: int | None) -> float:
-    """On the processor that a thread of this process was on last."""
-    stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {int(stat.rpartition(")")[2].split()[36])})
-    try:
-        return min(_loop_ms() for _ in range(3))
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def _loop_ms() -> float:
-    started, total = time.perf_counter(), 0
-    for number in range(100_000):
-        total += number & 7
-    return (time.perf_counter() - started) * 1e3
-
-
 def serve_rank(connection: Connection, rank: int, side: Side, setup: Setup, address: str) -> None:
-    """A process of a rank of D: answers "check" and "timeline", and obeys "busy" and "idle"."""
+    """A process of a rank of D: answers "check", "timeline" and "loop", and obeys "busy" and
+    "idle"."""
     end = DecodeRank(rank, side, setup, address)
     torch.cuda.set_device(end.device)
     end.worker.start()
@@ -257,6 +238,8 @@ def serve_rank(connection: Connection, rank: int, side: Side, setup: Setup, addr
     while (asked := connection.recv()) is not None:
         if asked == "timeline":
             connection.send(end.timeline.take())
+        elif asked == "loop":
+            connection.send(end.loop_ms())
         elif asked in ("busy", "idle"):
             end.stepping.launched(partial(operator.eq, asked, "idle"))
             connection.send(asked)
@@ -382,6 +365,11 @@ class DecodeEnd:
             }
             for marks in ({**each, **shared} for each in found)
         ]
+
+    def loop_ms(self) -> float:
+        """DecodeRank.loop_ms of the slowest rank."""
+        found: list[float] = [self.first.loop_ms(), *(each.ask("loop") for each in self.others)]
+        return max(found)
 
     def tell_others(self, state: str) -> None:
         """Lets the other ranks' engines count as "busy" or "idle"; the first one has its own."""

@@ -110,7 +110,7 @@ def main(options: list[str]) -> int:
     done = []
     for alone in (False, True):
         chosen = groups(devices, alone=alone)
-        with ThreadPoolExecutor(len(chosen) or 1) as pool:
+        with ThreadPoolExecutor(1 if alone else len(chosen) or 1) as pool:
             done += list(pool.map(lambda group: run(group, options), chosen))
     slowest = [
         (float(s), f"{g.name} {what}")

@@ -69,6 +69,7 @@ logger = get_logger(__name__)
 _MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
 _CLOSE_LINGER_S = 0.2
 _LOOK_S = 0.25
+_Span = tuple[int, int, list[int]]  # of a pull: first token, the one after the last, D's blocks
 
 
 class PullCoordinator:
@@ -121,7 +122,7 @@ class PullCoordinator:
             link.on_report, link.on_wait = self._turns.take, self._awaits_fence
         self._peers = PeerTable(compat, self._settings, convert, stripe)
         self._pulls: dict[str, PullState] = {}
-        self._spans: dict[str, tuple[int, int, list[int]]] = {}  # of pulls begun
+        self._spans: dict[str, _Span] = {}  # of pulls begun
         self._ended: OrderedDict[str, bool] = OrderedDict()  # -> PullDrained was told
         self._questions = OpenQuestions()
         self._held_leases = HeldLeases()
@@ -165,6 +166,7 @@ class PullCoordinator:
         """
         span = (token_start, token_stop, list(local_block_ids))
         self._turns.call(lambda: self._do_pull(pull_id, remote, span))
+        self._ranks.obey_here()
 
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:
         """Gives up a pull in any state; one PullDrained follows. `lend`: see PullState.cancel."""
@@ -319,9 +321,7 @@ class PullCoordinator:
             self._counters["pulls"] += 1
             self._ranks.expect()
 
-    def _do_pull(
-        self, pull_id: str, remote: RemotePrefill, span: tuple[int, int, list[int]]
-    ) -> bool:
+    def _do_pull(self, pull_id: str, remote: RemotePrefill, span: _Span) -> bool:
         """Whether nothing is due sooner than before."""
         if not (was_held := pull_id in self._pulls):
             self._do_hold(pull_id, remote)

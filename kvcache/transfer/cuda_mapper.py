@@ -9,6 +9,7 @@ copy, and the driver is called without anything around it (cuda_driver.py).
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class CudaMapper(Mapper):
         self._num_programs = num_programs
         self._long_run_bytes = long_run_bytes
         self._busy = busy
+        self._callers = threading.local()
         self._awake_until = 0.0
         self._paced_until = 0.0  # the kernel has had its share until then
         self._stream = 0
@@ -118,6 +120,11 @@ class CudaMapper(Mapper):
         self._free_slots += [self._slot(_SLOT_BYTES) for _ in range(2)]
         self._awake_event = self._driver.new_event()
         self._free_events += [self._driver.new_event() for _ in range(8)]
+
+    def bind_caller(self) -> None:
+        if not hasattr(self._callers, "bound"):
+            torch.cuda.set_device(self._device)  # of the driver's calls
+            self._callers.bound = True
 
     def stay_awake(self) -> None:
         now = time.perf_counter()

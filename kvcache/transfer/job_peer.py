@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvcache.layout import KVLayout
 from kvcache.transfer.pace import Speed
 from kvcache.transfer.plan import CostModel, Endpoint, Planner
 from kvcache.transfer.probe_job import ProbeJob
@@ -21,6 +22,18 @@ class JobPeer:
     speed: Speed = field(default_factory=Speed)
     stale: bool = False  # connect anew when nobody uses it
     dropped: bool = False  # forget when nobody uses it
+
+    @classmethod
+    def of(cls, metadata: EngineMetadata) -> "JobPeer":
+        """
+        Raises:
+            ValueError: a rank's layout is none.
+        """
+        tp, dcp = metadata.tp_size, metadata.dcp_size
+        layouts = [KVLayout.from_record(rank.layout) for rank in metadata.ranks]
+        scales = metadata.compat.kv_scales
+        ends = (Endpoint(layout, rank, tp, scales, dcp) for rank, layout in enumerate(layouts))
+        return cls(metadata, tuple(ends))
 
     @property
     def key(self) -> PeerKey:

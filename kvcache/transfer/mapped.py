@@ -55,6 +55,15 @@ class MappedPath:
     def bind_thread(self) -> None:
         self._mapper.bind_thread()
 
+    def bind_caller(self) -> None:
+        """Called by any other thread before it begins a job; one at a time does anything here."""
+        self._mapper.bind_caller()
+
+    def has(self, key: PeerKey) -> bool:
+        """Whether this peer was met and can be mapped."""
+        mapping = self._mappings.get(key)
+        return mapping is not None and mapping.refusal is None
+
     def stay_awake(self) -> None:
         """A pull is likely to come within milliseconds; asked again and again."""
         self._mapper.stay_awake()
@@ -193,13 +202,18 @@ class MappedJob:
         if self._begun:
             self._mapper.end(self._work)
 
-    def advance(self) -> bool:
-        """Retires launches that have ended and queues more; whether anything happened."""
+    def advance(self, most: int | None = None) -> bool:
+        """Retires launches that have ended and queues more; whether anything happened.
+
+        Args:
+            most: launches to queue now; None: as many as may be active.
+        """
         before = len(self._tokens)
         while self._tokens and self._has_ended(self._tokens[0]):
             self._tokens.popleft()
         progressed = len(self._tokens) < before
-        while self._pending and not self.stopping and len(self._tokens) < MAX_ACTIVE:
+        most = MAX_ACTIVE if most is None else most
+        while self._pending and not self.stopping and len(self._tokens) < most:
             if not self._launch():
                 break
             progressed = True

@@ -9,7 +9,6 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
-from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, TransferAgent
 from kvcache.transfer.copy_thread import use_one_core
@@ -120,6 +119,10 @@ class PullWorker:
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._reads = Reads(agent, pool, limits, self._fail, self.counters, throttle)
         self._stopping = threading.Event()
+        self._turn = threading.Lock()  # who has it drives the jobs
+        self._begins_beside = False  # other threads may take a turn
+        if inside is not None and mapped is not None:
+            inside.on_command = self._begin_beside
         self._thread = VitalThread(self._run, f"pull-{rank}")
         self._watch = Watch(self._thread.name)
         self._register()
@@ -165,27 +168,58 @@ class PullWorker:
             self._mapped.bind_thread()
         self._watch.resting = True
         self._link.open(self._endpoint.rank, self._stopping)
+        self._begins_beside = True
         num_failures = 0  # since a round went well
         while not self._stopping.is_set():
             self._watch.at += 1
             self._watch.resting = False
             try:
-                while self._commands:
-                    self._obey(self._commands.popleft())
-                self._wait(self._progress())
-                self._commands += self._link.receive()
+                self._wait(self._round())
                 num_failures = 0
             except Exception as error:  # our bug; no pull may hang for it
-                logger.exception("pull worker")
-                self.counters["internal_errors"] += 1
                 num_failures += 1
                 if num_failures == _MAX_FAILURES:  # nor does any end
                     raise
-                for job, _ in self._jobs.values():
-                    job.stop(InternalError(f"the transfer thread failed: {error!r}"))
+                with self._turn:
+                    self._survive(error)
                 time.sleep(_POLL_STUCK_S)
-        if self._mapped is not None and not self._jobs:
-            self._mapped.close()
+        with self._turn:
+            self._begins_beside = False
+            if self._mapped is not None and not self._jobs:
+                self._mapped.close()
+
+    def _round(self) -> bool:
+        """Does all there is to do now; whether anything happened."""
+        with self._turn:
+            self._commands += self._link.receive()
+            while self._commands:
+                self._obey(self._commands.popleft())
+            return self._progress()
+
+    def _begin_beside(self, commands: deque[Command]) -> None:
+        """Begins the mapped pull that was just ordered in the calling thread, if nothing else is
+        going on: to wake this worker's takes about as long, and is done while the bytes move."""
+        if self._mapped is None or not self._turn.acquire(blocking=False):
+            return  # it is awake: it will look at its commands
+        try:
+            if not self._begins_beside or self._jobs or self._commands or len(commands) != 1:
+                return
+            pull = commands[0]
+            if isinstance(pull, Pull) and self._mapped.has((pull.engine_id, pull.incarnation)):
+                self._mapped.bind_caller()
+                commands.popleft()
+                self._begin(pull)
+        except Exception as error:
+            self._survive(error)
+        finally:
+            self._turn.release()
+        self._link.waker.wake()  # it may have been about to sleep
+
+    def _survive(self, error: Exception) -> None:
+        logger.exception("pull worker")
+        self.counters["internal_errors"] += 1
+        for job, _ in self._jobs.values():
+            job.stop(InternalError(f"the transfer thread failed: {error!r}"))
 
     def _wait(self, progressed: bool) -> None:
         """Until there is, or may be, something to do."""
@@ -240,18 +274,12 @@ class PullWorker:
         if key in self._peers:
             self._peers[key].dropped = False
             return
-        tp, dcp = metadata.tp_size, metadata.dcp_size
         try:
-            layouts = [KVLayout.from_record(rank.layout) for rank in metadata.ranks]
+            peer = self._peers[key] = JobPeer.of(metadata)
         except ValueError as error:  # its pulls fail: not connected
             logger.error("prefill server %s: %s", metadata.engine_id, error)
             return
-        scales = metadata.compat.kv_scales
-        endpoints = tuple(
-            Endpoint(layout, rank, tp, scales, dcp) for rank, layout in enumerate(layouts)
-        )
-        peer = self._peers[key] = JobPeer(metadata, endpoints)
-        owners = self._maker.owners(tp)
+        owners = self._maker.owners(metadata.tp_size)
         if self._mapped is not None and self._mapped.meet(metadata, owners):
             self._maker.prepare(peer, mapped=True)
         else:
@@ -330,7 +358,7 @@ class PullWorker:
     def _start(self, job: Job, peer: JobPeer) -> None:
         """Before all else: the link idles."""
         if isinstance(job, MappedJob):
-            self._advance_one(job)
+            self._advance_one(job, 1)
             job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
             return
         self._reads.post_one([(job, peer)])
@@ -396,9 +424,9 @@ class PullWorker:
                 progressed |= self._advance_one(job)
         return progressed
 
-    def _advance_one(self, job: MappedJob) -> bool:
+    def _advance_one(self, job: MappedJob, most: int | None = None) -> bool:
         try:
-            return job.advance()
+            return job.advance(most)
         except Exception as error:
             logger.exception("pull %s", job.pull_id)
             self._fail(job, TransferFailed(f"gathering mapped KV failed: {error!r}"))

@@ -80,6 +80,8 @@ class InsideLink(WorkerLink):
     Attributes:
         on_report: set by the coordinator; called by the worker's thread when it has reported.
         on_wait: likewise, what `awaits_fence` asks.
+        on_command: set by the worker; called by any thread that holds no lock when there are
+            commands; may take the first ones.
     """
 
     def __init__(self) -> None:
@@ -89,6 +91,7 @@ class InsideLink(WorkerLink):
         self._sleeps = False  # or is about to: only then a command has to wake it
         self.on_report: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], bool] = lambda: False
+        self.on_command: Callable[[deque[Command]], None] = lambda commands: None
 
     def open(self, rank: int, stopping: threading.Event) -> None:
         pass
@@ -113,6 +116,11 @@ class InsideLink(WorkerLink):
         self._commands.append(command)
         if self._sleeps:
             self.waker.wake()
+
+    def obey_here(self) -> None:
+        """Lets the calling thread do what was commanded, where that is sooner done."""
+        if self._commands:
+            self.on_command(self._commands)
 
     def expect(self) -> None:
         self.expected_until = time.perf_counter() + _EXPECTED_S
@@ -216,6 +224,11 @@ class RankLinks:
             self._send(wire, Expect())
         for link in self._inside.values():
             link.expect()
+
+    def obey_here(self) -> None:
+        """See InsideLink; any thread that holds no lock."""
+        for link in self._inside.values():
+            link.obey_here()
 
     def has_something(self) -> bool:
         """Whether a rank outside has said something."""

@@ -32,6 +32,7 @@ from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.processes import own_record
 from kvcache.transfer.pull import Event, PullDone, PullDrained, PullFailed, PullSettings
 from kvcache.transfer.pull_worker import PullWorker
+from kvcache.transfer.rank_links import InsideLink
 from kvcache.transfer.side_channel import LeaseServer
 from protocol.handshake import (
     PROTOCOL_VERSION,
@@ -243,6 +244,7 @@ class Decode:
         self.layouts = [layout(tp, rank, heads=heads, dcp=dcp, **changes) for rank in range(tp)]
         self.pools = [KVPool(each, device, scales) for each in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
+        first = InsideLink()  # as in a server
         self.coordinator = PullCoordinator(
             "tcp://127.0.0.1:0",
             tp,
@@ -252,6 +254,7 @@ class Decode:
             on_event=self.woken.set,
             convert=convert,
             stripe=Stripe(0, dcp, self.layouts[0].block_size),
+            inside={0: first},
         )
         self.workers = [
             PullWorker(
@@ -267,6 +270,7 @@ class Decode:
                 convert=convert,
                 costs=costs,
                 mapped=make_mapped(self.pools[rank]),
+                inside=None if rank else first,
             )
             for rank in range(tp)
         ]

@@ -1,0 +1,177 @@
+"""Mapped pulls that the thread that orders them begins: the same pulls, sooner."""
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.pool import KVPool
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.mapper import MemoryMapper
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from protocol.errors import TransferFailed
+from tests.e2e.cluster import wait_until
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import DEADLINE_S, ENDINGS, Decode, Prefill, expected
+
+
+class Noting(MemoryMapper):
+    """Knows which thread made each launch, and may refuse a thread."""
+
+    def __init__(self, pool: KVPool) -> None:
+        super().__init__(pool)
+        self.threads: list[int] = []
+        self.refuses = False
+
+    def bind_caller(self) -> None:
+        if self.refuses:
+            raise RuntimeError("no such device in this thread")
+
+    def launch(self, *args: Any) -> Any:
+        self.threads.append(threading.get_ident())
+        return super().launch(*args)
+
+
+class Pair:
+    """P, and D of one rank, which know each other: its worker sleeps between pulls."""
+
+    def __init__(self) -> None:
+        self.prefill = Prefill(MemoryAgent)
+        self.decode = Decode(MemoryAgent, make_mapped=self._mapped)
+        self.worker = self.decode.workers[0]
+        self.link: Any = self.worker._link
+        self.link.expect = lambda: None  # would wake it
+        self.pull("first")
+        assert isinstance(self.decode.wait(*ENDINGS), PullDone)
+        self.mapper.threads.clear()
+
+    def _mapped(self, pool: KVPool) -> MappedPath:
+        self.mapper = Noting(pool)
+        return MappedPath(self.mapper, chunk_bytes=1)  # a launch for every block
+
+    def pull(self, pull_id: str) -> Any:
+        remote = self.prefill.lease([5, 2, 9], 24)
+        self.decode.coordinator.pull(pull_id, remote, 0, 24, [3, 1, 7])
+        return remote
+
+    def sleep(self) -> None:
+        """Until the worker's thread does, and lets it wake for nothing but what has begun."""
+        wait_until(lambda: self.link._sleeps)
+        self.link._sleeps = False  # so that no order wakes it
+
+    def arrived(self, remote: Any) -> bool:
+        return np.array_equal(self.decode.tokens([3, 1, 7], 0, 24), expected(remote, 0, 24))
+
+    def close(self) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def test_who_orders_a_pull_makes_its_first_launch(pair: Pair) -> None:
+    """The worker's thread wakes for the others, though no command is left that would wake it."""
+    for number in range(3):
+        pair.sleep()
+        remote = pair.pull(str(number))
+        assert isinstance(pair.decode.wait(*ENDINGS), PullDone)
+        first, *others = pair.mapper.threads
+        assert first == threading.get_ident() and len(others) == 2
+        assert set(others) == {pair.worker._thread.ident}
+        assert pair.arrived(remote)
+        pair.mapper.threads.clear()
+
+
+def test_beside_another_pull_the_worker_begins_it(pair: Pair) -> None:
+    pair.mapper.stalled = True
+    pair.sleep()
+    pair.pull("a")
+    assert pair.mapper.threads[0] == threading.get_ident()
+    remote = pair.pull("b")
+    wait_until(lambda: len(pair.mapper.threads) == 6)
+    assert set(pair.mapper.threads[1:]) == {pair.worker._thread.ident}
+    pair.mapper.stalled = False
+    for pull_id in "ab":
+        assert isinstance(pair.decode.wait(*ENDINGS, pull_id=pull_id), PullDone)
+    assert pair.arrived(remote)
+
+
+def test_a_launch_that_fails_is_the_pulls_failure_not_its_orderers(pair: Pair) -> None:
+    pair.mapper.fail_launches = True
+    pair.sleep()
+    pair.pull("a")
+    assert pair.mapper.threads == [threading.get_ident()]
+    failed = pair.decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and isinstance(failed.error, TransferFailed)
+    pair.mapper.fail_launches = False
+    remote = pair.pull("b")
+    assert isinstance(pair.decode.wait(*ENDINGS), PullDone) and pair.arrived(remote)
+
+
+def test_a_thread_that_cannot_begin_it_leaves_it_to_the_worker(pair: Pair) -> None:
+    pair.mapper.refuses = True
+    pair.sleep()
+    remote = pair.pull("a")
+    assert isinstance(pair.decode.wait(*ENDINGS), PullDone) and pair.arrived(remote)
+    assert set(pair.mapper.threads) == {pair.worker._thread.ident}
+    assert pair.worker.counters["internal_errors"] == 1
+
+
+def test_a_worker_that_has_ended_is_not_begun_beside(pair: Pair) -> None:
+    pair.worker.close()
+    pair.pull("a")
+    assert pair.mapper.threads == []
+    pair.decode.coordinator.cancel("a")
+
+
+def test_every_pull_of_several_threads_ends_once_with_its_bytes(pair: Pair) -> None:
+    """Whoever begins it, and whoever gives it up meanwhile."""
+    coordinator, rounds, threads = pair.decode.coordinator, 60, 3
+    blocks = [[3, 1], [7, 4], [11, 6]]  # of each thread
+    told: list[Queue[Any]] = [Queue() for _ in range(threads)]
+    wrong: list[str] = []
+
+    def run(thread: int) -> None:
+        chooser = random.Random(thread)
+        for number in range(rounds):
+            pull_id, source = f"{thread}-{number}", chooser.sample(range(1, 30), 2)
+            remote = pair.prefill.lease(source, 16, request_id=pull_id)
+            coordinator.pull(pull_id, remote, 0, 16, blocks[thread])
+            if chooser.random() < 0.3:
+                coordinator.cancel(pull_id)
+                end = told[thread].get(timeout=DEADLINE_S)
+                while isinstance(end, PullDone):  # before it was given up
+                    end = told[thread].get(timeout=DEADLINE_S)
+                as_wanted = isinstance(end, PullDrained)
+            else:
+                end = told[thread].get(timeout=DEADLINE_S)
+                found = pair.decode.tokens(blocks[thread], 0, 16)
+                as_wanted = isinstance(end, PullDone)
+                as_wanted &= np.array_equal(found, expected(remote, 0, 16))
+            if not as_wanted or end.pull_id != pull_id:
+                wrong.append(f"{pull_id}: {end}")
+
+    runners = [threading.Thread(target=run, args=(thread,)) for thread in range(threads)]
+    for runner in runners:
+        runner.start()
+    while any(runner.is_alive() for runner in runners):
+        pair.decode.woken.wait(0.05)
+        pair.decode.woken.clear()
+        for event in coordinator.drain():
+            told[int(event.pull_id[0])].put(event)
+    assert wrong == []
+    assert pair.worker.counters["internal_errors"] == 0
+    assert threading.get_ident() not in pair.mapper.threads

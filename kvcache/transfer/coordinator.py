@@ -443,7 +443,7 @@ class PullCoordinator:
                 self._side_channel.post(address_of(remote), request)
             case FanOut():
                 span = self._spans[state.pull_id]
-                self._ranks.broadcast(pull_command(state.pull_id, remote, *span))
+                self._ranks.broadcast(pull_command(state.pull_id, remote, *span, asks=state.asks))
             case LookAhead():
                 if not self._sees_held(remote):
                     self._send(state, SendAlert())

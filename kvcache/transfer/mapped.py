@@ -145,6 +145,7 @@ class MappedJob:
         self.error: BatonError | None = None
         self.failure_told = False
         self.end_announced = False
+        self.asks = True  # as of Pull
         self.pace = Pace(time.perf_counter())
         self.stopping = False
         self._mapper = mapper
@@ -202,18 +203,13 @@ class MappedJob:
         if self._begun:
             self._mapper.end(self._work)
 
-    def advance(self, most: int | None = None) -> bool:
-        """Retires launches that have ended and queues more; whether anything happened.
-
-        Args:
-            most: launches to queue now; None: as many as may be active.
-        """
+    def advance(self) -> bool:
+        """Retires launches that have ended and queues more; whether anything happened."""
         before = len(self._tokens)
         while self._tokens and self._has_ended(self._tokens[0]):
             self._tokens.popleft()
         progressed = len(self._tokens) < before
-        most = MAX_ACTIVE if most is None else most
-        while self._pending and not self.stopping and len(self._tokens) < most:
+        while self._pending and not self.stopping and len(self._tokens) < MAX_ACTIVE:
             if not self._launch():
                 break
             progressed = True

@@ -107,11 +107,15 @@ class Pace:
     def is_ending(self, now: float) -> bool:
         return now >= self.began + self.expected_s - ENDING_S
 
+    def left_s(self, now: float) -> float:
+        """Seconds to its likely end."""
+        return self.began + self.expected_s - now
+
     def nap_s(self, now: float) -> float | None:
         """How long not to look; None when nothing is known."""
         if not self.expected_s:
             return None
-        left_s = self.began + self.expected_s - now
+        left_s = self.left_s(now)
         if left_s > _LEAD_S:
             return min(left_s - _LEAD_S, self.longest_nap_s)
         return _SHORT_NAP_S if -left_s < max(ENDING_S, _PATIENCE * self.expected_s) else None

@@ -116,6 +116,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     token_stop: int
     local_block_ids: list[int]  # from token 0 of the sequence on
     remote_block_ids: list[int]
+    asks: bool = True  # P, after it: a RankEnding says when that is near
 
 
 def pull_command(
@@ -124,8 +125,10 @@ def pull_command(
     token_start: int,
     token_stop: int,
     local_block_ids: list[int],
+    *,
+    asks: bool = True,
 ) -> Pull:
-    """What every rank is told of a pull."""
+    """What every rank is told of a pull; arguments as of Pull."""
     return Pull(
         pull_id=pull_id,
         engine_id=remote.engine_id,
@@ -135,6 +138,7 @@ def pull_command(
         token_stop=token_stop,
         local_block_ids=local_block_ids,
         remote_block_ids=remote.block_ids,
+        asks=asks,
     )
 
 

@@ -72,6 +72,7 @@ class PullJob:
         self.error: BatonError | None = None
         self.failure_told = False
         self.end_announced = False
+        self.asks = True  # as of Pull
         nap_s = _STAGED_NAP_S if plan.chunks else _READ_NAP_S
         began = opened.began if opened is not None else time.perf_counter()
         self.pace = Pace(began, longest_nap_s=nap_s)

@@ -133,6 +133,7 @@ class PullState:
         self.remote = remote
         self.phase = Phase.HELD
         self.drained_told = False  # PullDrained was emitted
+        self.asks = not seen_held  # P, most likely, as its word cannot be seen
         self._num_ranks = num_ranks
         self._settings = settings
         self._attempt_id = attempt_id

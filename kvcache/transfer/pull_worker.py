@@ -48,6 +48,7 @@ logger = get_logger(__name__)
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
 _FENCE_S = 0.0005  # so long after a pull the thread looks for the fence's answer itself
 _ALERT_NAP_S = 0.000003
+_REHEARSAL_S = 0.00015
 _MAX_FAILURES = 100  # rounds in a row, which take two seconds
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
@@ -149,13 +150,10 @@ class PullWorker:
         self._agent.close()
 
     def _register(self) -> None:
-        pool, device = self._pool, self._pool.device_id
-        self._agent.register(pool.base_address, pool.nbytes, device_id=device, kind=self._kind)
-        staging = self._staging
-        if staging is not None:
-            self._agent.register(
-                staging.base_address, staging.nbytes, device_id=device, kind=self._kind
-            )
+        register, device, kind = self._agent.register, self._pool.device_id, self._kind
+        for memory in (self._pool, self._staging):
+            if memory is not None:
+                register(memory.base_address, memory.nbytes, device_id=device, kind=kind)
 
     def _run(self) -> None:
         allow_short_naps()
@@ -351,6 +349,7 @@ class PullWorker:
 
     def _add(self, pull: Pull, job: Job, peer: JobPeer, opened: Opened | None) -> None:
         peer.users += 1
+        job.asks = pull.asks
         self._jobs[pull.pull_id] = (job, peer)
         if opened is not None and isinstance(job, PullJob):
             self._reads.adopt(opened, job, peer)
@@ -358,7 +357,7 @@ class PullWorker:
     def _start(self, job: Job, peer: JobPeer) -> None:
         """Before all else: the link idles."""
         if isinstance(job, MappedJob):
-            self._advance_one(job, 1)
+            self._advance_one(job)
             job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
             return
         self._reads.post_one([(job, peer)])
@@ -410,11 +409,14 @@ class PullWorker:
         return any(job.prepare() for job in jobs)
 
     def _announce_ends(self) -> None:
+        """Once for each pull. Where P will not be asked this only rehearses what follows its end,
+        which takes as long as a short pull."""
         now = time.perf_counter()
         for job, _ in self._jobs.values():
             if job.all_begun and not job.end_announced and job.pace.is_ending(now):
                 job.end_announced = True
-                self._link.report(RankEnding(job.pull_id, self._endpoint.rank))
+                if job.asks or job.pace.left_s(now) > _REHEARSAL_S:
+                    self._link.report(RankEnding(job.pull_id, self._endpoint.rank))
 
     def _advance(self) -> bool:
         """Lets every mapped pull go on."""
@@ -424,9 +426,9 @@ class PullWorker:
                 progressed |= self._advance_one(job)
         return progressed
 
-    def _advance_one(self, job: MappedJob, most: int | None = None) -> bool:
+    def _advance_one(self, job: MappedJob) -> bool:
         try:
-            return job.advance(most)
+            return job.advance()
         except Exception as error:
             logger.exception("pull %s", job.pull_id)
             self._fail(job, TransferFailed(f"gathering mapped KV failed: {error!r}"))

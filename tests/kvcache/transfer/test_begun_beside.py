@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.mapped import MAX_ACTIVE, MappedPath
 from kvcache.transfer.mapper import MemoryMapper
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
@@ -21,6 +21,8 @@ from tests.e2e.cluster import wait_until
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import DEADLINE_S, ENDINGS, Decode, Prefill, expected
+
+BLOCKS = [3, 1, 7, 2, 10, 12]
 
 
 class Noting(MemoryMapper):
@@ -58,8 +60,8 @@ class Pair:
         return MappedPath(self.mapper, chunk_bytes=1)  # a launch for every block
 
     def pull(self, pull_id: str) -> Any:
-        remote = self.prefill.lease([5, 2, 9], 24)
-        self.decode.coordinator.pull(pull_id, remote, 0, 24, [3, 1, 7])
+        remote = self.prefill.lease([5, 2, 9, 4, 6, 8], 48)
+        self.decode.coordinator.pull(pull_id, remote, 0, 48, BLOCKS)
         return remote
 
     def sleep(self) -> None:
@@ -68,7 +70,7 @@ class Pair:
         self.link._sleeps = False  # so that no order wakes it
 
     def arrived(self, remote: Any) -> bool:
-        return np.array_equal(self.decode.tokens([3, 1, 7], 0, 24), expected(remote, 0, 24))
+        return np.array_equal(self.decode.tokens(BLOCKS, 0, 48), expected(remote, 0, 48))
 
     def close(self) -> None:
         self.decode.close()
@@ -82,15 +84,14 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def test_who_orders_a_pull_makes_its_first_launch(pair: Pair) -> None:
+def test_who_orders_a_pull_makes_its_first_launches(pair: Pair) -> None:
     """The worker's thread wakes for the others, though no command is left that would wake it."""
     for number in range(3):
         pair.sleep()
         remote = pair.pull(str(number))
         assert isinstance(pair.decode.wait(*ENDINGS), PullDone)
-        first, *others = pair.mapper.threads
-        assert first == threading.get_ident() and len(others) == 2
-        assert set(others) == {pair.worker._thread.ident}
+        here, there = threading.get_ident(), pair.worker._thread.ident
+        assert pair.mapper.threads == [here] * MAX_ACTIVE + [there] * (6 - MAX_ACTIVE)
         assert pair.arrived(remote)
         pair.mapper.threads.clear()
 
@@ -99,10 +100,10 @@ def test_beside_another_pull_the_worker_begins_it(pair: Pair) -> None:
     pair.mapper.stalled = True
     pair.sleep()
     pair.pull("a")
-    assert pair.mapper.threads[0] == threading.get_ident()
+    assert set(pair.mapper.threads) == {threading.get_ident()}
     remote = pair.pull("b")
-    wait_until(lambda: len(pair.mapper.threads) == 6)
-    assert set(pair.mapper.threads[1:]) == {pair.worker._thread.ident}
+    wait_until(lambda: len(pair.mapper.threads) == 2 * MAX_ACTIVE)
+    assert set(pair.mapper.threads[MAX_ACTIVE:]) == {pair.worker._thread.ident}
     pair.mapper.stalled = False
     for pull_id in "ab":
         assert isinstance(pair.decode.wait(*ENDINGS, pull_id=pull_id), PullDone)

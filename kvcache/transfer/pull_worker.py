@@ -46,8 +46,8 @@ from protocol.vital_threads import VitalThread
 logger = get_logger(__name__)
 
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
-_FENCE_S = 0.0005  # so long after a pull the thread looks for the fence's answer itself
-_ALERT_NAP_S = 0.000003
+_FENCE_S = 0.003  # so long after a pull the thread looks for others' reports, and P's, itself
+_ALERT_NAP_S, _LATER_NAP_S, _LATER_S = 0.000003, 0.00002, 0.0005  # longer naps, so long after it
 _REHEARSAL_S = 0.00015
 _MAX_FAILURES = 100  # rounds in a row, which take two seconds
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
@@ -225,20 +225,21 @@ class PullWorker:
             self._idle_s = self._poll_min_s
         elif self._jobs:
             time.sleep(self._nap_s())
-        elif self._is_alert():
+        elif nap_s := self._alert_nap_s():
             if self._mapped is not None:
                 self._mapped.stay_awake()
-            time.sleep(_ALERT_NAP_S)
+            time.sleep(nap_s)
         else:
             self._watch.resting = True
             self._link.wait(None)
 
-    def _is_alert(self) -> bool:
-        """Whether a command or a fence's answer is so near that to sleep would take longer."""
+    def _alert_nap_s(self) -> float | None:
+        """While a command or a fence's answer is so near that to sleep would take longer."""
         now = time.perf_counter()
-        if self._ended_at + _FENCE_S > now and self._link.awaits_fence():
-            return True
-        return self._kind == "VRAM" and now < self._link.expected_until
+        if (since_s := now - self._ended_at) < _FENCE_S and self._link.awaits_fence():
+            return _ALERT_NAP_S if since_s < _LATER_S else _LATER_NAP_S
+        expected = self._kind == "VRAM" and now < self._link.expected_until
+        return _ALERT_NAP_S if expected else None
 
     def _nap_s(self) -> float:
         now = time.perf_counter()

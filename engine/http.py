@@ -40,6 +40,7 @@ from protocol.logging import get_logger
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.openai import RELEASE_PATH, parse_json_object
 from protocol.openai_responses import model_card, model_list
+from protocol.shown import shown
 
 __all__ = ["HttpSettings", "PlainHooks", "ServerHooks", "create_app"]
 
@@ -108,8 +109,8 @@ def _add_models(app: FastAPI, api: Api) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         if name not in api.model_names:
-            names = " or ".join(map(repr, api.model_names))
-            told = f"The model in the path is {name[:200]!r}; this server has {names}."
+            names = " or ".join(map(shown, api.model_names))
+            told = f"The model in the path is {shown(name, 200)}; this server has {names}."
             return error_response(ModelNotFound(told))
         return JSONResponse(model_card(name, created, max_model_len()))
 

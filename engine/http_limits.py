@@ -8,6 +8,7 @@ import msgspec
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from protocol.openai import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest
+from protocol.shown import shown
 
 
 def prompt_param(parsed: GenerationRequest) -> str:
@@ -21,7 +22,8 @@ def check_model(name: str, served: Sequence[str]) -> None:
     """Raises ModelNotFound unless the server has the model."""
     if name not in served:
         raise ModelNotFound(
-            f"`model` is {name[:200]!r}; this server has {served[0]!r}.", param="model"
+            f"`model` is {shown(name, 200)}; this server has {shown(served[0], 200)}.",
+            param="model",
         )
 
 

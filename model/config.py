@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model.hub import resolve_model
+from protocol.shown import shown
 
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 
@@ -212,9 +213,10 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in ARCHITECTURES:
-        shown = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r} without one"
+        kind = shown(raw.get("model_type"))
+        told = ", ".join(map(str, names)) or f"model_type {kind} without one"
         raise UnsupportedModel(
-            f"architecture {shown} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"architecture {told} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     return str(names[0])
 
@@ -224,13 +226,14 @@ def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
     if quantization and not _is_of_kv_only(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise UnsupportedModel(
-            f"quantization_config {method or quantization!r} is not supported; supported: "
+            f"quantization_config {shown(method or quantization)} is not supported; supported: "
             "weights in float32, bfloat16 or float16, and GGUF files (dequantised at load)"
         )
     if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UnsupportedModel(f"hidden_act {act!r} is not supported; supported: silu")
+        raise UnsupportedModel(f"hidden_act {shown(act)} is not supported; supported: silu")
     if (partial := raw.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
-        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported; supported: 1")
+        told = f"partial_rotary_factor {shown(partial)} is not supported; supported: 1"
+        raise UnsupportedModel(told)
     _refuse_sliding_window(raw, architecture)
 
 
@@ -254,8 +257,9 @@ def _refuse_sliding_window(raw: dict[str, Any], architecture: str) -> None:
         window = None
     limit = raw.get("max_position_embeddings") or 0
     if (window and window < limit) or layer_types:
+        kinds = shown(sorted(layer_types)) if layer_types else "all"
         raise UnsupportedModel(
-            f"sliding_window {window} (layer types {sorted(layer_types) or 'all'}) is not supported"
+            f"sliding_window {shown(window)} (layer types {kinds}) is not supported"
             f" below max_position_embeddings {limit}; supported: full attention in every layer"
         )
 
@@ -263,7 +267,7 @@ def _refuse_sliding_window(raw: dict[str, Any], architecture: str) -> None:
 def _size(raw: dict[str, Any], name: str) -> int:
     value = raw.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelLoadError(f"config.json: {name} is {value!r}, expected a positive integer")
+        raise ModelLoadError(f"config.json: {name} is {shown(value)}, expected a positive integer")
     return value
 
 
@@ -273,7 +277,7 @@ def _rope(raw: dict[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
     rope_type = str(found.get("rope_type") or found.get("type") or "default")
     if rope_type not in ROPE_TYPES:
         raise UnsupportedModel(
-            f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+            f"rope type {shown(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
     if found.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
@@ -289,14 +293,16 @@ def _rope_scaling(raw: dict[str, Any], found: dict[str, Any], rope_type: str) ->
     original = found.get("original_max_position_embeddings") or max_position
     factor = found.get("factor") or (max_position / original if rope_type == "yarn" else None)
     if factor is None:
-        raise ModelLoadError(f"config.json: rope type {rope_type!r} lacks its factor")
+        raise ModelLoadError(f"config.json: rope type {shown(rope_type)} lacks its factor")
     if rope_type == "linear":
         return {"factor": float(factor)}
     if rope_type == "llama3":
         names = ("low_freq_factor", "high_freq_factor")
         missing = [name for name in names if found.get(name) is None]
         if missing:
-            raise ModelLoadError(f"config.json: rope type 'llama3' lacks {', '.join(missing)}")
+            raise ModelLoadError(
+                f"config.json: rope type {shown(rope_type)} lacks {', '.join(missing)}"
+            )
         bounds = {name: float(found[name]) for name in names}
         return {"factor": float(factor), "original_max_position": int(original), **bounds}
     attention_factor = found.get("attention_factor")
@@ -329,12 +335,13 @@ def _moe(raw: dict[str, Any]) -> MoEConfig | None:
     method = str(raw.get("topk_method") or "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(
-            f"topk_method {method!r} is not supported; supported: greedy, group_limited_greedy"
+            f"topk_method {shown(method)} is not supported; supported: greedy, group_limited_greedy"
         )
     if raw.get("scoring_func", "softmax") != "softmax" or raw.get("norm_topk_prob"):
+        scoring = shown(raw.get("scoring_func", "softmax"))
         raise UnsupportedModel(
-            f"scoring_func {raw.get('scoring_func', 'softmax')!r} with norm_topk_prob "
-            f"{raw.get('norm_topk_prob')} is not supported; supported: softmax, not normalised"
+            f"scoring_func {scoring} with norm_topk_prob {shown(raw.get('norm_topk_prob'))} is not "
+            "supported; supported: softmax, not normalised"
         )
     if raw.get("moe_layer_freq", 1) != 1:
         raise UnsupportedModel("moe_layer_freq other than 1 is not supported")

@@ -17,6 +17,7 @@ from protocol.messages import (
     TokenDelta,
 )
 from protocol.openai import GenerationRequest
+from protocol.shown import shown
 
 
 class PrefillHooks:
@@ -42,9 +43,10 @@ class PrefillHooks:
         if not kv_params.is_prefill_request(request.kv_transfer_params):
             return [{} for _ in prompts]
         if request.token_limit != 1 or request.stream:
+            limit = shown(request.token_limit)
             raise InvalidRequest(
                 "a request with kv_transfer_params.do_remote_decode must have max_tokens 1 and "
-                f"stream false; it has max_tokens {request.token_limit}, stream {request.stream}",
+                f"stream false; it has max_tokens {limit}, stream {shown(request.stream)}",
                 param="kv_transfer_params.do_remote_decode",
             )
         return [{"retain_kv": True} for _ in prompts]

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import PeerIncompatible
+from protocol.shown import shown
 
 PROTOCOL_VERSION = 1
 
@@ -130,7 +131,7 @@ def _incompatible(field: str, ours: Any, theirs: Any) -> PeerIncompatible:
     if field in _CONVERTIBLE:
         fix = ", or let the decode server convert with --kv-convert"
     return PeerIncompatible(
-        f"{field} differs{where}: {ours!r} here, {theirs!r} on the prefill server. "
+        f"{field} differs{where}: {shown(ours)} here, {shown(theirs)} on the prefill server. "
         f"Start both with the same model, revision, KV dtype and KV scales{fix}.",
         param=field,
     )
@@ -162,7 +163,8 @@ def check_consistent(metadata: EngineMetadata) -> None:
 
 
 def _reject(field: str, value: object, rule: str) -> None:
-    raise PeerIncompatible(f"{field} is {value!r} in the peer's metadata; it {rule}.", param=field)
+    told = f"{field} is {shown(value)} in the peer's metadata; it {rule}."
+    raise PeerIncompatible(told, param=field)
 
 
 def _require_range(field: str, value: int, low: int, high: int) -> None:
@@ -172,7 +174,7 @@ def _require_range(field: str, value: int, low: int, high: int) -> None:
 
 def _require_equal(field: str, value: object, expected: object, of: str) -> None:
     if value != expected:
-        _reject(field, value, f"must be {expected!r}, as in {of}")
+        _reject(field, value, f"must be {shown(expected)}, as in {of}")
 
 
 def _check_compat(compat: CompatRecord) -> None:

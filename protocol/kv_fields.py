@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from protocol.errors import KVParamsRejected
 from protocol.messages import FirstToken, TokenLogprobs
+from protocol.shown import shown
 
 MAX_TOKENS = 1 << 24
 MAX_CHOICES = 128
@@ -40,24 +41,16 @@ def reject(name: str, problem: str) -> NoReturn:
     raise KVParamsRejected(f"{param} {problem}.", param=param)
 
 
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:  # read where there was more of the stack
-        return f"a {type(value).__name__} nested too deeply"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def as_object(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        reject(name, f"must be an object, got {type(value).__name__}")
+        reject(name, f"must be an object, got {shown(value)}")
     return value
 
 
 def optional_bool(members: dict[str, Any], name: str) -> bool:
     value = members.get(name)
     if value is not None and not isinstance(value, bool):
-        reject(name, f"must be true, false or null, got {_shown(value)}")
+        reject(name, f"must be true, false or null, got {shown(value)}")
     return bool(value)
 
 
@@ -66,7 +59,7 @@ def _integer(low: int, high: int) -> _Typed:
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             value = int(value)  # some JSON writers know floats only
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            reject(name, f"must be an integer from {low} to {high}, got {_shown(value)}")
+            reject(name, f"must be an integer from {low} to {high}, got {shown(value)}")
         return value
 
     return _Typed(check, Annotated[int, Meta(ge=low, le=high)])
@@ -87,7 +80,7 @@ def _number(low: float, high: float) -> _Typed:
     def check(value: Any, name: str) -> float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not low <= value <= high:  # nan is not
-            reject(name, f"must be a number from {low} to {high}, got {_shown(value)}")
+            reject(name, f"must be a number from {low} to {high}, got {shown(value)}")
         return float(value)
 
     return _Typed(check, Annotated[float, Meta(ge=low, le=high)])
@@ -96,7 +89,7 @@ def _number(low: float, high: float) -> _Typed:
 def _text(low: int, high: int) -> _Typed:
     def check(value: Any, name: str) -> str:
         if not isinstance(value, str) or not low <= len(value) <= high:
-            reject(name, f"must be text of {low} to {high} characters, got {_shown(value)}")
+            reject(name, f"must be text of {low} to {high} characters, got {shown(value)}")
         return value
 
     return _Typed(check, Annotated[str, Meta(min_length=low, max_length=high)])
@@ -107,7 +100,7 @@ def _hex(digits: int) -> _Typed:
 
     def check(value: Any, name: str) -> str:
         if not isinstance(value, str) or not re.search(pattern, value):
-            reject(name, f"must be {digits} lower-case hex digits, got {_shown(value)}")
+            reject(name, f"must be {digits} lower-case hex digits, got {shown(value)}")
         return value
 
     return _Typed(check, Annotated[str, Meta(pattern=pattern)])
@@ -116,7 +109,7 @@ def _hex(digits: int) -> _Typed:
 def _list(item: Check, low: int, high: int) -> Check:
     def check(value: Any, name: str) -> list[Any]:
         if not isinstance(value, list) or not low <= len(value) <= high:
-            reject(name, f"must be a list of {low} to {high} items, got {_shown(value)}")
+            reject(name, f"must be a list of {low} to {high} items, got {shown(value)}")
         return [item(entry, f"{name}[{index}]") for index, entry in enumerate(value)]
 
     return check
@@ -162,7 +155,7 @@ def _prompt_row(value: Any, name: str) -> TokenLogprobs | None:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 3:
-        reject(name, f"must be null or a list of 3 items, got {_shown(value)}")
+        reject(name, f"must be null or a list of 3 items, got {shown(value)}")
     row = TokenLogprobs(
         _logprob(value[0], f"{name}[0]"),
         _top_ids(value[1], f"{name}[1]"),

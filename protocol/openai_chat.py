@@ -8,7 +8,7 @@ import msgspec
 from pydantic import Field, WithJsonSchema
 
 from protocol.errors import InvalidRequest
-from protocol.openai_fields import NEUTRAL_CHAT, NEUTRAL_MESSAGE, drop_neutral, shown
+from protocol.openai_fields import NEUTRAL_CHAT, NEUTRAL_MESSAGE, drop_neutral
 from protocol.openai_requests import Strict, refusal, validate
 from protocol.openai_sampling import (
     MAX_LOGPROBS,
@@ -25,6 +25,7 @@ from protocol.openai_tools import (
     Tools,
     read_tools,
 )
+from protocol.shown import shown
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 _ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -10,6 +10,7 @@ from typing import Any
 
 from protocol.errors import InvalidRequest
 from protocol.near_names import suggestion
+from protocol.shown import shown
 
 # A float in the table accepts 0 and 0.0 alike; an int accepts that int only; True is never 1.
 _BOTH: dict[str, tuple[Any, ...]] = {
@@ -59,18 +60,6 @@ NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
 NEUTRAL_STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {
     "include_obfuscation": (False,),
 }
-
-
-def shown(value: Any, limit: int = 80) -> str:
-    """`value` as an error message can carry it: JSON-like and cut to `limit` characters."""
-    if isinstance(value, str | bytes | list | tuple) and len(value) > limit:
-        value = value[:limit]  # never render ten megabytes to show eighty characters
-    text = {True: "true", False: "false", None: "null"}[value] if _is_word(value) else repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _is_word(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
 
 
 def changes_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -12,7 +12,8 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protocol.errors import InvalidRequest
-from protocol.openai_fields import drop_neutral, shown
+from protocol.openai_fields import drop_neutral
+from protocol.shown import shown
 
 
 class Strict(BaseModel):

@@ -14,8 +14,8 @@ from pydantic import Field, WithJsonSchema
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar, GrammarKind
-from protocol.openai_fields import shown
 from protocol.openai_requests import Strict
+from protocol.shown import shown
 
 MAX_CHOICES = 1024
 

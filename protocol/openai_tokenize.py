@@ -7,9 +7,9 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protocol.openai_chat import ChatRequest, Message, clean_messages
 from protocol.openai_completions import CompletionRequest
-from protocol.openai_fields import shown
 from protocol.openai_requests import Strict, clean, validate
 from protocol.openai_sampling import GenerationRequest, Switch, refuse
+from protocol.shown import shown
 
 _A_NAME = "the name of a served model"
 

@@ -16,8 +16,8 @@ import msgspec
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai_fields import shown
 from protocol.openai_structured import Demand
+from protocol.shown import shown
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

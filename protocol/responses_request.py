@@ -10,10 +10,11 @@ from pydantic import Field, WithJsonSchema
 
 from protocol.errors import InvalidRequest
 from protocol.openai_chat import ChatRequest
-from protocol.openai_fields import drop_neutral, shown
+from protocol.openai_fields import drop_neutral
 from protocol.openai_requests import Strict, clean, validate
 from protocol.openai_sampling import MAX_INT31, Switch
 from protocol.openai_structured import Demand, find_demand
+from protocol.shown import shown
 
 NEUTRAL_RESPONSES: dict[str, tuple[Any, ...]] = {
     "background": (False,),

@@ -31,6 +31,7 @@ from pydantic_settings import (
 from protocol import settings_sources as sources
 from protocol.settings_kv import ContextParallelism, GeometryOptions, LinkOptions
 from protocol.settings_sources import ConfigError
+from protocol.shown import shown
 
 __all__ = [
     "ConfigError",
@@ -168,7 +169,7 @@ class EngineOptions(GeometryOptions):
     @classmethod
     def _devices_are_indices(cls, devices: tuple[int, ...]) -> tuple[int, ...]:
         if any(index < 0 for index in devices) or len(set(devices)) != len(devices):
-            raise ValueError(f"{devices} are not indices of different GPUs; write such as 0,1")
+            raise ValueError(f"{shown(devices)} are not different GPUs by index; write such as 0,1")
         return devices
 
     def batched_tokens_for(self, device: str) -> int:

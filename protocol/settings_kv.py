@@ -6,6 +6,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_val
 from pydantic_settings import NoDecode
 
 from protocol import settings_sources as sources
+from protocol.shown import shown
 
 KV_LAYOUT_AXES = "BHLCND"
 
@@ -24,16 +25,17 @@ class GeometryOptions(BaseModel):
     @field_validator("kv_layout")
     @classmethod
     def _layout_is_a_permutation(cls, order: str) -> str:
+        given = shown(order)
         missing = [axis for axis in KV_LAYOUT_AXES if axis not in order]
         if missing:
-            raise ValueError(f"{order!r} lacks {_axes(missing)}; use an order of {KV_LAYOUT_AXES}")
+            raise ValueError(f"{given} lacks {_axes(missing)}; use an order of {KV_LAYOUT_AXES}")
         unknown = sorted(set(order) - set(KV_LAYOUT_AXES))
         if unknown:
-            raise ValueError(f"{order!r} has unknown {_axes(unknown)}; known: {KV_LAYOUT_AXES}")
+            raise ValueError(f"{given} has unknown {_axes(unknown)}; known: {KV_LAYOUT_AXES}")
         if len(order) != len(KV_LAYOUT_AXES):
-            raise ValueError(f"{order!r} repeats an axis; use each of {KV_LAYOUT_AXES} once")
+            raise ValueError(f"{given} repeats an axis; use each of {KV_LAYOUT_AXES} once")
         if not order.endswith("D"):
-            raise ValueError(f"{order!r} must end in D: elements of a head stay together")
+            raise ValueError(f"{given} must end in D: elements of a head stay together")
         return order
 
 
@@ -72,7 +74,7 @@ class LinkOptions(BaseModel):
     @classmethod
     def _costs_are_three(cls, costs: tuple[float, ...]) -> tuple[float, ...]:
         if costs and (len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs)):
-            raise ValueError(f"{costs} are not three numbers above 0; write such as 3,8,7")
+            raise ValueError(f"{shown(costs)} are not three numbers above 0; write such as 3,8,7")
         return costs
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from protocol.near_names import suggestion
+from protocol.shown import shown
 
 ENV_PREFIX = "BATON_"
 # Set by Baton itself from one process to the next.
@@ -106,13 +107,13 @@ def base_url(url: str) -> str:
         parts = urlsplit(url)
         port, host = parts.port, (parts.hostname or "").encode("idna")
     except ValueError as error:
-        raise ValueError(f"{url!r} is not a URL ({error}); write http://host:port") from None
+        raise ValueError(f"{shown(url)} is not a URL ({error}); write http://host:port") from None
     if parts.scheme not in ("http", "https") or not host:
-        raise ValueError(f"{url!r} is not a URL; write http://host:port")
+        raise ValueError(f"{shown(url)} is not a URL; write http://host:port")
     if port == 0 or re.search(r"[\s@]", parts.netloc):
-        raise ValueError(f"{url!r} names no server; write http://host:port, the port above 0")
+        raise ValueError(f"{shown(url)} names no server; write http://host:port, the port above 0")
     if parts.path.rstrip("/") or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} has a path; write http://host:port alone")
+        raise ValueError(f"{shown(url)} has a path; write http://host:port alone")
     return f"{parts.scheme}://{parts.netloc}"
 
 
@@ -196,10 +197,12 @@ def explain_validation(error: ValidationError) -> str:
     for item in error.errors(include_url=False):
         path = [str(part) for part in item["loc"] if isinstance(part, str)]
         reason = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "literal_error":
+            reason = reason.replace("'", '"')
         secret = bool(path) and path[-1].endswith("secret")
         if secret:  # pydantic counts its items
             reason = reason.replace("items after validation, not", "characters, not")
-        given = "" if secret or item["type"] == "value_error" else f", not {item['input']!r}"
+        given = "" if secret or item["type"] == "value_error" else f", not {shown(item['input'])}"
         lines.append(f"{option_name(path)}: {reason}{given}")
     return "\n".join(lines)
 

@@ -101,9 +101,9 @@ def test_what_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        ("--prefill.kv-layout=BHLCD", "--prefill.kv-layout: 'BHLCD' lacks axis N"),
-        ("--decode.dtype=int4", "--decode.dtype: Input should be 'auto', 'float32',"),
-        ("--device=tpu", "--device: Input should be 'cpu' or 'cuda', not 'tpu'"),
+        ("--prefill.kv-layout=BHLCD", '--prefill.kv-layout: "BHLCD" lacks axis N'),
+        ("--decode.dtype=int4", '--decode.dtype: Input should be "auto", "float32",'),
+        ("--device=tpu", '--device: Input should be "cpu" or "cuda", not "tpu"'),
     ],
 )
 def test_what_is_not_known_is_refused_at_the_command_line(

@@ -365,6 +365,6 @@ def test_ready_and_models_say_what_is_served(tokenizer: Tokenizer) -> None:
             assert (await server.http.get("/v1/models/m")).json() == card
             missing = await server.http.get("/v1/models/a/b")
             assert missing.status_code == 404
-            assert missing.json()["error"]["message"].startswith("The model in the path is 'a/b'; ")
+            assert missing.json()["error"]["message"].startswith('The model in the path is "a/b"; ')
 
     run(main)

@@ -48,7 +48,7 @@ from tests.engine.http_server import (
             "is 64 tokens.* has 2 tokens .* asks for 63 .* at most 62",
         ),
         ({"prompt": "x" * 17_000}, 400, r"is 64 tokens and .* too long: it has at least \d+"),
-        ({"model": "nope"}, 404, "'nope'; this server has 'm'"),
+        ({"model": "nope"}, 404, '"nope"; this server has "m"'),
         ({"temperature": -1}, 400, "`temperature` is -1"),
         ({"n": 129}, 400, "`n`"),
         ({"min_tokens": 17}, 400, "`min_tokens` is 17, and without `max_tokens` at most 16 "),

@@ -41,5 +41,5 @@ def test_fields_are_the_same_whether_read_in_one_go_or_one_by_one() -> None:
     assert type(read_fields(floats)["remote_port"]) is int
     bare = {k: v for k, v in told.items() if k not in ("text_digest", "prompt_token_ids")}
     assert read_fields(bare)["text_digest"] is None
-    with pytest.raises(KVParamsRejected, match=r"signature must be 64 .* digits, got None"):
+    with pytest.raises(KVParamsRejected, match=r"signature must be 64 .* digits, got null"):
         read_fields({k: v for k, v in told.items() if k != "signature"})

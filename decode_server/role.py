@@ -39,7 +39,7 @@ from kvcache.transfer.pull import (
 )
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
-from protocol.errors import BatonError, KVParamsRejected, Overloaded
+from protocol.errors import BatonError, KVParamsRejected, Overloaded, RemoteKVError
 from protocol.handshake import EngineMetadata
 from protocol.messages import AddRequest, RemotePrefill
 from protocol.metrics import EngineHistogram, stat_key
@@ -72,6 +72,23 @@ def _lack(request: AddRequest, remote: RemotePrefill) -> str | None:
     return None
 
 
+def _zeros(policy: FailurePolicy) -> dict[str, float]:
+    """Counters that are exposed from the start: a rate does not show the event with which its
+    counter appeared, and what should not happen may happen once."""
+    failures = [
+        stat_key("baton_kv_transfer_failures", code=kind.code)
+        for kind in RemoteKVError.__subclasses__()
+    ]
+    plain = (
+        "baton_kv_params_rejected",
+        "baton_requests_locked_out",
+        "baton_kv_transfer_bytes",
+        "baton_kv_transfer_descriptors",
+    )
+    recoveries = stat_key("baton_kv_recoveries", policy=policy.name)
+    return dict.fromkeys((*failures, *plain, recoveries), 0.0)
+
+
 class DecodeRole(KVRole):
     """Connects, pulls, recovers.
 
@@ -96,7 +113,7 @@ class DecodeRole(KVRole):
         self._unheld: dict[str, RemotePrefill] = {}
         self._overdue: list[str] = []
         self._undrained: dict[str, tuple[list[int], bool]] = {}  # blocks, whether quarantined
-        self._totals: defaultdict[str, float] = defaultdict(float)
+        self._totals: defaultdict[str, float] = defaultdict(float, _zeros(policy))
         self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
 
     # -- requests ----------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Two applications in one process share nothing: each makes a `Metrics`. Metrics whose origin is
 "engine" are counted in the engine's process and arrive as EngineStats, keyed by `stat_key`; the
 others are counted where they are exposed. A key that the table does not know is exposed as the
-gauge `baton_engine_<key>`. docs/operations.md has the table for those who read dashboards.
+gauge `baton_engine_<key>`. docs/metrics.md has the table for those who read dashboards.
 """
 
 import re

@@ -34,16 +34,19 @@ _POSTS: dict[str, tuple[type[BaseModel], str]] = {
 }
 _GETS = {
     "/v1/models": "The served model and the length of its context.",
+    "/v1/models/{name}": "One model, if it is served.",
     "/health": "Whether this process and its engine are alive.",
     "/ready": "Whether requests can be served.",
+    "/metrics": "What this process has counted, for Prometheus.",
 }
 _ERRORS = {
     "400": "The request is at fault; the message names field, value and limit.",
     "404": "There is no such model.",
     "413": "The body is too long.",
-    "502": "KV could not be had from a prefill server.",
+    "500": "The server failed on this request.",
+    "502": "KV could not be had from a prefill server, or a decode server was lost.",
     "503": "The server cannot serve now.",
-    "504": "KV did not come in time.",
+    "504": "KV did not come in time, or a decode server was silent.",
 }
 
 
@@ -55,7 +58,7 @@ def document() -> Schema:
         schemas |= _schemas_of(model)
         paths[path] = {"post": _operation(summary, model)}
     for path, summary in _GETS.items():
-        paths[path] = {"get": _operation(summary, None)}
+        paths[path] = {"get": _read(path, summary)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": VERSION},
@@ -64,13 +67,25 @@ def document() -> Schema:
     }
 
 
-def _operation(summary: str, model: type[BaseModel] | None) -> Schema:
+def _read(path: str, summary: str) -> Schema:
+    """What takes no body."""
+    kind = "text/plain" if path == "/metrics" else "application/json"
+    responses: Schema = {"200": {"description": "The answer.", "content": {kind: {}}}}
+    if path != "/metrics":
+        responses["503"] = {"description": _ERRORS["503"]}
+    operation: Schema = {"summary": summary, "responses": responses}
+    if "{name}" in path:
+        text = {"type": "string"}
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": text}]
+        responses["404"] = {"description": _ERRORS["404"]}
+    return operation
+
+
+def _operation(summary: str, model: type[BaseModel]) -> Schema:
     kinds: Schema = {"application/json": {}}
-    if model is not None and issubclass(model, GenerationRequest | ResponsesRequest):
+    if issubclass(model, GenerationRequest | ResponsesRequest):
         kinds["text/event-stream"] = {}
     responses: Schema = {"200": {"description": "The answer.", "content": kinds}}
-    if model is None:
-        return {"summary": summary, "responses": responses}
     error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
     for status, description in _ERRORS.items():
         responses[status] = {"description": description, "content": error}

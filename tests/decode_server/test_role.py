@@ -50,6 +50,12 @@ def test_unequal_geometries_are_bridged(
     pair.settle()
 
 
+def test_what_should_not_happen_is_counted_from_the_start(make_pair: MakePair) -> None:
+    stats = make_pair().d.core.stats()
+    assert stats["baton_kv_transfer_failures{code=lease_gone}"] == 0
+    assert stats["baton_kv_params_rejected"] == 0
+
+
 def test_the_first_token_is_sent_before_any_byte_has_moved(make_pair: MakePair) -> None:
     pair = make_pair()
     pair.d.agent.stall()

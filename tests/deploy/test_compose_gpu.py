@@ -1,5 +1,6 @@
 """The compose file for GPU hosts: what it says must be what the programs understand."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,12 @@ def test_servers_of_a_host_see_each_other_and_every_gpu() -> None:
         assert server["ulimits"]["memlock"] == -1
     holder = services()["namespaces"]
     assert holder["ipc"] == "shareable" and set(holder["profiles"]) == {"prefill", "decode"}
+
+
+def test_the_commands_in_its_head_set_what_it_needs() -> None:
+    text = COMPOSE.read_text()
+    needed = set(re.findall(r"\$\{(\w+):\?", text))
+    assert needed <= set(re.findall(r"^# +export (\w+)=", text, re.MULTILINE))
+    # A variable in the head that nothing reads would do nothing.
+    given = set(re.findall(r"\b([A-Z][A-Z_]+)=", text.partition("x-baton:")[0])) - {"F"}
+    assert given <= set(re.findall(r"\$\{(\w+)", text))

@@ -1,4 +1,4 @@
-"""What README and docs name is there: options and files."""
+"""What README and docs name is there: options, variables, files, paths, errors, members."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,17 @@ import pytest
 
 from deploy.doctor import DoctorSettings
 from deploy.plan import PlanSettings
+from protocol import errors, openapi
+from protocol.kv_params import SENDER_RELEASES, KVTransferParams
+from protocol.openai import RELEASE_PATH
 from protocol.settings import PROGRAMS
-from protocol.settings_sources import field_paths, option_name
+from protocol.settings_sources import (
+    MACHINE_VARIABLES,
+    field_paths,
+    option_name,
+    variable_name,
+)
+from proxy import errors as proxy_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -36,6 +45,57 @@ def test_every_file_that_a_text_names_exists(path: Path) -> None:
     linked = {str((path.parent / link).relative_to(ROOT)) for link in _links(text)}
     missing = {name for name in named | linked if not (ROOT / name).exists()}
     assert missing == set()
+
+
+@pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
+def test_every_variable_that_a_text_names_is_read(path: Path) -> None:
+    programs = (*PROGRAMS, PlanSettings, DoctorSettings)
+    known = {variable_name(fields) for program in programs for fields in field_paths(program)}
+    named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {"BATON_UPPER_CASE"}
+    assert named - known - MACHINE_VARIABLES == set()
+
+
+# -- docs/api.md ---------------------------------------------------------------------------------
+
+API = (ROOT / "docs" / "api.md").read_text()
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """The cells of the first table after a text, without its head."""
+    lines = API[API.index(heading) :].splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    end = next((i for i, line in enumerate(lines) if i > begin and not line.startswith("|")), None)
+    return [line.strip("| ").split(" | ") for line in lines[begin + 2 : end]]
+
+
+def _names(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
+
+
+def _leaves(root: type[errors.BatonError]) -> set[type[errors.BatonError]]:
+    below = root.__subclasses__()
+    return {root} if not below else set().union(*map(_leaves, below))
+
+
+def test_the_table_of_errors_is_that_of_the_code() -> None:
+    told = {(_names(code)[0], status, again) for code, status, again, *_ in _rows("## Errors")}
+    modules = (errors.__name__, proxy_errors.__name__)
+    kinds = {kind for kind in _leaves(errors.BatonError) if kind.__module__ in modules}
+    found = {(k.code, str(k.status), "yes" if k.retryable else "no") for k in kinds}
+    assert told == found
+
+
+def test_the_tables_of_kv_transfer_params_are_those_of_the_code() -> None:
+    orders = {"do_remote_prefill", "do_remote_decode"}
+    from_p = [name for row in _rows("From P, to D") for name in _names(row[0])]
+    assert len(from_p) == len(set(from_p))
+    assert set(from_p) == {*KVTransferParams.__struct_fields__, *orders, SENDER_RELEASES}
+    to_p = {name for row in _rows("To P, all optional") for name in _names(row[0])}
+    assert to_p == {*orders, "transfer_id", "client_request", "max_model_len"}
+
+
+def test_every_path_of_the_document_is_in_the_text() -> None:
+    assert set(openapi.document()["paths"]) | {RELEASE_PATH} <= set(re.findall(r"/[\w/{}]+", API))
 
 
 def _links(text: str) -> list[str]:

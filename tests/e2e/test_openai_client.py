@@ -6,8 +6,10 @@ from typing import Any
 import openai
 import pytest
 
+from protocol.metrics import TABLE
 from tests.e2e.client import MODEL, complete
-from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.cluster import Cluster, Server, wait_until
+from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
@@ -366,3 +368,28 @@ def test_a_client_that_closes_its_stream_aborts_the_request(
     wait_until(lambda: decode.metrics().get(aborted, 0) == before + 1)
     wait_until(lambda: decode.metrics()["baton_requests_running"] == 0)
     wait_until(decode.all_blocks_home)
+
+
+def test_servers_expose_the_metrics_of_the_docs_and_no_others(
+    client: openai.OpenAI, tiny_cluster: Cluster
+) -> None:
+    client.completions.create(**_GREEDY, prompt=_PROMPT, max_tokens=2)
+    proxy, *servers = (_families(server) for server in tiny_cluster.servers())
+    docs = {
+        origin: {(s.name, s.kind): s for s in TABLE if s.origin in origins}
+        for origin, origins in (
+            ("proxy", ("proxy", "any")),
+            ("server", ("server", "engine", "any")),
+        )
+    }
+    assert proxy == docs["proxy"].keys()
+    together = set().union(*servers)
+    always = {key for key, spec in docs["server"].items() if not spec.labels}
+    assert always <= together <= docs["server"].keys()
+
+
+def _families(server: Server) -> set[tuple[str, str]]:
+    """Names and types in /metrics, a counter's without `_total`."""
+    lines = http.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    found = (line.split()[2:] for line in lines if line.startswith("# TYPE baton_"))
+    return {(name.removesuffix("_total"), kind) for name, kind in found}

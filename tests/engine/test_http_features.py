@@ -330,6 +330,12 @@ def test_the_document_lists_what_is_accepted(tokenizer: Tokenizer) -> None:
             page = await server.http.get("/docs")
             assert page.headers["content-type"].startswith("text/html")
             assert "logit_bias" in page.text
+            for path in found["paths"]:
+                asked = await server.http.get(path.replace("{name}", "m"))
+                assert asked.status_code == (200 if "get" in found["paths"][path] else 405), path
+                kinds = found["paths"][path].get("get", {}).get("responses", {}).get("200")
+                if kinds:
+                    assert asked.headers["content-type"].split(";")[0] in kinds["content"]
 
     run(main)
 

@@ -114,7 +114,7 @@ class PullCoordinator:
             (self._ranks, self._side_channel),
             turn=self._turn,
             failed=self._survive,
-            after=self._events.tell,
+            after=(self._ranks.pass_on, self._events.tell),
             deadline=self._deadline,
             clock=clock,
         )
@@ -166,7 +166,6 @@ class PullCoordinator:
         """
         span = (token_start, token_stop, list(local_block_ids))
         self._turns.call(lambda: self._do_pull(pull_id, remote, span))
-        self._ranks.obey_here()
 
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:
         """Gives up a pull in any state; one PullDrained follows. `lend`: see PullState.cancel."""
@@ -306,7 +305,7 @@ class PullCoordinator:
         self._awaiting_connect.add(peer.key)
         self._peer_decided(peer)
 
-    def _do_hold(self, pull_id: str, remote: RemotePrefill) -> None:
+    def _do_hold(self, pull_id: str, remote: RemotePrefill, *, expects: bool = True) -> None:
         if pull_id not in self._ended and pull_id not in self._pulls:
             self._refresh_connection(address_of(remote))
             self._pulls[pull_id] = PullState(
@@ -319,12 +318,13 @@ class PullCoordinator:
                 seen_held=self._sees_held(remote),
             )
             self._counters["pulls"] += 1
-            self._ranks.expect()
+            if expects:
+                self._ranks.expect()
 
     def _do_pull(self, pull_id: str, remote: RemotePrefill, span: _Span) -> bool:
         """Whether nothing is due sooner than before."""
         if not (was_held := pull_id in self._pulls):
-            self._do_hold(pull_id, remote)
+            self._do_hold(pull_id, remote, expects=False)
         state = self._pulls.get(pull_id)
         if state is None or pull_id in self._spans:
             return False

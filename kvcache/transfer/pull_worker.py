@@ -194,24 +194,24 @@ class PullWorker:
                 self._obey(self._commands.popleft())
             return self._progress()
 
-    def _begin_beside(self, commands: deque[Command]) -> None:
+    def _begin_beside(self, commands: deque[Command]) -> bool:
         """Begins the mapped pull that was just ordered in the calling thread, if nothing else is
-        going on: to wake this worker's takes about as long, and is done while the bytes move."""
+        going on: to wake this worker's takes about as long, and is done meanwhile."""
         if self._mapped is None or not self._turn.acquire(blocking=False):
-            return  # it is awake: it will look at its commands
+            return False
         try:
-            if not self._begins_beside or self._jobs or self._commands or len(commands) != 1:
-                return
-            pull = commands[0]
+            is_idle = self._begins_beside and not self._jobs and not self._commands
+            pull = commands[0] if is_idle and len(commands) == 1 else None
             if isinstance(pull, Pull) and self._mapped.has((pull.engine_id, pull.incarnation)):
                 self._mapped.bind_caller()
                 commands.popleft()
+                self._link.waker.wake()  # also if it is only about to sleep
                 self._begin(pull)
         except Exception as error:
             self._survive(error)
         finally:
             self._turn.release()
-        self._link.waker.wake()  # it may have been about to sleep
+        return not commands
 
     def _survive(self, error: Exception) -> None:
         logger.exception("pull worker")

@@ -81,7 +81,7 @@ class InsideLink(WorkerLink):
         on_report: set by the coordinator; called by the worker's thread when it has reported.
         on_wait: likewise, what `awaits_fence` asks.
         on_command: set by the worker; called by any thread that holds no lock when there are
-            commands; may take the first ones.
+            commands; may obey them, and says whether it has.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class InsideLink(WorkerLink):
         self._sleeps = False  # or is about to: only then a command has to wake it
         self.on_report: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], bool] = lambda: False
-        self.on_command: Callable[[deque[Command]], None] = lambda commands: None
+        self.on_command: Callable[[deque[Command]], bool] = lambda commands: False
 
     def open(self, rank: int, stopping: threading.Event) -> None:
         pass
@@ -113,14 +113,18 @@ class InsideLink(WorkerLink):
         self._sleeps = False
 
     def send(self, command: Command) -> None:
-        self._commands.append(command)
-        if self._sleeps:
-            self.waker.wake()
+        self.queue(command)
+        self.pass_on()
 
-    def obey_here(self) -> None:
-        """Lets the calling thread do what was commanded, where that is sooner done."""
-        if self._commands:
-            self.on_command(self._commands)
+    def queue(self, command: Command) -> None:
+        """Waits for `pass_on`, unless the worker is awake."""
+        self._commands.append(command)
+
+    def pass_on(self) -> None:
+        """The calling thread obeys what was sent, where that is sooner done; else the worker's is
+        woken for it."""
+        if self._commands and not self.on_command(self._commands) and self._sleeps:
+            self.waker.wake()
 
     def expect(self) -> None:
         self.expected_until = time.perf_counter() + _EXPECTED_S
@@ -215,8 +219,8 @@ class RankLinks:
                 self._send(self._ranks[rank], command)
             else:
                 self._unsent[rank].append(command)
-        for link in self._inside.values():  # last: it makes others wait for the interpreter's lock
-            link.send(command)
+        for link in self._inside.values():
+            link.queue(command)
 
     def expect(self) -> None:
         """A command is likely to follow within milliseconds: the ranks stay awake for it."""
@@ -225,10 +229,10 @@ class RankLinks:
         for link in self._inside.values():
             link.expect()
 
-    def obey_here(self) -> None:
-        """See InsideLink; any thread that holds no lock."""
+    def pass_on(self) -> None:
+        """Follows `broadcast`, in a thread that holds no lock."""
         for link in self._inside.values():
-            link.obey_here()
+            link.pass_on()
 
     def has_something(self) -> bool:
         """Whether a rank outside has said something."""

@@ -17,7 +17,7 @@ from protocol.vital_threads import VitalThread
 
 
 class Turns:
-    """Calls `turn` under the lock, and `after` when it is released.
+    """Calls `turn` under the lock, and each of `after` when it is released.
 
     Args:
         sources: what a turn shall follow on becoming readable; a turn makes them unreadable.
@@ -34,11 +34,11 @@ class Turns:
         *,
         turn: Callable[[], None],
         failed: Callable[[], None],
-        after: Callable[[], None],
+        after: Iterable[Callable[[], None]],
         deadline: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._turn, self._failed, self._after = turn, failed, after
+        self._turn, self._failed, self._after = turn, failed, tuple(after)
         self._deadline, self._clock = deadline, clock
         self._waker = Waker()
         self._epoll = select.epoll()
@@ -72,7 +72,7 @@ class Turns:
                     self._turn()
                     due = self._deadline()
                 sooner = bool(self._calls) or due < self._wakes_at
-        self._after()
+        self._finish()
         if sooner:
             self._waker.wake()
 
@@ -84,9 +84,13 @@ class Turns:
             self._obey()
             self._turn()
             sooner = bool(self._calls) or self._deadline() < self._wakes_at
-        self._after()
+        self._finish()
         if sooner:
             self._waker.wake()
+
+    def _finish(self) -> None:
+        for each in self._after:
+            each()
 
     def _obey(self) -> bool:
         """Whether nothing becomes due sooner by what was called."""
@@ -120,6 +124,6 @@ class Turns:
                 self._turn()
                 self._wakes_at = self._deadline()
                 wait_s = 0.0 if self._calls else max(0.0, self._wakes_at - self._clock())
-            self._after()
+            self._finish()
             self._epoll.poll(None if wait_s == float("inf") else wait_s + 0.001)
             self._waker.clear()

@@ -50,7 +50,6 @@ class Pair:
         self.decode = Decode(MemoryAgent, make_mapped=self._mapped)
         self.worker = self.decode.workers[0]
         self.link: Any = self.worker._link
-        self.link.expect = lambda: None  # would wake it
         self.pull("first")
         assert isinstance(self.decode.wait(*ENDINGS), PullDone)
         self.mapper.threads.clear()
@@ -124,11 +123,11 @@ def test_a_launch_that_fails_is_the_pulls_failure_not_its_orderers(pair: Pair) -
 
 def test_a_thread_that_cannot_begin_it_leaves_it_to_the_worker(pair: Pair) -> None:
     pair.mapper.refuses = True
-    pair.sleep()
+    wait_until(lambda: pair.link._sleeps)
     remote = pair.pull("a")
     assert isinstance(pair.decode.wait(*ENDINGS), PullDone) and pair.arrived(remote)
     assert set(pair.mapper.threads) == {pair.worker._thread.ident}
-    assert pair.worker.counters["internal_errors"] == 1
+    assert pair.worker.counters["internal_errors"] > 0
 
 
 def test_a_worker_that_has_ended_is_not_begun_beside(pair: Pair) -> None:

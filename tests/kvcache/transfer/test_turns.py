@@ -23,7 +23,7 @@ class State:
             [self],
             turn=self.turn,
             failed=self.fail,
-            after=self.after,
+            after=(self.after,),
             deadline=lambda: self.due,
             clock=lambda: self.now,
         )

@@ -98,5 +98,17 @@ def test_every_path_of_the_document_is_in_the_text() -> None:
     assert set(openapi.document()["paths"]) | {RELEASE_PATH} <= set(re.findall(r"/[\w/{}]+", API))
 
 
+def test_what_the_table_of_troubles_quotes_is_said_somewhere() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text().partition("## Something is wrong")[2]
+    seen = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")][1:]
+    quoted = {part for cell in seen for part in re.findall(r"`([^`]+)`", cell)}
+    packages = ("protocol", "kvcache", "attention", "model", "engine", "deploy", "proxy")
+    sources = [path for name in packages for path in (ROOT / name).rglob("*.py")]
+    said = " ".join(path.read_text() for path in sources)
+    said = re.sub(r'"\s*\n?\s*f?"', "", said)  # one text over several lines
+    pieces = {piece.strip() for phrase in quoted for piece in re.split("…|SIGKILL", phrase)}
+    assert {piece for piece in pieces if piece not in said} == set()
+
+
 def _links(text: str) -> list[str]:
     return re.findall(r"\]\(([\w./-]+\.md)\)", text)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
+from select import select
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class Pair:
 
     def sleep(self) -> None:
         """Until the worker's thread does, and lets it wake for nothing but what has begun."""
-        wait_until(lambda: self.link._sleeps)
+        wait_until(lambda: self.link._sleeps and not select([self.link.waker], [], [], 0)[0])
         self.link._sleeps = False  # so that no order wakes it
 
     def arrived(self, remote: Any) -> bool:

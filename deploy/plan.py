@@ -61,7 +61,9 @@ class DecodePlanGroup(PlanGroup):
 class PlanSettings(LinkOptions, BatonSettings):
     """What would move from a prefill to a decode server, how, and why."""
 
-    model: str = Field(DEFAULT_MODEL, min_length=1, description="a local directory or a hub id")
+    model: str = Field(
+        DEFAULT_MODEL, min_length=1, description="a local directory, a GGUF file or a hub id"
+    )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     device: Literal["cpu", "cuda"] = Field("cpu", description="whose links and dtype to assume")
     transfer_costs: Annotated[tuple[float, ...], NoDecode] = Field(

@@ -7,6 +7,7 @@ import pytest
 
 from deploy.doctor import DoctorSettings
 from deploy.plan import PlanSettings
+from model.config import ARCHITECTURES, ROPE_TYPES
 from protocol import errors, openapi
 from protocol.kv_params import SENDER_RELEASES, KVTransferParams
 from protocol.openai import RELEASE_PATH
@@ -53,6 +54,12 @@ def test_every_variable_that_a_text_names_is_read(path: Path) -> None:
     known = {variable_name(fields) for program in programs for fields in field_paths(program)}
     named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {"BATON_UPPER_CASE"}
     assert named - known - MACHINE_VARIABLES == set()
+
+
+def test_the_models_of_the_text_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text().partition("## Models")[2]
+    served = text.partition("Served are")[2].partition(". Refused")[0]
+    assert set(re.findall(r"`(\w+)`", served)) == {*ARCHITECTURES, *ROPE_TYPES}
 
 
 # -- docs/api.md ---------------------------------------------------------------------------------

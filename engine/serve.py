@@ -142,9 +142,11 @@ class _Server:
         try:
             self.processes.start(config)
             lifecycle.report_progress("loading the model")
+            # Before the weights are there: what is wrong with these files is known in a second.
+            tokenizer = await asyncio.to_thread(Tokenizer.from_directory, model_dir)
             told = await asyncio.to_thread(self._fingerprint, model_config, model_dir)
             ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
-            return await self._serve(listener, client, model_dir, ready, told)
+            return await self._serve(listener, client, tokenizer, ready, told)
         finally:
             await client.close()
 
@@ -177,11 +179,10 @@ class _Server:
         self,
         listener: socket.socket,
         client: EngineClient,
-        model_dir: Path,
+        tokenizer: Tokenizer,
         ready: EngineReady,
         fingerprint: str,
     ) -> int:
-        tokenizer = Tokenizer.from_directory(model_dir)
         app = create_app(client, tokenizer, self.settings, self.hooks, fingerprint)
         server = _HttpServer(
             uvicorn.Config(

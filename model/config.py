@@ -6,6 +6,7 @@ with an error that names what is implemented.
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -154,7 +155,16 @@ def load_config(path_or_id: str | Path, revision: str | None = None) -> ModelCon
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face model directory")
-    return parse_config(raw, _read_json(folder / "generation_config.json") or {})
+    generation = _read_json(folder / "generation_config.json") or {}
+    try:
+        return parse_config(raw, generation)
+    except ModelError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ModelLoadError(
+            f"{folder / 'config.json'} (or generation_config.json) has a value of a wrong kind: "
+            f"{error}"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -177,19 +187,21 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     num_heads = _size(raw, "num_attention_heads")
     hidden_size = _size(raw, "hidden_size")
     mla = _mla(raw) if architecture == "DeepseekV2ForCausalLM" else None
-    head_dim = mla.qk_rope_head_dim if mla else raw["head_dim"] or hidden_size // num_heads
+    raw["head_dim"] = raw["head_dim"] or hidden_size // num_heads
+    head_dim = mla.qk_rope_head_dim if mla else _size(raw, "head_dim")
     bias = bool(raw["attention_bias"])
+    kv_heads = raw.get("num_key_value_heads") or num_heads
     config = ModelConfig(
         architecture=architecture,
         num_layers=_size(raw, "num_hidden_layers"),
         hidden_size=hidden_size,
         intermediate_size=_size(raw, "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+        num_kv_heads=_size({**raw, "num_key_value_heads": kv_heads}, "num_key_value_heads"),
         head_dim=head_dim,
         vocab_size=_size(raw, "vocab_size"),
         max_position=_size(raw, "max_position_embeddings"),
-        rms_eps=float(raw.get("rms_norm_eps") or 1e-6),
+        rms_eps=_number(raw, "rms_norm_eps", 1e-6),
         rope=_rope(raw, head_dim, interleaved=mla is not None),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bias,
@@ -271,6 +283,13 @@ def _size(raw: dict[str, Any], name: str) -> int:
     return value
 
 
+def _number(raw: dict[str, Any], name: str, default: float) -> float:
+    value = raw.get(name) or default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ModelLoadError(f"config.json: {name} is {shown(value)}, expected a number above 0")
+    return float(value)
+
+
 def _rope(raw: dict[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
     # transformers 5 stores rope_parameters; before, rope_theta and rope_scaling lay side by side.
     found = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
@@ -281,7 +300,8 @@ def _rope(raw: dict[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
         )
     if found.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
-    theta = float(found.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    told = found.get("rope_theta") or raw.get("rope_theta")
+    theta = _number({"rope_theta": told}, "rope_theta", 10000.0)
     base = RopeConfig(dim=dim, theta=theta, rope_type=rope_type, interleaved=interleaved)
     if rope_type == "default":
         return base
@@ -370,4 +390,10 @@ def _eos_ids(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]
     value = raw.get("eos_token_id") if value is None else value
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    ids = value if isinstance(value, list) else [value]
+    if any(type(token_id) is not int for token_id in ids):
+        raise ModelLoadError(
+            f"eos_token_id of generation_config.json or config.json is {shown(value)}, expected a "
+            "token id or a list of them"
+        )
+    return tuple(ids)

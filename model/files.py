@@ -82,7 +82,10 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelLoadError(
             f"{folder} has neither model.safetensors nor model.safetensors.index.json"
         )
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is no index of weights: {error}") from error
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ModelLoadError(f"{index} names {', '.join(missing)}, which {folder} lacks")
     return [folder / name for name in names]

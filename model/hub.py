@@ -49,6 +49,10 @@ def resolve_model(
         from model.default_model import prepare_default_model
 
         return prepare_default_model(report)
+    if path.is_file():
+        raise ModelNotAvailable(
+            f"model {name!r} is a file, and its name does not end in .gguf; give the model's folder"
+        )
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotAvailable(
             f"model {name!r}: no such directory; give a local directory, a GGUF file, a hub id "

@@ -80,17 +80,13 @@ def _serving(engine: _EndingEngine, **options: Any) -> tuple[_Server, _EndingEng
     return server, engine
 
 
-def test_an_engine_that_ends_when_told_to_is_no_failure(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
-
+def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokenizer) -> None:
     async def main() -> int:
         server, engine = _serving(_EndingEngine())
         server.stop.set()
         await engine.start()
         with bind("127.0.0.1", 0) as listener:
-            code = await server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
+            code = await server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
         assert server.failure is not None and server.failure.done()
         server.processes.stop(1.0)
         return code
@@ -98,11 +94,7 @@ def test_an_engine_that_ends_when_told_to_is_no_failure(
     assert asyncio.run(asyncio.wait_for(main(), 60)) == 0
 
 
-def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
-
+def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(tokenizer: Tokenizer) -> None:
     async def main() -> tuple[bool, int]:
         server, engine = _serving(_EndingEngine())
         server.stop.set()
@@ -110,7 +102,7 @@ def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
         engine.stats["baton_leases_held"] = 1.0
         with bind("127.0.0.1", 0) as listener:
             serving = asyncio.create_task(
-                server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
+                server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
             )
             ended, _ = await asyncio.wait({serving}, timeout=0.5)
             was_kept = not ended and engine.healthy
@@ -125,14 +117,12 @@ def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
 def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
-
     async def main() -> bytes:
         server, engine = _serving(_EndingEngine(), shutdown_grace_s=1.0)
         await engine.start()
         with bind("127.0.0.1", 0) as listener:
             serving = asyncio.create_task(
-                server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
+                server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
             )
             listener.listen()
             reader, writer = await asyncio.open_connection(*listener.getsockname())
@@ -154,7 +144,6 @@ def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
 def test_an_engine_that_failed_and_does_not_end_is_given_up(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
     monkeypatch.setattr("engine.serve._ENDING_S", 0.05)
 
     async def main() -> None:
@@ -162,7 +151,7 @@ def test_an_engine_that_failed_and_does_not_end_is_given_up(
         await engine.start()
         engine.say(EngineFailed("rank 0 lost its device"))
         with bind("127.0.0.1", 0) as listener, pytest.raises(StartFailure, match="lost its device"):
-            await server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
+            await server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
         server.processes.stop(1.0)
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -204,23 +193,35 @@ def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(ensure_model("gqa") / name)
+
+    async def main() -> None:
+        server, _ = _serving(_EndingEngine(), model=str(tmp_path), device="cpu")
+        monkeypatch.setattr(server.processes, "start", lambda config: None)  # never ready
+        with bind("127.0.0.1", 0) as listener, pytest.raises(ValueError, match=r"tokenizer\.json"):
+            await server._start_and_serve(listener)
+        server.processes.stop(1.0)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 async def _never(request: AddRequest) -> AsyncIterator[TokenDelta]:
     await asyncio.Event().wait()
     yield TokenDelta(request_id=request.request_id)
 
 
-def test_open_requests_are_told_why_the_engine_died(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Tokenizer, "from_directory", lambda path: tokenizer)
-
+def test_open_requests_are_told_why_the_engine_died(tokenizer: Tokenizer) -> None:
     async def main() -> httpx.Response:
         server, engine = _serving(_EndingEngine(_never))
         await engine.start()
         with bind("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             serving = asyncio.create_task(
-                server._serve(listener, engine, Path(), READY, "fp_x")  # type: ignore[arg-type]
+                server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
             )
             async with httpx.AsyncClient(
                 base_url=url, timeout=30, trust_env=False, verify=False

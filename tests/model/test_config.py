@@ -125,6 +125,12 @@ def test_a_window_wider_than_the_context_changes_nothing():
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"num_key_value_heads": "4"}, 'num_key_value_heads is "4"'),
+        ({"head_dim": -8}, "head_dim is -8"),
+        ({"rms_norm_eps": "x"}, 'rms_norm_eps is "x", expected a number above 0'),
+        ({"rope_theta": [1]}, r"rope_theta is \[1\]"),
+        ({"eos_token_id": "</s>"}, 'eos_token_id .* is "</s>", expected a token id'),
+        ({"eos_token_id": [1, None]}, r"eos_token_id .* is \[1, null\]"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     ],
@@ -139,6 +145,9 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelLoadError, match="not JSON"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_scaling": 3}))
+    with pytest.raises(ModelLoadError, match=r"config\.json .* a value of a wrong kind: 'int'"):
         load_config(tmp_path)
 
 

@@ -81,6 +81,10 @@ def test_a_directory_with_missing_files_is_refused(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"neither model\.safetensors nor"):
         load(checkpoint)
+    for wrong in ("{", "[]", '{"weight_map": 1}'):
+        (checkpoint / "model.safetensors.index.json").write_text(wrong)
+        with pytest.raises(ModelLoadError, match="is no index of weights"):
+            load(checkpoint)
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelLoadError, match=r"model-00001-of-00002\.safetensors"):

@@ -146,7 +146,7 @@ class MappedJob:
         self.failure_told = False
         self.end_announced = False
         self.asks = True  # as of Pull
-        self.pace = Pace(time.perf_counter())
+        self.pace = Pace(time.perf_counter(), watched=False)
         self.stopping = False
         self._mapper = mapper
         self._work = work
@@ -208,6 +208,7 @@ class MappedJob:
         before = len(self._tokens)
         while self._tokens and self._has_ended(self._tokens[0]):
             self._tokens.popleft()
+        self.pace.watched |= bool(self._tokens)
         progressed = len(self._tokens) < before
         while self._pending and not self.stopping and len(self._tokens) < MAX_ACTIVE:
             if not self._launch():

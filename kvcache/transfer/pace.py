@@ -84,11 +84,13 @@ class Speed:
 
     bytes_per_s: float = 0.0  # 0: not known
 
-    def learn(self, nbytes: int, seconds: float) -> None:
+    def learn(self, nbytes: int, seconds: float, *, watched: bool = True) -> None:
+        """`watched` as of Pace."""
         if nbytes < SAMPLE_BYTES or seconds <= 0:
             return
         found = nbytes / seconds
-        self.bytes_per_s = max(found, 0.9 * self.bytes_per_s + 0.1 * found)
+        slower = 0.9 * self.bytes_per_s + 0.1 * found if watched else self.bytes_per_s
+        self.bytes_per_s = max(found, slower)
 
     def expected_s(self, nbytes: int) -> float:
         """Seconds for so many bytes; 0 when nothing is known."""
@@ -104,6 +106,7 @@ class Pace:
     # While it runs. Processors that idle for more than 0.2 ms take 0.15 ms to wake.
     longest_nap_s: float = 0.0001
     throttled: bool = False  # so its speed tells nothing of the link
+    watched: bool = True  # somebody looked while it ran; else it took less time than it seems
 
     def is_ending(self, now: float) -> bool:
         return now >= self.began + self.expected_s - ENDING_S

@@ -197,20 +197,19 @@ class PullWorker:
     def _begin_beside(self, commands: deque[Command]) -> bool:
         """Begins the mapped pull that was just ordered in the calling thread, if nothing else is
         going on: to wake this worker's takes about as long, and is done meanwhile."""
-        if self._mapped is None or not self._turn.acquire(blocking=False):
+        if self._mapped is None or self._turn.locked():
             return False
-        try:
-            is_idle = self._begins_beside and not self._jobs and not self._commands
-            pull = commands[0] if is_idle and len(commands) == 1 else None
-            if isinstance(pull, Pull) and self._mapped.has((pull.engine_id, pull.incarnation)):
-                self._mapped.bind_caller()
-                commands.popleft()
-                self._link.waker.wake()  # also if it is only about to sleep
-                self._begin(pull)
-        except Exception as error:
-            self._survive(error)
-        finally:
-            self._turn.release()
+        with self._turn:  # `acquire` would keep it where a signal ends the program at its return
+            try:
+                is_idle = self._begins_beside and not self._jobs and not self._commands
+                pull = commands[0] if is_idle and len(commands) == 1 else None
+                if isinstance(pull, Pull) and self._mapped.has((pull.engine_id, pull.incarnation)):
+                    self._mapped.bind_caller()
+                    commands.popleft()
+                    self._link.waker.wake()  # also if it is only about to sleep
+                    self._begin(pull)
+            except Exception as error:
+                self._survive(error)
         return not commands
 
     def _survive(self, error: Exception) -> None:
@@ -464,7 +463,7 @@ class PullWorker:
 
     def _learn_speed(self, job: Job, peer: JobPeer, seconds: float) -> None:
         was_known = peer.speed.bytes_per_s > 0
-        peer.speed.learn(job.plan.bytes_read, seconds)
+        peer.speed.learn(job.plan.bytes_read, seconds, watched=job.pace.watched)
         if not was_known and peer.speed.bytes_per_s > 0:
             way = self._way_of_reading(peer) if isinstance(job, PullJob) else None
             log_first_pull(peer.metadata.engine_id, job.plan.path, way, peer.speed.bytes_per_s)

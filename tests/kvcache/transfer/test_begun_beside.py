@@ -1,5 +1,6 @@
 """Mapped pulls that the thread that orders them begins: the same pulls, sooner."""
 
+import dis
 import random
 import sys
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
+from kvcache.transfer import pace
 from kvcache.transfer.mapped import MAX_ACTIVE, MappedPath
 from kvcache.transfer.mapper import MemoryMapper
 from kvcache.transfer.memory_agent import MemoryAgent
@@ -41,6 +43,26 @@ class Noting(MemoryMapper):
     def launch(self, *args: Any) -> Any:
         self.threads.append(threading.get_ident())
         return super().launch(*args)
+
+
+class Signal:
+    """Ends the calling thread's program within `code`, after its `number`-th call: where Python
+    lets a signal's handler raise."""
+
+    def __init__(self, code: Any, number: int) -> None:
+        self.code, self.left, self.returned = code, number, False
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code is not self.code:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= self.returned
+            if self.returned and self.left == 0:
+                raise SystemExit
+            name = dis.opname[self.code.co_code[frame.f_lasti]]
+            self.returned = name.startswith("CALL")
+        return self
 
 
 class Pair:
@@ -136,6 +158,47 @@ def test_a_worker_that_has_ended_is_not_begun_beside(pair: Pair) -> None:
     pair.pull("a")
     assert pair.mapper.threads == []
     pair.decode.coordinator.cancel("a")
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_time_that_the_worker_took_to_wake_does_not_count_as_the_links(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, is_seen: bool
+) -> None:
+    """Pulls that are over by then would make later, longer ones seem far from their ends."""
+    monkeypatch.setattr(pace, "SAMPLE_BYTES", 1)
+    (peer,) = pair.worker._peers.values()
+    peer.speed.bytes_per_s = fast = 1e15
+    pair.sleep()
+    pair.mapper.stalled = is_seen
+    pair.pull("a")
+    if is_seen:
+        ((job, _),) = pair.worker._jobs.values()
+        wait_until(lambda: job.pace.watched)
+        pair.mapper.stalled = False
+    assert isinstance(pair.decode.wait(*ENDINGS), PullDone)
+    wait_until(lambda: pair.link._sleeps)
+    assert (peer.speed.bytes_per_s < fast) == is_seen
+
+
+def test_an_orderer_that_a_signal_ends_keeps_the_turn_from_nobody(pair: Pair) -> None:
+    number, ends = 0, True
+    while ends:
+        pair.sleep()
+        signal = Signal(type(pair.worker)._begin_beside.__code__, number := number + 1)
+        before = sys.gettrace()
+        sys.settrace(signal)
+        try:
+            pair.pull(str(number))
+        except SystemExit:
+            pass
+        finally:
+            sys.settrace(before)
+        ends = signal.left == 0
+        wait_until(lambda: not pair.worker._turn.locked())
+        pair.link.waker.wake()
+        pair.decode.coordinator.cancel(str(number))
+        assert pair.decode.wait(PullDrained, pull_id=str(number))
+    assert number > 6
 
 
 def test_every_pull_of_several_threads_ends_once_with_its_bytes(pair: Pair) -> None:

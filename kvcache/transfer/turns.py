@@ -65,14 +65,22 @@ class Turns:
         with self._lock:
             if self._closed:
                 return
-            sooner = not self._obey()
-            if sooner:
+            is_later = self._obey()
+        self._finish()  # a link may idle until then
+        if not is_later:
+            self._take_if_due()
+
+    def _take_if_due(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            due = self._deadline()
+            if is_due := due <= self._clock():
+                self._turn()
                 due = self._deadline()
-                if due <= self._clock():
-                    self._turn()
-                    due = self._deadline()
-                sooner = bool(self._calls) or due < self._wakes_at
-        self._finish()
+            sooner = bool(self._calls) or due < self._wakes_at
+        if is_due:
+            self._finish()
         if sooner:
             self._waker.wake()
 

@@ -4,10 +4,6 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from protocol.near_names import suggestion
-from protocol.settings import UpSettings, parse
-from protocol.version import VERSION
-
 USAGE = """usage: baton <command> [options]
 
   up       a local cluster: prefill servers, decode servers and the proxy on this machine
@@ -23,6 +19,7 @@ the file named by --config. baton --version prints the version."""
 
 def _up(argv: Sequence[str]) -> int:
     from deploy.local import up
+    from protocol.settings import UpSettings, parse
 
     return up(parse(UpSettings, argv, prog="baton up"))
 
@@ -47,6 +44,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+# Everything that takes time to import is imported by the commands: a Ctrl-C until then is answered
+# by `main`.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand. Returns its exit status; 2 for a wrong command line."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -55,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(USAGE)
             return 0 if words else 2
         case ["--version", *_]:
+            from protocol.version import VERSION
+
             print(f"baton {VERSION}")
             return 0
         case [name, *rest] if name in COMMANDS:
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return COMMANDS[name](rest)
             except KeyboardInterrupt:  # before the program listens to signals itself
                 return 130
+    from protocol.near_names import suggestion
+
     print(f"baton: unknown command {words[0]}{suggestion(words[0], COMMANDS)}", file=sys.stderr)
     print(USAGE, file=sys.stderr)
     return 2

@@ -10,12 +10,10 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
 
 import msgspec
 import torch
@@ -52,6 +50,7 @@ from protocol.handshake import (
 from protocol.listening import CannotListen
 from protocol.logging import setup_logging
 from protocol.messages import EngineReady
+from protocol.sigterm import end_on_sigterm, ignore_sigterm
 from protocol.vital_threads import end_with_vital_threads
 
 logger = logging.getLogger("baton.engine")
@@ -106,7 +105,7 @@ def main(factory: RoleFactory) -> None:
     rank = parser.parse_args().rank
     lifecycle.watch_parent()
     end_with_vital_threads()
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    end_on_sigterm()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     setup_logging(config.role, rank=rank, level=config.log_level)
     if config.threads:
@@ -119,7 +118,7 @@ def main(factory: RoleFactory) -> None:
     except SystemExit:
         logger.info("rank %d ends on SIGTERM", rank)
     except Exception as error:
-        _end_undisturbed()
+        ignore_sigterm()
         code = 1
         if not isinstance(error, CannotStart):
             logger.exception("rank %d ends", rank)
@@ -129,16 +128,6 @@ def main(factory: RoleFactory) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _on_sigterm(_number: int, _frame: object) -> NoReturn:
-    raise SystemExit(0)
-
-
-def _end_undisturbed() -> None:
-    """Once others hear that this rank ends, they end it, too: a SIGTERM then must not break into
-    what is being closed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class CannotStart(Exception):
@@ -167,7 +156,7 @@ def _lead(config: EngineConfig, factory: RoleFactory) -> None:
         with _starting():
             core, role, service, ready = _build_leader(config, factory, leader, transport)
     except Exception as error:
-        _end_undisturbed()
+        ignore_sigterm()
         transport.send_failed(_reason(error))
         transport.close()
         raise

@@ -29,6 +29,11 @@ def test_a_subcommand_gets_the_rest_and_gives_the_status(monkeypatch: pytest.Mon
     assert seen == [["--port", "0"]]
 
 
+def test_nothing_that_takes_time_is_imported_before_ctrl_c_is_answered() -> None:
+    code = "import sys, deploy.cli; assert not {'pydantic', 'asyncio'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"baton {VERSION}\n"

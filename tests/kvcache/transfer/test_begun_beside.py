@@ -4,7 +4,10 @@ import dis
 import random
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
 from select import select
@@ -15,8 +18,9 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer import pace
+from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MAX_ACTIVE, MappedPath
-from kvcache.transfer.mapper import MemoryMapper
+from kvcache.transfer.mapper import MappedMemory, MemoryMapper
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 from protocol.errors import TransferFailed
@@ -45,6 +49,47 @@ class Noting(MemoryMapper):
         return super().launch(*args)
 
 
+class Strict(HostMapper):
+    """Copies later, in another thread; notes two threads at once, and what is unmapped too soon."""
+
+    def __init__(self, pool: KVPool) -> None:
+        super().__init__(pool)
+        self.threads: list[int] = []
+        self.wrong: list[str] = []
+        self.active: Counter[int] = Counter()  # launches, by address
+        self._used = threading.Lock()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._used.acquire(blocking=False):
+            self.wrong.append("two threads at once")
+            self._used.acquire()
+        try:
+            yield
+        finally:
+            self._used.release()
+
+    def unmap(self, memory: MappedMemory) -> None:
+        with self._alone():
+            if self.active[memory.address]:
+                self.wrong.append("unmapped under launches")
+            super().unmap(memory)
+
+    def launch(self, work: Any, index: int, *blocks: int) -> Any:
+        with self._alone():
+            self.threads.append(threading.get_ident())
+            address = work.sources[index].address
+            token = super().launch(work, index, *blocks)
+            self.active[address] += 1
+            return token, address
+
+    def finished(self, token: Any) -> bool:
+        with self._alone():
+            has_ended = super().finished(token[0])
+            self.active[token[1]] -= has_ended
+            return has_ended
+
+
 class Signal:
     """Ends the calling thread's program within `code`, after its `number`-th call: where Python
     lets a signal's handler raise."""
@@ -68,7 +113,8 @@ class Signal:
 class Pair:
     """P, and D of one rank, which know each other: its worker sleeps between pulls."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_mapper: Callable[[KVPool], Any] = Noting) -> None:
+        self._make_mapper = make_mapper
         self.prefill = Prefill(MemoryAgent)
         self.decode = Decode(MemoryAgent, make_mapped=self._mapped)
         self.worker = self.decode.workers[0]
@@ -78,7 +124,7 @@ class Pair:
         self.mapper.threads.clear()
 
     def _mapped(self, pool: KVPool) -> MappedPath:
-        self.mapper = Noting(pool)
+        self.mapper = self._make_mapper(pool)
         return MappedPath(self.mapper, chunk_bytes=1)  # a launch for every block
 
     def pull(self, pull_id: str) -> Any:
@@ -87,7 +133,9 @@ class Pair:
         return remote
 
     def sleep(self) -> None:
-        """Until the worker's thread does, and lets it wake for nothing but what has begun."""
+        """Until the worker's thread does, and the coordinator's has nothing to do either; lets it
+        wake for nothing but what has begun."""
+        wait_until(lambda: not self.decode.coordinator._pulls)
         wait_until(lambda: self.link._sleeps and not select([self.link.waker], [], [], 0)[0])
         self.link._sleeps = False  # so that no order wakes it
 
@@ -100,8 +148,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+def pair(request: Any) -> Iterator[Pair]:
+    made = Pair(getattr(request, "param", Noting))
     yield made
     made.close()
 
@@ -172,6 +220,7 @@ def test_time_that_the_worker_took_to_wake_does_not_count_as_the_links(
     pair.mapper.stalled = is_seen
     pair.pull("a")
     if is_seen:
+        wait_until(lambda: len(pair.worker._jobs) == 1)
         ((job, _),) = pair.worker._jobs.values()
         wait_until(lambda: job.pace.watched)
         pair.mapper.stalled = False
@@ -201,19 +250,24 @@ def test_an_orderer_that_a_signal_ends_keeps_the_turn_from_nobody(pair: Pair) ->
     assert number > 6
 
 
+@pytest.mark.parametrize("pair", [Noting, Strict], indirect=True)
 def test_every_pull_of_several_threads_ends_once_with_its_bytes(pair: Pair) -> None:
-    """Whoever begins it, and whoever gives it up meanwhile."""
+    """Whoever begins it, whoever gives it up, and if its peer is forgotten meanwhile."""
     coordinator, rounds, threads = pair.decode.coordinator, 60, 3
     blocks = [[3, 1], [7, 4], [11, 6]]  # of each thread
     told: list[Queue[Any]] = [Queue() for _ in range(threads)]
-    wrong: list[str] = []
+    wrong: list[str] = getattr(pair.mapper, "wrong", [])
+    pool, address = pair.decode.pools[0].canonical, pair.prefill.server.address
 
     def run(thread: int) -> None:
         chooser = random.Random(thread)
         for number in range(rounds):
             pull_id, source = f"{thread}-{number}", chooser.sample(range(1, 30), 2)
             remote = pair.prefill.lease(source, 16, request_id=pull_id)
+            pool[blocks[thread]] = 0
             coordinator.pull(pull_id, remote, 0, 16, blocks[thread])
+            if number % 20 == thread:
+                coordinator._turns.call(lambda: coordinator._bury(address))
             if chooser.random() < 0.3:
                 coordinator.cancel(pull_id)
                 end = told[thread].get(timeout=DEADLINE_S)
@@ -225,6 +279,9 @@ def test_every_pull_of_several_threads_ends_once_with_its_bytes(pair: Pair) -> N
                 found = pair.decode.tokens(blocks[thread], 0, 16)
                 as_wanted = isinstance(end, PullDone)
                 as_wanted &= np.array_equal(found, expected(remote, 0, 16))
+            after = pool[blocks[thread]].clone()
+            time.sleep(0)
+            as_wanted &= bool((pool[blocks[thread]] == after).all())  # nobody writes any more
             if not as_wanted or end.pull_id != pull_id:
                 wrong.append(f"{pull_id}: {end}")
 

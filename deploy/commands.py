@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from deploy.local_http import LOOPBACK
 from protocol.settings import (
+    BatonSettings,
     DecodeSettings,
     ModelOptions,
     PrefillSettings,
@@ -24,6 +25,12 @@ PROGRAMS: Mapping[Kind, tuple[str, ...]] = {
     "prefill": (sys.executable, "-m", "prefill_server"),
     "decode": (sys.executable, "-m", "decode_server"),
     "proxy": (sys.executable, "-m", "proxy"),
+}
+
+TARGETS: Mapping[Kind, type[BatonSettings]] = {
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "proxy": ProxySettings,
 }
 
 # Below this many cores a prefill and a decode server are rarely busy at once in earnest, and
@@ -72,8 +79,7 @@ def server_commands(
 def server_argv(settings: UpSettings, kind: ServerKind, *, cores: int) -> list[str]:
     """The options of one server of `kind`."""
     group = settings.prefill if kind == "prefill" else settings.decode
-    target = PrefillSettings if kind == "prefill" else DecodeSettings
-    own = [name for name in type(group).model_fields if name in target.model_fields]
+    own = [name for name in type(group).model_fields if name in TARGETS[kind].model_fields]
     argv = _changed(settings, [n for n in ModelOptions.model_fields if n not in _by_group(group)])
     argv += _changed(group, [name for name in own if name not in ("threads", "devices")])
     threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
@@ -95,6 +101,25 @@ def device_argv(settings: UpSettings, kind: ServerKind, index: int) -> list[str]
         return to_argv(group, only=["devices"])  # one server, or several that share
     share = group.devices[index * group.tp : (index + 1) * group.tp]
     return [f"--devices={device}" for device in share]
+
+
+def user_option(settings: UpSettings, kind: Kind, option: str) -> str | None:
+    """How a user of `baton up` writes an option that a process of `kind` names, such as
+    "block-size"; None: in the same way."""
+    name = option.replace("-", "_")
+    if kind != "proxy":
+        group = settings.prefill if kind == "prefill" else settings.decode
+        if name in type(group).model_fields and name not in _by_cluster(group):
+            return f"{kind}.{option}"
+    target = TARGETS[kind].model_fields
+    if name in target and name not in type(settings).model_fields:
+        return f"{option} of `baton {kind}`"
+    return None
+
+
+def _by_cluster(group: BaseModel) -> set[str]:
+    """Options that this group has none of its own for, so the whole cluster's hold."""
+    return {name for name in ("device", "dtype") if getattr(group, name) is None}
 
 
 def _by_group(group: BaseModel) -> set[str]:

@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 import urllib.error
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from deploy.commands import (
@@ -23,11 +23,13 @@ from deploy.commands import (
     Kind,
     proxy_command,
     server_commands,
+    user_option,
 )
 from deploy.local_http import LOOPBACK, get, url_host
 from protocol import lifecycle
 from protocol.cores import available_cores
 from protocol.listening import CannotListen, bind
+from protocol.option_names import renamed
 from protocol.settings import UpSettings, describe
 
 FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for
@@ -135,10 +137,18 @@ class LocalCluster:
     def _spawn(self, command: Command) -> lifecycle.Child:
         # A signal between fork and append would miss this child: it ends with us all the same.
         child = lifecycle.spawn(
-            command.argv, name=command.name, env=command.env, on_event=self._events.put
+            command.argv,
+            name=command.name,
+            env=command.env,
+            on_event=self._events.put,
+            worded=self._wording(command.kind),
         )
         self.children.append(child)
         return child
+
+    def _wording(self, kind: Kind) -> Callable[[str], str]:
+        """What a process says of its options, in terms of ours."""
+        return lambda text: renamed(text, lambda name: user_option(self.settings, kind, name))
 
     def _await_ready(
         self, starting: Collection[lifecycle.Child], deadline: float

@@ -41,7 +41,7 @@ def check_staging(config: EngineConfig, layout: KVLayout) -> None:
     least = least_staging_bytes(layout)
     if config.staging_bytes < least:
         raise InvalidGeometry(
-            f"staging_bytes is {config.staging_bytes}; a KV block of {config.block_size} tokens "
+            f"--staging-bytes is {config.staging_bytes}; a KV block of {config.block_size} tokens "
             f"takes {layout.block_bytes} bytes on each rank, and two must fit: use "
             f"--staging-bytes {least} or more, or a smaller --block-size"
         )

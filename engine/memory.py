@@ -130,7 +130,7 @@ def size_pool(
     wanted_len = config.max_model_len or model_max_len
     if wanted_len > model_max_len:
         raise MemoryTooSmall(
-            f"max_model_len is {wanted_len} tokens, but the model's positions end at "
+            f"--max-model-len is {wanted_len} tokens, but the model's positions end at "
             f"{model_max_len}; use --max-model-len {model_max_len} or less"
         )
     if config.device == "cuda":

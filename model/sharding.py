@@ -13,12 +13,12 @@ def check_parallelism(config: ModelConfig, size: int, dcp: int = 1) -> None:
     problem = _problem(config, size)
     if problem:
         sizes = [n for n in range(1, config.num_heads + 1) if not _problem(config, n)]
-        raise InvalidParallelism(f"tp={size} {problem}; use {' or '.join(map(str, sizes))}")
+        raise InvalidParallelism(f"--tp {size} {problem}; use {' or '.join(map(str, sizes))}")
     groups, kv_heads = size // dcp, config.kv_heads_total
     if kv_heads % groups and groups % kv_heads:
         raise InvalidParallelism(
-            f"dcp={dcp} with tp={size} makes {groups} groups of ranks, which neither divides nor "
-            f"is a multiple of the model's {kv_heads} KV heads; use another dcp"
+            f"--dcp {dcp} with --tp {size} makes {groups} groups of ranks, which neither "
+            f"divides nor is a multiple of the model's {kv_heads} KV heads; use another --dcp"
         )
 
 

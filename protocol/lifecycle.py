@@ -74,6 +74,7 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    worded: Callable[[str], str] = str  # what it says, for those who read it from us
     failure: str | None = None
     exited: threading.Event = field(default_factory=threading.Event)
     _parent_end: int = -1  # closed when the child is reaped
@@ -131,6 +132,7 @@ def spawn(
     stdin: bytes = b"",
     capture: bool = True,
     on_event: Callable[[Event], None] | None = None,
+    worded: Callable[[str], str] = str,
 ) -> Child:
     """Starts a process in a session of its own that ends when this one does (see watch_parent).
 
@@ -139,6 +141,7 @@ def spawn(
         stdin: what the child reads from its standard input, at most a pipe's buffer (64 KiB).
         capture: print its lines prefixed by `name` and keep the last; False: it has our stdout.
         on_event: called from a thread of the child's own; Exited is always the last event.
+        worded: makes what is passed on of the child's lines and reasons.
 
     Raises:
         OSError: the program cannot be run.
@@ -163,7 +166,7 @@ def spawn(
     finally:
         os.close(parent_read)
         os.close(report_write)
-    child = Child(name, process, _parent_end=parent_write)
+    child = Child(name, process, worded=worded, _parent_end=parent_write)
     _feed(process, stdin)
     _start_threads(child, report_read, on_event or (lambda _: None))
     return child
@@ -190,7 +193,7 @@ def _start_threads(child: Child, report_fd: int, on_event: Callable[[Event], Non
 def _print_lines(child: Child, stream: IO[bytes]) -> None:
     with stream:
         for raw in stream:
-            line = raw.decode(errors="replace").rstrip()
+            line = child.worded(raw.decode(errors="replace").rstrip())
             child.tail.append(line)
             with contextlib.suppress(OSError, ValueError):  # our own stdout may be gone
                 sys.stdout.write(f"{child.name} | {line}\n")  # one write: lines stay whole
@@ -236,7 +239,7 @@ def _parse_report(child: Child, line: bytes) -> Event | None:
         case "ready":
             return Ready(child, value)
         case "failed":
-            return Failed(child, str(value))
+            return Failed(child, child.worded(str(value)))
         case _:
             return Progress(child, str(value))
 

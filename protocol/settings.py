@@ -31,7 +31,6 @@ from pydantic_settings import (
 from protocol import settings_sources as sources
 from protocol.settings_kv import ContextParallelism, GeometryOptions, LinkOptions
 from protocol.settings_sources import ConfigError
-from protocol.shown import shown
 
 __all__ = [
     "ConfigError",
@@ -169,7 +168,8 @@ class EngineOptions(GeometryOptions):
     @classmethod
     def _devices_are_indices(cls, devices: tuple[int, ...]) -> tuple[int, ...]:
         if any(index < 0 for index in devices) or len(set(devices)) != len(devices):
-            raise ValueError(f"{shown(devices)} are not different GPUs by index; write such as 0,1")
+            told = ",".join(map(str, devices))
+            raise ValueError(f"{told} are not indices of different GPUs; write such as 0,1")
         return devices
 
     def batched_tokens_for(self, device: str) -> int:
@@ -431,7 +431,8 @@ def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None) 
         )
         return cls(_cli_settings_source=command_line, **file_values)
     except ValidationError as error:
-        raise ConfigError(sources.explain_validation(error)) from None
+        given = sources.Given(cls, argv, file_values)
+        raise ConfigError(sources.explain_validation(error, given)) from None
     except SettingsError as error:
         raise ConfigError(sources.explain_cli(cls, error)) from None
 

@@ -42,7 +42,7 @@ class GeometryOptions(BaseModel):
 def _shares_of(dcp: int, info: ValidationInfo) -> int:
     tp = info.data.get("tp", dcp)
     if tp % dcp:
-        raise ValueError(f"{dcp} does not divide tp {tp}: use a divisor of it")
+        raise ValueError(f"{dcp} does not divide --tp {tp}: use a divisor of it")
     kv_dtype = info.data.get("kv_cache_dtype", "auto")
     if dcp > 1 and kv_dtype != "auto":
         raise ValueError(

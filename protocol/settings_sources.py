@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from protocol.near_names import suggestion
+from protocol.near_names import did_you_mean, suggestion
+from protocol.option_names import of_group
 from protocol.shown import shown
 
 ENV_PREFIX = "BATON_"
@@ -98,7 +100,12 @@ def split_list(value: Any) -> Any:
     """Lists may be written as JSON, with commas, or (on the command line) by repeating."""
     if isinstance(value, str):
         text = value.strip()
-        return json.loads(text) if text.startswith("[") else [v for v in text.split(",") if v]
+        if not text.startswith("["):
+            return [v for v in text.split(",") if v]
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ValueError(f"{shown(text)} is not a list; write a,b or repeat it") from None
     return value
 
 
@@ -156,15 +163,31 @@ def find_config(argv: Sequence[str]) -> str | None:
     return found
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that is given twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"found {key.value} a second time", key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
     """The file's values with keys in snake_case; unknown keys raise ConfigError."""
     if name is None:
         return {}
+    if not name:
+        raise ConfigError("--config: names no file")
     try:
-        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        content = yaml.load(Path(name).read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise ConfigError(f"--config {name}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"--config {name}: not YAML: {error}") from None
     if content is None:
         return {}
@@ -182,36 +205,118 @@ def _checked(
         info = cls.model_fields.get(name)
         if info is None or name == "config":
             wrong = ".".join((*path, str(key)))
-            raise ConfigError(
-                f"--config {file}: unknown key {wrong}{suggestion(name, cls.model_fields)}"
-            )
+            raise ConfigError(f"--config {file}: unknown key {wrong}{_near_keys(cls, name)}")
         nested = _nested_model(info)
+        if isinstance(value, bool) and info.annotation is not bool:  # else 1, to pydantic
+            raise ConfigError(
+                f"--config {file}: {'.'.join((*path, name))} is {shown(value)}, and no switch"
+            )
         if nested and isinstance(value, dict):
             value = _checked(nested, value, file, (*path, name))
         values[name] = value
     return values
 
 
-def explain_validation(error: ValidationError) -> str:
+def _near_keys(cls: type[BaseModel], name: str) -> str:
+    """Near matches of an unknown key, and how to write one that is in a group."""
+    paths = [".".join(path) for path in field_paths(cls)]
+    if name in paths:
+        return " (write it as a key under its group, such as prefill: {tp: 1})"
+    return _near_options(name, paths)
+
+
+class Given:
+    """Where the values of one reading came from: what the user wrote, to be named in errors.
+
+    Args:
+        argv: the command line.
+        file: the values of the `--config` file.
+    """
+
+    def __init__(self, cls: type[BaseModel], argv: Sequence[str], file: Mapping[str, Any]) -> None:
+        self.cls = cls
+        self.options = {word.partition("=")[0] for word in argv}
+        self.file = file
+
+    def name(self, path: Sequence[str]) -> str:
+        """How the user gave the value at `path`: an option, a variable, or a key of the file."""
+        option = option_name(path)
+        if {option, option.replace("--", "--no-", 1)} & self.options:
+            return option
+        if variable := _variable(path):
+            return variable
+        if (variable := _variable(path[:1])) and _has(path[1:], json.loads(os.environ[variable])):
+            return f"{option} (in {variable})"  # its group as JSON
+        return f"{option} (in the --config file)" if _has(path, self.file) else option
+
+    def reason(self, path: Sequence[str], text: str) -> str:
+        """`text`, of a validator that knows its own group of options only."""
+        nested = _nested_model(self.cls.model_fields[path[0]]) if len(path) > 1 else None
+        if nested is None:
+            return text
+        return of_group(text, path[0], {name.replace("_", "-") for name in nested.model_fields})
+
+
+def _variable(path: Sequence[str]) -> str | None:
+    """The environment's variable for the option at `path`, however it is capitalised."""
+    wanted = variable_name(path)
+    return next((name for name in os.environ if name.upper() == wanted), None)
+
+
+def _has(path: Sequence[str], values: Any) -> bool:
+    for part in path:
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def explain_validation(error: ValidationError, given: Given) -> str:
     """One line per wrong value: option, reason, and what was given."""
-    lines = []
-    for item in error.errors(include_url=False):
-        path = [str(part) for part in item["loc"] if isinstance(part, str)]
-        reason = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "literal_error":
-            reason = reason.replace("'", '"')
-        secret = bool(path) and path[-1].endswith("secret")
-        if secret:  # pydantic counts its items
-            reason = reason.replace("items after validation, not", "characters, not")
-        given = "" if secret or item["type"] == "value_error" else f", not {shown(item['input'])}"
-        lines.append(f"{option_name(path)}: {reason}{given}")
-    return "\n".join(lines)
+    return "\n".join(_explained(item, given) for item in error.errors(include_url=False))
+
+
+def _explained(item: ErrorDetails, given: Given) -> str:
+    path = [str(part) for part in item["loc"] if isinstance(part, str)]
+    reason = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if item["type"] == "literal_error":
+        reason = reason.replace("'", "")
+    if item["type"] == "model_type":
+        reason = f"must be a group of options, such as {option_name((*path, 'tp'))}"
+    if item["type"] == "extra_forbidden":
+        reason = "is no option"
+    if item["type"].endswith("_parsing"):  # and why Python could not
+        reason = reason.partition(",")[0]
+    secret = bool(path) and path[-1].endswith("secret")
+    if secret:  # pydantic counts its items
+        reason = reason.replace("items after validation, not", "characters, not")
+    told = secret or item["type"] in ("value_error", "extra_forbidden")
+    found = "" if told else f", not {_as_written(item['input'])}"
+    return f"{given.name(path)}: {given.reason(path, reason)}{found}"
+
+
+def _as_written(value: Any) -> str:
+    """A value of the command line as it stands there; of a file, as JSON."""
+    is_word = isinstance(value, str) and re.fullmatch(r"[!-~]{1,80}", value)
+    return str(value) if is_word else shown(value)
 
 
 def explain_cli(cls: type[BaseModel], error: Exception) -> str:
     """The parser's complaint with near matches of unknown options."""
     message = str(error).removeprefix("error parsing CLI: ")
+    if group := re.search(r'value for field "(\w+)" from source "EnvS', message):
+        name = variable_name((group[1],))
+        return f"{name}: not JSON; better set its options one by one, such as {name}__TP"
     known = [option_name(path) for path in field_paths(cls)]
     unknown = re.findall(r"--[\w.-]+", message) if "unrecognized arguments" in message else []
-    hints = "".join(suggestion(word, known) for word in unknown)
+    hints = "".join(_near_options(word, known) for word in unknown)
     return f"{message}{hints}; see --help"
+
+
+def _near_options(word: str, known: Sequence[str]) -> str:
+    """Near matches: those called so in some group before those spelled alike."""
+    is_no, name = word.startswith("--no-"), word.replace("--no-", "--", 1)
+    last = re.split(r"--|\.", name)[-1]
+    same = [option for option in known if re.split(r"--|\.", option)[-1] == last]
+    hint = did_you_mean(same[:3]) if same else suggestion(name, known)
+    return hint.replace("--", "--no-") if is_no else hint

@@ -37,9 +37,9 @@ def main() -> int:
     lifecycle.watch_parent(grace_s=0.2)
     print(f"{kind} starts", flush=True)
     if mode == "crash":
-        raise ValueError("tp=3 does not divide 4 heads")
+        raise ValueError("--tp 3 does not divide 4 heads")
     if mode == "fail":
-        lifecycle.report_failure("no model here")
+        lifecycle.report_failure("no model here: see --tp, --model and --hang-timeout-s")
         return 1
     if mode == "hang":
         signal.pause()

@@ -8,6 +8,7 @@ from deploy.commands import (
     proxy_command,
     server_argv,
     server_commands,
+    user_option,
 )
 from protocol.settings import DecodeSettings, PrefillSettings, ProxySettings, UpSettings, load
 
@@ -49,6 +50,27 @@ def test_every_group_option_is_one_of_its_server() -> None:
     settings = up()
     for group, target in ((settings.prefill, PrefillSettings), (settings.decode, DecodeSettings)):
         assert set(type(group).model_fields) - set(target.model_fields) == {"count"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "written"),
+    [
+        ("prefill", "tp", "prefill.tp"),
+        ("decode", "kv-load-failure-policy", "decode.kv-load-failure-policy"),
+        ("decode", "threads", "decode.threads"),
+        ("prefill", "dtype", "prefill.dtype"),  # prefill servers have their own here
+        ("decode", "dtype", None),
+        ("decode", "model", None),
+        ("decode", "lease-s", None),  # of others
+        ("prefill", "hang-timeout-s", "hang-timeout-s of `baton prefill`"),
+        ("proxy", "health-timeout-s", "health-timeout-s of `baton proxy`"),
+        ("proxy", "port", None),
+    ],
+)
+def test_an_option_of_a_server_has_a_name_for_users_of_up(
+    kind: Kind, option: str, written: str | None
+) -> None:
+    assert user_option(up("--prefill.dtype=bfloat16"), kind, option) == written
 
 
 def test_the_proxy_gets_the_endpoint_and_all_urls() -> None:

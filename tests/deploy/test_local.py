@@ -155,7 +155,11 @@ def test_ctrl_c_reaches_the_launcher_alone_and_ends_all() -> None:
     ("modes", "name", "reason"),
     [
         ("fail,serve,serve", "prefill-0", "no model here"),
-        ("serve,crash,serve", "decode-0 ended", "ValueError: tp=3 does not divide 4 heads"),
+        (
+            "serve,crash,serve",
+            "decode-0 ended",
+            "ValueError: --decode.tp 3 does not divide 4 heads",
+        ),
         ("serve,hang,fail", None, "not ready in time (--start-timeout-s), waited for decode-0"),
         ("serve,serve,fail", "proxy", "no model here"),
     ],
@@ -168,6 +172,14 @@ def test_a_failed_start_ends_all_and_its_reason_comes_last(
         assert launcher.end() == 1
         assert launcher.lines[-1].startswith("baton up: error: " + (f"{name}: " if name else ""))
         assert reason in launcher.lines[-1]
+
+
+def test_what_servers_say_of_their_options_names_those_of_the_user() -> None:
+    with launched("fail,serve,serve") as launcher:
+        assert launcher.end() == 1
+        told = "see --prefill.tp, --model and --hang-timeout-s of `baton prefill`"
+        assert launcher.lines[-1] == f"baton up: error: prefill-0: no model here: {told}"
+        assert f"prefill-0 | error: no model here: {told}" in launcher.lines
 
 
 def test_waiting_is_explained() -> None:

@@ -102,8 +102,8 @@ def test_what_cannot_be_is_refused(
     ("argv", "told"),
     [
         ("--prefill.kv-layout=BHLCD", '--prefill.kv-layout: "BHLCD" lacks axis N'),
-        ("--decode.dtype=int4", '--decode.dtype: Input should be "auto", "float32",'),
-        ("--device=tpu", '--device: Input should be "cpu" or "cuda", not "tpu"'),
+        ("--decode.dtype=int4", "--decode.dtype: must be auto, float32,"),
+        ("--device=tpu", "--device: must be cpu or cuda, not tpu"),
     ],
 )
 def test_what_is_not_known_is_refused_at_the_command_line(

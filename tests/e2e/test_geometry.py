@@ -182,9 +182,9 @@ def test_replicated_kv_equals_one_server(
 @pytest.mark.parametrize(
     ("module", "argv", "words"),
     [
-        ("prefill_server", ["--tp", "3"], ["tp=3", "8 query heads", "1 or 2 or 4 or 8"]),
+        ("prefill_server", ["--tp", "3"], ["--tp 3", "8 query heads", "1 or 2 or 4 or 8"]),
         ("decode_server", ["--kv-layout", "BHLCD"], ["kv-layout", "BHLCD", "axis N"]),
-        ("decode_server", ["--staging-bytes", "1000"], ["staging_bytes is 1000", "64 tokens"]),
+        ("decode_server", ["--staging-bytes", "1000"], ["--staging-bytes is 1000", "64 tokens"]),
         ("decode_server", ["--device", "cuda", "--devices", "77"], ["GPU", "--device"]),
         (
             "prefill_server",

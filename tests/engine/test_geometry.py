@@ -61,7 +61,7 @@ def test_ranks_that_share_tokens_hold_their_groups_heads(tp: int, dcp: int, head
 
 
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do() -> None:
-    with pytest.raises(InvalidParallelism, match=r"tp=3 .* 8 query heads; use 1 or 2 or 4 or 8"):
+    with pytest.raises(InvalidParallelism, match=r"--tp 3 .* 8 query heads; use 1 or 2 or 4 or 8"):
         check_geometry(_changed(tp=3), _MODEL)
 
 
@@ -75,7 +75,7 @@ def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed() -> Non
     layout = check_geometry(config, _MODEL)
     least = 2 * layout.block_bytes
     check_staging(msgspec.structs.replace(config, staging_bytes=least), layout)
-    with pytest.raises(InvalidGeometry, match=rf"staging_bytes is {least - 1}.*bytes {least} "):
+    with pytest.raises(InvalidGeometry, match=rf"--staging-bytes is {least - 1}.*bytes {least} "):
         check_staging(msgspec.structs.replace(config, staging_bytes=least - 1), layout)
 
 

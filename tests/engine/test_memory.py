@@ -54,7 +54,7 @@ def test_a_small_pool_shortens_the_longest_sequence_unless_it_was_asked_for() ->
 
 
 def test_a_context_beyond_the_models_is_refused() -> None:
-    with pytest.raises(MemoryTooSmall, match=r"max_model_len is 300 .* --max-model-len 256"):
+    with pytest.raises(MemoryTooSmall, match=r"--max-model-len is 300 .* --max-model-len 256"):
         _size(max_model_len=300)
 
 

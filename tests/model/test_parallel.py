@@ -90,8 +90,8 @@ def test_heads_are_split_evenly_or_replicated_evenly():
 @pytest.mark.parametrize(
     "config, size, named",
     [
-        (LLAMA, 0, "tp=0 is less than 1"),
-        (LLAMA, 3, "tp=3 does not divide the model's 8 query heads"),
+        (LLAMA, 0, "--tp 0 is less than 1"),
+        (LLAMA, 3, "--tp 3 does not divide the model's 8 query heads"),
         ({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 6}, 4, "6 KV heads"),
         ({**LLAMA, "intermediate_size": 98}, 4, "intermediate_size 98"),
         ({**DEEPSEEK, "moe_intermediate_size": 22}, 4, "moe_intermediate_size 22"),
@@ -136,7 +136,9 @@ def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themsel
 def test_groups_that_cannot_share_the_kv_heads_are_refused():
     wide = parse_config({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 4})
     check_parallelism(wide, 12, 3)
-    with pytest.raises(InvalidParallelism, match=r"dcp=2 with tp=12 makes 6 groups .* 4 KV heads"):
+    with pytest.raises(
+        InvalidParallelism, match=r"--dcp 2 with --tp 12 makes 6 groups .* 4 KV heads"
+    ):
         check_parallelism(wide, 12, 2)
 
 

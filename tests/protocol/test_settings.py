@@ -74,6 +74,8 @@ def test_sources_merge_inside_a_group(tmp_path: Path, monkeypatch: pytest.Monkey
         (PrefillSettings, ["--kv-load-failure-policy", "fail"], "--kv-load-failure-policy"),
         (UpSettings, ["--prefil.tp=2"], "--prefill.tp"),
         (UpSettings, ["--prefill.staging-bytes=2"], "--decode.staging-bytes"),
+        (UpSettings, ["--tp", "2"], r"--tp 2 \(did you mean --prefill.tp or --decode.tp\?\)"),
+        (UpSettings, ["--no-pack-weights"], r"mean --no-prefill.pack-weights or --no-decode.pack"),
         (PrefillSettings, ["--block", "16"], "--block"),  # no abbreviations
         (PrefillSettings, ["stray"], "stray"),
     ],
@@ -105,6 +107,10 @@ def test_a_variable_of_a_sibling_program_is_no_mistake(monkeypatch: pytest.Monke
     [
         ("blok_size: 1", r"unknown key blok_size \(did you mean block_size"),
         ("prefill: {tpp: 1}", r"unknown key prefill.tpp"),
+        ("prefill: {tp: true}", r"prefill.tp is true, and no switch"),
+        ("prefill.tp: 1", r"unknown key prefill.tp \(write it as a key under its group"),
+        ("prefill: {port: 1}", r"unknown key prefill.port"),
+        ("tp: 2\ntp: 2", "found tp a second time"),
         ("a: [1", "not YAML: while parsing"),
         ("- a", "not a mapping"),
         ("a: [", "flow node"),
@@ -117,6 +123,42 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
     cls = UpSettings if "prefill" in text else PrefillSettings
     with pytest.raises(ConfigError, match=told):
         load(cls, [f"--config={file}"])
+
+
+def test_a_refusal_names_what_the_user_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("prefill: {tp: x, block-size: [1]}\ndecode: {dcp: 3}\nhost: null\n")
+    monkeypatch.setenv("BATON_CONFIG", str(file))
+    monkeypatch.setenv("BATON_PREFILL__TP", "0")
+    monkeypatch.setenv("BATON_DECODE", '{"block_size": "yes", "tpp": 1}')
+    with pytest.raises(ConfigError) as caught:
+        load(UpSettings, ["--decode.kv-scales=2", "--prefill.device=gpu", "--decode.tp", "2"])
+    assert sorted(str(caught.value).splitlines()) == [
+        "--decode.block-size (in BATON_DECODE): must be a valid integer, not yes",
+        "--decode.dcp (in the --config file): 3 does not divide --decode.tp 2: use a divisor of it",
+        "--decode.kv-scales: 2 scales nothing: give --decode.kv-cache-dtype float8_e4m3fn too",
+        "--decode.tpp (in BATON_DECODE): is no option",
+        "--host (in the --config file): must be a valid string, not null",
+        "--prefill.block-size (in the --config file): must be a valid integer, not [1]",
+        "--prefill.device: must be auto, cpu or cuda, not gpu",
+        "BATON_PREFILL__TP: must be greater than or equal to 1, not 0",
+    ]
+
+
+def test_a_group_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^--decode: must be a group .* as --decode.tp, not 3$"):
+        load(UpSettings, ["--decode", "3"])
+    monkeypatch.setenv("BATON_DECODE", "{")
+    with pytest.raises(ConfigError, match=r"^BATON_DECODE: not JSON; .* as BATON_DECODE__TP$"):
+        load(UpSettings, [])
+
+
+@pytest.mark.parametrize("wrong", ["[", "[1,2", "1,2"])
+def test_a_list_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"--transfer-costs: .*(is not a list|are not three)"):
+        load(DecodeSettings, ["--transfer-costs", wrong])
 
 
 def test_a_missing_file_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> None:
@@ -164,8 +206,8 @@ def test_a_context_parallelism_that_cannot_be_is_refused_naming_it() -> None:
     assert load(DecodeSettings, ["--tp", "4", "--dcp", "2"]).dcp == 2
     assert load(UpSettings, ["--decode.tp=2", "--decode.dcp=2"]).decode.dcp == 2
     for argv, told in (
-        (["--tp", "4", "--dcp", "3"], "--dcp: 3 does not divide tp 4"),
-        (["--dcp", "2"], "--dcp: 2 does not divide tp 1"),
+        (["--tp", "4", "--dcp", "3"], "--dcp: 3 does not divide --tp 4"),
+        (["--dcp", "2"], "--dcp: 2 does not divide --tp 1"),
         (["--tp", "2", "--dcp", "0"], "--dcp: .*greater than or equal to 1"),
         (
             ["--tp", "2", "--dcp", "2", "--kv-cache-dtype", "float8_e4m3fn"],
@@ -262,7 +304,7 @@ def test_secrets_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load(PrefillSettings, [])
     assert "horse" not in describe(settings) + repr(settings) + " ".join(to_argv(settings))
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "too short")
-    with pytest.raises(ConfigError, match=r"--cluster-secret: .* 16 characters") as caught:
+    with pytest.raises(ConfigError, match=r"BATON_CLUSTER_SECRET: .* 16 characters") as caught:
         load(PrefillSettings, [])
     assert "too short" not in str(caught.value)
 

@@ -183,7 +183,9 @@ def measure_short(bench: Bench, *, mapped: bool) -> list[Row]:
     _, decode = bench.open(next(mapped_cases()), mapped=mapped)
     try:
         pull_all(bench, decode, "", 128, 5)
-        return [timed_pulls(bench, decode, "128 tokens", 128, 25)]
+        held = timed_pulls(bench, decode, "128 tokens", 128, 25)
+        decode.holds = False
+        return [held, timed_pulls(bench, decode, "128 tokens unheld", 128, 25)]
     finally:
         decode.close()
 

@@ -291,7 +291,14 @@ class Timeline:
 
 
 class DecodeEnd:
-    """D for one case."""
+    """D for one case.
+
+    Attributes:
+        holds: leases are held before they are pulled, as those of an unknown P, or of a request
+            that waits for blocks; else with the pull.
+    """
+
+    holds = True
 
     def __init__(self, side: Side, setup: Setup) -> None:
         self.side, self.size, self.setup = side, setup.size, setup
@@ -339,7 +346,8 @@ class DecodeEnd:
         self._count += 1
         pull_id = str(self._count)
         blocks = self.side.blocks(self.size)[: -(-tokens // self.side.block_size)].tolist()
-        self.coordinator.hold(pull_id, remote)
+        if self.holds:
+            self.coordinator.hold(pull_id, remote)
         # The lease's first renewal, which no pull waits for. The thread that orders pulls works
         # until then, as an engine's does: one that sleeps for 2 ms takes 0.05 ms longer to order.
         renewed = time.perf_counter() + 0.002

@@ -137,6 +137,9 @@ class _Server:
         _check_attention(config, model_config)
         if isinstance(self.settings, DecodeSettings):
             check_staging(config, layout)
+        else:  # better known before weights are loaded
+            port = self.settings.side_channel_port
+            bind(self.settings.host, port, "--side-channel-port").close()
         client = EngineClient(config.http_address)
         await client.start()
         try:

@@ -8,6 +8,7 @@ from pydantic import SecretStr
 
 from protocol.cache_dir import CannotKeep, cache_dir
 
+MIN_SECRET_BYTES = 16
 _FIX = "set BATON_CLUSTER_SECRET, or BATON_CACHE to a folder of this user's"
 
 
@@ -16,6 +17,7 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
 
     Raises:
         OSError: the file can be neither read nor made; the message says what to set.
+        ValueError: the file holds no secret worth the name.
     """
     if configured is not None:
         return configured.get_secret_value().encode()
@@ -23,9 +25,15 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
     try:
         if not path.exists():
             _make(path)
-        return path.read_bytes().strip()
+        secret = path.read_bytes().strip()
     except OSError as error:
         raise CannotKeep("this machine's cluster secret", path.parent, error, _FIX) from error
+    if len(secret) < MIN_SECRET_BYTES:  # cut off by a full disk, or made by hand
+        raise ValueError(
+            f"{path} holds a cluster secret of {len(secret)} characters, at least "
+            f"{MIN_SECRET_BYTES} are needed: remove it, and the next start makes another"
+        )
+    return secret
 
 
 def _make(path: Path) -> None:

@@ -13,8 +13,11 @@ class CannotListen(OSError):
         super().__init__(f"cannot listen on {host}:{port} ({error.strerror}); use another {option}")
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, port_option: str = "--port") -> socket.socket:
     """A socket bound to a TCP port; 0 takes a free one.
+
+    Args:
+        port_option: what to change if another has the port.
 
     Raises:
         CannotListen: the name is unknown, or the address is not ours or another's.
@@ -22,7 +25,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return _bound(host, port)
     except OSError as error:
-        raise CannotListen(host, port, error) from error
+        raise CannotListen(host, port, error, port_option) from error
 
 
 def _bound(host: str, port: int) -> socket.socket:

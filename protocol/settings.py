@@ -29,6 +29,7 @@ from pydantic_settings import (
 )
 
 from protocol import settings_sources as sources
+from protocol.cluster_secret import MIN_SECRET_BYTES
 from protocol.settings_kv import ContextParallelism, GeometryOptions, LinkOptions
 from protocol.settings_sources import ConfigError
 
@@ -255,7 +256,7 @@ class ServerOptions(ListenOptions):
 
     cluster_secret: SecretStr | None = Field(
         None,
-        min_length=16,
+        min_length=MIN_SECRET_BYTES,
         description="secret that the servers of a cluster share, better given as "
         "BATON_CLUSTER_SECRET (None: the file ~/.cache/baton/cluster-secret, made at first use)",
     )

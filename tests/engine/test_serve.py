@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.http import PlainHooks
 from engine.serve import StartFailure, _devices, _Server
 from engine.tokenizer import Tokenizer
-from protocol.listening import bind
+from protocol.listening import CannotListen, bind
 from protocol.messages import AddRequest, EngineFailed, TokenDelta
 from protocol.settings import PrefillSettings
 from tests.engine.http_server import READY
@@ -205,6 +205,23 @@ def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_there(
         with bind("127.0.0.1", 0) as listener, pytest.raises(ValueError, match=r"tokenizer\.json"):
             await server._start_and_serve(listener)
         server.processes.stop(1.0)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_side_channel_port_that_is_taken_is_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        with bind("127.0.0.1", 0) as taken, bind("127.0.0.1", 0) as listener:
+            taken.listen()
+            options = {"model": str(ensure_model("gqa")), "device": "cpu"}
+            port = taken.getsockname()[1]
+            server, _ = _serving(_EndingEngine(), side_channel_port=port, **options)
+            monkeypatch.setattr(server.processes, "start", lambda config: None)
+            with pytest.raises(CannotListen, match="use another --side-channel-port"):
+                await server._start_and_serve(listener)
+            server.processes.stop(1.0)
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -346,6 +346,14 @@ def test_the_first_use_makes_this_machines_secret(tmp_path: Path) -> None:
     assert secret_file.cluster_secret(SecretStr("mine"), file) == b"mine"
 
 
+@pytest.mark.parametrize("content", ["", "\n", "too short"])
+def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "cluster-secret"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"cluster-secret holds a cluster secret of .* remove it"):
+        secret_file.cluster_secret(None, file)
+
+
 def test_origins_are_named_one_by_one() -> None:
     argv = ["--cors-origin", "https://a.example", "--cors-origin", "http://b:3000"]
     assert load(ProxySettings, argv).cors_origin == ("https://a.example", "http://b:3000")

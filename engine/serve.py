@@ -78,10 +78,16 @@ def run_server(
     try:
         return uvloop.run(_Server(settings, role, module, hooks).run())
     except (StartFailure, EngineDied, ValueError, OSError) as error:
-        lifecycle.report_failure(str(error) or type(error).__name__)
+        lifecycle.report_failure(_told(error))
         if any(thread.name == _RESOLVER for thread in threading.enumerate()):
             os._exit(1)  # told to end: Python would wait for the threads of a download
         return 1
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 class _HttpServer(uvicorn.Server):

@@ -114,7 +114,7 @@ def _said(kind: Kind, status: int, body: bytes) -> _Said:
     except msgspec.DecodeError:
         said = None
     if not isinstance(said, dict):
-        return _Said(ready, f"status {status}")
+        return _Said(ready, f"GET /ready answers with status {status}, unlike a Baton server")
     role, error, length = said.get("role"), said.get("error"), said.get("max_model_len")
     if role in ("prefill", "decode") and role != kind.value:
         return _Said(False, f"it is a {role} server; name it by --{role}, not by --{kind.value}")

@@ -1,6 +1,7 @@
 """How a server's main program ends."""
 
 import asyncio
+import errno
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ from attention.support import UnsupportedPool
 from engine.client import ScriptedEngine
 from engine.config import EngineConfig
 from engine.http import PlainHooks
-from engine.serve import StartFailure, _devices, _Server
+from engine.serve import StartFailure, _devices, _Server, _told
 from engine.tokenizer import Tokenizer
 from protocol.listening import CannotListen, bind
 from protocol.messages import AddRequest, EngineFailed, TokenDelta
@@ -258,3 +259,9 @@ def test_open_requests_are_told_why_the_engine_died(tokenizer: Tokenizer) -> Non
     answer = asyncio.run(asyncio.wait_for(main(), 60))
     assert answer.status_code == 503
     assert "killed by SIGKILL" in answer.json()["error"]["message"]
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "config.json"))
+    assert _told(error) == f"{tmp_path}/config.json: Permission denied"
+    assert _told(ValueError("no such model")) == "no such model"

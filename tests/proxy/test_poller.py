@@ -4,7 +4,7 @@ import pytest
 
 from proxy.health import Health, HealthPolicy
 from proxy.membership import Fleet, Server
-from proxy.poller import Poller
+from proxy.poller import Poller, _said
 from proxy.retry import Kind
 from proxy.upstream import Exhausted, Headers, Response, TimedOut, UpstreamError
 from tests.proxy.fakes import run, until
@@ -62,3 +62,9 @@ def test_a_server_is_watched_on_whatever_becomes_of_what_was_found() -> None:
         await poller.close()
 
     run(test())
+
+
+def test_something_else_at_the_address_of_a_server_is_told_as_such() -> None:
+    said = _said(Kind.DECODE, 404, b"<html>no such page</html>")
+    assert not said.ready
+    assert said.reason == "GET /ready answers with status 404, unlike a Baton server"

@@ -4,6 +4,8 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from protocol.standard_streams import open_standard_streams
+
 USAGE = """usage: baton <command> [options]
 
   up       a local cluster: prefill servers, decode servers and the proxy on this machine
@@ -48,6 +50,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 # by `main`.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand. Returns its exit status; 2 for a wrong command line."""
+    open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     match words:
         case [] | ["-h" | "--help", *_]:

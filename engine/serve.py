@@ -44,6 +44,7 @@ from protocol.listening import bind
 from protocol.logging import setup_logging
 from protocol.messages import EngineReady
 from protocol.settings import DecodeSettings, EngineSettings, PrefillSettings, describe
+from protocol.standard_streams import open_standard_streams
 from protocol.version import system_fingerprint
 
 logger = logging.getLogger("baton.serve")
@@ -71,6 +72,7 @@ def run_server(
         module: what each rank process runs.
         hooks: makes what the HTTP side does differently for this role.
     """
+    open_standard_streams()
     lifecycle.watch_parent()
     setup_logging(role, level=settings.log_level)
     raise_file_limit()

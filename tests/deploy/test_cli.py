@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from deploy import cli
 from protocol.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,3 +51,17 @@ def test_a_wrong_option_ends_with_2_and_says_which(command: str) -> None:
     assert ended.returncode == 2
     assert f"baton {command}: error: unrecognized arguments: --prot 1" in ended.stderr
     assert "did you mean --port" in ended.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_change_nothing_for_children(closed: str) -> None:
+    """Pipes to a child would else get their numbers, and be replaced by the child's own streams."""
+    program = (
+        "import sys; from deploy import cli; from protocol import lifecycle;"
+        "cli.main(['--version']);"
+        "child = lifecycle.spawn([sys.executable, '-c', 'import os; from protocol import lifecycle;"
+        "lifecycle.report_failure(os.environ[lifecycle.PARENT_FD])'], name='child');"
+        "child.exited.wait(50); sys.exit(int(child.failure) < 3)"
+    )
+    argv = ["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]
+    assert subprocess.run(argv, cwd=ROOT, timeout=60).returncode == 0

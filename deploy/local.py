@@ -31,6 +31,7 @@ from protocol.cores import available_cores
 from protocol.listening import CannotListen, bind
 from protocol.option_names import renamed
 from protocol.settings import UpSettings, describe
+from protocol.settings_sources import unread_variables
 
 FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for
 NOTE_INTERVAL_S = 5.0
@@ -115,6 +116,8 @@ class LocalCluster:
         """
         settings = self.settings
         say(f"settings {describe(settings)}")
+        for variable in unread_variables(type(settings)):
+            say(f"not read here, but by other programs: {variable}")
         check_port(settings.host, settings.port)
         deadline = time.monotonic() + settings.start_timeout_s
         commands = server_commands(

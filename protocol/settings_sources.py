@@ -139,6 +139,25 @@ def check_environment(cls: type[BaseModel], programs: Sequence[type[BaseModel]])
         raise ConfigError(f"unknown environment variable {name}{suggestion(name, known)}")
 
 
+def unread_variables(cls: type[BaseModel]) -> list[str]:
+    """The BATON_* variables that are options of other programs, each with near matches of ours."""
+    known = [variable_name(path) for path in field_paths(cls)]
+    return [
+        name + _near_variables(name, known)
+        for name in sorted(os.environ)
+        if name.upper().startswith(ENV_PREFIX)
+        and not _is_of_machine(name)
+        and name not in INTERNAL_VARIABLES
+        and name.upper() not in known
+    ]
+
+
+def _near_variables(name: str, known: Sequence[str]) -> str:
+    """Those of a group that are called so."""
+    last = name.upper().removeprefix(ENV_PREFIX)
+    return did_you_mean([other for other in known if other.endswith(f"__{last}")])
+
+
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without BATON_* settings: a launcher's own must not reach its children."""
     return {

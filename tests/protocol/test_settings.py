@@ -21,7 +21,12 @@ from protocol.settings import (
     parse,
     to_argv,
 )
-from protocol.settings_sources import clean_environment, field_paths, option_name
+from protocol.settings_sources import (
+    clean_environment,
+    field_paths,
+    option_name,
+    unread_variables,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -322,6 +327,19 @@ def test_step_size_follows_the_device() -> None:
     assert load(PrefillSettings, []).batched_tokens_for("cuda") == 8192
     assert load(DecodeSettings, []).batched_tokens_for("cuda") == 2048
     assert load(PrefillSettings, ["--max-num-batched-tokens=9"]).batched_tokens_for("cuda") == 9
+
+
+def test_variables_of_other_programs_are_found_with_those_meant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("BATON_TP", "BATON_LEASE_S", "BATON_HANG_TIMEOUT_S", "BATON_PORT", "BATON_CACHE"):
+        monkeypatch.setenv(name, "1")
+    assert unread_variables(UpSettings) == [
+        "BATON_HANG_TIMEOUT_S",
+        "BATON_LEASE_S (did you mean BATON_PREFILL__LEASE_S?)",
+        "BATON_TP (did you mean BATON_PREFILL__TP or BATON_DECODE__TP?)",
+    ]
+    assert unread_variables(PrefillSettings) == []
 
 
 def test_a_launcher_keeps_its_own_variables_to_itself() -> None:

@@ -9,7 +9,6 @@ copy, and the driver is called without anything around it (cuda_driver.py).
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -103,7 +102,6 @@ class CudaMapper(Mapper):
         self._num_programs = num_programs
         self._long_run_bytes = long_run_bytes
         self._busy = busy
-        self._callers = threading.local()
         self._awake_until = 0.0
         self._paced_until = 0.0  # the kernel has had its share until then
         self._stream = 0
@@ -118,13 +116,12 @@ class CudaMapper(Mapper):
         self._torch_stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
         self._stream = self._torch_stream.cuda_stream
         self._free_slots += [self._slot(_SLOT_BYTES) for _ in range(2)]
+        self._context = self._driver.context()
         self._awake_event = self._driver.new_event()
         self._free_events += [self._driver.new_event() for _ in range(8)]
 
     def bind_caller(self) -> None:
-        if not hasattr(self._callers, "bound"):
-            torch.cuda.set_device(self._device)  # of the driver's calls
-            self._callers.bound = True
+        self._driver.enter(self._context)
 
     def stay_awake(self) -> None:
         now = time.perf_counter()

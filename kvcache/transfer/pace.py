@@ -18,9 +18,9 @@ SAMPLE_BYTES = 1 << 20  # less says nothing about speed
 
 
 # Beside a batch, of READs between GPUs. What they write takes from the batch's memory bandwidth, in
-# proportion: on an H200 250 GB/s made a step 5.7 % longer, 220 GB/s 3.4 % and 110 GB/s 1.8 %. Two
-# ranks on one GPU, each at this rate, stay below 3 %.
-PACED_BYTES_PER_S = 90e9
+# proportion: on an H200 250 GB/s made a step 5.7 % longer, 120 GB/s 2.6 % and 110 GB/s 1.9 %. At 90
+# GB/s it was no less, and pulls took a fifth longer.
+PACED_BYTES_PER_S = 110e9
 # Of READs into staging memory, out of which a kernel then places them: that reads and writes them
 # once more. At 95 GB/s it made a step 7 % longer.
 PACED_STAGED_BYTES_PER_S = 33e9

@@ -243,8 +243,9 @@ class StepMasks:
         pool: ThreadPoolExecutor,
     ) -> None:
         self._states = list(states)
-        self._bits = np.full((len(states), num_words), -1, dtype=np.int32)
         self._num_words = -(-vocab_size // _BITS)
+        width = max(num_words, self._num_words)  # none is known before there is a state
+        self._bits = np.full((len(states), width), -1, dtype=np.int32)
         self._done = pool.submit(self._fill)
 
     def _fill(self) -> None:

@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,6 +237,24 @@ def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
     with pytest.raises(GrammarFailed, match=r"tokenizer\.json"):
         compiler.state(request("regex", "a"))
     compiler.close()
+
+
+def test_rows_without_a_grammar_may_draw_anything_before_the_tokenizer_is_read(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = threading.Event()
+    load = GrammarCompiler._load
+
+    def loaded_later(self: GrammarCompiler) -> Any:
+        assert reading.wait(30.0)
+        return load(self)
+
+    monkeypatch.setattr(GrammarCompiler, "_load", loaded_later)
+    compiler = GrammarCompiler(model_dir, VOCAB, lambda: None)
+    masks = compiler.masks([None, None]).result()
+    reading.set()
+    compiler.close()
+    assert masks.shape == (2, VOCAB // 32) and (masks == -1).all()
 
 
 def test_a_vocabulary_larger_than_the_logits(model_dir: Path, tokenizer: Tokenizer) -> None:

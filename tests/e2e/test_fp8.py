@@ -56,7 +56,7 @@ def test_a_pair_equals_one_server(
 @pytest.mark.parametrize(
     ("p", "d", "words"),
     [
-        (_PLAIN, Geometry(), ["kv_dtype differs: 'float32' here, 'float8_e4m3fn'"]),
+        (_PLAIN, Geometry(), ['kv_dtype differs: "float32" here, "float8_e4m3fn"']),
         (_SCALED, _PLAIN, ["kv_scales differs at index 0: 0.02 here, 0.03 on the prefill server"]),
     ],
     ids=["dtype", "scales"],

@@ -71,7 +71,7 @@ _BFLOAT16 = Geometry(options=("--dtype", "bfloat16"))
 _OTHER_WEIGHTS = Geometry(options=("--load-format", "dummy"))
 _CONVERTING = Geometry(block_size=16, options=("--kv-convert", "--transfer", "nixl"))
 _NOT_BRIDGED = {
-    "KV dtype": (_BFLOAT16, ["kv_dtype", "'float32'", "'bfloat16'"]),
+    "KV dtype": (_BFLOAT16, ["kv_dtype", '"float32"', '"bfloat16"']),
     "model": (_OTHER_WEIGHTS, ["model_fingerprint"]),
 }
 
@@ -111,7 +111,7 @@ def test_a_client_of_a_proxy_reads_the_same_reason(engines: Farm, tiny_model: Pa
     with running(proxy):
         response = post(proxy.url, make_prompt(77, 100), 6)
         assert response.status_code == 502, response.text
-        assert "kv_dtype differs: 'float32' here" in response.json()["error"]["message"]
+        assert 'kv_dtype differs: "float32" here' in response.json()["error"]["message"]
 
 
 def test_told_to_convert_a_decode_server_bridges_dtypes_and_block_sizes(

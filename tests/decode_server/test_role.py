@@ -197,6 +197,7 @@ def test_an_aborted_pulls_blocks_come_home_when_its_reads_end(
     pair.until(lambda: _num_quarantined(pair) == 4)
     pair.d.agent.resume()
     pair.settle()
+    assert _num_quarantined(pair) == 0
 
 
 def _begin_read(pair: Pair, prompt: list[int]) -> str:

@@ -258,8 +258,9 @@ def test_litellm_calls_tools(lite: dict[str, Any]) -> None:
 
 def test_litellm_gets_structured_output(lite: dict[str, Any]) -> None:
     lite = {**lite, "max_tokens": 200, "response_format": Toy}
-    response = litellm.completion(messages=_MESSAGES, **lite)
-    Toy.model_validate_json(response.choices[0].message.content)
+    (choice,) = litellm.completion(messages=_MESSAGES, **lite).choices
+    assert choice.finish_reason == "stop"
+    Toy.model_validate_json(choice.message.content)
 
 
 def test_litellm_maps_a_bad_schema_to_its_own_error(lite: dict[str, Any]) -> None:

@@ -138,8 +138,14 @@ def test_a_failure_beside_living_ranks_is_no_other_s(follower: "subprocess.Popen
     assert follower.poll() is None
 
 
-def test_an_engine_of_one_rank_has_no_other_to_blame() -> None:
-    OtherRanks(0, [own_record()]).blame(_FAILURE)
+def test_a_rank_never_blames_itself(follower: "subprocess.Popen[bytes]") -> None:
+    """Which an engine of one rank would, if any: its own record is one of an ended process here."""
+    record = _record(follower)
+    follower.kill()
+    follower.wait(30)
+    alone = OtherRanks(0, [record])
+    assert not alone._watched
+    alone.blame(_FAILURE)
 
 
 @pytest.mark.parametrize("own", [0, 1])

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from kvcache.transfer.waker import Waker
+from kvcache.transfer.waker import Alarm, Waker
 from kvcache.transfer.wire import HasFileno
 from protocol.vital_threads import VitalThread
 
@@ -40,14 +40,15 @@ class Turns:
     ) -> None:
         self._turn, self._failed, self._after = turn, failed, tuple(after)
         self._deadline, self._clock = deadline, clock
-        self._waker = Waker()
+        self._waker, self._alarm = Waker(), Alarm()
         self._epoll = select.epoll()
-        for source in (self._waker, *sources):
+        watched: list[HasFileno] = [self._waker, self._alarm, *sources]
+        for source in watched:
             self._epoll.register(source.fileno(), select.EPOLLIN)
         self._calls: deque[Callable[[], bool | None]] = deque()
         self._lock = threading.Lock()
         self._closed = False
-        self._wakes_at = 0.0  # the thread, by itself
+        self._wakes_at = 0.0  # when the alarm wakes the thread
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, name)
 
@@ -78,10 +79,10 @@ class Turns:
             if is_due := due <= self._clock():
                 self._turn()
                 due = self._deadline()
-            sooner = bool(self._calls) or due < self._wakes_at
+            is_called = self._ends_with(due)
         if is_due:
             self._finish()
-        if sooner:
+        if is_called:
             self._waker.wake()
 
     def take(self, only_if: Callable[[], bool] = lambda: True) -> None:
@@ -91,10 +92,17 @@ class Turns:
                 return
             self._obey()
             self._turn()
-            sooner = bool(self._calls) or self._deadline() < self._wakes_at
+            is_called = self._ends_with(self._deadline())
         self._finish()
-        if sooner:
+        if is_called:
             self._waker.wake()
+
+    def _ends_with(self, due: float) -> bool:
+        """Lets the thread wake for the deadline, not before; whether a call is left to it."""
+        if due < self._wakes_at:
+            self._wakes_at = due
+            self._alarm.set(due - self._clock())
+        return bool(self._calls)
 
     def _finish(self) -> None:
         for each in self._after:
@@ -124,6 +132,7 @@ class Turns:
             last()
             self._epoll.close()
             self._waker.close()
+            self._alarm.close()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -131,7 +140,9 @@ class Turns:
                 self._obey()
                 self._turn()
                 self._wakes_at = self._deadline()
-                wait_s = 0.0 if self._calls else max(0.0, self._wakes_at - self._clock())
+                self._alarm.set(self._wakes_at - self._clock())
+                is_called = bool(self._calls)
             self._finish()
-            self._epoll.poll(None if wait_s == float("inf") else wait_s + 0.001)
+            self._epoll.poll(0 if is_called else None)
             self._waker.clear()
+            self._alarm.clear()

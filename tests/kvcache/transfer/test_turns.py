@@ -1,10 +1,12 @@
 import os
 import threading
 from collections.abc import Iterator
+from select import select
 
 import pytest
 
 from kvcache.transfer.turns import Turns
+from kvcache.transfer.waker import Alarm
 
 DEADLINE_S = 20.0
 
@@ -123,3 +125,34 @@ def test_a_turn_may_be_declined_and_there_is_none_after_the_end(state: State) ->
     state.all.close(lambda: last.append(True))
     state.all.call(lambda: last.append(False))
     assert last == [True] and state.turns == 0
+
+
+def test_a_sooner_deadline_wakes_the_thread_when_it_comes_and_not_before(state: State) -> None:
+    state.all.start()
+    state.wait()
+    before = state.turns
+    state.due = 1000.0
+    state.all.take()
+    assert select([state.all._waker, state.all._alarm], [], [], 0)[0] == []
+    assert (state.turns, state.names) == (before + 1, {"test-turns", "MainThread"})
+    state.due = 0.001
+    state.all.take()
+    while state.turns < before + 3:
+        state.wait()
+    state.due = float("inf")
+
+
+def test_an_alarm_rings_at_what_was_set_last() -> None:
+    alarm = Alarm()
+    alarm.set(0.0)
+    assert select([alarm], [], [], DEADLINE_S)[0] == [alarm]
+    alarm.clear()
+    alarm.clear()  # nor does it block
+    assert select([alarm], [], [], 0)[0] == []
+    alarm.set(1e-9)
+    alarm.set(1e6)
+    assert select([alarm], [], [], 0)[0] == []
+    alarm.set(1e-9)
+    alarm.set(float("inf"))
+    assert select([alarm], [], [], 0)[0] == []
+    alarm.close()

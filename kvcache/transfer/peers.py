@@ -123,6 +123,8 @@ class PeerTable:
         except BatonError as error:
             self.fail(peer, error, now)
         else:
+            for other in [p for p in self._peers.values() if p.address == peer.address]:
+                self.forget(other.key)  # it was restarted
             peer.status, peer.metadata, peer.error = PeerStatus.READY, metadata, None
             peer.failures = 0
             self.outcomes["ok"] += 1

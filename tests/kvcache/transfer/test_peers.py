@@ -185,6 +185,18 @@ def test_a_new_incarnation_is_another_peer() -> None:
     assert peers.connect(restarted, 0.1).status is PeerStatus.FETCHING
 
 
+def test_of_the_peers_that_were_at_an_address_only_the_latest_is_remembered() -> None:
+    peers = table()
+    elsewhere = msgspec.structs.replace(REMOTE, port=REMOTE.port + 1, engine_id="other")
+    peers.metadata_came(peers.connect(elsewhere, 0.0), metadata(engine_id="other"), 0.0)
+    for incarnation in "abc":
+        remote = msgspec.structs.replace(REMOTE, incarnation=incarnation)
+        peers.metadata_came(peers.connect(remote, 0.0), metadata(incarnation=incarnation), 0.0)
+    known = [peers.get(("P", incarnation)) for incarnation in "abc"]
+    assert [peer is not None for peer in known] == [False, False, True]
+    assert peers.get(("other", "i")) is not None
+
+
 def test_remembered_failures_are_bounded() -> None:
     peers = table()
     for index in range(3000):

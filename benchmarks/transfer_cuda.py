@@ -185,7 +185,11 @@ def measure_short(bench: Bench, *, mapped: bool) -> list[Row]:
         pull_all(bench, decode, "", 128, 5)
         held = timed_pulls(bench, decode, "128 tokens", 128, 25)
         decode.holds = False
-        return [held, timed_pulls(bench, decode, "128 tokens unheld", 128, 25)]
+        unheld = timed_pulls(bench, decode, "128 tokens unheld", 128, 25)
+        if not mapped:
+            return [held, unheld]
+        decode.holds, decode.attends = True, False
+        return [held, unheld, timed_pulls(bench, decode, "128 tokens, woken", 128, 25)]
     finally:
         decode.close()
 

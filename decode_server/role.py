@@ -160,7 +160,7 @@ class DecodeRole(KVRole):
         else:
             self.core.fail(sequence, error)
 
-    def on_receive(self, sequence: Sequence) -> None:
+    def on_receive(self, sequence: Sequence, *, idle: bool) -> None:
         assert sequence.remote is not None
         if sequence.num_computed >= sequence.num_prompt_tokens:
             # Every block was cached here: nothing to read, so nothing to fence.
@@ -174,7 +174,11 @@ class DecodeRole(KVRole):
             sequence.num_computed,
             sequence.num_prompt_tokens,
             list(sequence.block_ids),
+            attended=idle,
         )
+
+    def attend(self) -> None:
+        self._coordinator.attend()
 
     def on_finish(self, sequence: Sequence) -> None:
         if sequence.remote is not None:  # it ended with the first token, before any pull

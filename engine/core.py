@@ -349,8 +349,11 @@ class EngineCore(CoreServices):
             self._outbox.found_elsewhere(sequence)
         if plan.receiving:
             self._flush()  # nor do they wait for a pull to be begun
+        is_idle = not (self._launched or plan.scheduled)
         for sequence in plan.receiving:
-            self.role.on_receive(sequence)
+            self.role.on_receive(sequence, idle=is_idle)
+        if plan.receiving and is_idle:
+            self.role.attend()
 
     def _commit(self, scheduled: list[Scheduled], output: StepOutput) -> None:
         drawn = iter(zip(output.token_ids, output.logprobs, strict=True))

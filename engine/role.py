@@ -1,7 +1,6 @@
 """What the two servers do differently with a sequence's KV; everything else is the same engine."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from engine.scheduler import Scheduler
@@ -55,9 +54,16 @@ class KVRole:
         """A request has come; the role enqueues it now or once its peer is known."""
         self.core.enqueue(sequence)
 
-    def on_receive(self, sequence: Sequence) -> None:
-        """The sequence has RECEIVING blocks; the role starts the pull into them."""
+    def on_receive(self, sequence: Sequence, *, idle: bool) -> None:
+        """The sequence has RECEIVING blocks; the role starts the pull into them.
+
+        Args:
+            idle: `attend` follows.
+        """
         raise AssertionError(f"{type(self).__name__} admits no remote sequences")
+
+    def attend(self) -> None:
+        """The engine has nothing to compute: its thread may see to what ends within 1 ms."""
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         """The sequence ended with a token, its blocks still in hand. What the role wants to keep
@@ -90,6 +96,3 @@ class KVRole:
 
     def close(self) -> None:
         """Stops the role's threads; no call comes after it."""
-
-
-Wake = Callable[[], None]

@@ -1,4 +1,4 @@
-"""Who owns each block of the pool: the state machine of DESIGN's invariants I1 and I2.
+"""Who owns each block of the pool: the state machine of invariants I1 and I2 (docs/design.md).
 
 A block has three counts, and its state follows from them; two further states are exclusive:
 

@@ -1,7 +1,7 @@
-"""KV of 8 bits: an element is stored as its value over a scale, rounded to float8_e4m3fn.
+"""FP8 KV: an element is stored as its value divided by a scale, rounded to float8_e4m3fn.
 
-A scale belongs to the keys, or to the values, of one layer, and to all heads and ranks alike. It is
-fixed when the server starts. What is larger than the format's largest number is stored as that.
+A scale belongs to the keys or to the values of one layer, for all heads and ranks. It is fixed when
+the server starts. Values beyond the format's largest number are clamped to it.
 """
 
 from typing import Final

@@ -152,10 +152,6 @@ class LeaseTable:
         """True while `drain_ended` has something to hand over."""
         return bool(self._ended)
 
-    def next_deadline(self) -> float | None:
-        """When `expire` may next have something to do."""
-        return self._deadlines[0][0] if self._deadlines else None
-
     def drain_ended(self) -> list[EndedLease]:
         """Leases that ended since the last call, each exactly once, in order of ending."""
         ended, self._ended = self._ended, []

@@ -1,6 +1,7 @@
-"""Whether a rank's engine computes: told by its engine's thread, asked by its transfer thread.
+"""Whether a rank's engine is computing: set by its engine's thread, read by its transfer thread.
 
-A pull beside a batch takes what the batch can spare; a pull into an idle engine takes all there is.
+A pull beside a running batch takes the bandwidth that the batch can spare; a pull into an idle
+engine takes all of it.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The seam to whatever moves bytes between address spaces: register, meet a peer, read, poll.
+"""The interface to whatever moves bytes between address spaces: register, add a peer, read, poll.
 
 An agent belongs to one thread at a time; it is built and registered by one thread and may then be
 handed to another, which calls `bind_thread` first. Reading may copy inside `read` (shared memory

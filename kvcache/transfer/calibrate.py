@@ -2,7 +2,7 @@
 
 Two probes tell the cost of a descriptor from that of a byte: a few long runs and many short ones.
 Both read the peer's null block, which holds nobody's KV and always exists, into staging memory.
-Who reads and whose clock is asked is the caller's business.
+The caller does the reading and the timing.
 """
 
 from typing import NamedTuple

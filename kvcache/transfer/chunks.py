@@ -1,8 +1,8 @@
-"""The chunks of the staged path, each made when it is wanted: the first one is being read while the
-others are worked out, and where a chunk's KV goes is worked out after its reads were posted.
+"""The chunks of the staged path, made lazily: the first one is being read while the others are
+planned, and where a chunk's KV goes is worked out after its reads were posted.
 
-Whole blocks, which most chunks are made of, take a handful of numpy calls by what is kept of the
-geometries; all else goes the general way.
+Whole blocks, which most chunks consist of, take a handful of numpy calls, with what is remembered
+of the two geometries; all else takes the general path.
 """
 
 from bisect import bisect_right

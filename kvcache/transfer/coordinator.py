@@ -8,7 +8,6 @@ What an engine or a worker in this process has to say is obeyed in their own thr
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +41,7 @@ from kvcache.transfer.pull import (
 from kvcache.transfer.pull_state import (
     Action,
     Emit,
+    EndedPulls,
     FanOut,
     LookAhead,
     LookAtWord,
@@ -66,7 +66,6 @@ from protocol.messages import RemotePrefill
 
 logger = get_logger(__name__)
 
-_MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
 _CLOSE_LINGER_S = 0.2
 _LOOK_S = 0.25
 _Span = tuple[int, int, list[int]]  # of a pull: first token, the one after the last, D's blocks
@@ -123,7 +122,7 @@ class PullCoordinator:
         self._peers = PeerTable(compat, self._settings, convert, stripe)
         self._pulls: dict[str, PullState] = {}
         self._spans: dict[str, _Span] = {}  # of pulls begun
-        self._ended: OrderedDict[str, bool] = OrderedDict()  # -> PullDrained was told
+        self._ended = EndedPulls()
         self._questions = OpenQuestions()
         self._held_leases = HeldLeases()
         self._awaiting_connect: set[PeerKey] = set()
@@ -157,15 +156,24 @@ class PullCoordinator:
         token_start: int,
         token_stop: int,
         local_block_ids: Sequence[int],
+        *,
+        attended: bool = False,
     ) -> None:
         """Reads tokens [token_start, token_stop) into blocks of this engine, on every rank.
 
         Args:
             local_block_ids: from token 0 of the sequence on, each of this engine's block size
                 times its dcp.
+            attended: the calling thread has nothing else to do, and calls `attend` next.
         """
+        if attended:
+            self._ranks.will_attend()
         span = (token_start, token_stop, list(local_block_ids))
         self._turns.call(lambda: self._do_pull(pull_id, remote, span))
+
+    def attend(self) -> None:
+        """Drives an attended pull in the calling thread: to its end, if that comes within 1 ms."""
+        self._ranks.attend()
 
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:
         """Gives up a pull in any state; one PullDrained follows. `lend`: see PullState.cancel."""
@@ -325,8 +333,7 @@ class PullCoordinator:
         """Whether nothing is due sooner than before."""
         if not (was_held := pull_id in self._pulls):
             self._do_hold(pull_id, remote, expects=False)
-        state = self._pulls.get(pull_id)
-        if state is None or pull_id in self._spans:
+        if (state := self._pulls.get(pull_id)) is None or pull_id in self._spans:
             return False
         now = self._clock()
         self._spans[pull_id] = span
@@ -340,8 +347,8 @@ class PullCoordinator:
         if state is not None:
             self._counters["cancelled"] += 1
             self._perform(state, state.cancel(self._clock(), lend=lend))
-        elif not self._ended.get(pull_id, False):
-            self._remember(pull_id, drained_told=True)
+        elif not self._ended.drained_told(pull_id):
+            self._ended.add(pull_id, drained_told=True)
             self._events.append(PullDrained(pull_id))
 
     # -- peers
@@ -430,14 +437,13 @@ class PullCoordinator:
             if state.phase is Phase.ENDED and self._pulls.pop(state.pull_id, None) is not None:
                 self._spans.pop(state.pull_id, None)
                 self._questions.forget_pull(state.pull_id)
-                self._remember(state.pull_id, state.drained_told)
+                self._ended.add(state.pull_id, state.drained_told)
 
     def _send(self, state: PullState, action: Action) -> None:
         remote = state.remote
         match action:
             case LookAtWord():
-                held = self._sees_held(remote)
-                self._perform(state, state.word_seen(held, self._clock()))
+                self._perform(state, state.word_seen(self._sees_held(remote), self._clock()))
             case SendRenew() | SendComplete() | SendAbort() | SendAlert():
                 request = self._questions.lease(state.pull_id, remote, action)
                 self._side_channel.post(address_of(remote), request)
@@ -456,11 +462,6 @@ class PullCoordinator:
 
     def _sees_held(self, remote: RemotePrefill) -> bool:
         return self._held_leases.is_held(key_of(remote), remote.lease_id)
-
-    def _remember(self, pull_id: str, drained_told: bool) -> None:
-        self._ended[pull_id] = drained_told
-        if len(self._ended) > _MAX_ENDED:
-            self._ended.popitem(last=False)
 
     # -- what comes in
 
@@ -494,7 +495,6 @@ class PullCoordinator:
         state = self._pulls.get(asked[1]) if asked else None
         if asked is None or state is None:
             return
-        ok = isinstance(reply, Ok)
         reason = reply.reason if isinstance(reply, Gone) else ""
         answered = state.renew_answered if asked[0] == "renew" else state.fence_answered
-        self._perform(state, answered(ok, reason, self._clock()))
+        self._perform(state, answered(isinstance(reply, Ok), reason, self._clock()))

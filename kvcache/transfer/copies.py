@@ -1,9 +1,9 @@
-"""The mapped path's other way: which strided copies move a share, for a GPU's copy engines.
+"""The mapped path by copy engines of a GPU: which strided copies move a share.
 
-Where heads, layers and components lie alike on both sides, the tokens that two blocks share are
-`rows` rows of as many bytes, evenly spaced on either side: one copy in two dimensions. Where the
-blocks are of one size as well, a whole block is a single run. Copy engines take no multiprocessor
-from the decode batch, and move long runs faster than a kernel does; short rows they move slowly.
+If heads, layers and components are laid out alike on both sides, the tokens that two blocks share
+are rows of equal length, evenly spaced on either side: one two-dimensional copy. If the block sizes
+are equal too, a whole block is a single run. Copy engines take no multiprocessor from the decode
+batch and move long runs faster than a kernel does, but short rows slowly.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Calls of the CUDA driver that a pull makes, bound once.
 
-A pull of 128 tokens lasts as long as a few dozen lines of Python that were not run lately, so these
-calls pass through nothing of torch's. They keep the interpreter's lock: each only queues work or
-looks at a flag, and to get the lock back from a busy engine thread takes longer than any of them.
-Only `copy_rows`, which is there for busy engines and takes longest, lets others have it.
+A pull of 128 tokens lasts as long as a few dozen lines of Python that have not run lately, so these
+calls bypass torch. They keep the interpreter's lock: each only queues work or looks at a flag, and
+getting the lock back from a busy engine thread takes longer than any of them. Only `copy_rows`,
+which is for busy engines and takes longest, releases it.
 
 All act on the device that is current in the calling thread. Streams, events and functions are the
 driver's handles, addresses are plain integers.

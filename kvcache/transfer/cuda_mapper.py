@@ -1,11 +1,11 @@
 """The mapped path between GPUs: opens a peer's pool with CUDA IPC and copies out of it.
 
-Two ways. Long runs go through the copy engines, many with one call: they reach 97 % of the plain
-copy and take no multiprocessor from the decode batch. All else is gathered by a kernel.
+Long runs go through the copy engines, many with one call: they reach 97 % of the plain copy's speed
+and take no multiprocessor from the decode batch. All else is gathered by a kernel.
 
-Between the order and the first launch the link idles, so little is done then: what depends on the
-two geometries lies on the device since the handshake, the block tables of a pull go there in one
-copy, and the driver is called without anything around it (cuda_driver.py).
+The link is idle between the order and the first launch, so little is done then: what depends on the
+two geometries is on the device since the handshake, the block tables of a pull go there in one
+copy, and the driver is called directly (cuda_driver.py).
 """
 
 import os
@@ -33,9 +33,8 @@ logger = get_logger(__name__)
 
 NUM_PROGRAMS = 48  # thread blocks of one launch: 91 % of the plain copy, 64 would be 93 %
 LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel
-# Beside a batch. The kernel costs it some 1 ms for each GiB, whatever number of multiprocessors it
-# takes for how long: so it is paced, and what copy engines do at a third of its speed or more they
-# do.
+# While a batch runs. The kernel costs the batch some 1 ms per GiB, however many multiprocessors it
+# uses: so it is paced, and copy engines do what they can do at a third of its speed or more.
 PACED_BYTES_PER_S = 90e9
 _PACED_BYTES = 16 << 20  # of a launch then
 LONG_ROW_BYTES = 2 << 10

@@ -1,11 +1,11 @@
-"""The index arithmetic of the mapped path, apart from what executes it.
+"""The index arithmetic of the mapped path's gather kernel, without the kernel.
 
 A gather copies one owner's share of a transfer out of a peer's mapped memory. It numbers the units
 (of up to 16 bytes) of the owner's blocks, block by block and inside a block in the peer's own
 order, so that neighbours in number are neighbours in the peer's memory. From a unit's number five
 divisions give its place on every axis; two block tables and two sets of strides, all in units, give
-both addresses. No list is made, whatever the geometries: any order, block sizes, heads, dtypes.
-Where FP8 elements change their scale, the same divisions find a unit's layer and component, and so
+both addresses. No list of runs is made, whatever the orders, block sizes, heads and dtypes. If FP8
+elements change their scale, the same divisions find a unit's layer and component, and so
 its factor.
 
 `locate` below and the kernel in mapped_kernel.py compute the same from the same parameters. A

@@ -1,8 +1,8 @@
 """The mapped path between processes of one host without GPUs: strided copies out of P's pool.
 
-One pass moves any geometry into any other at the speed of memory, where a READ copies too (shared
-memory on CPU does) and staging copies twice. P's pool is a memory file (shared_memory.py) that is
-mapped here to be read; a launch is a chunk of the staged path whose slot is P's own pool. Launches
+One pass moves any geometry into any other at the speed of memory; a READ through shared memory is a
+copy as well, so staging would copy twice. P's pool is a memory file (shared_memory.py) that is
+mapped read-only here; a launch is a chunk of the staged path whose slot is P's own pool. Launches
 run one after another in a thread of their own, without the interpreter's lock.
 """
 

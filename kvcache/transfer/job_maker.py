@@ -109,11 +109,15 @@ class JobMaker:
         log_measured(peer.metadata.engine_id, costs, way, between_gpus=between_gpus)
 
     def opening(self, pull: Pull, peer: JobPeer) -> Opening | None:
-        """What a pull of this peer is likely to read first into staging memory, if that is free."""
-        if self._staging is None or self._staging.owner is not None or peer.planner is None:
+        """What a pull of this peer reads first; if into staging memory, only if that is free."""
+        if peer.planner is None:
             return None
         tokens = (pull.token_start, pull.token_stop)
-        return peer.planner.opening(tokens, pull.remote_block_ids, lease_hash=pull.lease_hash)
+        tables = (pull.local_block_ids, pull.remote_block_ids)
+        found = peer.planner.opening(tokens, *tables, lease_hash=pull.lease_hash)
+        if found is None or not found.is_staged:
+            return found
+        return found if self._staging is not None and self._staging.owner is None else None
 
     def make(self, pull: Pull, peer: JobPeer, opened: Opened | None = None) -> Job:
         """The job of a pull, of which D's block table may not have been checked yet: see `check`.
@@ -173,7 +177,8 @@ class JobMaker:
             if mapped is not None:
                 return mapped
         usual = DEFAULT_COSTS["cuda" if self._between_gpus(peer) else "cpu"]
-        plan = planner.plan(transfer, self._costs or peer.costs or usual)
+        opening = None if opened is None else opened.opening
+        plan = planner.plan(transfer, self._costs or peer.costs or usual, opening)
         job = self._job(pull.pull_id, plan, opened)
         job.pace.expected_s = peer.speed.expected_s(plan.bytes_read)
         if job.pace.expected_s and self._throttle is not None:

@@ -1,9 +1,9 @@
 """Threads that post READs, for transports whose READ copies in the thread that posts it.
 
-Between CPUs of one host a READ is a copy by the processor that posts it. Staged transfers read
-twice what they want at worst, and place it with a second copy; two threads that each read and place
-every other chunk keep two processors at it. READs that need no staging stay with the caller: they
-copy each byte once, and the engine's steps need the processors, too.
+Between CPUs of one host a READ is a copy by the processor that posts it. Staged transfers read up
+to twice what they want, and place it with a second copy; two threads that each read and place every
+other chunk use two processors for that. READs without staging stay in the caller's thread: they
+copy each byte only once, and the engine's steps need the processors, too.
 """
 
 import threading

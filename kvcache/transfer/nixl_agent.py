@@ -38,12 +38,18 @@ from nixl import _bindings as nixl  # noqa: E402
 
 logger = get_logger(__name__)
 
+# Variables that are set here and in ucx_log.py.
+_OURS = ("UCX_LOG_FILE", "UCX_LOG_LEVEL", "UCX_PROTO_INFO", "UCX_RCACHE_MAX_UNRELEASED")
 _PROGRESS_DELAY_US = 100_000  # upper bound of a sleep that events end early
 # One thread posts a run of 256 KiB between GPUs in 5 to 6 us, and copying takes 4: two are enough,
 # four no faster. Fewer runs than these are posted by the thread that asks.
 _GPU_THREADS, _SPLIT_RUNS = 2, 64
 _SEGMENTS = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
 _STATES = {nixl.NIXL_SUCCESS: ReadState.DONE, nixl.NIXL_IN_PROG: ReadState.ACTIVE}
+
+
+class CannotStart(ValueError):
+    """NIXL or UCX cannot be set up on this machine, in a sentence for the operator."""
 
 
 class NixlAgent(TransferAgent):
@@ -80,7 +86,10 @@ class NixlAgent(TransferAgent):
         options = {}
         if num_threads:
             options = {"num_threads": str(num_threads), "split_batch_size": str(_SPLIT_RUNS)}
-        self._backend = self._agent.createBackend("UCX", options)
+        try:
+            self._backend = self._agent.createBackend("UCX", options)
+        except Exception as error:
+            raise CannotStart(_why_not(error)) from error
         self._regions: list[Region] = []
         self._peers: set[str] = set()
         self._active = 0
@@ -214,6 +223,15 @@ def _quietly(call: Callable[..., Any], *args: Any) -> None:
         call(*args)
     except Exception as error:
         logger.debug("closing an agent: %s", error)
+
+
+def _why_not(error: Exception) -> str:
+    told = f"NIXL cannot start UCX ({error or type(error).__name__})"
+    names = sorted(name for name in os.environ if name.startswith("UCX_") and name not in _OURS)
+    if not names:
+        return f"{told}; with UCX_LOG_LEVEL=info in its environment UCX says more"
+    given = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    return f"{told} with {given} in its environment: correct or unset these"
 
 
 class _as_transfer_failed:

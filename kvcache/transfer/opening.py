@@ -1,12 +1,14 @@
-"""The first READ of a staged pull, found before the pull is planned: the link idles until then.
+"""The first READ of a pull, found before the pull is planned: the link idles until then.
 
 To check tables, plan, and make a job and its first chunk takes 0.1 to 0.2 ms; the chunk is read in
 0.3. But once it is known how pulls like it are staged, a pull's own block table says what its first
 chunk reads. So that is posted first, and all else is done while it is being read.
 
-A guess, then. It is bounded to P's leased blocks and to staging memory that nobody uses, and what
-it brought is used only if the plan turns out to want just these runs in just that place
-(`PullJob`); else it is thrown away, and its slot is free when the READ has ended (I7).
+Of a staged pull that is a guess. It is bounded to P's leased blocks and to staging memory that
+nobody uses, and what it brought is used only if the plan turns out to want just these runs in just
+that place (`PullJob`); else it is thrown away, and its slot is free when the READ has ended (I7).
+A pull of nothing but whole blocks, each one long run, leaves nothing to guess: what is read of it
+first goes to its place in the pool, and the plan reads the rest.
 """
 
 from typing import NamedTuple
@@ -19,10 +21,30 @@ _MAX_BLOCKS = 128  # of a chunk: by a loop
 
 
 class Opening(NamedTuple):
-    """What a pull is likely to read first, into the first slot of staging memory."""
+    """What a pull reads first, into the pool; or is likely to, into the first slot of staging
+    memory."""
 
-    read: RankRead  # local offsets from that slot's base
-    slot_bytes: int
+    read: RankRead  # local offsets from the pool's base, or that slot's
+    slot_bytes: int = 0
+    num_blocks: int = 0  # read into the pool; else none
+
+    @property
+    def is_staged(self) -> bool:
+        return not self.num_blocks
+
+    def stays_inside(self, local_bytes: int, remote_bytes: int) -> bool:
+        """Of memory of these sizes: the block tables have not been checked yet."""
+        read, lengths = self.read, self.read.lengths.tolist()
+        places = ((read.local_offsets, local_bytes), (read.remote_offsets, remote_bytes))
+        return all(
+            0 <= at and at + length <= size
+            for offsets, size in places
+            for at, length in zip(offsets.tolist(), lengths, strict=True)
+        )
+
+    def rest(self, reads: tuple[RankRead, ...]) -> tuple[RankRead, ...]:
+        """A plan's reads without it."""
+        return reads[1:] if reads and reads[0] is self.read else reads
 
 
 class _Opener(NamedTuple):

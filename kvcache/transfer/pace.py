@@ -1,8 +1,8 @@
-"""When to look again at what a device does by itself: not all the time, and not too late.
+"""When to poll a device again: not all the time, and not too late.
 
-A look costs the interpreter's lock, which the engine's thread wants, and a thread that waits to be
-woken costs 0.15 ms. So the thread naps while a pull cannot have ended, by the speed of earlier
-ones, and for a short while around its likely end its naps are as short as they can be.
+Polling takes the interpreter's lock, which the engine's thread needs, and waking a sleeping thread
+costs 0.15 ms. So the thread naps while a pull cannot have ended, judging by the speed of earlier
+ones, and around its likely end its naps are as short as possible.
 """
 
 import ctypes

@@ -16,8 +16,7 @@ was decided for one pull holds for those like it, and chunks are made when they 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from math import lcm
 from typing import Literal, NamedTuple
 
@@ -45,6 +44,7 @@ from kvcache.transfer.topology import (
     head_groups,
     heads_of,
 )
+from kvcache.transfer.transfer_plan import TransferPlan, summary
 from kvcache.transfer.whole_blocks import WholeBlocks
 
 __all__ = [
@@ -66,40 +66,6 @@ _LONG_RUN_BYTES = 1 << 20
 _NO_BLOCKS = BlockTable("no blocks", [], 0, 1, range(0))
 _LOOKED_AT = 8  # blocks at either end of a table
 _MAX_DECISIONS = 1024  # kept; there are a few dozen kinds of pulls from a peer
-
-
-@dataclass(frozen=True)
-class TransferPlan:
-    """What one rank of D does to get its KV: all reads, and all chunks, whatever the path."""
-
-    path: Literal["direct", "staged", "mixed", "mapped"]
-    reads: tuple[RankRead, ...]  # straight into the pool
-    chunks: Sequence[Chunk]  # each is read into a slot, then reformat.apply places it
-    bytes_read: int  # over the link
-    useful_bytes: int  # wanted, in the peer's dtype
-    estimated_s: float
-    reason: str
-
-    @cached_property
-    def descriptors(self) -> int:
-        """Of reads and chunks together; makes all chunks."""
-        staged = [read for chunk in self.chunks for read in chunk.reads]
-        return sum(len(read.lengths) for read in (*self.reads, *staged))
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of staging memory, at most, by one chunk."""
-        if isinstance(self.chunks, Chunks):
-            return self.chunks.slot_bytes
-        return max((chunk.nbytes for chunk in self.chunks), default=0)
-
-    @property
-    def why(self) -> str:
-        """For people; makes all chunks."""
-        if not self.descriptors:
-            return f"{self.path}: {self.reason}"
-        summary = _summary(self.descriptors, self.bytes_read, self.estimated_s)
-        return f"{self.path}: {summary}; {self.reason}"
 
 
 def plan_transfer(
@@ -183,7 +149,7 @@ class _Part(NamedTuple):
 
     @property
     def summary(self) -> str:
-        return _summary(self.descriptors, self.bytes_read, self.seconds)
+        return summary(self.descriptors, self.bytes_read, self.seconds)
 
 
 class _Decision(NamedTuple):
@@ -234,6 +200,7 @@ class Planner:
         self._decided_by: CostModel | None = None
         self._decisions: dict[tuple[int, ...], _Decision] = {}
         self._openings = Openings(self._sizes[1], self._num_blocks)
+        self._opens_whole = False  # a pull of whole blocks has been planned
 
     def take(
         self,
@@ -277,30 +244,53 @@ class Planner:
         )
 
     def opening(
-        self, tokens: tuple[int, int], remote_block_ids: list[int], *, lease_hash: int = 0
+        self,
+        tokens: tuple[int, int],
+        local_block_ids: list[int],
+        remote_block_ids: list[int],
+        *,
+        lease_hash: int = 0,
     ) -> Opening | None:
-        """What the plan of a pull is likely to read first, if that is known: to be compared with
-        the plan. Arguments as of `take`."""
+        """What the plan of a pull reads first, if that is known; `plan` is told what became of it.
+        Arguments as of `take`."""
         if self._stripe is not None:
             return None
         turn = self._local.rank + lease_hash
-        return self._openings.find(self._ends(*tokens), *tokens, remote_block_ids, turn)
+        if self._long_runs is None or not self._opens_whole or not self._is_whole(*tokens):
+            return self._openings.find(self._ends(*tokens), *tokens, remote_block_ids, turn)
+        first, last = (token // self._sizes[0] for token in tokens)
+        if not 0 <= first < last <= min(len(local_block_ids), len(remote_block_ids)):
+            return None
+        tables = local_block_ids, remote_block_ids
+        read, num_blocks = self._long_runs.first_read(first, last, *tables, turn)
+        if not num_blocks:  # of a head's copies the first one in turn has none of few blocks
+            return None
+        opening = Opening(read, num_blocks=num_blocks)
+        ends = self._local.layout.nbytes, self._remote[read.remote_rank].layout.nbytes
+        return opening if opening.stays_inside(*ends) else None
 
     def _turned(self, turn: int) -> tuple[HeadGroup, ...]:
         if not self._takes_turns:
             return self._groups
         return tuple(replace(group, turn=turn) for group in self._groups)
 
-    def plan(self, transfer: Transfer, costs: CostModel) -> TransferPlan:
+    def plan(
+        self, transfer: Transfer, costs: CostModel, opened: Opening | None = None
+    ) -> TransferPlan:
         """The cheapest plan of what `take` returned.
+
+        Args:
+            opened: is being read; the first of the plan's reads, unless staged.
 
         Raises:
             PlanError: a dtype to convert in too little staging memory.
         """
         if transfer.token_start == transfer.token_stop:
             return TransferPlan("direct", (), (), 0, 0, 0.0, "there is nothing to read")
-        if self._long_runs is not None and self._is_whole(transfer):
-            return self._whole_blocks(self._long_runs, transfer, costs)
+        if self._long_runs is not None and self._is_whole(
+            transfer.token_start, transfer.token_stop
+        ):
+            return self._whole_blocks(self._long_runs, transfer, costs, opened)
         decision = self._decide(transfer, costs)
         seconds = decision.seconds_per_token * (transfer.token_stop - transfer.token_start)
         spans = [transfer]
@@ -316,19 +306,23 @@ class Planner:
         return self._build(parts, seconds, decision.reason)
 
     def _whole_blocks(
-        self, long_runs: WholeBlocks, transfer: Transfer, costs: CostModel
+        self, long_runs: WholeBlocks, transfer: Transfer, costs: CostModel, opened: Opening | None
     ) -> TransferPlan:
         """What costs more time to compare than it could save."""
         size, nbytes = self._sizes[0], transfer.useful_bytes
         first, last = transfer.token_start // size, transfer.token_stop // size
-        reads = long_runs.reads(transfer, first, last)
+        if opened is None or opened.is_staged:
+            reads = long_runs.reads(transfer, first, last)
+        else:
+            reads = (opened.read, *long_runs.reads(transfer, first, last, opened.num_blocks))
+        self._opens_whole = True
         seconds = costs.read_s(sum(len(read.lengths) for read in reads), nbytes)
         reason = "no way reads longer runs"
         return TransferPlan("direct", reads, (), nbytes, nbytes, seconds, reason)
 
-    def _is_whole(self, transfer: Transfer) -> bool:
+    def _is_whole(self, start: int, stop: int) -> bool:
         """Of nothing but whole blocks of both sides."""
-        return transfer.token_start % self._period == 0 == transfer.token_stop % self._period
+        return start % self._period == 0 == stop % self._period
 
     # -- decisions
 
@@ -415,7 +409,7 @@ class Planner:
         return TransferPlan(path, joined, chunks, nbytes, useful, seconds, reason)
 
     def _direct_reads(self, transfer: Transfer) -> Sequence[RankRead]:
-        if self._whole is not None and self._is_whole(transfer):
+        if self._whole is not None and self._is_whole(transfer.token_start, transfer.token_stop):
             size = self._sizes[0]
             first, last = transfer.token_start // size, transfer.token_stop // size
             return self._whole.reads(transfer, first, last)
@@ -494,7 +488,3 @@ def _join(reads: list[RankRead]) -> tuple[RankRead, ...]:
         )
         joined.append(RankRead(rank, *(np.concatenate(parts) for parts in arrays)))
     return tuple(joined)
-
-
-def _summary(descriptors: int, nbytes: int, seconds: float) -> str:
-    return f"{descriptors} runs of {nbytes // descriptors} bytes on average in {seconds:.2g} s"

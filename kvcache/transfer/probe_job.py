@@ -1,10 +1,10 @@
 """Measuring a peer at first contact, as a job beside the pulls.
 
 It reads the peer's null block into staging memory: many short runs and few long ones, twice, since
-the first round connects and makes memory resident. Pulls that come meanwhile wait for its end, so
-that the first one is planned as well as the second. Whatever goes wrong only means that the
-transport's usual constants stay; a pull that waited fails when its own time is over, and those that
-come later than `_WAIT_S` do not wait.
+the first round connects and makes memory resident. Pulls that arrive meanwhile wait for its end, so
+that already the first one is planned with what was measured. If anything goes wrong the transport's
+usual constants stay; a pull that waited fails when its own time is over, and pulls that arrive
+later than `_WAIT_S` do not wait.
 """
 
 import time

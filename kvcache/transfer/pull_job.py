@@ -42,7 +42,7 @@ class Step:
 
 @dataclass
 class Opened:
-    """A READ into the first slot of staging memory that was posted before there was a plan."""
+    """A READ that was posted before there was a plan."""
 
     opening: Opening
     step: Step
@@ -54,7 +54,7 @@ class PullJob:
     """Mutable; driven by the worker, which owns the agent.
 
     Args:
-        opened: what was read of it so far; nobody else has staging memory.
+        opened: what was read of it so far; if that is staged, nobody else has staging memory.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class PullJob:
         self._pool_address = pool_address
         self._limits = limits
         self._most_now = throttle.post_bytes if throttle is not None else None
-        self._staging = staging if plan.chunks or opened is not None else None
+        opens_staged = opened is not None and opened.opening.is_staged
+        self._staging = staging if plan.chunks or opens_staged else None
         self.stopping = False
         self._chunks = enumerate(plan.chunks)
         self._open: list[Step] = []  # begun, not yet all ended and placed
@@ -94,8 +95,9 @@ class PullJob:
             self._num_slots = self._staging.num_slots(self._slot_bytes) if plan.chunks else 0
             self._staging.enter(pull_id)
         self._unstaged: tuple[RankRead, ...] = ()
-        if plan.reads:  # first: they wait for no slot
-            self._read_into_pool(plan.reads)
+        reads = plan.reads if opened is None else opened.opening.rest(plan.reads)
+        if reads:  # first: they wait for no slot
+            self._read_into_pool(reads)
         if opened is not None:
             self._adopt(opened)
 
@@ -172,15 +174,17 @@ class PullJob:
             self._staging.leave(self.pull_id)
 
     def _adopt(self, opened: Opened) -> None:
-        """What was read first is the first chunk's if that wants just this; else it is waited for
+        """What was staged first is the first chunk's if that wants just this; else it is waited for
         and left where it is: the slot is used when nothing is read into it any more."""
-        step, (read, slot_bytes) = opened.step, opened.opening
+        step, opening = opened.step, opened.opening
         self._open.append(step)
-        self._waiting = next(self._chunks, None)
-        if self._waiting is not None and self._posting is None and slot_bytes == self._slot_bytes:
+        if opening.is_staged:
+            self._waiting = next(self._chunks, None)
+        fits = opening.slot_bytes == self._slot_bytes
+        if self._waiting is not None and self._posting is None and fits:
             _, chunk = self._waiting
             first, *others = cut(chunk.reads, self._limits, self._most_now)
-            if first.is_of(read):
+            if first.is_of(opening.read):
                 self._waiting = None
                 step.chunk, step.posts, step.left, step.posted = (
                     chunk,

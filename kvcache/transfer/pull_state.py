@@ -12,6 +12,7 @@ done and only CLOSES its lease lets P have its blocks back; nothing waits for th
 of no tokens: nothing it read needs a fence.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,6 +30,7 @@ from kvcache.transfer.pull import (
 from protocol.errors import BatonError, LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
 from protocol.messages import RemotePrefill
 
+_MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
 _MIN_RENEW_S = 0.02
 _SEEN_RENEW_S = 0.25  # of a lease seen to be held: most pulls are over before
 
@@ -353,3 +355,21 @@ class PullState:
         paths = sorted({report.path for report in self._reports} - {"none"})
         path = "+".join(paths) or "none"
         return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path, fence)
+
+
+class EndedPulls:
+    """The latest pulls that have ended, and of which PullDrained was told."""
+
+    def __init__(self) -> None:
+        self._told: OrderedDict[str, bool] = OrderedDict()
+
+    def __contains__(self, pull_id: str) -> bool:
+        return pull_id in self._told
+
+    def drained_told(self, pull_id: str) -> bool:
+        return self._told.get(pull_id, False)
+
+    def add(self, pull_id: str, drained_told: bool) -> None:
+        self._told[pull_id] = drained_told
+        if len(self._told) > _MAX_ENDED:
+            self._told.popitem(last=False)

@@ -36,6 +36,7 @@ from kvcache.transfer.pull_job import Opened, PullJob
 from kvcache.transfer.rank_links import InsideLink, OutsideLink, WorkerLink
 from kvcache.transfer.reads import Reads
 from kvcache.transfer.staging import Staging, placing
+from kvcache.transfer.starved import starved
 from kvcache.transfer.ucx_log import UcxRead
 from kvcache.transfer.watch import Watch
 from protocol.errors import BatonError, InternalError, TransferFailed
@@ -48,7 +49,7 @@ logger = get_logger(__name__)
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
 _FENCE_S = 0.003  # so long after a pull the thread looks for others' reports, and P's, itself
 _ALERT_NAP_S, _LATER_NAP_S, _LATER_S = 0.000003, 0.00002, 0.0005  # longer naps, so long after it
-_REHEARSAL_S = 0.00015
+_REHEARSAL_S, _ATTEND_S = 0.00015, 0.001  # so long at most who ordered a pull drives it
 _MAX_FAILURES = 100  # rounds in a row, which take two seconds
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
@@ -67,7 +68,7 @@ class PullWorker:
         mapped: takes the pulls from peers that it can map; the agent moves the others.
         inside: the link to the coordinator, where that is in this process.
         busy: whether this rank's engine computes: READs between GPUs then leave it room.
-        opens: staged pulls are begun before they are planned; None: where the pool is on a GPU. On
+        opens: READs of pulls begin before these are planned; None: where the pool is on a GPU. On
             CPUs a READ copies in the thread that posts it.
     """
 
@@ -122,8 +123,9 @@ class PullWorker:
         self._stopping = threading.Event()
         self._turn = threading.Lock()  # who has it drives the jobs
         self._begins_beside = False  # other threads may take a turn
+        self._attended = False  # the thread that began a pull drives it
         if inside is not None and mapped is not None:
-            inside.on_command = self._begin_beside
+            inside.on_command, inside.on_attend = self._begin_beside, self._attend
         self._thread = VitalThread(self._run, f"pull-{rank}")
         self._watch = Watch(self._thread.name)
         self._register()
@@ -206,11 +208,39 @@ class PullWorker:
                 if isinstance(pull, Pull) and self._mapped.has((pull.engine_id, pull.incarnation)):
                     self._mapped.bind_caller()
                     commands.popleft()
-                    self._link.waker.wake()  # also if it is only about to sleep
+                    self._attended = self._link.is_attended
+                    if not self._attended:
+                        self._link.waker.wake()  # also if it is only about to sleep
                     self._begin(pull)
             except Exception as error:
                 self._survive(error)
         return not commands
+
+    def _attend(self) -> None:
+        """Drives in the calling thread what that began: to wake another one takes as long as a
+        short pull. A long one is the worker's, and so is all while that has the turn."""
+        until = time.perf_counter() + _ATTEND_S
+        attended, self._attended = self._attended, False
+        while attended and not self._turn.locked() and self._progress_beside(until):
+            if not self._jobs and not self._link.awaits_fence():
+                return
+            time.sleep(0)  # whoever waits for the interpreter
+        if attended:
+            self._link.waker.wake()
+
+    def _progress_beside(self, until: float) -> bool:
+        """False when it takes longer, or has failed."""
+        with self._turn:
+            now, jobs = time.perf_counter(), [job for job, _ in self._jobs.values()]
+            lefts = [job.pace.left_s(now) for job in jobs if isinstance(job, MappedJob)]
+            is_short = len(lefts) == len(jobs) and max([*lefts, 0.0]) < until - now
+            try:
+                if is_short:
+                    self._progress()
+            except Exception as error:
+                self._survive(error)
+                is_short = False
+        return is_short
 
     def _survive(self, error: Exception) -> None:
         logger.exception("pull worker")
@@ -237,14 +267,13 @@ class PullWorker:
         now = time.perf_counter()
         if (since_s := now - self._ended_at) < _FENCE_S and self._link.awaits_fence():
             return _ALERT_NAP_S if since_s < _LATER_S else _LATER_NAP_S
-        expected = self._kind == "VRAM" and now < self._link.expected_until
-        return _ALERT_NAP_S if expected else None
+        return _ALERT_NAP_S if self._kind == "VRAM" and now < self._link.expected_until else None
 
     def _nap_s(self) -> float:
         now = time.perf_counter()
-        naps = [job.pace.nap_s(now) for job, _ in self._jobs.values() if not job.stopping]
-        known = [nap for nap in naps if nap is not None]
-        if known and self._kind == "VRAM":
+        jobs = list(self._jobs.values())  # others may end some meanwhile
+        naps = [job.pace.nap_s(now) for job, _ in jobs if not job.stopping]
+        if self._kind == "VRAM" and (known := [nap for nap in naps if nap is not None]):
             return min(known)
         nap_s = self._idle_s
         self._idle_s = min(nap_s * 1.5, self._poll_max_s if naps else _POLL_STUCK_S)
@@ -285,8 +314,7 @@ class PullWorker:
             self._probe(peer, min(owners))
 
     def _probe(self, peer: JobPeer, rank: int) -> None:
-        job = self._maker.probe(peer, rank)
-        if job is not None:
+        if (job := self._maker.probe(peer, rank)) is not None:
             peer.users += 1
             peer.probe = job
             self._jobs[job.pull_id] = (job, peer)
@@ -330,13 +358,13 @@ class PullWorker:
                 self._pool.use(max(pull.local_block_ids, default=-1))
 
     def _open(self, pull: Pull, peer: JobPeer) -> Opened | None:
-        """Posts what it is likely to read first, if nothing else is going on."""
-        if not self._opens or self._jobs or self._staging is None:
-            return None
-        opening = self._maker.opening(pull, peer)
+        """Posts what it reads first, if nothing else is going on."""
+        opening = self._maker.opening(pull, peer) if self._opens and not self._jobs else None
         if opening is None:
             return None
-        return self._reads.open(peer, opening, self._staging.base_address)
+        memory = self._staging if opening.is_staged else self._pool
+        assert memory is not None
+        return self._reads.open(peer, opening, memory.base_address)
 
     def _refuse(self, pull: Pull, peer: JobPeer, opened: Opened | None, error: BatonError) -> None:
         """A pull that cannot be planned; what was opened has to end before it is over."""
@@ -369,7 +397,8 @@ class PullWorker:
     def _progress(self) -> bool:
         """Polls, posts at most one piece, ends what has ended; whether anything happened."""
         polled = self._reads.poll() | self._advance()
-        self._pass_hung_staging_by()
+        for job in starved(self._staging, self._jobs):
+            self._fail(job, TransferFailed("READs that hang have the staging memory"))
         posted = self._reads.post_one(self._jobs.values())
         if posted is not None and posted.pull_id in self._jobs:
             self._jobs.move_to_end(posted.pull_id)  # pulls take turns
@@ -377,36 +406,8 @@ class PullWorker:
         for job in ended:
             self._end(job)
         self._announce_ends()
-        return polled or posted is not None or bool(ended) or self._prepare()
-
-    def _pass_hung_staging_by(self) -> None:
-        """Others do not wait for staging memory while the READs of who has it hang."""
-        staging = self._staging
-        if staging is None or staging.owner is None:
-            return
-        owner = self._jobs.get(staging.owner)
-        if owner is None:  # it could not be made, or failed to leave
-            staging.leave(staging.owner)
-            return
-        if len(self._jobs) == 1:
-            return
-        holder, peer = owner
-        if not holder.hangs and (holder.active or not self._hangs(peer)):
-            return
-        for job, _ in list(self._jobs.values()):
-            if not (isinstance(job, PullJob) and job.awaits_staging) or job.pass_staging_by():
-                continue
-            # A holder that nobody else waits for goes on for ever; a probe is not worth the wait.
-            if holder.stopping or isinstance(holder, ProbeJob) or isinstance(job, ProbeJob):
-                self._fail(job, TransferFailed("READs that hang have the staging memory"))
-
-    def _hangs(self, peer: JobPeer) -> bool:
-        """Whether READs from it do, which may keep others from being posted."""
-        return any(job.hangs for job, whose in self._jobs.values() if whose is peer)
-
-    def _prepare(self) -> bool:
-        jobs = [job for job, _ in self._jobs.values() if isinstance(job, PullJob)]
-        return any(job.prepare() for job in jobs)
+        jobs = (job for job, _ in self._jobs.values() if isinstance(job, PullJob))
+        return polled or posted is not None or bool(ended) or any(job.prepare() for job in jobs)
 
     def _announce_ends(self) -> None:
         """Once for each pull. Where P will not be asked this only rehearses what follows its end,

@@ -56,6 +56,11 @@ class WorkerLink(ABC):
     def report(self, report: Report) -> None:
         """Tells the coordinator."""
 
+    @property
+    def is_attended(self) -> bool:
+        """Whether the calling thread is going to drive what it ordered."""
+        return False
+
     def awaits_fence(self) -> bool:
         """Takes what has come from other ranks or P; whether more is to come before a pull whose
         share here has been read is over. A worker with nothing to do may ask this again and again
@@ -82,6 +87,9 @@ class InsideLink(WorkerLink):
         on_wait: likewise, what `awaits_fence` asks.
         on_command: set by the worker; called by any thread that holds no lock when there are
             commands; may obey them, and says whether it has.
+        on_attend: likewise set; called by the attendant.
+        attendant: thread that will `attend` to what it has ordered, so that nobody need be woken
+            for it; 0 for none.
     """
 
     def __init__(self) -> None:
@@ -92,6 +100,8 @@ class InsideLink(WorkerLink):
         self.on_report: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], bool] = lambda: False
         self.on_command: Callable[[deque[Command]], bool] = lambda commands: False
+        self.on_attend: Callable[[], None] = lambda: None
+        self.attendant = 0
 
     def open(self, rank: int, stopping: threading.Event) -> None:
         pass
@@ -102,6 +112,10 @@ class InsideLink(WorkerLink):
     def report(self, report: Report) -> None:
         self._reports.append(report)
         self.on_report()
+
+    @property
+    def is_attended(self) -> bool:
+        return self.attendant == threading.get_ident()
 
     def awaits_fence(self) -> bool:
         return self.on_wait()
@@ -125,6 +139,12 @@ class InsideLink(WorkerLink):
         woken for it."""
         if self._commands and not self.on_command(self._commands) and self._sleeps:
             self.waker.wake()
+
+    def attend(self) -> None:
+        """Drives what the calling thread has ordered, for a short while, in the worker's place."""
+        if self.is_attended:
+            self.attendant = 0
+            self.on_attend()
 
     def expect(self) -> None:
         self.expected_until = time.perf_counter() + _EXPECTED_S
@@ -233,6 +253,15 @@ class RankLinks:
         """Follows `broadcast`, in a thread that holds no lock."""
         for link in self._inside.values():
             link.pass_on()
+
+    def will_attend(self) -> None:
+        """The calling thread orders something now, and calls `attend` next."""
+        for link in self._inside.values():
+            link.attendant = threading.get_ident()
+
+    def attend(self) -> None:
+        for link in self._inside.values():
+            link.attend()
 
     def has_something(self) -> bool:
         """Whether a rank outside has said something."""

@@ -79,11 +79,10 @@ class Reads:
         return None
 
     def open(self, peer: JobPeer, opening: Opening, base_address: int) -> Opened | None:
-        """Posts what a pull is likely to read first, `adopt` follows; None where it has to wait for
-        its job.
+        """Posts what a pull reads first, `adopt` follows; None where it has to wait for its job.
 
         Args:
-            base_address: of staging memory.
+            base_address: of the memory that is read into.
         """
         read, began, limits = opening.read, time.perf_counter(), self._limits
         if self._active or read.remote_rank not in peer.names:
@@ -98,7 +97,8 @@ class Reads:
         except BatonError:
             return None
         self._counters["posts"] += 1
-        step = Step(iter(()), base_address, slot=0, at_once=False, active=1, posted=True)
+        slot = 0 if opening.is_staged else -1
+        step = Step(iter(()), base_address, slot=slot, at_once=False, active=1, posted=True)
         return Opened(opening, step, handle, began)
 
     def adopt(self, opened: Opened, job: PullJob, peer: JobPeer) -> None:

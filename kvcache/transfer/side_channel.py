@@ -6,10 +6,10 @@ client (side_client.py) posts requests and takes replies without ever blocking: 
 nonce. A message on the wire is its MAC and its payload.
 """
 
+import os
 import select
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -58,7 +58,7 @@ _NO_DESCRIPTOR_S = 0.01
 
 def new_id() -> str:
     """128 random bits, as 32 hex digits: of leases, attempts and nonces."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 class LeaseServer:

@@ -1,7 +1,7 @@
-"""D's end of the side channel: one connection for each prefill engine, requests and replies apart.
+"""D's end of the side channel: one connection per prefill engine; replies come in any order.
 
-A connection that is lost is made anew, for a minute, and what was not sent waits for it; a request
-that may have been lost with it is its asker's to repeat.
+A lost connection is made anew, for up to a minute, and unsent requests wait for it. Whoever sent a
+request that may have been lost with it has to repeat it.
 """
 
 import errno

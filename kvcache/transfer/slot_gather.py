@@ -1,8 +1,8 @@
-"""Places staged chunks on a GPU with the mapped path's gather kernel: a slot is read as a peer's
-mapped memory would be.
+"""Places staged chunks on a GPU with the mapped path's gather kernel, which reads a slot like a
+peer's mapped memory.
 
-Torch's indexed copy runs as fast, but takes 0.15 to 0.2 ms to begin: as long as a chunk takes to be
-read. A launch of the kernel takes 0.02.
+Torch's indexed copy is as fast, but takes 0.15 to 0.2 ms to start, as long as reading a chunk. A
+launch of the kernel takes 0.02 ms.
 """
 
 from dataclasses import dataclass, field, replace

@@ -3,7 +3,7 @@
 Ranks hold contiguous ranges of the model's KV heads; where there are more ranks than heads (GQA
 with few heads, or the one latent "head" of MLA) neighbours hold copies of the same head. A rank of
 D takes each of its heads from the ranks of P that hold it. Several holders share the work block by
-block, so that no rank of P is a hot spot; a holder nobody reads from simply never comes up.
+block, so that no rank of P is a hot spot; a holder that nobody reads from does not appear.
 
 Ranks of D that share the tokens of every sequence (decode context parallelism) hold the same heads;
 each wants the tokens of its own stripe only (kvcache/stripe.py).

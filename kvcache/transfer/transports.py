@@ -1,7 +1,7 @@
 """What this machine offers to move KV between two servers on it, and how fast each way is.
 
-What is there is only looked at; `measure` moves bytes, out of a process of its own, through the
-same agent and mappers as the servers.
+`look` changes nothing; `measure` moves bytes, out of a process of its own, through the same agent
+and mappers as the servers.
 """
 
 import importlib.util

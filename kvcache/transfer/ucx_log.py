@@ -1,4 +1,4 @@
-"""Which transport UCX really reads with, by its own word.
+"""Which transport UCX really reads with, as UCX itself reports.
 
 UCX chooses a protocol for each pair of memory kinds when they are first read between, and prints
 the choice if asked to (UCX_PROTO_INFO), for reads as a table of four lines:
@@ -8,8 +8,8 @@ the choice if asked to (UCX_PROTO_INFO), for reads as a table of four lines:
     | Range  | Description | Config                                    |
     | 0..inf | zero-copy   | cma/memory                                |
 
-It is let print into memory of this process, so that nobody's terminal fills and no file stays.
-What else UCX has to say, its warnings and errors, comes there as well and is for `other_lines`.
+It prints into memory of this process, so that no terminal fills and no file stays. UCX's warnings
+and errors go there as well and are returned by `other_lines`.
 """
 
 import ctypes

@@ -1,6 +1,7 @@
-"""Notices a thread that does not get on: stuck in a driver or a transport it obeys no order.
+"""Notices a thread that makes no progress: stuck in a driver or a transport, it obeys no orders.
 
-Each pull would run into its timeout and leave its blocks quarantined, in an engine that looks well.
+Without this every pull would run into its timeout and leave its blocks quarantined, in an engine
+that looks healthy.
 """
 
 import faulthandler
@@ -19,7 +20,7 @@ class ThreadStuck(Exception):
 class Watch:
     """Ends the process, as a vital thread does, when the thread it watches is stuck.
 
-    Looks are counted, not seconds: a process that was stopped for longer has done nothing wrong.
+    Counts looks, not seconds: a process that was stopped for a while has done nothing wrong.
 
     Attributes:
         at: counted up by the watched thread whenever it begins something.
@@ -48,4 +49,6 @@ class Watch:
             seen = self.at
             if num_same == _NUM_LOOKS:
                 faulthandler.dump_traceback()
-                raise ThreadStuck(f"{self._name} has not got on for {_LOOK_S * _NUM_LOOKS:g} s")
+                raise ThreadStuck(
+                    f"{self._name} has made no progress for {_LOOK_S * _NUM_LOOKS:g} s"
+                )

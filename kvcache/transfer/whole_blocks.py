@@ -1,8 +1,8 @@
 """Direct reads of whole blocks that are one run on both sides: the plans that most pulls get.
 
-What depends on geometry alone is worked out once for a pair of engines; a pull then costs a loop
-over its block ids or, where these are many, a handful of numpy calls. Each of those takes up to
-10 us when the processor has done other things in between, and the link idles meanwhile.
+What depends only on geometry is worked out once for a pair of engines; a pull then costs a loop
+over its block ids or, if there are many, a handful of numpy calls. Each of those takes up to 10 us
+if the processor has done other things in between, and the link is idle meanwhile.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +17,7 @@ from kvcache.transfer.runs import Axis, RankRead, grow
 from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, byte_strides
 
 _FEW_BLOCKS = 256
+_FIRST_BYTES, _FIRST_BLOCKS = 64 << 20, 16  # take as long to read as a plan to be made
 _HIGH = 32  # bits for a block id
 _LOW_BITS = (1 << _HIGH) - 1
 _NEXT = (1 << _HIGH) + 1  # from a pair of block ids to that of the blocks behind both
@@ -67,17 +68,44 @@ class WholeBlocks:
             return None
         return cls(shares)
 
-    def reads(self, transfer: Transfer, first: int, last: int) -> tuple[RankRead, ...]:
-        """The fewest runs of blocks [first, last) of the sequence, by rank of P."""
+    def first_read(
+        self, first: int, last: int, local: list[int], remote: list[int], turn: int
+    ) -> tuple[RankRead, int]:
+        """The first of `reads` where these shall begin with a few blocks, for all but the checks of
+        the block tables, and how many blocks it reads.
+
+        Args:
+            turn: of the head groups, see topology.HeadGroup.
+        """
+        share = self._shares[0]
+        begin = first + (share.copy - first - turn) % share.copies
+        count = max(1, min(_FIRST_BLOCKS, _FIRST_BYTES // share.run_bytes))
+        mine = slice(begin, min(last, begin + count * share.copies), share.copies)
+        return _read_few(share, local[mine], remote[mine]), len(local[mine])
+
+    def reads(
+        self, transfer: Transfer, first: int, last: int, num_read: int = 0
+    ) -> tuple[RankRead, ...]:
+        """The fewest runs of blocks [first, last) of the sequence, by rank of P.
+
+        Args:
+            num_read: blocks that `first_read` has read.
+        """
         transfer.local_table.check()
         is_few = last - first <= _FEW_BLOCKS
         found = []
         for share in self._shares:
-            start = (share.copy - first - transfer.groups[share.group].turn) % share.copies
-            if start < last - first:
-                mine = slice(first + start, last, share.copies)
-                read = _read_few if is_few else _read
-                found.append(read(share, transfer, mine))
+            begin = first + (share.copy - first - transfer.groups[share.group].turn) % share.copies
+            if share is self._shares[0]:
+                begin += num_read * share.copies
+            if begin >= last:
+                continue
+            mine = slice(begin, last, share.copies)
+            if is_few:
+                tables = transfer.local_table.ids[mine], transfer.remote_table.ids[mine]
+                found.append(_read_few(share, *tables))
+            else:
+                found.append(_read(share, transfer, mine))
         if len(found) > 1:
             found.sort(key=lambda read: read.remote_rank)
         return tuple(found)
@@ -111,8 +139,7 @@ def _shares(
             )
 
 
-def _read_few(share: _Share, transfer: Transfer, mine: slice) -> RankRead:
-    remote, local = transfer.remote_table.ids[mine], transfer.local_table.ids[mine]
+def _read_few(share: _Share, local: list[int], remote: list[int]) -> RankRead:
     if share.joins and len(local) > 1:
         rows = _rows(remote, local)
         remote, local = [row[1] for row in rows], [row[0] for row in rows]

@@ -31,7 +31,7 @@ from kvcache.transfer.side_channel import LeaseServer
 from prefill_server.role import PrefillRole
 from protocol import kv_params
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
-from protocol.messages import AddRequest, SamplingParams
+from protocol.messages import AbortRequest, AddRequest, SamplingParams
 from tests.engine.shadow import (
     MemoryTransport,
     ShadowExecutor,
@@ -235,9 +235,12 @@ class Pair:
         params: dict[str, Any],
         max_tokens: int = 6,
         sampling: SamplingParams | None = None,
+        *,
+        aborted: bool = False,
         **members: Any,
     ) -> str:
-        """Gives D the request with its reference; returns its name."""
+        """Gives D the request with its reference, and an abort at once if told so; returns its
+        name."""
         name = f"d{next(_names)}"
         parsed = kv_params.parse(params)
         parsed.verify(SECRET)
@@ -251,7 +254,7 @@ class Pair:
             ),
             **members,
         )
-        self.d.core.round([request])
+        self.d.core.round([request, AbortRequest(name)] if aborted else [request])
         return name
 
     def until(

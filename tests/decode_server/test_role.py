@@ -137,6 +137,23 @@ def test_an_expired_lease_is_noticed_by_the_fence(make_pair: MakePair) -> None:
     pair.settle()
 
 
+def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_recomputed(
+    make_pair: MakePair,
+) -> None:
+    pair = make_pair(settings=PullSettings(pull_timeout_s=0.2, drain_grace_s=0.01))
+    whole = PROMPT[:12]
+    params = pair.prefill(whole)
+    pair.d.agent.stall()
+    name = pair.ask(whole, params)
+    pair.until(lambda: pair.d.agent.active > 0)
+    pair.d.core.round([add("other", whole, 6)])
+    pair.until(lambda: bool(pair.d.out.terminals("other")))
+    assert pair.answer(name) == expected_output(whole, 6)
+    assert pair.usage(name) == (0, 12, 0)
+    pair.d.agent.resume()
+    pair.settle()
+
+
 def test_a_failed_read_is_recomputed(make_pair: MakePair) -> None:
     pair = make_pair()
     params = pair.prefill(PROMPT)
@@ -144,6 +161,28 @@ def test_a_failed_read_is_recomputed(make_pair: MakePair) -> None:
     name = pair.ask(PROMPT, params)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     assert pair.usage(name)[0] == 0
+    pair.settle()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("on_p", "on_d"), [(8, 4), (8, 0), (0, 4), (4, 8)])
+def test_cached_tokens_are_those_that_neither_server_computed(
+    make_pair: MakePair, on_p: int, on_d: int, fails: bool
+) -> None:
+    pair = make_pair()
+    for side, seen in ((pair.p, on_p), (pair.d, on_d)):
+        if seen:
+            side.core.round([add("warm", PROMPT[: seen + 1], 1)])
+            pair.until(lambda out=side.out: bool(out.terminals("warm")))
+    params = pair.prefill(PROMPT)
+    if fails:
+        pair.d.agent.fail(1)
+    name = pair.ask(PROMPT, params)
+    assert pair.answer(name) == expected_output(PROMPT, 6)
+    rest = len(PROMPT) - on_d
+    assert pair.usage(name) == ((0, rest, on_d) if fails else (rest, 0, on_d))
+    told = pair.d.out.terminals(name)[0].usage
+    assert told is not None and told.cached_tokens == (min(on_p, on_d) if fails else on_p)
     pair.settle()
 
 
@@ -284,6 +323,21 @@ def test_an_abort_at_any_time_brings_every_block_home(make_pair: MakePair, stall
         assert pair.d.out.terminals(name)[0].finish_reason == "abort"
         pair.d.agent.resume()
         pair.settle()
+
+
+@pytest.mark.parametrize("fingerprint", ["shadow", "other"])
+def test_an_abort_while_hands_are_shaken_ends_the_request_alone(
+    make_pair: MakePair, fingerprint: str
+) -> None:
+    pair = make_pair(p_compat=msgspec.structs.replace(COMPAT, model_fingerprint=fingerprint))
+    gone = pair.ask(PROMPT, pair.prefill(PROMPT), aborted=True)
+    pair.until(lambda: any(pair.coordinator.handshakes().values()))
+    name = pair.ask(PROMPT, pair.prefill(PROMPT))
+    assert pair.answer(name) == expected_output(PROMPT, 6)
+    assert pair.usage(name)[0] == (len(PROMPT) if fingerprint == "shadow" else 0)
+    (end,) = pair.d.out.terminals(gone)
+    assert end.finish_reason == "abort"
+    pair.settle()  # P's clock stands still: no lease expires
 
 
 def test_a_request_that_ends_with_its_first_token_gives_the_lease_back(

@@ -30,12 +30,12 @@ if __name__ == "__main__":
 
 _SERVER = """
 import sys
-from engine.http import PlainHooks
+from engine.http import ServerHooks
 from engine.serve import run_server
 from protocol.settings import DecodeSettings, parse
 
 settings = parse(DecodeSettings, sys.argv[1:], prog="broken")
-hooks = lambda secret: PlainHooks()
+hooks = lambda secret: ServerHooks()
 raise SystemExit(run_server(settings, role="decode", module="broken_role", hooks=hooks))
 """
 

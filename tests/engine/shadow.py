@@ -212,13 +212,12 @@ class MemoryTransport:
     def __init__(self) -> None:
         self.deltas: list[TokenDelta] = []
         self.stats: dict[str, float] = {}
-        self.num_wakes = 0
 
     def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
         return [], True
 
     def wake(self) -> None:
-        self.num_wakes += 1
+        pass
 
     def send(self, deltas: list[TokenDelta]) -> None:
         self.deltas += deltas

@@ -94,16 +94,6 @@ def test_going_away_ends_every_lease() -> None:
     assert outcomes(table) == [("L", LeaseState.ABORTED), ("M", LeaseState.ABORTED)]
 
 
-def test_the_next_deadline_is_never_later_than_an_expiry() -> None:
-    table = table_with()
-    table.renew("L", now=105.0)
-    assert table.next_deadline() == 110.0  # too early is harmless
-    table.expire(110.0)
-    assert table.next_deadline() == 115.0
-    table.expire(115.0)
-    assert table.next_deadline() is None
-
-
 class LeaseMachine(RuleBasedStateMachine):
     """Property: every lease ends once, `ok` is said only for blocks still promised (I3, I4, I5)."""
 

@@ -5,15 +5,19 @@ from dataclasses import dataclass
 from itertools import permutations
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from kvcache.layout import KVLayout
+from kvcache.transfer import reformat
 from kvcache.transfer.agent import ReadState
+from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
     Endpoint,
     TransferPlan,
+    check_transfer,
     heads_of,
     plan_transfer,
 )
@@ -90,6 +94,18 @@ class Case:
             self.d.blocks,
             self.p.blocks,
             **options,
+        )
+
+    def transfer(self, d_rank: int) -> Transfer:
+        return check_transfer(
+            self.endpoints(self.d)[d_rank],
+            self.endpoints(self.p),
+            self.heads,
+            (self.start, self.stop),
+            self.d.blocks,
+            self.p.blocks,
+            lease_hash=self.lease_hash,
+            convert=True,
         )
 
 
@@ -247,6 +263,28 @@ def leased_bytes(case: Case, rank: int) -> np.ndarray:
 
 
 DTYPES = st.sampled_from([("float32",) * 2, ("float32", "float16"), ("float16", "float32")])
+
+
+def check_plan(case: Case, d_rank: int, plan: TransferPlan, slot_bytes: int) -> None:
+    """Carried out, a plan brings what is wanted, changes nothing else, reads nothing that is not
+    leased, takes no larger slots, and says what it reads."""
+    sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
+    into = garbage(case, case.d, d_rank)
+    execute_reads(plan.reads, sources, into)
+    pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
+    for chunk in plan.chunks:
+        assert chunk.nbytes <= slot_bytes
+        slot = np.full(chunk.nbytes, 0xEE, np.uint8)
+        execute_reads(chunk.reads, sources, slot)
+        reformat.apply(chunk, torch.from_numpy(slot), pool)
+    np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
+    reads = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
+    assert plan.descriptors == sum(len(read.lengths) for read in reads)
+    assert plan.bytes_read == sum(int(read.lengths.sum()) for read in reads)
+    for read in reads:
+        leased = leased_bytes(case, read.remote_rank)
+        for first, length in zip(read.remote_offsets, read.lengths, strict=True):
+            assert leased[first : first + length].all()
 
 
 def with_dtypes(case: Case, p_dtype: str, d_dtype: str) -> Case:

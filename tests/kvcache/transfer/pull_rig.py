@@ -236,6 +236,7 @@ class Decode:
         make_mapped: Callable[[KVPool], MappedPath | None] = lambda pool: None,
         convert: bool = False,
         costs: CostModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **changes: Any,
     ) -> None:
         self.tp, self.dcp, self.heads = tp, dcp, heads
@@ -251,6 +252,7 @@ class Decode:
             compat_of(self.layouts[0], heads, scales),
             secret,
             PullSettings(**(settings or {})),
+            clock=clock,
             on_event=self.woken.set,
             convert=convert,
             stripe=Stripe(0, dcp, self.layouts[0].block_size),

@@ -237,6 +237,22 @@ def test_an_agent_can_be_handed_to_another_thread(reader: Reader) -> None:
     assert np.array_equal(reader.into, reader.peer.memory)
 
 
+def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable() -> None:
+    program = "from kvcache.transfer.nixl_agent import CannotStart, NixlAgent\n" + (
+        "try: NixlAgent()\nexcept CannotStart as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "UCX_TLS": "nonsense"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    told = done.stdout.splitlines()[-1]
+    assert told.startswith("NIXL cannot start UCX (") and "UCX_TLS=nonsense" in told
+
+
 def test_names_are_unique(reader: Reader) -> None:
     other = another(reader)
     assert other.name != reader.agent.name

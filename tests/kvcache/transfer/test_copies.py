@@ -18,7 +18,7 @@ from tests.kvcache.transfer.geometry import (
     memory_of,
     with_dtypes,
 )
-from tests.kvcache.transfer.test_gather import gathers_of, transfer_of
+from tests.kvcache.transfer.test_gather import gathers_of
 
 PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=300)
 
@@ -41,7 +41,7 @@ def carry_out(copies: Copies, rows: Rows, count: int, source: np.ndarray, into: 
 
 def copy_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray | None:
     """What D holds after all copies; None where its share is no rows."""
-    transfer = transfer_of(case, d_rank)
+    transfer = case.transfer(d_rank)
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
     for gather, rows in zip(make_gathers(transfer), every_rows(case, d_rank), strict=True):
@@ -124,7 +124,7 @@ def test_what_is_more_than_rows(p: Side, d: Side) -> None:
 
 def test_whole_blocks_are_runs_and_the_ends_are_rows() -> None:
     case = case_of(side(), side(), start=3, stop=30)
-    transfer = transfer_of(case, 0)
+    transfer = case.transfer(0)
     (gather,) = make_gathers(transfer)
     (rows,) = every_rows(case, 0)
     assert rows is not None

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.gather import Gather, _divisor, launches, locate, make_gathers
-from kvcache.transfer.plan import check_transfer
 from tests.kvcache.transfer.geometry import (
     DTYPES,
     GARBAGE,
@@ -24,27 +22,14 @@ from tests.kvcache.transfer.geometry import (
 PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=200)
 
 
-def transfer_of(case: Case, d_rank: int) -> Transfer:
-    return check_transfer(
-        case.endpoints(case.d)[d_rank],
-        case.endpoints(case.p),
-        case.heads,
-        (case.start, case.stop),
-        case.d.blocks,
-        case.p.blocks,
-        lease_hash=case.lease_hash,
-        convert=True,
-    )
-
-
 def gathers_of(case: Case, d_rank: int) -> tuple[Gather, ...]:
-    return make_gathers(transfer_of(case, d_rank))
+    return make_gathers(case.transfer(d_rank))
 
 
 def gather_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray:
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
-    transfer = transfer_of(case, d_rank)
+    transfer = case.transfer(d_rank)
     remote, local = transfer.remote_blocks, transfer.local_blocks
     for gather in make_gathers(transfer):
         elements = gather.share.unit_elements

@@ -21,7 +21,6 @@ from kvcache.transfer.host_mapper import HostMapper, make_chunk
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.mapper import EXTRA_KEY, NotMappable
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.plan import check_transfer
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable, PullTimeout
 from protocol.handshake import EngineMetadata
@@ -41,16 +40,7 @@ def test_any_geometry_is_copied_exactly(
     case = with_dtypes(case, *dtypes)
     sources = [memory_of(case, case.p, rank, case.start) for rank in range(case.p.tp)]
     for rank in range(case.d.tp):
-        transfer = check_transfer(
-            case.endpoints(case.d)[rank],
-            case.endpoints(case.p),
-            case.heads,
-            (case.start, case.stop),
-            case.d.blocks,
-            case.p.blocks,
-            lease_hash=case.lease_hash,
-            convert=True,
-        )
+        transfer = case.transfer(rank)
         pool = torch.from_numpy(garbage(case, case.d, rank))
         for gather in make_gathers(transfer):
             slot = torch.from_numpy(sources[gather.share.remote_rank].view(np.uint8))

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
+from kvcache.transfer import plan, whole_blocks
 from kvcache.transfer.job_maker import JobMaker
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.mapper import MappedMemory, MemoryMapper, NotMappable
@@ -35,6 +37,25 @@ def _bytes_of(read: RankRead) -> tuple[Any, ...]:
     return read.remote_rank, *(array.tolist() for array in read[1:])
 
 
+def _places(reads: tuple[RankRead, ...]) -> list[tuple[int, int, int, int]]:
+    """Every byte that is read, as runs as long as they can be: places must occur once."""
+    rows = sorted(
+        (read.remote_rank, to, at, size)
+        for read in reads
+        for at, to, size in zip(*(array.tolist() for array in read[1:]), strict=True)
+    )
+    found: list[tuple[int, int, int, int]] = []
+    for rank, to, at, size in rows:
+        if found and found[-1][0] == rank:
+            _, target, source, before = found[-1]
+            assert target + before <= to, "read twice"
+            if (target + before, source + before) == (to, at):
+                found[-1] = (rank, target, source, before + size)
+                continue
+        found.append((rank, to, at, size))
+    return found
+
+
 def _check_openings(all_pulls: list[Case], d_rank: int, staging_blocks: int) -> tuple[int, int]:
     """How many pulls were opened, and how many of these as their plans want."""
     first = all_pulls[0]
@@ -50,18 +71,24 @@ def _check_openings(all_pulls: list[Case], d_rank: int, staging_blocks: int) -> 
     opened = wanted = 0
     for case in all_pulls:
         tokens, p, d = (case.start, case.stop), list(case.p.blocks), list(case.d.blocks)
-        opening = planner.opening(tokens, p, lease_hash=case.lease_hash)
+        opening = planner.opening(tokens, d, p, lease_hash=case.lease_hash)
         transfer = planner.take(tokens, d, p, lease_hash=case.lease_hash)
-        plan = planner.plan(transfer, DEFAULT_COSTS["cuda"])
+        made = planner.plan(transfer, DEFAULT_COSTS["cuda"])
         if opening is None:
             continue
         leased, read = leased_bytes(case, opening.read.remote_rank), opening.read
+        bound = opening.slot_bytes if opening.is_staged else planner._local.layout.nbytes
         for at, to, length in zip(*read[1:], strict=True):
             assert leased[at : at + length].all()
-            assert 0 <= to <= to + length <= opening.slot_bytes
+            assert 0 <= to <= to + length <= bound
         opened += 1
-        if plan.chunks and opening.slot_bytes == plan.slot_bytes:
-            wanted += _bytes_of(plan.chunks[0].reads[0]) == _bytes_of(read)
+        if not opening.is_staged:
+            begun = planner.plan(transfer, DEFAULT_COSTS["cuda"], opening)
+            assert begun.reads[0] is read and opening.rest(begun.reads) == begun.reads[1:]
+            assert _places(begun.reads) == _places(made.reads)
+            wanted += 1
+        elif made.chunks and opening.slot_bytes == made.slot_bytes:
+            wanted += _bytes_of(made.chunks[0].reads[0]) == _bytes_of(read)
     return opened, wanted
 
 
@@ -71,6 +98,21 @@ def test_an_opening_stays_inside_leased_blocks_and_its_slot(
     all_pulls, d_rank, staging_blocks, dtypes
 ) -> None:
     _check_openings([with_dtypes(case, *dtypes) for case in all_pulls], d_rank, staging_blocks)
+
+
+def test_whole_blocks_are_opened_where_their_plans_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_LONG_RUN_BYTES", 1)
+    counts = Counter[str]()
+
+    @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=250)
+    @given(pulls(), st.integers(0, 7), st.integers(1, 6), DTYPES, st.integers(1, 4))
+    def check(all_pulls, d_rank, staging_blocks, dtypes, most) -> None:
+        monkeypatch.setattr(whole_blocks, "_FIRST_BLOCKS", most)
+        cases = [with_dtypes(case, *dtypes) for case in all_pulls for _ in range(2)]
+        counts["wanted"] += _check_openings(cases, d_rank, staging_blocks)[1]
+
+    check()
+    assert counts["wanted"] >= 50
 
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=150)
@@ -99,10 +141,38 @@ def test_blocks_that_are_not_there_are_not_opened() -> None:
     )
     costs, blocks = DEFAULT_COSTS["cuda"], [8, 6, 4, 2, 1, 3, 5, 7]
     planner.plan(planner.take((0, 64), blocks, [5, 2, 9, 7]), costs)
-    assert planner.opening((0, 64), [1, 4, 3, 8]) is not None
+    assert planner.opening((0, 64), blocks, [1, 4, 3, 8]) is not None
     for wrong in ([32, 4, 3, 8], [-1, 4, 3, 8], []):
-        assert planner.opening((0, 64), wrong) is None
-    assert planner.opening((0, 60), [1, 4, 3, 8]) is None  # nothing like it was planned
+        assert planner.opening((0, 64), blocks, wrong) is None
+    assert planner.opening((0, 60), blocks, [1, 4, 3, 8]) is None  # nothing like it was planned
+
+
+def test_whole_blocks_of_which_the_first_copy_has_none_are_not_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "_LONG_RUN_BYTES", 1)
+    one_head = layout(num_heads=1)
+    remote = [Endpoint(one_head, rank, 4) for rank in range(4)]  # two for each head
+    planner = Planner(Endpoint(one_head, 0, 2), remote, 2)
+    planner.plan(planner.take((0, 16), [1, 2], [3, 4]), DEFAULT_COSTS["cuda"])
+    openings = [planner.opening((0, 8), [1], [5], lease_hash=turn) for turn in range(4)]
+    assert [found and found.num_blocks for found in openings] == [1, None, 1, None]
+
+
+def test_whole_blocks_that_are_not_there_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_LONG_RUN_BYTES", 1)
+    planner = Planner(Endpoint(layout(), 0, 1), [Endpoint(layout(), 0, 1)], HEADS)
+    costs, ours, theirs = DEFAULT_COSTS["cuda"], [8, 6, 4], [5, 2, 9]
+    assert planner.opening((0, 24), ours, theirs) is None  # nothing was planned
+    planner.plan(planner.take((0, 24), ours, theirs), costs)
+    opened = planner.opening((0, 24), ours, theirs)
+    assert opened is not None and opened.num_blocks == 3
+    assert planner.opening((0, 24), ours, [9, 8, 7, 6]) is not None
+    for wrong in ([32, 4, 3], [-1, 4, 3], [4, 3], []):
+        assert planner.opening((0, 24), wrong, theirs) is None
+        assert planner.opening((0, 24), ours, wrong) is None
+    for tokens in ((0, 20), (4, 24), (16, 16), (24, 8), (-8, 16)):
+        assert planner.opening(tokens, ours, theirs) is None
 
 
 class Rank:
@@ -241,15 +311,17 @@ def test_what_the_plan_does_not_want_is_thrown_away_and_its_slot_not_used_before
     prefill: Any, rank: Rank, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     """As when two pulls that look alike are planned in different ways."""
-    find, plan = Planner.opening, Planner.plan
+    find, make = Planner.opening, Planner.plan
 
-    def other(self: Any, tokens: Any, blocks: list[int], **options: Any) -> Opening | None:
-        return find(self, tokens, [block + 1 for block in blocks], **options)
+    def other(
+        self: Any, tokens: Any, ours: list[int], blocks: list[int], **options: Any
+    ) -> Opening | None:
+        return find(self, tokens, ours, [block + 1 for block in blocks], **options)
 
-    def planned(self: Any, transfer: Any, costs: Any) -> Any:
+    def planned(self: Any, transfer: Any, costs: Any, opened: Any) -> Any:
         self._staging_bytes = None if direct else self._staging_bytes
         self._decisions.clear()
-        return plan(self, transfer, costs)
+        return make(self, transfer, costs, opened)
 
     monkeypatch.setattr(Planner, "opening", other)
     monkeypatch.setattr(Planner, "plan", planned)
@@ -294,6 +366,53 @@ def test_an_opening_that_fails_is_the_failure_of_its_pull(prefill: Any, rank: Ra
     ended = rank.ended()
     assert ended is not None and not ended.complete and ended.error is not None
     assert "a READ from" in ended.error.message
+
+
+@pytest.fixture
+def whole(rig: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Rank]]:
+    """P, and a rank that has pulled whole blocks from it once: each is a run that counts as long,
+    and the first two are opened."""
+    monkeypatch.setattr(plan, "_LONG_RUN_BYTES", 1)
+    monkeypatch.setattr(whole_blocks, "_FIRST_BLOCKS", 2)
+    prefill, rank = rig(Prefill), Rank(monkeypatch)
+    rank.link.send(AddPeer(prefill.metadata))
+    lease = prefill.lease([5, 2, 9, 7, 12, 14, 1, 3], 64)
+    rank.order("first", lease, TABLES[0])
+    ended = rank.ended()
+    assert ended is not None and ended.complete and ended.path == "direct"
+    assert rank.when_planned == [0] and rank.holds(lease, TABLES[0])
+    yield prefill, rank
+    rank.agent.resume()
+    rank.worker.close()
+
+
+def test_whole_blocks_are_read_before_they_are_planned(whole: tuple[Any, Rank]) -> None:
+    prefill, rank = whole
+    posts = rank.worker.counters["posts"]
+    lease = prefill.lease([3, 8, 1, 4, 6, 11, 10, 2], 64)
+    rank.order("a", lease, TABLES[1])
+    ended = rank.ended()
+    assert ended is not None and ended.complete and ended.path == "direct", ended
+    assert ended.descriptors == 8 and rank.holds(lease, TABLES[1])
+    assert rank.when_planned == [0, 1] and rank.worker.counters["posts"] == posts + 2
+
+
+def test_whole_blocks_for_a_table_that_is_wrong_behind_the_first_end_with_these(
+    whole: tuple[Any, Rank],
+) -> None:
+    prefill, rank = whole
+    lease = prefill.lease([3, 8, 1, 4, 6, 11, 10, 2], 64)
+    rank.agent.stall()
+    rank.order("wrong", lease, [*TABLES[1][:-1], TABLES[1][0]])
+    assert rank.planned.wait(DEADLINE_S)
+    assert rank.agent.active == 1 and rank.ended(within_s=0.05) is None
+    rank.agent.resume()
+    ended = rank.ended()
+    assert ended is not None and not ended.complete and ended.error is not None
+    assert "local_block_ids" in ended.error.message
+    rank.order("right", lease, TABLES[1])
+    ended = rank.ended()
+    assert ended is not None and ended.complete and rank.holds(lease, TABLES[1])
 
 
 class MapsLater(MemoryMapper):

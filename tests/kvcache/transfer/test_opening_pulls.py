@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
+from kvcache.transfer import plan, whole_blocks
 from kvcache.transfer.agent import Addresses, MemoryKind, ReadHandle, ReadState
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.plan import CostModel
@@ -21,7 +22,7 @@ from kvcache.transfer.pull_job import Opened, PullJob
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
 from protocol.handshake import PROTOCOL_VERSION, EngineMetadata, RankMetadata
-from tests.kvcache.transfer.geometry import GARBAGE, Case, garbage, memory_of, with_dtypes
+from tests.kvcache.transfer.geometry import GARBAGE, Case, Side, garbage, memory_of, with_dtypes
 from tests.kvcache.transfer.pull_rig import DEADLINE_S, compat
 from tests.kvcache.transfer.test_planner import pulls
 
@@ -169,6 +170,16 @@ def _of_pull(memory: Any, number: int) -> Any:
     return np.where(memory == GARBAGE, memory, (memory.astype(int) + 101 * number) % 2039)
 
 
+def _pull_each(cases: list[Case], d_rank: int, staging_blocks: int, seed: int) -> None:
+    engines = Engines(cases[0], d_rank % cases[0].d.tp, staging_blocks, seed)
+    choice = random.Random(seed)
+    try:
+        for number, case in enumerate(cases):
+            engines.pull(case, number, stops=choice.random() < 0.1)
+    finally:
+        engines.close()
+
+
 def test_pulls_in_a_row_bring_their_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     adopted, adopt = [], PullJob._adopt
 
@@ -190,13 +201,47 @@ def test_pulls_in_a_row_bring_their_own_bytes(monkeypatch: pytest.MonkeyPatch) -
         all_pulls: list[Case], d_rank: int, staging_blocks: int, dtype: str, seed: int
     ) -> None:
         cases = [with_dtypes(case, "float32", dtype) for case in all_pulls for _ in range(2)]
-        engines = Engines(cases[0], d_rank % cases[0].d.tp, staging_blocks, seed)
-        choice = random.Random(seed)
-        try:
-            for number, case in enumerate(cases):
-                engines.pull(case, number, stops=choice.random() < 0.1)
-        finally:
-            engines.close()
+        _pull_each(cases, d_rank, staging_blocks, seed)
 
     check()
     assert sum(adopted) >= 20  # of some hundred
+
+
+@st.composite
+def whole_pulls(draw: Any) -> list[Case]:
+    """Pulls of nothing but whole blocks, each of them one run from each rank."""
+    p_tp, d_tp, heads = draw(
+        st.sampled_from([(1, 1, 2), (1, 2, 2), (2, 1, 2), (4, 2, 4), (4, 1, 1)])
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    found = []
+    for _ in range(draw(st.integers(3, 6))):
+        count = draw(st.integers(1, 9))
+        start = draw(st.integers(0, count - 1))
+        sides = []
+        for tp in (p_tp, d_tp):
+            ids = np.arange(20) if draw(st.booleans()) else rng.permutation(20)
+            sides.append(Side(tp, "BHLCND", 4, tuple(ids[:count].tolist()), 20))
+        of = {"layers": 2, "components": 1, "head_dim": 2, "lease_hash": draw(st.integers(0, 9))}
+        found.append(Case(*sides, heads, start=start * 4, stop=count * 4, **of))
+    return found
+
+
+def test_whole_blocks_in_a_row_bring_their_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopted, adopt = [], PullJob._adopt
+
+    def noted(self: PullJob, opened: Opened) -> None:
+        adopt(self, opened)
+        adopted.append(opened.opening.num_blocks)
+
+    monkeypatch.setattr(PullJob, "_adopt", noted)
+    monkeypatch.setattr(plan, "_LONG_RUN_BYTES", 1)
+
+    @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=100)
+    @given(whole_pulls(), st.integers(0, 7), st.integers(1, 4), st.integers(0, 2**32 - 1))
+    def check(cases: list[Case], d_rank: int, most: int, seed: int) -> None:
+        monkeypatch.setattr(whole_blocks, "_FIRST_BLOCKS", most)
+        _pull_each(cases, d_rank, 1, seed)
+
+    check()
+    assert sum(map(bool, adopted)) >= 50  # of some hundred

@@ -4,21 +4,19 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer import reformat
 from kvcache.transfer.plan import CostModel, PlanError
 from tests.kvcache.transfer.geometry import (
     DTYPES,
     Case,
     Side,
     cases,
+    check_plan,
     execute_reads,
     fewest_descriptors,
     garbage,
-    leased_bytes,
     memory_of,
     with_dtypes,
 )
@@ -50,24 +48,7 @@ def check_staged(case: Case, d_rank: int, staging_blocks: int) -> str:
     staging = staging_blocks * (block_bytes + 64) * 2 * case.p.tp
     costs = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
     plan = case.plan(d_rank, costs=costs, staging_bytes=staging, convert=True, allow_mixed=True)
-    sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
-    into = garbage(case, case.d, d_rank)
-    execute_reads(plan.reads, sources, into)
-    layout = case.layout(case.d, d_rank)
-    pool = torch.from_numpy(into).view(layout.shape)
-    for chunk in plan.chunks:
-        assert chunk.nbytes <= staging // 2
-        slot = np.full(chunk.nbytes, 0xEE, np.uint8)
-        execute_reads(chunk.reads, sources, slot)
-        reformat.apply(chunk, torch.from_numpy(slot), pool)
-    np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
-    reads = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
-    assert plan.descriptors == sum(len(read.lengths) for read in reads)
-    assert plan.bytes_read == sum(int(read.lengths.sum()) for read in reads)
-    for read in reads:
-        leased = leased_bytes(case, read.remote_rank)
-        for first, length in zip(read.remote_offsets, read.lengths, strict=True):
-            assert leased[first : first + length].all()
+    check_plan(case, d_rank, plan, staging // 2)
     return plan.path
 
 

@@ -4,22 +4,17 @@ import dataclasses
 import math
 
 import numpy as np
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer import reformat
-from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, Planner, TransferPlan
+from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, Planner
 from tests.kvcache.transfer.geometry import (
     COSTS,
     DTYPES,
     Case,
     Side,
     cases,
-    execute_reads,
-    garbage,
-    leased_bytes,
-    memory_of,
+    check_plan,
     with_dtypes,
 )
 
@@ -62,26 +57,6 @@ def _elsewhere(side: Side, stop: int, rng: np.random.Generator, is_scattered: bo
     return dataclasses.replace(side, blocks=tuple(int(block) for block in ids))
 
 
-def _check(case: Case, d_rank: int, plan: TransferPlan, staging: int) -> None:
-    sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
-    into = garbage(case, case.d, d_rank)
-    execute_reads(plan.reads, sources, into)
-    pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
-    for chunk in plan.chunks:
-        assert chunk.nbytes <= plan.slot_bytes <= staging
-        slot = np.full(chunk.nbytes, 0xEE, np.uint8)
-        execute_reads(chunk.reads, sources, slot)
-        reformat.apply(chunk, torch.from_numpy(slot), pool)
-    np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
-    reads = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
-    assert plan.descriptors == sum(len(read.lengths) for read in reads)
-    assert plan.bytes_read == sum(int(read.lengths.sum()) for read in reads)
-    for read in reads:
-        leased = leased_bytes(case, read.remote_rank)
-        for first, length in zip(read.remote_offsets, read.lengths, strict=True):
-            assert leased[first : first + length].all()
-
-
 # Between CPUs, where descriptors hurt, where copies do, and between GPUs, whose chunks taper.
 _COSTS = [
     COSTS,
@@ -115,7 +90,8 @@ def _plan_all(pulls: list[Case], d_rank: int, staging_blocks: int, chosen: list[
         )
         plans.append(planner.plan(transfer, _COSTS[chosen[at % len(chosen)]]))
     for case, plan in zip(pulls, plans, strict=True):  # later pulls change nothing in earlier ones
-        _check(case, d_rank, plan, staging)
+        assert plan.slot_bytes <= staging
+        check_plan(case, d_rank, plan, plan.slot_bytes)
 
 
 _PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=250)

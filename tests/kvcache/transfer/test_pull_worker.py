@@ -172,7 +172,7 @@ def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(
     looking.join(DEADLINE_S)
     (args,) = ended
     assert args.thread is looking and isinstance(looking, VitalThread)
-    assert "pull-0 has not got on" in str(args.exc_value)
+    assert "pull-0 has made no progress" in str(args.exc_value)
     agent.stuck.set()
     agent.resume()
     rank.worker.close()

@@ -16,18 +16,13 @@ from kvcache.transfer.side_client import split
 from kvcache.transfer.wire import Wire, WireClosed, framed, listen, wait_readable
 from protocol.errors import PeerUnreachable
 from protocol.handshake import (
-    PROTOCOL_VERSION,
     AbortLease,
     Alert,
-    CompatRecord,
     Complete,
-    EngineMetadata,
     GetMetadata,
     Gone,
-    LayoutRecord,
     Metadata,
     Ok,
-    RankMetadata,
     Refused,
     Renew,
     Reply,
@@ -36,40 +31,10 @@ from protocol.handshake import (
     seal_request,
 )
 from protocol.vital_threads import VitalThread
+from tests.kvcache.transfer.test_peers import metadata
 
 SECRET = b"cluster secret"
 DEADLINE_S = 20.0
-
-
-def metadata(incarnation: str = "first") -> EngineMetadata:
-    sizes = {"num_heads": 2, "num_layers": 2, "num_components": 2, "head_dim": 8}
-    layout = LayoutRecord(order="BHLCND", num_blocks=4, block_size=16, dtype="float32", **sizes)
-    compat = CompatRecord(
-        model_fingerprint="m",
-        kv_dtype="float32",
-        num_layers=2,
-        total_kv_heads=2,
-        num_components=2,
-        head_dim=8,
-        rope="{}",
-    )
-    rank = RankMetadata(
-        rank=0,
-        agent_metadata=b"agent",
-        base_address=4096,
-        nbytes=layout.nbytes,
-        device_id=0,
-        device_kind="cpu",
-        layout=layout,
-    )
-    return EngineMetadata(
-        protocol_version=PROTOCOL_VERSION,
-        engine_id="P",
-        incarnation=incarnation,
-        compat=compat,
-        tp_size=1,
-        ranks=[rank],
-    )
 
 
 class Clock:
@@ -107,13 +72,13 @@ def server(clock: Clock) -> Iterator[Server]:
     server.close()
 
 
-def complete(lease_id: str, attempt_id: str = "a", incarnation: str = "first") -> Complete:
+def complete(lease_id: str, attempt_id: str = "a", incarnation: str = "i") -> Complete:
     return Complete(
         nonce=new_id(), incarnation=incarnation, lease_id=lease_id, attempt_id=attempt_id
     )
 
 
-def renew(lease_id: str, incarnation: str = "first") -> Renew:
+def renew(lease_id: str, incarnation: str = "i") -> Renew:
     return Renew(nonce=new_id(), incarnation=incarnation, lease_id=lease_id)
 
 
@@ -161,7 +126,7 @@ def test_leases_expire_without_being_asked_about(server: Server, clock: Clock) -
 
 def test_abort_frees_the_blocks_early(server: Server) -> None:
     lease = server.grant("r", [3], 30.0)
-    request = AbortLease(nonce="n", incarnation="first", lease_id=lease)
+    request = AbortLease(nonce="n", incarnation="i", lease_id=lease)
     assert isinstance(server.ask(request), Ok)
     assert isinstance(server.ask(request), Gone)
     assert server.outcomes() == [LeaseState.ABORTED]
@@ -176,7 +141,7 @@ def test_the_engine_can_end_a_lease_itself(server: Server) -> None:
 
 def test_another_secret_is_refused_counted_and_changes_nothing(server: Server) -> None:
     lease = server.grant("r", [3], 30.0)
-    for request in (complete(lease), AbortLease(nonce="n", incarnation="first", lease_id=lease)):
+    for request in (complete(lease), AbortLease(nonce="n", incarnation="i", lease_id=lease)):
         reply = server.ask(request, secret=b"other")
         assert isinstance(reply, Refused) and "secret" in reply.reason
     assert server.counters()["refused"] == 2
@@ -312,7 +277,7 @@ def test_what_was_said_before_the_connection_broke_is_heard(server: Server) -> N
     leases = [server.grant("r", [block], 60.0) for block in (1, 2)]
     frames = [seal_request(renew(leases[0]), SECRET)]
     for lease_id in leases:
-        abort = AbortLease(nonce=new_id(), incarnation="first", lease_id=lease_id)
+        abort = AbortLease(nonce=new_id(), incarnation="i", lease_id=lease_id)
         frames.append(seal_request(abort, SECRET))
     asking, *aborting = [framed(b"".join(frame)) for frame in frames]
     with socket.create_connection(server.address) as asker:

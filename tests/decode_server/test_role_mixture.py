@@ -1,0 +1,375 @@
+"""A decode engine, whole but for its model and its pulls, under everything at once: references that
+fail in every way and at every moment, blocks that hanging READs write to, aborts of requests and of
+single choices, grammars that compile late, steps and draws that fail, a pool that is too small.
+
+Whatever comes, each request is told what its own prompt leads to and ends once, no block is read
+or published that does not hold just its tokens, the books of the blocks add up after each round,
+and in the end all is home. Everything is decided by a seed: there are no threads.
+"""
+
+import random
+from collections import Counter
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+from msgspec.structs import replace
+
+from decode_server.failure import FailurePolicy
+from decode_server.role import DecodeRole, QuarantineOverflow
+from engine.batch import Int32s, StepFailed, StepInput
+from engine.grammar import GrammarCompiler
+from engine.sequence import Phase
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineInput,
+    FirstToken,
+    Grammar,
+    ReleaseRemote,
+    RemotePrefill,
+    SamplingParams,
+    TokenDelta,
+)
+from tests.decode_server.fake_coordinator import FakeCoordinator
+from tests.engine.shadow import (
+    ShadowExecutor,
+    _ShadowStep,
+    add,
+    assert_all_blocks_home,
+    expected_scores,
+    make_core,
+)
+from tests.engine.test_mixture import GRAMMARS, _compiler, _expected
+
+FAULT = "a fault that was made"
+
+
+compiler = pytest.fixture(_compiler, scope="module")
+
+
+class _Executor(ShadowExecutor):
+    """Steps end at any look; at times one cannot be launched, or its tokens not be drawn."""
+
+    def __init__(self, rng: random.Random, num_blocks: int, block_size: int, depth: int) -> None:
+        super().__init__(num_blocks, block_size, depth)
+        self._rng = rng
+        self._launch_fails = rng.choice([0.0, 0.0, 0.05, 0.2])
+        self._draw_fails = rng.choice([0.0, 0.0, 0.15])
+
+    def has_ended(self) -> bool:
+        return self._rng.random() < 0.6
+
+    def launch(self, step: StepInput) -> _ShadowStep:
+        if self._rng.random() < self._launch_fails / len(step.query_lens):
+            raise StepFailed(FAULT)
+        launched = super().launch(step)
+        if step.is_masked and self._rng.random() < self._draw_fails / len(step.query_lens):
+            launched.draw = self._fail  # type: ignore[method-assign]
+        return launched
+
+    def _fail(self, masks: Int32s) -> None:
+        step = self.under_way.pop()
+        assert not self.under_way, "the one before has ended"
+        self.execute(step.step, None)
+        raise StepFailed(FAULT)
+
+
+class _LateGrammars:
+    """A compiler that takes its time."""
+
+    def __init__(self, rng: random.Random, compiler: GrammarCompiler) -> None:
+        self._rng, self._compiler = rng, compiler
+        self._open: list[tuple[Future[LLMatcher], Grammar]] = []
+        self.state, self.masks = compiler.state, compiler.masks
+
+    def compiled(self, grammar: Grammar) -> Future[LLMatcher]:
+        if self._rng.random() < 0.5:
+            return self._compiler.compiled(grammar)
+        self._open.append((Future(), grammar))
+        return self._open[-1][0]
+
+    def go_on(self, *, to_end: bool = False) -> None:
+        for late in list(self._open):
+            if to_end or self._rng.random() < 0.3:
+                self._open.remove(late)
+                late[0].set_result(self._compiler.compiled(late[1]).result())
+
+
+class _Mixture:
+    def __init__(self, seed: int, compiler: GrammarCompiler) -> None:
+        rng = self.rng = random.Random(seed)
+        size, num_blocks = rng.randint(1, 6), rng.randint(5, 40)
+        self.max_len = min(36, (num_blocks - 1) * size)
+        if rng.random() < 0.3:
+            num_blocks = -(-self.max_len // size) + 1  # for one sequence
+        self.max_num_seqs = rng.choice([1, 2, 3, 4, 8])
+        self.policy = rng.choice(["recompute", "recompute", "fail"])
+        self.quarantine_timeout_s = rng.choice([0.0, 0.0, 1e9])
+        self.executor = _Executor(rng, num_blocks, size, rng.randint(0, 1))
+        self.content: dict[str, list[int]] = {}  # of leases
+        self.coordinator = FakeCoordinator(rng, size, self.content, self._write, self._state_of)
+        fake: Any = self.coordinator
+        self.role = DecodeRole(fake, FailurePolicy(self.policy), self.quarantine_timeout_s)
+        self.core, _, self.out = make_core(
+            executor=self.executor,
+            role=self.role,
+            num_blocks=num_blocks,
+            block_size=size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=rng.choice([1, 2, size, 2 * size, 16, 40]),
+            max_model_len=self.max_len,
+            prefix_caching=rng.random() < 0.8,
+        )
+        self.grammars: Any = _LateGrammars(rng, compiler)
+        self.core.grammars = self.grammars
+        self.compiler = compiler
+        self.requests: dict[str, AddRequest] = {}
+        self.remotes: list[RemotePrefill] = []
+        self.aborted: set[str] = set()
+        self.max_requests = rng.choice([4, 12, 30])
+        self.stems = [rng.choices(range(50), k=30) for _ in range(2)]
+        self.is_over = False
+        self._watch_blocks()
+        self._let_draws_fail(rng.choice([0.0, 0.0, 0.02]))
+        self.out.receive = lambda timeout_s: (  # type: ignore[method-assign]
+            self.some() if rng.random() < 0.15 else [],
+            False,
+        )
+
+    def _write(self, block: int, place: int, token: int) -> None:
+        self.executor.pool[block, place] = token
+
+    def _state_of(self, block: int) -> Any:
+        return self.core.scheduler.allocator.state(block)
+
+    def _watch_blocks(self) -> None:
+        """New blocks hold nothing; published ones hold what they are published as."""
+        scheduler, pool = self.core.scheduler, self.executor.pool
+        allocate = scheduler.allocator.allocate
+
+        def emptied(num_blocks: int) -> list[int]:
+            taken = allocate(num_blocks)
+            pool[taken] = -1
+            return taken
+
+        scheduler.allocator.allocate = emptied  # type: ignore[method-assign]
+        if scheduler.prefix is None:
+            return
+        publish = scheduler.prefix.publish
+
+        def checked(token_ids: Any, block_ids: Any, *args: Any, **options: Any) -> None:
+            held = pool[list(block_ids)].reshape(-1).tolist()
+            assert held == token_ids[: len(held)], "published what is not there"
+            publish(token_ids, block_ids, *args, **options)
+
+        scheduler.prefix.publish = checked  # type: ignore[method-assign]
+
+    def _let_draws_fail(self, often: float) -> None:
+        draw = self.core._draw
+
+        def failing(*args: Any) -> Any:
+            if self.rng.random() < often:
+                raise RuntimeError(FAULT)
+            return draw(*args)
+
+        self.core._draw = failing  # type: ignore[method-assign]
+
+    # -- what comes
+
+    def some(self) -> list[EngineInput]:
+        """What comes, a little at a time; time goes on for pulls and grammars."""
+        self.coordinator.go_on(to_end=self.is_over)
+        self.grammars.go_on(to_end=self.is_over)
+        rng, messages = self.rng, list[EngineInput]()
+        if self.is_over:
+            return messages
+        for _ in range(rng.choice([0, 0, 1, 1, 2])):
+            if len(self.requests) < self.max_requests:
+                request = self._request(f"r{len(self.requests)}")
+                self.requests[request.request_id] = request
+                messages.append(request)
+        if self.requests and rng.random() < 0.2:
+            name = rng.choice(list(self.requests)[rng.choice([-3, -6, 0]) :])
+            messages.append(AbortRequest(name, rng.choice([None, 0, 1, 2])))
+            self.aborted.add(name)
+        if self.remotes and rng.random() < 0.05:
+            messages.append(ReleaseRemote(rng.choice(self.remotes)))
+        return messages
+
+    def _request(self, name: str) -> AddRequest:
+        rng = self.rng
+        stem = rng.choice([[], *self.stems])[: rng.randint(0, 30)]
+        prompt = ([*stem, *rng.choices(range(50), k=rng.randint(0, 5))] or [1])[: self.max_len - 1]
+        if rng.random() < 0.1:  # as long as can be, or one too long
+            prompt = ([*prompt, *[7] * self.max_len])[: self.max_len - rng.randint(0, 2)]
+        grammar = rng.choice([None, None, *GRAMMARS])
+        num_scores = rng.choice([None, None, None, 0, 2])
+        can_be_0 = grammar is None and num_scores is not None
+        request = add(
+            name,
+            prompt,
+            rng.choice([1, 1, 2, 5, 9, 30, 0 if can_be_0 else 3]),
+            SamplingParams(
+                temperature=0.0,
+                grammar=grammar,
+                min_tokens=rng.choice([0, 0, 2]),
+                frequency_penalty=rng.choice([0.0, 0.5]) if grammar is None else 0.0,
+            ),
+            num_choices=rng.choice([1, 1, 2, 3]),
+            stop_token_ids=rng.choices(range(50), k=rng.randint(0, 4)),
+            num_prompt_logprobs=num_scores,
+        )
+        has_remote = request.max_tokens and not self._is_refused(request) and rng.random() < 0.7
+        return self._with_remote(request) if has_remote else request
+
+    def _is_refused(self, request: AddRequest) -> bool:
+        num_tokens = len(request.token_ids) + min(1, request.max_tokens)
+        return num_tokens > self.max_len or request.num_choices > self.max_num_seqs
+
+    def _with_remote(self, request: AddRequest) -> AddRequest:
+        """With what a prefill server would answer, or nearly that."""
+        rng, prompt = self.rng, request.token_ids
+        choices = range(request.num_choices)
+        firsts = [_expected(self.compiler, request, choice, 1)[0] for choice in choices]
+        if not all(firsts):
+            return request
+        scores = None
+        if request.num_prompt_logprobs is not None and rng.random() < 0.9:
+            scores = expected_scores(prompt, request.num_prompt_logprobs)
+        remote = RemotePrefill(
+            host="h",
+            port=1,
+            engine_id=rng.choice(["one", "other"]),
+            incarnation="i",
+            request_id="p",
+            lease_id=f"{len(self.content):032x}",
+            lease_s=30.0,
+            block_ids=[1],
+            block_size=4,
+            num_tokens=len(prompt),
+            cached_tokens=rng.randrange(len(prompt)),
+            tp_size=1,
+            first_tokens=[FirstToken(token) for (token,) in firsts][rng.random() < 0.05 :],
+            prompt_logprobs=scores,
+            sender_releases=rng.random() < 0.5,
+        )
+        self.content[remote.lease_id] = list(prompt)
+        self.remotes.append(remote)
+        if rng.random() < 0.05:
+            unused = rng.choice([None, remote])
+            return replace(request, kv_rejected="it is another's", kv_unused=unused)
+        return replace(request, remote=remote)
+
+    # -- what must be
+
+    def run(self) -> None:
+        for _ in range(self.rng.choice([25, 60])):
+            self.core.round(self.some())
+            self.check_books()
+        self.is_over = True
+        for _ in range(6000):
+            self.some()
+            has_progressed = self.core.round([])
+            self.check_books()
+            if not has_progressed and self.core.is_idle and self.coordinator.is_idle:
+                break
+        assert self.core.is_idle and self.coordinator.is_idle, "it never comes to rest"
+        assert self.core.scheduler.is_idle and not self.core._compiling
+        assert not (self.role._remote or self.role._undrained or self.role._unheld)
+        assert_all_blocks_home(self.core)
+        for request in self.requests.values():
+            self._check(request)
+
+    def check_books(self) -> None:
+        """Every use of a block is somebody's."""
+        self.core.check_integrity()
+        scheduler, wanted = self.core.scheduler, Counter[int]()
+        for sequence in scheduler.running:
+            assert sequence.phase is Phase.RUNNING
+            wanted.update(sequence.block_ids)
+        for sequence in scheduler.receiving.values():
+            assert sequence.phase is Phase.RECEIVING
+            num_hits = sequence.num_computed // scheduler.limits.block_size
+            wanted.update(sequence.block_ids[:num_hits])
+        for sequence in scheduler.waiting:
+            assert sequence.phase is Phase.WAITING and not sequence.block_ids
+        for _, block_ids in scheduler._deferred:
+            wanted.update(block_ids)
+        for copy in (*scheduler._copies, *scheduler._copying):
+            wanted.update([copy.source, copy.target])
+        allocator = scheduler.allocator
+        uses = {block: allocator.num_uses(block) for block in range(1, allocator.num_blocks)}
+        assert {block: n for block, n in uses.items() if n} == dict(wanted)
+
+    def _check(self, request: AddRequest) -> None:
+        name = request.request_id
+        ends = self.out.terminals(name)
+        errors = [end for end in ends if end.error is not None]
+        if self._is_refused(request):
+            assert len(ends) == len(errors) == 1
+            return
+        limit = min(request.max_tokens, self.max_len - len(request.token_ids))
+        choices = range(request.num_choices)
+        expected = [_expected(self.compiler, request, choice, limit) for choice in choices]
+        if errors:
+            assert errors == ends[-1:]
+            assert self._may_fail(request, ends[-1]) or "error" in [kind for _, kind in expected]
+        else:
+            assert sorted(end.choice for end in ends) == list(choices)
+        cut = {end.choice for end in ends if end.finish_reason in (None, "abort")}
+        assert errors or not cut or name in self.aborted
+        for choice, (tokens, kind) in enumerate(expected):
+            told = self.out.tokens(name, choice)
+            if errors or choice in cut:
+                assert told == tokens[: len(told)]
+            else:
+                assert told == tokens and kind is None
+        self._check_scores(request, whole=not errors and 0 not in cut)
+        for end in ends:
+            self._check_usage(request, end)
+
+    def _may_fail(self, request: AddRequest, end: TokenDelta) -> bool:
+        assert end.error is not None
+        is_locked_out = end.error.code == "overloaded" and self.quarantine_timeout_s == 0
+        has_lost_kv = self.policy == "fail" and request.remote is not None
+        return FAULT in end.error.message or is_locked_out or has_lost_kv
+
+    def _check_scores(self, request: AddRequest, *, whole: bool) -> None:
+        if request.num_prompt_logprobs is None:
+            return
+        expected = expected_scores(request.token_ids, request.num_prompt_logprobs)
+        told = self.out.prompt_logprobs(request.request_id)
+        assert told == expected[: len(told)] and (not whole or told == expected)
+
+    @staticmethod
+    def _check_usage(request: AddRequest, end: TokenDelta) -> None:
+        """Each prompt token came from somewhere, unless the first token was all."""
+        if end.usage is None or end.choice or end.finish_reason == "abort":
+            return
+        usage, num_prompt = end.usage, len(request.token_ids)
+        told = usage.transferred + usage.recomputed + usage.skipped
+        assert told == num_prompt or (told == 0 and request.remote is not None)
+
+
+def _run(seed: int, compiler: GrammarCompiler) -> None:
+    mixture = _Mixture(seed, compiler)
+    try:
+        mixture.run()
+    except QuarantineOverflow:  # more than an engine goes on with; what was told was right
+        mixture.check_books()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_becomes_of_pulls_answers_are_right_and_blocks_come_home(
+    compiler: GrammarCompiler, seed: int
+) -> None:
+    _run(seed, compiler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 2100, 200))
+def test_so_in_many_draws(compiler: GrammarCompiler, first: int) -> None:
+    for seed in range(first, first + 200):
+        _run(seed, compiler)

@@ -1,16 +1,65 @@
 """What cannot work, found before any process of the engine starts. No torch here."""
 
+from pathlib import Path
+from typing import Final
+
 from attention.support import StepLimits, Wanted, check
 from engine.config import EngineConfig
-from kvcache.layout import KVLayout
+from engine.host_memory import free_host_bytes
+from kvcache.layout import ITEMSIZE_BYTES, KVLayout
 from kvcache.transfer.staged import least_staging_bytes
 from kvcache.transfer.topology import heads_of
 from model.config import ModelConfig
 from model.sharding import check_parallelism
+from model.sizes import check_files, largest, num_elements, stored_dtypes
+
+_STORED: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MOST_BYTES_OF_A_GPU: Final = 2**41  # ample; how many it really has, its rank finds out
 
 
 class InvalidGeometry(ValueError):
     """Options that contradict each other; the message names them, their values and the fix."""
+
+
+def check_weights(config: EngineConfig, model: ModelConfig, free_bytes: int | None = None) -> None:
+    """Refuses weights that the files do not have, or that no memory can hold: the sizes of all that
+    follows are the model's.
+
+    Args:
+        free_bytes: of this machine or container; None: what is free now.
+
+    Raises:
+        ModelLoadError: config.json contradicts the weights beside it.
+        InvalidGeometry: says how much memory there is, and what takes most of it.
+    """
+    elements, fix = num_elements(model), "use a smaller model, or a machine with more memory"
+    if config.load_format != "dummy":
+        check_files(model, Path(config.model_dir))
+    if config.device == "cpu":
+        most, told = free_host_bytes() if free_bytes is None else free_bytes, "are free here"
+        if config.load_format != "dummy":
+            elements, fix = _elements_beside_files(config, model)
+    else:
+        most, told = config.tp * _MOST_BYTES_OF_A_GPU, f"is more than {config.tp} GPU(s) have"
+    needed = elements * ITEMSIZE_BYTES.get(config.dtype, 1)  # others are refused with the layout
+    if needed > most:
+        raise InvalidGeometry(
+            f"the model's weights take {needed / 2**30:,.1f} GiB in {config.dtype}, and "
+            f"{most / 2**30:,.1f} GiB {told}; most of them are {largest(model)}: correct "
+            f"config.json where that is wrong, else {fix}"
+        )
+
+
+def _elements_beside_files(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
+    """Elements of weights that cannot be used where the files are mapped on a CPU, and what helps
+    against them."""
+    stored = {_STORED.get(dtype) for dtype in stored_dtypes(Path(config.model_dir))}
+    if stored != {config.dtype}:
+        kept = " or ".join(sorted(dtype for dtype in stored if dtype))
+        return num_elements(model), f"use --dtype {kept}, as which the files can be mapped"
+    if config.pack_weights and config.dtype == "float32":
+        return num_elements(model) - model.vocab_size * model.hidden_size, "use --no-pack-weights"
+    return 0, ""
 
 
 def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:

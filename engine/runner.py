@@ -37,6 +37,7 @@ from model.config import ModelConfig
 from model.files import num_weights
 from model.parallel import Parallel
 from model.registry import load_model
+from model.sizes import num_elements
 from protocol.messages import SamplingParams
 
 logger = logging.getLogger("baton.engine")
@@ -92,12 +93,16 @@ class ModelRunner:
             )
 
     def _check_weights_fit(self) -> None:
+        """Of a GPU; a machine's memory is looked at before its ranks are started."""
         config = self.config
-        if config.device != "cuda" or config.load_format == "dummy":
+        if config.device != "cuda":
             return
-        elements = num_weights(Path(config.model_dir)) // config.tp  # a little more: some are whole
+        is_dummy = config.load_format == "dummy"
+        elements = (
+            num_elements(self.model_config) if is_dummy else num_weights(Path(config.model_dir))
+        )
         free, total = torch.cuda.mem_get_info(self.device)
-        needed = elements * _DTYPES[config.dtype].itemsize
+        needed = elements // config.tp * _DTYPES[config.dtype].itemsize  # more: some are whole
         check_weights_fit(needed, free, total, config=config, device=str(self.device))
 
     def layout(self, num_blocks: int) -> KVLayout:

@@ -21,7 +21,8 @@ import torch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
-from engine.memory import MemoryTooSmall, PoolSize, free_host_bytes, size_pool
+from engine.host_memory import free_host_bytes
+from engine.memory import MemoryTooSmall, PoolSize, size_pool
 from engine.ranks import Follower, Leader
 from engine.role import KVRole
 from engine.runner import ModelRunner, check_devices

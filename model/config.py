@@ -108,8 +108,6 @@ class ModelConfig:
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     dtype: str = "float32"  # what the weights were saved in
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def kv_heads_total(self) -> int:
@@ -135,13 +133,13 @@ class ModelConfig:
     def semantic_json(self) -> str:
         """Everything that decides the values in the KV cache, as canonical JSON."""
         fields = dataclasses.asdict(self)
-        for name in ("dtype", "bos_token_id", "eos_token_ids", "max_position"):
+        for name in ("dtype", "max_position"):
             del fields[name]
         return json.dumps(fields, sort_keys=True)
 
 
 def load_config(path_or_id: str | Path, revision: str | None = None) -> ModelConfig:
-    """Reads a model's config.json and generation_config.json.
+    """Reads a model's config.json.
 
     Args:
         path_or_id: a local directory or a hub id.
@@ -155,15 +153,13 @@ def load_config(path_or_id: str | Path, revision: str | None = None) -> ModelCon
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face model directory")
-    generation = _read_json(folder / "generation_config.json") or {}
     try:
-        return parse_config(raw, generation)
+        return parse_config(raw)
     except ModelError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ModelLoadError(
-            f"{folder / 'config.json'} (or generation_config.json) has a value of a wrong kind: "
-            f"{error}"
+            f"{folder / 'config.json'} has a value of a wrong kind: {error}"
         ) from error
 
 
@@ -179,16 +175,27 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """Builds the config from the parsed config.json and generation_config.json. See load_config."""
+def parse_config(raw: dict[str, Any]) -> ModelConfig:
+    """Builds the config from the parsed config.json. See load_config."""
     architecture = _architecture(raw)
     raw = {**ARCHITECTURES[architecture], **raw}
     _refuse_unsupported(raw, architecture)
     num_heads = _size(raw, "num_attention_heads")
     hidden_size = _size(raw, "hidden_size")
     mla = _mla(raw) if architecture == "DeepseekV2ForCausalLM" else None
+    if not raw["head_dim"] and num_heads > hidden_size:
+        raise ModelLoadError(
+            f"config.json: num_attention_heads is {num_heads}, above hidden_size {hidden_size}; "
+            "correct one of them, or give head_dim"
+        )
     raw["head_dim"] = raw["head_dim"] or hidden_size // num_heads
     head_dim = mla.qk_rope_head_dim if mla else _size(raw, "head_dim")
+    if head_dim % 2:
+        field = "qk_rope_head_dim" if mla else "head_dim"
+        raise ModelLoadError(
+            f"config.json: {field} is {head_dim}, expected an even number: its elements are "
+            "rotated in pairs"
+        )
     bias = bool(raw["attention_bias"])
     kv_heads = raw.get("num_key_value_heads") or num_heads
     config = ModelConfig(
@@ -211,8 +218,6 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
         mla=mla,
         moe=_moe(raw) if mla else None,
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        bos_token_id=_first_id(raw, generation or {}),
-        eos_token_ids=_eos_ids(raw, generation or {}),
     )
     if config.num_heads % config.num_kv_heads:
         raise ModelLoadError(
@@ -365,10 +370,15 @@ def _moe(raw: dict[str, Any]) -> MoEConfig | None:
         )
     if raw.get("moe_layer_freq", 1) != 1:
         raise UnsupportedModel("moe_layer_freq other than 1 is not supported")
+    experts, each = _size(raw, "n_routed_experts"), _size(raw, "num_experts_per_tok")
+    if each > experts:
+        raise ModelLoadError(
+            f"config.json: num_experts_per_tok is {each}, above n_routed_experts {experts}"
+        )
     return MoEConfig(
-        num_experts=_size(raw, "n_routed_experts"),
+        num_experts=experts,
         num_shared_experts=_size(raw, "n_shared_experts"),
-        experts_per_token=_size(raw, "num_experts_per_tok"),
+        experts_per_token=each,
         expert_intermediate_size=_size(raw, "moe_intermediate_size"),
         first_dense_layers=first_dense,
         topk_method=method,
@@ -376,24 +386,3 @@ def _moe(raw: dict[str, Any]) -> MoEConfig | None:
         topk_groups=int(raw.get("topk_group") or 1),
         routed_scaling_factor=float(raw["routed_scaling_factor"]),
     )
-
-
-def _first_id(raw: dict[str, Any], generation: dict[str, Any]) -> int | None:
-    value = generation.get("bos_token_id", raw.get("bos_token_id"))
-    if isinstance(value, list):
-        value = value[0] if value else None
-    return None if value is None else int(value)
-
-
-def _eos_ids(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    value = generation.get("eos_token_id")
-    value = raw.get("eos_token_id") if value is None else value
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if any(type(token_id) is not int for token_id in ids):
-        raise ModelLoadError(
-            f"eos_token_id of generation_config.json or config.json is {shown(value)}, expected a "
-            "token id or a list of them"
-        )
-    return tuple(ids)

@@ -1,4 +1,4 @@
-"""The decoder that every architecture here is: they differ in attention and feed-forward only."""
+"""The decoder of every architecture here: they differ only in attention and feed-forward."""
 
 from abc import abstractmethod
 from typing import Protocol

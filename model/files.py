@@ -18,6 +18,16 @@ from protocol.cache_dir import CannotKeep
 
 _HEADER_ALIGNMENT: Final = 64  # bytes; mapped tensors then start on cache lines
 _MARKER: Final = "baton.json"
+# What reading a header raises that is JSON of any kind, or none.
+_UNREADABLE: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
@@ -101,11 +111,20 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     try:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    except (ValueError, OverflowError, MemoryError) as error:
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
+        _ = [(math.prod(tensor["shape"]), tensor["dtype"]) for tensor in tensors]
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+    ) as error:
         raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
     start, found = 8 + size, os.fstat(file.fileno()).st_size
-    ends = (t["data_offsets"][1] for name, t in header.items() if name != "__metadata__")
-    if found < (wanted := start + max(ends, default=0)):
+    if found < (wanted := start + end):
         raise ModelLoadError(f"{path} has {found} of {wanted} bytes: download it again")
     return header, start
 

@@ -1,4 +1,4 @@
-"""Triton kernels for decode steps of few rows, where the libraries' leave the GPU half idle.
+"""Triton kernels for decode steps of few rows, in which library kernels leave the GPU half idle.
 
 Measured on an H200 for one row of an 8B model, 28,672 columns: silu takes 4.8 us in flashinfer,
 which gives a row to one thread block, and 1.4 us here.

@@ -1,9 +1,9 @@
-"""Fused kernels of the decoder's small operations, on NVIDIA GPUs, in 16 bits: flashinfer's and,
+"""Fused kernels for the decoder's small operations, on NVIDIA GPUs, in 16 bits: flashinfer's and,
 for few rows, our own.
 
 A decode step of a small batch is bound by reading weights, so every further kernel and every
-further pass over activations shows. Layers ask `works` once, when they are made, and keep to plain
-torch where it says no: on the CPU, in float32, or without flashinfer.
+further pass over activations counts. Layers ask `works` once, when they are made, and use plain
+torch if it says no: on the CPU, in float32, or without flashinfer.
 """
 
 import functools

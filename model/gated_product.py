@@ -1,9 +1,9 @@
 """A Triton kernel for silu(gate(x)) * up(x) of many rows: the product of a prefill's feed-forward.
 
-By cuBLAS the two halves are written, 0.5 GB for 8,192 tokens of an 8B model, and another kernel
-reads them. Here a program has a tile of both in its registers and writes what they become. There
-are as many programs as multiprocessors, each of which computes one tile after the other; operands
-are loaded by TMA, which fills what lies outside of x with zeros.
+With cuBLAS the two products are written, 0.5 GB for 8,192 tokens of an 8B model, and read by
+another kernel. Here a program keeps a tile of both in registers and writes only the result. There
+are as many programs as multiprocessors, each of which computes one tile after another; operands are
+loaded by TMA, which fills what is outside x with zeros.
 """
 
 import functools

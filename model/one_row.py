@@ -1,9 +1,8 @@
-"""Triton kernels for the products of one row with a matrix: what a decode step of batch 1 is.
+"""Triton kernels for vector-matrix products: a decode step of batch 1 consists of them.
 
-Such a product is a matter of reading the matrix. What comes before it (the norm) and after it
-(silu, adding to the residual) is done in the same kernel, and each kernel begins to load its
-matrix while the one before it still ends (programmatic dependent launch): only then does it wait
-for its input.
+Such a product is bound by reading the matrix. What comes before it (the norm) and after it (silu,
+adding to the residual) is done in the same kernel, and each kernel starts to load its matrix while
+the one before it is still ending (programmatic dependent launch), before it waits for its input.
 """
 
 from typing import Any, Final

@@ -1,9 +1,9 @@
 """Matmul weights in oneDNN's own blocked order, for float32 on the CPU.
 
-A weight as the file has it is read row by row with a stride that neither the caches nor the page
-tables like: repacked, the same product takes 0.55 to 0.85 of the time at 1 to 512 rows (AVX-512,
-one core). The price is a copy of the linear weights, which stops those from being mapped; the
-mapped original is then no longer needed, and its pages are given back.
+In the file's order a weight is read with strides that suit neither caches nor page tables:
+repacked, the same product takes 0.55 to 0.85 of the time at 1 to 512 rows (AVX-512, one core). The
+price is a copy of the linear weights; the mapped original is then no longer needed, and its pages
+are given back.
 """
 
 import ctypes

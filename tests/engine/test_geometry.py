@@ -1,5 +1,7 @@
 """What cannot work is named before anything is started."""
 
+import dataclasses
+
 import msgspec
 import pytest
 
@@ -10,11 +12,14 @@ from engine.geometry import (
     check_attention,
     check_geometry,
     check_staging,
+    check_weights,
     step_limits,
 )
 from kvcache.layout import LayoutError
-from model.config import parse_config
+from model.config import ModelLoadError, load_config, parse_config
 from model.sharding import InvalidParallelism
+from model.sizes import num_elements
+from tests.make_models import ensure_model
 
 _MODEL = parse_config(
     {
@@ -153,3 +158,33 @@ def test_steps_over_latents_that_no_plan_holds_are_refused() -> None:
         check_attention(
             msgspec.structs.replace(config, max_num_batched_tokens=200_000), _LATENT_MODEL
         )
+
+
+def test_dummy_weights_that_no_memory_holds_are_refused_by_arithmetic() -> None:
+    config, needed = _changed(load_format="dummy"), 4 * num_elements(_MODEL)
+    check_weights(config, _MODEL, needed)
+    check_weights(_changed(load_format="dummy", dtype="bfloat16"), _MODEL, needed // 2)
+    with pytest.raises(InvalidGeometry, match=r"take 0\.0 GiB in float32, .* use a smaller model"):
+        check_weights(config, _MODEL, needed - 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_slip_in_a_config_is_refused_on_any_device(device: str) -> None:
+    model = dataclasses.replace(_MODEL, vocab_size=10**12)
+    told = r"953,674\.3 GiB .*embed_tokens\.weight \(vocab_size 10{12} by .*correct config\.json"
+    with pytest.raises(InvalidGeometry, match=told):
+        check_weights(_changed(load_format="dummy", device=device), model)
+
+
+def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped() -> None:
+    folder = ensure_model("gqa")
+    model = load_config(folder)
+    mapped = _changed(model_dir=str(folder), pack_weights=False)
+    check_weights(mapped, model, 0)
+    with pytest.raises(InvalidGeometry, match="--no-pack-weights"):
+        check_weights(_changed(model_dir=str(folder)), model, 0)
+    check_weights(_changed(model_dir=str(folder)), model, 4 * num_elements(model))
+    with pytest.raises(InvalidGeometry, match="use --dtype float32, as which"):
+        check_weights(_changed(model_dir=str(folder), dtype="bfloat16"), model, 0)
+    with pytest.raises(ModelLoadError, match="num_hidden_layers is 9, but"):
+        check_weights(mapped, dataclasses.replace(model, num_layers=9))

@@ -8,7 +8,8 @@ import torch
 
 from attention.support import UnsupportedPool
 from engine.config import EngineConfig
-from engine.memory import MemoryTooSmall, check_weights_fit, free_host_bytes, size_pool
+from engine.host_memory import free_host_bytes
+from engine.memory import MemoryTooSmall, check_weights_fit, size_pool
 from engine.runner import ModelRunner
 from engine.worker import CannotStart, _reason, _starting
 from model.config import load_config

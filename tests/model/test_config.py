@@ -74,13 +74,6 @@ def test_kv_geometry_of_grouped_and_latent_attention():
     assert parse_config({**DEEPSEEK, "first_k_dense_replace": 2}).moe is None
 
 
-def test_generation_config_names_the_end_of_text_ids():
-    raw = {**LLAMA, "eos_token_id": 2, "bos_token_id": 1}
-    assert parse_config(raw).eos_token_ids == (2,)
-    assert parse_config(raw, {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
-    assert parse_config(LLAMA).eos_token_ids == ()
-
-
 @pytest.mark.parametrize(
     "change, named",
     [
@@ -129,10 +122,12 @@ def test_a_window_wider_than_the_context_changes_nothing():
         ({"head_dim": -8}, "head_dim is -8"),
         ({"rms_norm_eps": "x"}, 'rms_norm_eps is "x", expected a number above 0'),
         ({"rope_theta": [1]}, r"rope_theta is \[1\]"),
-        ({"eos_token_id": "</s>"}, 'eos_token_id .* is "</s>", expected a token id'),
-        ({"eos_token_id": [1, None]}, r"eos_token_id .* is \[1, null\]"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"head_dim": 63}, "head_dim is 63, expected an even number"),
+        ({**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7, expected an even number"),
+        ({"num_attention_heads": 128}, "num_attention_heads is 128, above hidden_size 64"),
+        ({**DEEPSEEK, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, above n_routed_.* 8"),
     ],
 )
 def test_a_broken_config_is_refused_naming_the_field(change, named):

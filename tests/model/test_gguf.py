@@ -150,7 +150,8 @@ def test_the_tokenizer_splits_and_joins_as_the_original(tmp_path):
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert (config["eos_token"], config["bos_token"]) == ("</s>", "<s>")
     assert config["chat_template"] == "{{ messages[0]['content'] }}"
-    assert load_config(tmp_path / "out").eos_token_ids == (2,)
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 2
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path):

@@ -113,7 +113,8 @@ def test_the_default_model_is_converted_with_tokenizer_template_and_end_of_text(
     assert config.rms_eps == 1e-5 and config.tie_embeddings
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     end = tokenizer.token_to_id("<|im_end|>")
-    assert config.eos_token_ids == (end,)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == end
     text = "<|im_start|>user\nÜber 12345 don't  🙂\n"
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text

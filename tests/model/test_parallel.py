@@ -19,6 +19,7 @@ from tests.ports import kept_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 # 12 query and 6 KV heads: 2 and 3 divide both, 4 would not; 131 tokens of vocabulary are padded.
+TWELVE = {"num_attention_heads": 12, "head_dim": 8}
 WIDE = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}
 MODELS = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
@@ -92,7 +93,7 @@ def test_heads_are_split_evenly_or_replicated_evenly():
     [
         (LLAMA, 0, "--tp 0 is less than 1"),
         (LLAMA, 3, "--tp 3 does not divide the model's 8 query heads"),
-        ({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 6}, 4, "6 KV heads"),
+        ({**LLAMA, **TWELVE, "num_key_value_heads": 6}, 4, "6 KV heads"),
         ({**LLAMA, "intermediate_size": 98}, 4, "intermediate_size 98"),
         ({**DEEPSEEK, "moe_intermediate_size": 22}, 4, "moe_intermediate_size 22"),
     ],
@@ -134,7 +135,7 @@ def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themsel
 
 
 def test_groups_that_cannot_share_the_kv_heads_are_refused():
-    wide = parse_config({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 4})
+    wide = parse_config({**LLAMA, **TWELVE, "num_key_value_heads": 4})
     check_parallelism(wide, 12, 3)
     with pytest.raises(
         InvalidParallelism, match=r"--dcp 2 with --tp 12 makes 6 groups .* 4 KV heads"

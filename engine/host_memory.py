@@ -1,0 +1,31 @@
+"""The memory of this machine or container. No torch here."""
+
+import os
+from pathlib import Path
+
+
+def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory available to new allocations on this host and in this container, in bytes.
+
+    Args:
+        cgroup: where the files of this container's control group (version 2) are.
+    """
+    free = _available_bytes()
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free
+    return min(free, max(0, limit - used + int(stat.get("inactive_file", 0))))
+
+
+def _available_bytes() -> int:
+    try:
+        with open("/proc/meminfo") as meminfo:
+            for line in meminfo:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

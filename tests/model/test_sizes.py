@@ -1,0 +1,95 @@
+"""What a config implies is what a model asks for; one that its files contradict is named."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from model.config import ModelLoadError, load_config, parse_config
+from model.registry import load_model
+from model.sizes import check_files, implied_weights, largest, num_elements, stored_dtypes
+from model.weights import DummySource
+from tests.model.random_models import make
+from tests.model.test_config import DEEPSEEK, LLAMA
+
+_MODELS = [
+    LLAMA,
+    {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    {**DEEPSEEK, "num_hidden_layers": 3},
+    {**DEEPSEEK, "q_lora_rank": 20, "first_k_dense_replace": 0},
+    {**DEEPSEEK, "n_routed_experts": None},
+]
+
+
+@pytest.mark.parametrize("raw", _MODELS)
+def test_a_model_asks_for_the_matrices_that_its_config_implies(raw, monkeypatch):
+    asked: dict[str, tuple[int, ...]] = {}
+    make_part = DummySource.part
+
+    def part(self, name, shape, rows, cols):
+        asked[name] = shape
+        return make_part(self, name, shape, rows, cols)
+
+    monkeypatch.setattr(DummySource, "part", part)
+    config = parse_config(raw)
+    load_model(config, "", dtype=torch.float32, load_format="dummy")
+    matrices = {name: shape for name, shape in asked.items() if len(shape) > 1}
+    assert sum(map(math.prod, matrices.values())) == num_elements(config)
+    for weights in implied_weights(config):
+        assert matrices[weights.name] == tuple(size.value for size in weights.shape)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for architecture, options in (("LlamaForCausalLM", {}), ("DeepseekV2ForCausalLM", {})):
+        made[architecture] = tmp_path_factory.mktemp(architecture)
+        make(architecture, made[architecture], shard="100KB", **options)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "told"),
+    [
+        ("LlamaForCausalLM", "vocab_size", r"vocab_size is 10{12}, but model\.embed_.* 131 rows"),
+        ("LlamaForCausalLM", "hidden_size", r"hidden_size is 10{12}, .* has 64 columns in "),
+        ("LlamaForCausalLM", "num_hidden_layers", r"is 10{12}, but .* of 2 layers in .*: correct"),
+        ("LlamaForCausalLM", "intermediate_size", r"intermediate_size is 10{12}, .*96 rows"),
+        ("LlamaForCausalLM", "head_dim", r"_heads 8 x head_dim 10{12} is 80{12}, .*q_proj"),
+        ("LlamaForCausalLM", "num_attention_heads", r"num_attention_heads 10{12} x head_dim 8 is"),
+        ("DeepseekV2ForCausalLM", "kv_lora_rank", r"\(kv_lora_rank 10{12} \+ qk_rope_head_dim 8\)"),
+        ("DeepseekV2ForCausalLM", "qk_nope_head_dim", r"\(qk_nope_head_dim 10{12} \+ v_head_dim"),
+        ("DeepseekV2ForCausalLM", "n_routed_experts", r"n_routed_experts is 10{12}, .* 8 rows"),
+        ("DeepseekV2ForCausalLM", "n_shared_experts", r" 24 x n_shared_experts 10{12} is"),
+    ],
+)  # fmt: skip
+def test_a_field_that_the_files_contradict_is_named(folders, architecture, field, told):
+    folder = folders[architecture]
+    check_files(load_config(folder), folder)
+    raw = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ModelLoadError, match=rf"^config\.json: .*{told}"):
+        check_files(parse_config({**raw, field: 10**12}), folder)
+
+
+def test_what_most_of_a_model_is_made_of_is_told_with_its_fields():
+    config = parse_config({**LLAMA, "num_hidden_layers": 10**12})
+    assert str(largest(config)) == (
+        "model.layers.0.mlp.gate_proj.weight (intermediate_size 96 by hidden_size 64) in each of "
+        "num_hidden_layers 1000000000000"
+    )
+    assert num_elements(config) > 96 * 64 * 3 * 10**12
+
+
+def test_what_weights_are_stored_in(folders):
+    assert stored_dtypes(folders["LlamaForCausalLM"]) == {"F32"}
+
+
+@pytest.mark.parametrize(
+    "header", [b"[]", b'{"a": 1}', b'{"a": {"data_offsets": [0], "shape": [], "dtype": ""}}', b"{"]
+)
+def test_a_header_that_is_none_is_told(tmp_path, header):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelLoadError, match="is not a safetensors file"):
+        check_files(parse_config(LLAMA), tmp_path)

@@ -6,8 +6,9 @@ it had tokenized, and with what. A decode server that finds the same digest for 
 request takes the ids; with any other it tokenizes.
 
 What cannot fit the model's context is refused before it is tokenized, as that takes a second for a
-megabyte and hundreds of times a text's memory. What a chat template writes is looked at for that
-rather than the messages: it may leave some out, and write tools and variables as well.
+megabyte and hundreds of times a text's memory (token_bound.py). What a chat template writes is
+looked at for that rather than the messages: it may leave some out, and write tools and variables as
+well.
 """
 
 import asyncio
@@ -74,20 +75,27 @@ class Texts:
         async with self._alone:
             return await asyncio.to_thread(work)
 
-    async def tokenize(self, parsed: GenerationRequest, max_model_len: int) -> list[list[int]]:
+    async def tokenize(
+        self, parsed: GenerationRequest, max_model_len: int, *, sure_to: int = INLINE_CHARS
+    ) -> list[list[int]]:
         """The token ids of each prompt.
+
+        Args:
+            sure_to: a text of so many characters is tokenized, however many tokens it has.
 
         Raises:
             InvalidRequest: the chat template refuses the messages.
-            ContextLengthExceeded: no text as long as a prompt has `max_model_len` tokens or fewer.
+            ContextLengthExceeded: a longer text has more than `max_model_len` tokens for sure.
         """
-        encode = partial(self._encode, parsed, max_model_len)
+        encode = partial(self._encode, parsed, max_model_len, sure_to)
         try:
             return await self.run(_size(parsed), partial(encode, LONG_CHARS))
         except _MoreThanThought as more:
             return await self.run(more.size, partial(encode, sys.maxsize))
 
-    def _encode(self, parsed: GenerationRequest, max_model_len: int, limit: int) -> list[list[int]]:
+    def _encode(
+        self, parsed: GenerationRequest, max_model_len: int, sure_to: int, limit: int
+    ) -> list[list[int]]:
         prompts: Sequence[str | list[int]]
         if isinstance(parsed, ChatRequest):
             messages, options = _chat(parsed, self._tokenizer)
@@ -96,11 +104,13 @@ class Texts:
         else:
             assert isinstance(parsed, CompletionRequest)
             prompts, adds = parsed.prompts, parsed.add_special_tokens
-        size = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
-        at_least = self._tokenizer.min_tokens(size)
-        if at_least > max_model_len:
-            raise too_long(at_least, max_model_len, prompt_param(parsed), "at least ")
-        if size > limit:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            if len(text) <= sure_to:
+                continue
+            if at_least := self._tokenizer.at_least(text, max_model_len + 1):
+                raise too_long(at_least, max_model_len, prompt_param(parsed), "at least ")
+        if (size := max(map(len, texts), default=0)) > limit:
             raise _MoreThanThought(size)
         return [
             self._tokenizer.encode(prompt, add_special_tokens=adds)

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from engine.http_generate import Api
 from engine.http_limits import check_model, check_token_ids
 from engine.http_middleware import read_body, refusal_of
+from engine.http_text import LONG_CHARS
 from protocol.openai import parse_json_object
 from protocol.openai_tokenize import as_request, parse_detokenize, parse_tokenize
 
@@ -40,7 +41,8 @@ async def _tokenize(raw: bytes, api: Api) -> bytes:
     parsed = await api.texts.run(len(raw), lambda: parse_tokenize(members))
     check_model(parsed.model or api.model_names[0], api.model_names)
     ready = api.require_ready()
-    (ids,) = await api.texts.tokenize(as_request(parsed), ready.max_model_len)
+    request = as_request(parsed)  # whose sender may want to know by how much it is too long
+    (ids,) = await api.texts.tokenize(request, ready.max_model_len, sure_to=LONG_CHARS)
 
     def answer() -> bytes:
         pieces = api.tokenizer.pieces(ids) if parsed.return_token_strs else None

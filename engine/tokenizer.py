@@ -17,11 +17,12 @@ from typing import Any
 import tokenizers
 
 from engine.chat_template import find_chat_template
+from engine.token_bound import TokenBound, byte_alphabet
 from protocol.errors import InvalidRequest
 from protocol.openai_logprobs import TokenText
+from protocol.shown import shown
 
 _MANY_IDS = 2048  # take a millisecond to decode
-_MAX_NORMALIZED = 4  # characters that a normalizer may join into one
 _SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -52,6 +53,7 @@ class Tokenizer:
 
     Raises:
         TokenizerNotFound: there is no tokenizer.json, or it cannot be read.
+        BrokenTemplate: the chat template cannot be read.
     """
 
     def __init__(self, model_dir: str | Path) -> None:
@@ -62,12 +64,18 @@ class Tokenizer:
         self._tokenizer = _load(folder)
         self.digest = _digest_of(folder)  # of all that token ids follow from
         self.special_tokens = _special_tokens(config)
-        _add_missing(self._tokenizer, config, self.special_tokens)
+        try:
+            _add_missing(self._tokenizer, config, self.special_tokens)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise TokenizerNotFound(
+                f"{folder / 'tokenizer_config.json'} has a value of a wrong kind among its tokens: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_bytes = _byte_level_table(self._tokenizer)
-        self._max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._bound = TokenBound(self._tokenizer)
         self.eos_ids = self._find_eos_ids(folder)
         self.chat_template = find_chat_template(folder, config)
         self._anchor = self._find_anchor() if self.token_bytes is None else []
@@ -90,11 +98,10 @@ class Tokenizer:
         text: str = self._tokenizer.to_str()
         return text
 
-    def min_tokens(self, num_chars: int) -> int:
-        """No text of so many characters has fewer tokens. Costs nothing, unlike `encode`, which
-        takes hundreds of times a text's memory."""
-        shrinkage = 1 if self.token_bytes is not None else _MAX_NORMALIZED
-        return num_chars // (self._max_token_chars * shrinkage)
+    def at_least(self, text: str, enough: int) -> int:
+        """How many tokens `text` has at least, with 0 for any number below `enough`. Costs little,
+        unlike `encode`, which takes hundreds of times a text's memory."""
+        return self._bound.at_least(text, enough)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
@@ -157,8 +164,15 @@ class Tokenizer:
         """The ids that end a generation: generation_config, else config, else the tokenizer's."""
         for name in ("generation_config.json", "config.json"):
             found = _read_json(folder / name).get("eos_token_id")
-            if found is not None:
-                return tuple(found) if isinstance(found, list) else (found,)
+            if found is None:
+                continue
+            ids = found if isinstance(found, list) else [found]
+            if any(type(token_id) is not int for token_id in ids):
+                raise TokenizerNotFound(
+                    f"eos_token_id of {folder / name} is {shown(found)}, expected a token id or a "
+                    "list of them"
+                )
+            return tuple(ids)
         eos = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         return () if eos is None else (eos,)
 
@@ -235,7 +249,7 @@ def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
     """
     if type(tokenizer.decoder) is not tokenizers.decoders.ByteLevel:
         return None
-    byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
     table = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         mapped = [byte_of.get(char) for char in token]
@@ -243,10 +257,3 @@ def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
             token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
         )
     return table
-
-
-def _byte_alphabet() -> list[str]:
-    """The character of each byte: itself where it is printable, else one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

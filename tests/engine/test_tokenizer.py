@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine.chat_template import ChatTemplate
+from engine.chat_template import BrokenTemplate, ChatTemplate
 from engine.tokenizer import Tokenizer, TokenizerNotFound
 from protocol.errors import InvalidRequest
 
@@ -230,6 +230,16 @@ def test_a_directory_without_tokenizer_json_says_how_to_convert(tmp_path: Path) 
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(("value", "shown"), [("</s>", '"</s>"'), ([1, None], r"\[1, null\]")])
+def test_an_end_of_text_that_is_no_token_id_is_named(
+    tmp_path: Path, value: Any, shown: str
+) -> None:
+    write_byte_level(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(TokenizerNotFound, match=rf"config\.json is {shown}, expected a token id"):
+        Tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_broken_file_is_named(tmp_path: Path, broken: str) -> None:
     write_byte_level(tmp_path)
@@ -344,3 +354,32 @@ def test_tokenizing_loads_neither_torch_nor_transformers() -> None:
     )
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("a\n{% for", r"tokenizer_config\.json holds .* unexpected .*, line 2; correct it"),
+        ("{{ x | nope }}", "No filter named 'nope'"),
+        ([{"name": "default"}], "KeyError: 'template'"),
+    ],
+)
+def test_a_broken_chat_template_is_told_with_its_file(
+    folders: dict[str, Path], tmp_path: Path, template: Any, told: str
+) -> None:
+    saved = folders["byte-level"] / "tokenizer.json"
+    (tmp_path / "tokenizer.json").write_bytes(saved.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(BrokenTemplate, match=told):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [{"x": {"content": "a"}}, {"1": {}}, {"1": None}, [1]])
+def test_tokens_of_a_wrong_kind_are_told_with_their_file(
+    folders: dict[str, Path], tmp_path: Path, tokens: Any
+) -> None:
+    saved = folders["byte-level"] / "tokenizer.json"
+    (tmp_path / "tokenizer.json").write_bytes(saved.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+    with pytest.raises(TokenizerNotFound, match=r"tokenizer_config\.json has a value of a wrong"):
+        Tokenizer(tmp_path)

@@ -1,7 +1,7 @@
 """What one request leaves behind: its metrics and one closing log line."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from engine.http_middleware import ClientDisconnected, now_s
 from protocol.errors import BatonError, RequestError
@@ -10,6 +10,19 @@ from protocol.metrics import Metrics
 from protocol.openai import Usage, kv_header
 
 log = get_logger(__name__)
+
+_OUTCOMES = ("stop", "length", "tool_calls", "abort", "rejected", "error")
+_SOURCES = ("transferred", "recomputed", "skipped")
+
+
+def expose_from_start(metrics: Metrics, endpoints: Iterable[str]) -> None:
+    """Exposes the series that requests will add to: a rate does not see the event with which one
+    appears."""
+    for endpoint in endpoints:
+        for outcome in _OUTCOMES:
+            metrics.begin("baton_requests", endpoint=endpoint, outcome=outcome)
+    for source in _SOURCES:
+        metrics.begin("baton_kv_tokens", source=source)
 
 
 class Tally:

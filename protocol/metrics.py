@@ -254,6 +254,10 @@ class Metrics:
         kind = Counter if spec.kind == "counter" else Gauge
         return kind(spec.name, spec.help, spec.labels, registry=self._registry)
 
+    def begin(self, name: str, **labels: str) -> None:
+        """Exposes a counter or gauge with labels from now on, with 0 until it is touched."""
+        self._child(name, labels)
+
     def inc(self, name: str, amount: float = 1, **labels: str) -> None:
         """Adds to a counter or a gauge."""
         self._child(name, labels).inc(amount)

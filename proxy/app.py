@@ -1,6 +1,6 @@
 """The proxy's ASGI application: routes, reading a request, its end, and shutting down.
 
-Plain ASGI: a framework would take longer over a request than everything else here together.
+Plain ASGI: a framework would take longer per request than everything else here together.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from typing import Any
 from protocol.errors import BatonError, InternalError, InvalidRequest, PayloadTooLarge
 from protocol.logging import get_logger, request_context
 from protocol.metrics import CONTENT_TYPE, Metrics
+from protocol.near_names import suggestion
 from protocol.settings import ProxySettings
 from proxy import body as bodies
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
@@ -22,6 +23,7 @@ from proxy.membership import Fleet, Server
 from proxy.poller import Poller
 from proxy.relay import Reply, Send
 from proxy.retry import Kind
+from proxy.series import expose_from_start
 from proxy.upstream import HttpUpstream
 
 logger = get_logger(__name__)
@@ -32,6 +34,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # a decode server's answer, as it is
 MODELS_PATH = "/v1/models"
+CLIENT_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS, MODELS_PATH)
 DOCUMENT_PATHS = ("/openapi.json", "/docs")
 # What else of the client's headers the servers get: who asks, and which trace it belongs to.
 FORWARDED_HEADERS = (b"authorization", b"traceparent", b"tracestate")
@@ -94,6 +97,7 @@ class ProxyApp:
         ):
             self.fleet.join(server)
             self._show_ready(server, self.fleet.health(server))
+        expose_from_start(self.metrics, self.fleet.servers())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -191,9 +195,8 @@ class ProxyApp:
                 work = self._flow.get(raw_path.decode("latin-1"), headers, reply, trace)
                 await self._run(work, receive)
             case _:
-                raise UnknownPath(
-                    f"no such path: {method} {path}; GET /docs lists those that there are"
-                )
+                near = suggestion(path[:80].rstrip("/"), CLIENT_PATHS)
+                raise UnknownPath(f"no such path: {method} {path}{near}; GET /docs lists all paths")
 
     async def _generate(self, scope: Scope, receive: Receive, reply: Reply, trace: Trace) -> None:
         data = await read_body(scope, receive, self.settings.max_body_bytes)

@@ -157,6 +157,12 @@ def num_tokens(body: Body, params: msgspec.Raw) -> int:
     return max((prompt.remote_num_tokens for prompt in prompts), default=0) + asked
 
 
+def num_choices(body: Body) -> int:
+    """How many sequences each prompt of a request becomes."""
+    asked = [member(body, name) for name in ("n", "best_of")]
+    return max((int(value) for value in asked if _is_token_limit(value)), default=1)
+
+
 class _Error(msgspec.Struct, frozen=True):
     code: str = ""
 

@@ -23,7 +23,7 @@ from protocol.openai import RELEASE_PATH
 from proxy import body as bodies
 from proxy.body import Body
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
-from proxy.legs import Answer, LegFailed, Legs, Trace, failure_of, read
+from proxy.legs import Answer, LegFailed, Legs, ResultT, Trace, failure_of, read
 from proxy.membership import Fleet, Server
 from proxy.relay import Reply
 from proxy.retry import Failure, Kind, RetryPolicy
@@ -39,7 +39,12 @@ from proxy.upstream import (
 
 logger = get_logger(__name__)
 
-_PREFILL_CONTEXT = "prefill_context"  # why a request is decoded without a prefill
+# Why a request is decoded without a prefill.
+_PREFILL_CONTEXT, _PREFILL_CHOICES, _DECODE_CHOICES = (
+    "prefill_context",
+    "prefill_choices",
+    "decode_choices",
+)
 GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
 CLOSE_TIMEOUT_S = 2.0
 # A decode server hears of a client that left by the end of its connection, a busy one within half a
@@ -87,9 +92,10 @@ class Flow:
         if isinstance(prefilled, Answer):
             await reply.relay_answer(prefilled.status, prefilled.headers, prefilled.body)
         elif prefilled is None:
-            leg, unfit = bodies.decode_leg(request.body, None), []
-            if trace.decode_only == _PREFILL_CONTEXT:  # for those of the longest context
-                unfit = self._fleet.too_small(Kind.DECODE, self._fleet.context(Kind.DECODE) or 0)
+            leg = bodies.decode_leg(request.body, None)
+            is_long = trace.decode_only == _PREFILL_CONTEXT  # then for those of the longest context
+            length = self._fleet.context(Kind.DECODE) if is_long else None
+            unfit = self._unfit(Kind.DECODE, request, length or 0)
             await self._decode("POST", request.path, request.headers, leg, reply, trace, unfit)
         else:
             await self._decode_prefilled(request, prefilled, reply, trace)
@@ -101,7 +107,8 @@ class Flow:
         after_s = 0.0
         try:
             leg = bodies.decode_leg(request.body, params)
-            unfit = self._fleet.too_small(Kind.DECODE, bodies.num_tokens(request.body, params))
+            num_tokens = bodies.num_tokens(request.body, params)
+            unfit = self._unfit(Kind.DECODE, request, num_tokens)
             await self._decode("POST", request.path, request.headers, leg, reply, trace, unfit)
         except asyncio.CancelledError:
             after_s = _LEFT_S
@@ -170,22 +177,15 @@ class Flow:
         """Has a prefill server answer the request; False: none can be had, nothing was sent."""
         leg = bodies.decode_leg(request.body, None)
         send = self._sender("POST", request.path, request.headers, leg, whole_from=400)
-        try:
-            server, response = await self._legs.run(Kind.PREFILL, send, trace)
-        except LegFailed as failed:
-            self._decode_only(failed.reason, trace)
+        asked = await self._ask_prefill(request, send, trace, self._fleet.context(Kind.DECODE))
+        if asked is None:
             return False
+        server, response = asked
+        trace.prefill = server.url
         if isinstance(response, Response):
-            trace.prefill = server.url
             self._count("prefill", "scored")
             await self._relay(server, response, reply, trace)
             return True
-        self._legs.release(server)
-        self._legs.succeeded(server)
-        if self._is_beyond(server, response, self._fleet.context(Kind.DECODE)):
-            self._decode_only(_PREFILL_CONTEXT, trace)
-            return False
-        trace.prefill = server.url
         self._count("prefill", f"status_{response.status}")
         await reply.relay_answer(response.status, response.headers, response.body)
         return True
@@ -209,18 +209,16 @@ class Flow:
                 self._will_not_come(request, bodies.unanswered(transfer_id), server.url)
                 raise
 
-        try:
-            server, answer = await self._legs.run(Kind.PREFILL, send, trace)
-        except LegFailed as failed:
-            self._decode_only(failed.reason, trace)
+        unfit = self._unfit(Kind.DECODE, request)
+        if self._fleet.num_ready(Kind.DECODE, unfit) == 0:  # it will be refused
+            self._decode_only(_DECODE_CHOICES, trace)
             return None
-        self._legs.release(server)
-        self._legs.succeeded(server)
+        asked = await self._ask_prefill(request, send, trace, context)
+        if asked is None:
+            return None
+        server, answer = asked
         trace.prefill, trace.prefill_s = server.url, trace.elapsed_s()
         self._metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
-        if answer.status != 200 and self._is_beyond(server, answer, context):
-            self._decode_only(_PREFILL_CONTEXT, trace)
-            return None
         if answer.status != 200:
             self._count("prefill", f"status_{answer.status}")
             return answer
@@ -231,11 +229,41 @@ class Flow:
             self._count("pd", "routed")
         return params
 
-    def _is_beyond(self, server: Server, answer: Answer, context: int | None) -> bool:
-        """Whether a request too long for a prefill server may fit a decode server's context."""
-        own = self._fleet.health(server).max_model_len
-        is_too_long = bodies.error_code(answer.body) == ContextLengthExceeded.code
-        return is_too_long and own is not None and context is not None and own < context
+    async def _ask_prefill(
+        self,
+        request: ClientRequest,
+        send: Callable[[Server], Awaitable[ResultT]],
+        trace: Trace,
+        context: int | None,
+    ) -> tuple[Server, ResultT] | None:
+        """What the first prefill server says that has room for the request; `release`d unless it is
+        to be relayed. None: to be done without, which is counted.
+
+        Args:
+            context: the longest of a decode server.
+        """
+        reason, unfit = _PREFILL_CHOICES, self._unfit(Kind.PREFILL, request)
+        num_ready = self._fleet.num_ready
+        while num_ready(Kind.PREFILL, unfit) or not (unfit and num_ready(Kind.PREFILL)):
+            try:
+                server, answer = await self._legs.run(Kind.PREFILL, send, trace, unfit)
+            except LegFailed as failed:
+                reason = failed.reason
+                break
+            if not isinstance(answer, Answer):
+                return server, answer
+            self._legs.release(server)
+            self._legs.succeeded(server)
+            own = self._fleet.health(server).room.max_model_len
+            if not _is_beyond(answer, own, context):
+                return server, answer
+            reason, unfit = _PREFILL_CONTEXT, self._unfit(Kind.PREFILL, request, (own or 0) + 1)
+        self._decode_only(reason, trace)
+        return None
+
+    def _unfit(self, kind: Kind, request: ClientRequest, num_tokens: int = 0) -> list[Server]:
+        """Servers without room for so long a sequence, or for so many of them."""
+        return self._fleet.unfit(kind, num_tokens, bodies.num_choices(request.body))
 
     def _decode_only(self, reason: str, trace: Trace) -> None:
         trace.decode_only = reason
@@ -310,6 +338,13 @@ async def _relay(response: Response, reply: Reply, trace: Trace) -> bool:
     trace.on_bytes()
     await reply.relay_answer(answer.status, answer.headers, answer.body)
     return True
+
+
+def _is_beyond(answer: Answer, own: int | None, context: int | None) -> bool:
+    """Whether a request too long for a prefill server's `own` context may fit the longest of a
+    decode server."""
+    is_too_long = bodies.error_code(answer.body) == ContextLengthExceeded.code
+    return is_too_long and own is not None and context is not None and own < context
 
 
 def _broken(server: Server, error: UpstreamError) -> BatonError:

@@ -31,12 +31,25 @@ class HealthPolicy:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What one request may take of a server at most. None: it never said."""
+
+    max_model_len: int | None = None  # tokens
+    max_num_seqs: int | None = None
+
+    def holds(self, num_tokens: int, num_choices: int) -> bool:
+        """False where the server is known to refuse so much."""
+        wanted = ((num_tokens, self.max_model_len), (num_choices, self.max_num_seqs))
+        return all(limit is None or amount <= limit for amount, limit in wanted)
+
+
+@dataclass(frozen=True)
 class Health:
     """One server's state. Times are seconds of the caller's monotonic clock."""
 
     ready: bool = False
     reason: str = "not checked yet"  # why it is not ready
-    max_model_len: int | None = None  # tokens; None: it never said
+    room: Room = Room()
     silences: int = 0  # health checks without an answer, in a row
     changed_at: float = float("-inf")  # when a connection error took readiness back
     failures: int = 0  # in a row
@@ -51,14 +64,17 @@ def polled(
     ready: bool,
     reason: str,
     started_at: float,
-    max_model_len: int | None = None,
+    room: Room | None = None,
 ) -> Health:
-    """The answer to a health check begun at `started_at`; one older than a failure is void."""
+    """The answer to a health check begun at `started_at`; one older than a failure is void.
+
+    Args:
+        room: None where it did not say, as while it starts.
+    """
     if ready and started_at < health.changed_at:
         return health
-    told = max_model_len or health.max_model_len
     reason = "" if ready else reason
-    return replace(health, ready=ready, reason=reason, silences=0, max_model_len=told)
+    return replace(health, ready=ready, reason=reason, silences=0, room=room or health.room)
 
 
 def silent(health: Health, reason: str, policy: HealthPolicy) -> Health:

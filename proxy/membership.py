@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from proxy import health, routing
-from proxy.health import Health, HealthPolicy
+from proxy.health import Health, HealthPolicy, Room
 from proxy.retry import Kind
 
 
@@ -79,14 +79,15 @@ class Fleet:
 
     def context(self, kind: Kind) -> int | None:
         """The longest context of the ready servers of a kind; None unless all have said theirs."""
-        told = [self._health[s].max_model_len for s in self.servers(kind) if self._health[s].ready]
+        ready = [self._health[s] for s in self.servers(kind) if self._health[s].ready]
+        told = [health.room.max_model_len for health in ready]
         known = [length for length in told if length is not None]
         return max(known) if known and len(known) == len(told) else None
 
-    def too_small(self, kind: Kind, num_tokens: int) -> list[Server]:
-        """The servers whose context is known to be shorter than that."""
-        lengths = {server: self._health[server].max_model_len for server in self.servers(kind)}
-        return [s for s, length in lengths.items() if length is not None and length < num_tokens]
+    def unfit(self, kind: Kind, num_tokens: int, num_choices: int) -> list[Server]:
+        """The servers that are known to have a shorter context than that, or fewer sequences."""
+        rooms = {server: self._health[server].room for server in self.servers(kind)}
+        return [s for s, room in rooms.items() if not room.holds(num_tokens, num_choices)]
 
     def polled(
         self,
@@ -95,14 +96,14 @@ class Fleet:
         ready: bool,
         reason: str,
         started_at: float,
-        max_model_len: int | None = None,
+        room: Room | None = None,
     ) -> None:
         polled = health.polled(
             self.health(server),
             ready=ready,
             reason=reason,
             started_at=started_at,
-            max_model_len=max_model_len,
+            room=room,
         )
         self._set(server, polled)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from protocol.logging import get_logger
+from proxy.health import Room
 from proxy.membership import Fleet, Server
 from proxy.retry import Kind
 from proxy.upstream import Exhausted, Lost, TimedOut, Unreachable, Upstream
@@ -86,7 +87,7 @@ class Poller:
                 ready=said.ready,
                 reason=said.reason,
                 started_at=started_at,
-                max_model_len=said.max_model_len,
+                room=said.room,
             )
 
     async def _ask(self, server: Server) -> "_Said":
@@ -103,7 +104,7 @@ class Poller:
 class _Said:
     ready: bool
     reason: str  # why not
-    max_model_len: int | None = None  # tokens; None: it did not say
+    room: Room | None = None  # None: it did not say
 
 
 def _said(kind: Kind, status: int, body: bytes) -> _Said:
@@ -115,9 +116,11 @@ def _said(kind: Kind, status: int, body: bytes) -> _Said:
         said = None
     if not isinstance(said, dict):
         return _Said(ready, f"GET /ready answers with status {status}, unlike a Baton server")
-    role, error, length = said.get("role"), said.get("error"), said.get("max_model_len")
+    role, error = said.get("role"), said.get("error")
     if role in ("prefill", "decode") and role != kind.value:
         return _Said(False, f"it is a {role} server; name it by --{role}, not by --{kind.value}")
     text = error.get("message") if isinstance(error, dict) else said.get("reason")
     reason = text[:200] if isinstance(text, str) else f"status {status}"
-    return _Said(ready, reason, length if type(length) is int and length > 0 else None)
+    limits = {name: said.get(name) for name in Room.__dataclass_fields__}
+    told = {name: n for name, n in limits.items() if type(n) is int and n > 0}
+    return _Said(ready, reason, Room(**told) if told else None)

@@ -1,7 +1,7 @@
 """Whether a failed leg is tried on another server: pure.
 
-Nothing has been sent to the client when these questions are asked. A request that was delivered
-and not answered may be what killed the server, so it goes to `max_deliveries` servers at most.
+Asked only while nothing has been sent to the client. A request that was delivered and not answered
+may be what killed the server, so it goes to at most `max_deliveries` servers.
 """
 
 from collections.abc import Sequence

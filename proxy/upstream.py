@@ -1,8 +1,8 @@
 """HTTP/1.1 to the servers over httpx, with as many connections as there are requests in flight.
 
 Every connection has an httpx transport of its own (transport.py), kept in a stack per server. One
-transport for many connections looks through all of them, each time, for every request: 64 idle ones
-make that 3 ms of CPU per request and 512 make it 87 ms. httpx's client above the transport would
+transport for many connections searches all of them for every request: with 64 idle ones that takes
+3 ms of CPU per request, with 512 it takes 87 ms. httpx's client above the transport would
 only cost time: cookies, redirects and authentication are the business of client and servers.
 
     send() -> head -> chunks... -> end       the connection goes back on the stack

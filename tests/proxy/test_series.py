@@ -1,0 +1,62 @@
+"""Series are exposed before the first event that they count."""
+
+from protocol.metrics import SPECS
+from tests.proxy.fakes import Call, Drop, Fake, Rig, prefills
+
+
+def series(rig: Rig) -> set[str]:
+    """The names and labels of what counts with labels."""
+    lines = rig.app.metrics.expose().decode().splitlines()
+    counting = [spec.name for spec in SPECS.values() if spec.origin == "proxy" and spec.labels]
+    return {line.rsplit(" ", 1)[0] for line in lines if line.startswith(tuple(counting))}
+
+
+async def refuses(call: Call) -> None:
+    await call.answer(400, {"error": {"code": "invalid_request"}})
+
+
+async def is_full(call: Call) -> None:
+    await call.answer(503, {"error": {"code": "overloaded"}})
+
+
+async def fails(call: Call) -> None:
+    await call.answer(500, {"error": {"code": "internal_error"}})
+
+
+async def drops(call: Call) -> None:
+    raise Drop
+
+
+async def says_nothing_of_kv(call: Call) -> None:
+    await call.answer(200, {"choices": []})
+
+
+async def test_no_request_adds_a_series() -> None:
+    for behaviour in (prefills, refuses, is_full, fails, drops, says_nothing_of_kv):
+        async with Rig(prefill=[Fake(behaviour)]) as rig:
+            before = series(rig)
+            await rig.complete()
+            await rig.complete(max_tokens=0, echo=True)
+            await rig.client.post("/v1/completions", content=b"{")
+            assert series(rig) == before, behaviour
+        async with Rig(decode=[Fake(behaviour)]) as rig:
+            before = series(rig)
+            await rig.complete()
+            await rig.complete(stream=True)
+            assert series(rig) == before, behaviour
+
+
+async def test_a_fleet_that_was_never_seen_has_its_series() -> None:
+    async with Rig(prefill=[], decode=[Fake(prefills, ready=False)]) as rig:
+        url = rig.decode[0].url
+        assert {
+            f'baton_proxy_upstream_ready{{role="decode",url="{url}"}}',
+            f'baton_proxy_upstream_in_flight{{role="decode",url="{url}"}}',
+            'baton_proxy_upstream_failures_total{leg="prefill",reason="unreachable"}',
+            'baton_proxy_requests_total{path="decode_only",reason="no_prefill_server"}',
+            'baton_proxy_responses_total{status="503"}',
+            'baton_proxy_retries_total{leg="decode"}',
+        } <= series(rig)
+        before = series(rig)
+        assert (await rig.complete()).status_code == 503
+        assert series(rig) == before

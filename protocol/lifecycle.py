@@ -11,9 +11,11 @@ Nothing here polls: pipes and waitpid block in threads, and what they learn arri
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from protocol.settings_sources import clean_environment
+from protocol.shown import shown
 
 READY_FD = "BATON_READY_FD"
 PARENT_FD = "BATON_PARENT_FD"
@@ -292,8 +295,12 @@ def watch_parent(on_gone: Callable[[], None] | None = None, *, grace_s: float = 
 
     Returns:
         False when no parent watches over this process (it was started by hand).
+
+    Raises:
+        SystemExit: BATON_PARENT_FD or BATON_READY_FD is none of a parent's pipes; says so.
     """
     fd = _inherited(PARENT_FD)
+    _inherited(READY_FD)  # wrong ones are better known now
     if fd is None:
         return False
 
@@ -317,11 +324,31 @@ def _terminate_self() -> None:
 def _inherited(variable: str) -> int | None:
     """The descriptor our parent left us, made private to this process."""
     value = os.environ.get(variable)
-    if value is None:
+    if not value:
         return None
-    fd = int(value)
-    os.set_inheritable(fd, False)
-    return fd
+    access = os.O_RDONLY if variable == PARENT_FD else os.O_WRONLY
+    if not _is_pipe(value, access):
+        # To go on would be to write into, or wait for, whatever else has that number.
+        end = "read" if variable == PARENT_FD else "write"
+        print(
+            f"error: {variable} is {shown(value)}, expected the number of an open pipe's {end} "
+            f"end: Baton sets it for processes that it starts itself; unset {variable}",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(2)
+    os.set_inheritable(int(value), False)
+    return int(value)
+
+
+def _is_pipe(value: str, access: int) -> bool:
+    """Whether `value` is the number of a pipe of ours, no standard stream, open for `access`."""
+    try:
+        fd = int(value)
+        is_fifo = stat.S_ISFIFO(os.fstat(fd).st_mode)
+        return is_fifo and fd > 2 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == access
+    except (ValueError, OverflowError, OSError):
+        return False
 
 
 def report_progress(text: str) -> None:

@@ -224,6 +224,33 @@ def test_a_process_started_by_hand_watches_and_reports_nothing(
     assert capfd.readouterr().err == "error: why\n"
 
 
+@pytest.mark.parametrize("variable", [lifecycle.READY_FD, lifecycle.PARENT_FD])
+@pytest.mark.parametrize("value", ["abc", "-1", "2", "99999", "9" * 40, "1.5", "{wrong_end}"])
+def test_a_descriptor_that_no_parent_left_is_refused_by_name(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(lifecycle.READY_FD, raising=False)
+    monkeypatch.delenv(lifecycle.PARENT_FD, raising=False)
+    read_end, write_end = os.pipe()
+    value = value.format(wrong_end=read_end if variable == lifecycle.READY_FD else write_end)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as ended:
+        lifecycle.watch_parent()
+    os.close(read_end)
+    os.close(write_end)
+    assert ended.value.code == 2
+    told = capfd.readouterr().err
+    assert told.startswith(f'error: {variable} is "{value[:70]}')
+    assert told.endswith(f"unset {variable}\n") and told.count("\n") == 1
+
+
+def test_an_empty_descriptor_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lifecycle.READY_FD, "")
+    monkeypatch.setenv(lifecycle.PARENT_FD, "")
+    assert not lifecycle.watch_parent()
+    lifecycle.report_progress("loading")
+
+
 def test_stop_signals_count_and_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen: list[tuple[int, int]] = []

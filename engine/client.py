@@ -12,7 +12,6 @@ Everything here runs on one event loop; only `fail` may be called from another t
 import asyncio
 import contextlib
 import socket
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
@@ -131,12 +130,9 @@ class Engine(ABC):
         self._subscriptions: dict[str, Subscription] = {}
         self._settled = asyncio.Event()  # ready or failed
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._heard_s = 0.0  # when the engine last spoke, or was given work after having none
-
-    @property
-    def silent_s(self) -> float:
-        """How long an engine with open requests has said nothing (s); 0 when it has none."""
-        return time.monotonic() - self._heard_s if self._subscriptions else 0.0
+        self._was_heard = (
+            False  # since the last look: it spoke, or was given work after having none
+        )
 
     @property
     def healthy(self) -> bool:
@@ -190,8 +186,7 @@ class Engine(ABC):
         if len(set(ids)) != len(ids) or any(i in self._subscriptions for i in ids):
             raise ValueError(f"request ids are in use: {ids}")
         subscription = Subscription(self, requests)
-        if not self._subscriptions:
-            self._heard_s = time.monotonic()
+        self._was_heard |= not self._subscriptions
         self._subscriptions.update(dict.fromkeys(ids, subscription))
         try:
             for request in requests:
@@ -216,6 +211,11 @@ class Engine(ABC):
         """Sends what has no answer; to a dead engine there is nobody left to tell."""
         with contextlib.suppress(EngineDied):
             self._send(message)
+
+    def look(self) -> bool:
+        """Whether the engine has open requests and said nothing since it was looked at last."""
+        was_heard, self._was_heard = self._was_heard, False
+        return bool(self._subscriptions) and not was_heard
 
     def forget(self, request_id: str) -> None:
         """Drops what may still come for a request."""
@@ -243,7 +243,7 @@ class Engine(ABC):
             raise EngineDied(f"the engine ended: {self.failure}")
 
     def _take(self, message: EngineOutput) -> None:
-        self._heard_s = time.monotonic()
+        self._was_heard = True
         match message:
             case Outputs(deltas):
                 for delta in deltas:

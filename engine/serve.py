@@ -23,11 +23,12 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from msgspec.structs import replace
 
 from attention.support import UnsupportedPool
 from engine.client import Engine, EngineClient
 from engine.config import EngineConfig
-from engine.geometry import check_attention, check_geometry, check_staging
+from engine.geometry import check_attention, check_geometry, check_staging, check_weights
 from engine.http import ServerHooks, create_app
 from engine.launch import EngineProcesses, new_incarnation
 from engine.tokenizer import Tokenizer
@@ -141,6 +142,7 @@ class _Server:
         model_dir = await self._or_stop(_in_daemon_thread(_RESOLVER, self._resolve_model))
         model_config = load_config(model_dir)
         config = self._engine_config(model_dir, model_config)
+        check_weights(config, model_config)
         layout = check_geometry(config, model_config)
         _check_attention(config, model_config)
         if isinstance(self.settings, DecodeSettings):
@@ -148,6 +150,7 @@ class _Server:
         else:  # better known before weights are loaded
             port = self.settings.side_channel_port
             bind(self.settings.host, port, "--side-channel-port").close()
+        config = replace(config, kv_scales=_kv_scales(self.settings, model_dir, model_config))
         client = EngineClient(config.http_address)
         await client.start()
         try:
@@ -248,10 +251,13 @@ class _Server:
     async def _watch_for_hang(self, client: Engine) -> None:
         """Gives up an engine whose processes live but do not get on: a stopped rank, a GPU or a
         collective that hangs, or an end that does. Its requests get their error, and whoever runs
-        us starts it anew."""
+        us starts it anew. Looks are counted, not seconds: where this process was stopped, or all of
+        them were, the engine has done nothing wrong."""
         limit_s = self.settings.hang_timeout_s
-        while not client.is_lost and client.silent_s < limit_s:
-            await asyncio.sleep(min(1.0, limit_s / 4))
+        look_s, num_silent = min(1.0, limit_s / 4), 0
+        while not client.is_lost and num_silent * look_s < limit_s:
+            await asyncio.sleep(look_s)
+            num_silent = num_silent + 1 if client.look() else 0
         reason = f"the engine has requests and said nothing for {limit_s:g} s (--hang-timeout-s)"
         if client.is_lost:
             await asyncio.sleep(_ENDING_S)
@@ -280,7 +286,6 @@ class _Server:
             block_size=settings.block_size,
             kv_layout=settings.kv_layout,
             kv_cache_dtype=settings.kv_cache_dtype,
-            kv_scales=_kv_scales(settings, model_dir, model_config),
             attention_backend=settings.attention_backend,
             pack_weights=settings.pack_weights,
             kv_cache_tokens=settings.kv_cache_tokens,

@@ -1,8 +1,8 @@
 """The fields of `kv_transfer_params` as JSON has them: what each may be, and reading them.
 
-Almost all is read in one go by types that say the same as the checks here (a tenth of the time).
-What these do not take the checks look at one by one: numbers that a relay wrote as floats, and
-whatever is wrong, which they name.
+Almost all references are read in one go by types equivalent to the checks here (in a tenth of the
+time). What these types do not accept is checked field by field: numbers that a relay wrote as
+floats, and errors, which are named.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The address that a process listens on, and what to say when it cannot be had."""
+"""The address that a process listens on, and the error if it is not available."""
 
 import errno
 import socket

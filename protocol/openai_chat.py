@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema
 
 from protocol.errors import InvalidRequest
 from protocol.openai_fields import NEUTRAL_CHAT, NEUTRAL_MESSAGE, drop_neutral
-from protocol.openai_requests import Strict, refusal, validate
+from protocol.openai_requests import Strict, body_of, refusal, validate, wrong
 from protocol.openai_sampling import (
     MAX_LOGPROBS,
     GenerationRequest,
@@ -50,6 +50,7 @@ class Message(Strict):
     tool_call_id: str | None = None
 
 
+@body_of("/v1/chat/completions")
 class ChatRequest(GenerationRequest):
     endpoint = "/v1/chat/completions"
 
@@ -148,7 +149,7 @@ def _clean_message(index: int, message: Any) -> dict[str, Any]:
     ):
         value = cleaned.get(field, None if field in ("role", "content") else "")
         if not is_right(value):
-            raise _wrong(f"{where}.{field}", value, must_be)
+            raise wrong(f"{where}.{field}", value, must_be)
     _clean_roles_own(cleaned, where)
     return cleaned
 
@@ -156,12 +157,12 @@ def _clean_message(index: int, message: Any) -> dict[str, Any]:
 def _clean_roles_own(cleaned: dict[str, Any], where: str) -> None:
     """Checks what only one role may have."""
     if "tool_call_id" in cleaned and cleaned["role"] != "tool":
-        raise _wrong(f"{where}.tool_call_id", cleaned["tool_call_id"], "in a tool's message only")
+        raise wrong(f"{where}.tool_call_id", cleaned["tool_call_id"], "in a tool's message only")
     calls = cleaned.pop("tool_calls", None)
     if not calls and isinstance(calls, list | None):
         return
     if cleaned["role"] != "assistant" or not isinstance(calls, list):
-        raise _wrong(f"{where}.tool_calls", calls, "a list, in an assistant's message only")
+        raise wrong(f"{where}.tool_calls", calls, "a list, in an assistant's message only")
     cleaned["tool_calls"] = tuple(
         _clean_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
     )
@@ -170,14 +171,14 @@ def _clean_roles_own(cleaned: dict[str, Any], where: str) -> None:
 def _clean_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(call.get("id", ""), str):
-        raise _wrong(where, call, "an object with `id`, `type` and `function`")
+        raise wrong(where, call, "an object with `id`, `type` and `function`")
     name, arguments = function.get("name"), function.get("arguments", "{}")
     if not isinstance(name, str) or not isinstance(arguments, str | dict):
-        raise _wrong(
+        raise wrong(
             f"{where}.function", function, "an object with `name` and `arguments`, a JSON text"
         )
     if call.get("type", "function") != "function":
-        raise _wrong(f"{where}.type", call["type"], "function")
+        raise wrong(f"{where}.type", call["type"], "function")
     plain = {"name": name, "arguments": _read_arguments(arguments)}
     return {"id": call.get("id", ""), "type": "function", "function": plain}
 
@@ -199,11 +200,6 @@ def _is_role(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
-
-
-def _wrong(where: str, value: Any, must_be: str) -> InvalidRequest:
-    given = "missing" if value is None else shown(value)
-    return InvalidRequest(f"`{where}` is {given}; it must be {must_be}.", param=where)
 
 
 def _part_texts(parts: list[Any], where: str) -> Iterable[str]:

@@ -6,7 +6,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protocol.openai_fields import NEUTRAL_COMPLETION
-from protocol.openai_requests import validate
+from protocol.openai_requests import body_of, validate
 from protocol.openai_sampling import (
     MAX_CHOICES,
     MAX_INT31,
@@ -52,6 +52,7 @@ def _check_ids(ids: Any) -> list[int]:
     return msgspec.convert(ids, list[int])  # its error is a ValueError
 
 
+@body_of("/v1/completions")
 class CompletionRequest(GenerationRequest):
     endpoint = "/v1/completions"
 

@@ -5,7 +5,7 @@ of the listed values and refused, by name, with any other; `null` means "not giv
 field. Implementing a field means taking its line out and adding it to a request class.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 from protocol.errors import InvalidRequest
@@ -78,12 +78,15 @@ def drop_neutral(
     known: Set[str],
     neutral: dict[str, tuple[Any, ...]],
     where: str = "",
+    elsewhere: Callable[[str], str | None] = lambda name: None,
 ) -> dict[str, Any]:
     """`body` without nulls and without the fields of `neutral`.
 
     Args:
         known: the fields that the caller understands; they are kept as they are unless null.
         where: a prefix that tells the client where the field stands, e.g. "messages[0].".
+        elsewhere: says of a name that is not known here what it is at another endpoint, as the end
+            of a sentence that begins with it.
 
     Raises:
         InvalidRequest: a field is neither known nor neutral, or carries a value that matters.
@@ -95,10 +98,9 @@ def drop_neutral(
         if name in known:
             kept[name] = value
         elif name not in neutral:
+            near = f"is not supported{suggestion(name[:80], known)}; leave it out"
             raise InvalidRequest(
-                f"`{where}{shown(name)[1:-1]}` is not supported{suggestion(name[:80], known)}; "
-                "leave it out.",
-                param=where + name[:80],
+                f"`{where}{shown(name)[1:-1]}` {elsewhere(name) or near}.", param=where + name[:80]
             )
         elif not changes_nothing(value, neutral[name]):
             allowed = " or ".join(shown(candidate) for candidate in neutral[name])

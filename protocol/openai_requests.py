@@ -6,7 +6,8 @@ message and the text of the OpenAPI page.
 """
 
 import gc
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,6 +26,39 @@ class Strict(BaseModel):
 Model = TypeVar("Model", bound=Strict)
 
 _LARGE_BYTES = 1 << 20
+
+_BODIES: Final[dict[str, type[Strict]]] = {}  # by path; see body_of
+# What is called otherwise at an endpoint than at the one that a client may have come from.
+_CALLED: Final[dict[str, dict[str, str]]] = {
+    "/v1/completions": {
+        "messages": "prompt",
+        "input": "prompt",
+        "max_output_tokens": "max_tokens",
+    },
+    "/v1/chat/completions": {
+        "prompt": "messages",
+        "input": "messages",
+        "max_output_tokens": "max_completion_tokens",
+        "text": "response_format",
+    },
+    "/v1/responses": {
+        "prompt": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text",
+    },
+}
+
+
+def body_of(path: str) -> Callable[[type[Model]], type[Model]]:
+    """Marks the class of the bodies that are sent to `path`."""
+
+    def mark(model: type[Model]) -> type[Model]:
+        _BODIES[path] = model
+        return model
+
+    return mark
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
@@ -58,7 +92,19 @@ def clean(
     body: dict[str, Any], model: type[Strict], neutral: dict[str, tuple[Any, ...]], where: str = ""
 ) -> dict[str, Any]:
     """The members of `body` that `model` knows; see drop_neutral for those of `neutral`."""
-    return drop_neutral(body, model.model_fields.keys() - neutral.keys(), neutral, where)
+    known = model.model_fields.keys() - neutral.keys()
+    return drop_neutral(body, known, neutral, where, lambda name: _elsewhere(model, name))
+
+
+def _elsewhere(model: type[Strict], name: str) -> str | None:
+    """What to say of a field that other endpoints have and the one of `model` has not."""
+    path = next((path for path, body in _BODIES.items() if body is model), "")
+    if other := _CALLED.get(path, {}).get(name):
+        return f"is called `{other}` at {path}; send that"
+    having = sorted(other for other, body in _BODIES.items() if name in body.model_fields)
+    if not path or not having:
+        return None
+    return f"is not a parameter of {path} but of {' and '.join(having)}; leave it out"
 
 
 def validate(model: type[Model], cleaned: dict[str, Any]) -> Model:
@@ -79,5 +125,10 @@ def refusal(model: type[Strict], field: str, value: Any) -> InvalidRequest:
     """The error for a value that `field` of `model` cannot have."""
     found = model.model_fields.get(field)
     must_be = (found.description if found else None) or "left out"
+    return wrong(field, value, must_be)
+
+
+def wrong(field: str, value: Any, must_be: str) -> InvalidRequest:
+    """The error for a value of `field`, which may be a path such as `tools[0].type`."""
     given = "missing" if value is None else shown(value)
     return InvalidRequest(f"`{field}` is {given}; it must be {must_be}.", param=field)

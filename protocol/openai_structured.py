@@ -1,7 +1,7 @@
 """What a request says its output must match: OpenAI's `response_format`, and `structured_outputs`
 (once `guided_json` and so on) as other servers of open models name it.
 
-Here only the shape is looked at; whether a schema or regex can be used, llguidance knows
+Only the shape is checked here; llguidance decides whether a schema or regex can be used
 (engine/grammar_text.py).
 """
 
@@ -14,8 +14,7 @@ from pydantic import Field, WithJsonSchema
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar, GrammarKind
-from protocol.openai_requests import Strict
-from protocol.shown import shown
+from protocol.openai_requests import Strict, wrong
 
 MAX_CHOICES = 1024
 
@@ -143,24 +142,24 @@ def _from_format(value: Any, where: str) -> list[Demand]:
     if kind == "json_object" and len(value) == 1:
         return [Demand(Grammar("json_object"), where)]
     if kind != "json_schema" or not set(value) <= {"type", "json_schema"}:
-        raise _refusal(where, value, FORMAT_MUST_BE)
+        raise wrong(where, value, FORMAT_MUST_BE)
     return [_from_named_schema(value.get("json_schema"), f"{where}.json_schema")]
 
 
 def _from_named_schema(named: Any, where: str) -> Demand:
     """OpenAI's {"name", "schema", "strict", "description"}. The schema is always enforced."""
     if not isinstance(named, dict):
-        raise _refusal(where, named, "an object with `name` and `schema`")
+        raise wrong(where, named, "an object with `name` and `schema`")
     for member, kinds, must_be in (
         ("name", (str,), "a string"),
         ("description", (str, type(None)), "a string"),
         ("strict", (bool, type(None)), "true or false"),
     ):
         if not isinstance(named.get(member), kinds):
-            raise _refusal(f"{where}.{member}", named.get(member), must_be)
+            raise wrong(f"{where}.{member}", named.get(member), must_be)
     for member in named:
         if member not in ("name", "description", "strict", "schema"):
-            raise _refusal(f"{where}.{member[:80]}", named[member], "left out")
+            raise wrong(f"{where}.{member[:80]}", named[member], "left out")
     if named.get("schema") is None:
         return Demand(Grammar("json_object"), where)
     return read_schema(named["schema"], f"{where}.schema")
@@ -169,24 +168,24 @@ def _from_named_schema(named: Any, where: str) -> Demand:
 def read_schema(value: Any, where: str) -> Demand:
     """A JSON schema as an object."""
     if not isinstance(value, dict):
-        raise _refusal(where, value, "a JSON schema, an object")
+        raise wrong(where, value, "a JSON schema, an object")
     return Demand(Grammar("json_schema", json.dumps(value, ensure_ascii=False)), where)
 
 
 def _from_structured(value: Any) -> list[Demand]:
     if not isinstance(value, dict):
-        raise _refusal("structured_outputs", value, STRUCTURED_MUST_BE)
+        raise wrong("structured_outputs", value, STRUCTURED_MUST_BE)
     given = {name: item for name, item in value.items() if item is not None and item is not False}
     for name in given:
         if name not in (*_READERS, "json_object"):
-            raise _refusal(f"structured_outputs.{name[:80]}", given[name], "left out")
+            raise wrong(f"structured_outputs.{name[:80]}", given[name], "left out")
     if len(given) != 1:
-        raise _refusal("structured_outputs", value, STRUCTURED_MUST_BE)
+        raise wrong("structured_outputs", value, STRUCTURED_MUST_BE)
     ((name, item),) = given.items()
     where = f"structured_outputs.{name}"
     if name == "json_object":
         if item is not True:
-            raise _refusal(where, item, "true or false")
+            raise wrong(where, item, "true or false")
         return [Demand(Grammar("json_object"), where)]
     return [_READERS[name](item, where)]
 
@@ -197,21 +196,21 @@ def _read_json(value: Any, where: str) -> Demand:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise _refusal(where, value, "a JSON schema, an object or its text") from None
+            raise wrong(where, value, "a JSON schema, an object or its text") from None
     return read_schema(value, where)
 
 
 def _read_choice(value: Any, where: str) -> Demand:
     good = isinstance(value, list) and 0 < len(value) <= MAX_CHOICES
     if not good or not all(isinstance(item, str) for item in value):
-        raise _refusal(where, value, f"a list of 1 to {MAX_CHOICES} strings")
+        raise wrong(where, value, f"a list of 1 to {MAX_CHOICES} strings")
     return Demand(Grammar("choice", json.dumps(value, ensure_ascii=False)), where)
 
 
 def _text_reader(kind: GrammarKind, must_be: str) -> Callable[[Any, str], Demand]:
     def read(value: Any, where: str) -> Demand:
         if not isinstance(value, str) or not value:
-            raise _refusal(where, value, must_be)
+            raise wrong(where, value, must_be)
         return Demand(Grammar(kind, value), where)
 
     return read
@@ -223,8 +222,3 @@ _READERS: dict[str, Callable[[Any, str], Demand]] = {
     "choice": _read_choice,
     "grammar": _text_reader("grammar", "a grammar in Lark or GBNF form, a string"),
 }
-
-
-def _refusal(field: str, value: Any, must_be: str) -> InvalidRequest:
-    given = "missing" if value is None else shown(value)
-    return InvalidRequest(f"`{field}` is {given}; it must be {must_be}.", param=field)

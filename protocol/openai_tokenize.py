@@ -7,13 +7,14 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protocol.openai_chat import ChatRequest, Message, clean_messages
 from protocol.openai_completions import CompletionRequest
-from protocol.openai_requests import Strict, clean, validate
+from protocol.openai_requests import Strict, body_of, clean, validate
 from protocol.openai_sampling import GenerationRequest, Switch, refuse
 from protocol.shown import shown
 
 _A_NAME = "the name of a served model"
 
 
+@body_of("/tokenize")
 class TokenizeRequest(Strict):
     """Either `prompt` or `messages`."""
 
@@ -32,6 +33,7 @@ class TokenizeRequest(Strict):
     )
 
 
+@body_of("/detokenize")
 class DetokenizeRequest(Strict):
     model: str | None = Field(None, min_length=1, description=_A_NAME)
     # Checked by hand: pydantic takes half a second for millions of ids, and all streams wait.

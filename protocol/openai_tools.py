@@ -16,6 +16,7 @@ import msgspec
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
+from protocol.openai_requests import wrong
 from protocol.openai_structured import Demand
 from protocol.shown import shown
 
@@ -106,7 +107,7 @@ def read_tools(tools: Any, tool_choice: Any, parallel: Any) -> Tools:
     """
     offered = _read_offered(tools)
     if parallel is not None and not isinstance(parallel, bool):
-        raise _refusal("parallel_tool_calls", parallel, "true or false")
+        raise wrong("parallel_tool_calls", parallel, "true or false")
     mode, name = _read_choice(tool_choice, offered)
     return Tools(offered, mode, name, parallel=parallel is not False)
 
@@ -115,26 +116,26 @@ def _read_offered(tools: Any) -> tuple[dict[str, Any], ...]:
     if tools is None:
         return ()
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise _refusal("tools", tools, f"a list of at most {MAX_TOOLS} tools")
+        raise wrong("tools", tools, f"a list of at most {MAX_TOOLS} tools")
     offered = tuple(_read_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
     names = [tool["function"]["name"] for tool in offered]
     for at, name in enumerate(names):
         if name in names[:at]:
-            raise _refusal(f"tools[{at}].function.name", name, "used once only")
+            raise wrong(f"tools[{at}].function.name", name, "used once only")
     return offered
 
 
 def _read_tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise _refusal(where, tool, '{"type": "function", "function": {"name": "...", ...}}')
+        raise wrong(where, tool, '{"type": "function", "function": {"name": "...", ...}}')
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise _refusal(f"{where}.function", function, "an object with `name`")
+        raise wrong(f"{where}.function", function, "an object with `name`")
     where += ".function"
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         must_be = "1 to 64 letters, digits, underscores, dots or dashes"
-        raise _refusal(f"{where}.name", name, must_be)
+        raise wrong(f"{where}.name", name, must_be)
     for member, kind, must_be in (
         ("description", str, "a string"),
         ("parameters", dict, "a JSON schema, an object"),
@@ -142,7 +143,7 @@ def _read_tool(tool: Any, where: str) -> dict[str, Any]:
     ):
         value = function.get(member)
         if value is not None and not isinstance(value, kind):
-            raise _refusal(f"{where}.{member}", value, must_be)
+            raise wrong(f"{where}.{member}", value, must_be)
     kept = {key: value for key, value in function.items() if value is not None}
     return {"type": "function", "function": kept}
 
@@ -156,7 +157,7 @@ def _read_choice(choice: Any, offered: Sequence[dict[str, Any]]) -> tuple[Mode, 
     name = function.get("name") if isinstance(function, dict) else None
     is_named = isinstance(name, str) and choice.get("type") == "function"
     if choice != "required" and not is_named:
-        raise _refusal("tool_choice", choice, CHOICE_MUST_BE)
+        raise wrong("tool_choice", choice, CHOICE_MUST_BE)
     if not offered:
         raise InvalidRequest(
             f"`tool_choice` is {shown(choice)}, but no `tools` are given; send some.",
@@ -167,13 +168,8 @@ def _read_choice(choice: Any, offered: Sequence[dict[str, Any]]) -> tuple[Mode, 
     names = [tool["function"]["name"] for tool in offered]
     if name not in names:
         must_be = "one of the tools: " + ", ".join(names[:20])
-        raise _refusal("tool_choice.function.name", name, must_be)
+        raise wrong("tool_choice.function.name", name, must_be)
     return "named", name
-
-
-def _refusal(field: str, value: Any, must_be: str) -> InvalidRequest:
-    given = "missing" if value is None else shown(value)
-    return InvalidRequest(f"`{field}` is {given}; it must be {must_be}.", param=field)
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Options by the names that whoever reads a message writes them with.
+"""Option names as the reader of a message would write them.
 
-A server, and a group of options, knows its options as `--tp`; in a command line of `baton up` the
-same is `--prefill.tp`.
+A server, or a group of options, knows an option as `--tp`; on the command line of `baton up` it is
+`--prefill.tp`.
 """
 
 import re

@@ -11,10 +11,9 @@ from pydantic import Field, WithJsonSchema
 from protocol.errors import InvalidRequest
 from protocol.openai_chat import ChatRequest
 from protocol.openai_fields import drop_neutral
-from protocol.openai_requests import Strict, clean, validate
+from protocol.openai_requests import Strict, body_of, clean, validate, wrong
 from protocol.openai_sampling import MAX_INT31, Switch
 from protocol.openai_structured import Demand, find_demand
-from protocol.shown import shown
 
 NEUTRAL_RESPONSES: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -67,6 +66,7 @@ _TEXT = {
 }
 
 
+@body_of("/v1/responses")
 class ResponsesRequest(Strict):
     """What a client sends. A field's description ends its error message: "must be ..."."""
 
@@ -140,30 +140,30 @@ def _read_input(given: Any) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise _wrong("input", given, "a string, or a list of messages, not empty")
+        raise wrong("input", given, "a string, or a list of messages, not empty")
     return [_read_item(item, f"input[{at}]") for at, item in enumerate(given)]
 
 
 def _read_item(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
-        raise _wrong(where, item, "a message with `role` and `content`")
+        raise wrong(where, item, "a message with `role` and `content`")
     kept = {name: value for name, value in item.items() if name not in _IGNORED_OF_ITEM}
     kept = drop_neutral(kept, frozenset(("role", "content")), _NEUTRAL_ITEM, where + ".")
     role, content = kept.get("role"), kept.get("content")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _wrong(f"{where}.role", role, "system, developer, user or assistant")
+        raise wrong(f"{where}.role", role, "system, developer, user or assistant")
     if isinstance(content, list):
         parts = enumerate(content)
         content = "\n".join(_read_part(part, f"{where}.content[{at}]") for at, part in parts)
     if not isinstance(content, str):
-        raise _wrong(f"{where}.content", content, "a string or a list of text parts")
+        raise wrong(f"{where}.content", content, "a string or a list of text parts")
     return {"role": role, "content": content}
 
 
 def _read_part(part: Any, where: str) -> str:
     text = part.get("text") if isinstance(part, dict) else None
     if not isinstance(text, str) or part.get("type") not in _PARTS:
-        raise _wrong(where, part, 'a part {"type": "input_text", "text": "..."}')
+        raise wrong(where, part, 'a part {"type": "input_text", "text": "..."}')
     return text
 
 
@@ -172,7 +172,7 @@ def _demand_of(text: Any) -> Demand | None:
     if text is None:
         return None
     if not isinstance(text, dict):
-        raise _wrong("text", text, "an object with `format`")
+        raise wrong("text", text, "an object with `format`")
     drop_neutral(text, frozenset(("format",)), {"verbosity": ("medium",)}, "text.")
     given = text.get("format")
     if isinstance(given, dict) and given.get("type") == "json_schema":
@@ -188,8 +188,3 @@ def _demand_of(text: Any) -> Demand | None:
 def _renamed(text: str) -> str:
     inner = "response_format.json_schema"
     return text.replace(inner, "text.format").replace("response_format", "text.format")
-
-
-def _wrong(where: str, value: Any, must_be: str) -> InvalidRequest:
-    given = "missing" if value is None else shown(value)
-    return InvalidRequest(f"`{where}` is {given}; it must be {must_be}.", param=where)

@@ -22,7 +22,6 @@ from pydantic import (
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
-    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -74,26 +73,26 @@ class ModelOptions(BaseModel):
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     tool_call_parser: Literal["auto", "hermes", "llama3_json"] = Field(
-        "auto", description="how the model writes tool calls; auto: as its chat template shows"
+        "auto", description="format of the model's tool calls; auto: that of its chat template"
     )
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="auto reads the weights; dummy makes them from the config and the seed"
+        "auto", description="auto: read the weights; dummy: make them from the config and --seed"
     )
-    device: Device = Field("auto", description="where the engine runs; auto: cuda where there is")
+    device: Device = Field("auto", description="where the engine runs; auto: cuda if available")
     dtype: DType = Field(
         "auto",
-        description="type of weights and maths; auto: float32 on CPU, the model's own on GPU",
+        description="type of weights and activations; auto: float32 on CPU, the model's own on GPU",
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="longest prompt + output (tokens; None: the model's context)"
+        None, ge=2, description="most tokens of prompt + output (tokens; None: the model's context)"
     )
     seed: int = Field(
         0,
         ge=0,
         lt=2**63,
-        description="seed of dummy weights (requests that name none get random ones)",
+        description="seed of dummy weights (requests without a seed get a random one)",
     )
-    log_level: LogLevel = Field("info", description="least severe lines that are logged")
+    log_level: LogLevel = Field("info", description="lowest severity that is logged")
 
 
 class EngineOptions(GeometryOptions):
@@ -103,7 +102,7 @@ class EngineOptions(GeometryOptions):
         "auto", description="attention implementation; auto: flashinfer on GPU, torch elsewhere"
     )
     kv_cache_dtype: KVCacheDType = Field(
-        "auto", description="type of KV; auto: --dtype. float8_e4m3fn: half of bfloat16's bytes"
+        "auto", description="type of KV; auto: --dtype; float8_e4m3fn: half the bytes of bfloat16"
     )
     kv_scales: str | None = Field(
         None,
@@ -118,11 +117,11 @@ class EngineOptions(GeometryOptions):
     kv_cache_bytes: int | None = Field(
         None, ge=1, description="size of the KV cache of a rank (bytes; None: from free memory)"
     )
-    devices: Annotated[tuple[int, ...], NoDecode] = Field(
+    devices: sources.Listed[int] = Field(
         (), description="CUDA GPUs of the ranks, in order of rank (none: 0, 1, ..)"
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="part of a GPU's memory that weights, steps and KV may take"
+        0.9, gt=0, le=1, description="share of a GPU's memory for weights, steps and KV"
     )
     enforce_eager: bool = Field(
         False, description="run decode steps without CUDA graphs: starts faster, decodes slower"
@@ -139,8 +138,8 @@ class EngineOptions(GeometryOptions):
     )
     pack_weights: bool = Field(
         True,
-        description="on the CPU in float32, keep linear weights in an order that multiplies up to "
-        "1.6 times faster, at the price of a copy of them in memory",
+        description="on the CPU in float32, reorder linear weights: products are up to 1.6 times "
+        "faster, for a copy of these weights in memory",
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV of shared prompt prefixes")
     _gpu_step_tokens: ClassVar[int] = 2048
@@ -159,11 +158,6 @@ class EngineOptions(GeometryOptions):
         if nbytes is not None and tokens is not None:
             raise ValueError(f"{nbytes}, and --kv-cache-tokens is {tokens}: give one of them")
         return nbytes
-
-    @field_validator("devices", mode="before")
-    @classmethod
-    def _split_devices(cls, value: Any) -> Any:
-        return sources.split_list(value)
 
     @field_validator("devices")
     @classmethod
@@ -188,24 +182,24 @@ class PrefillOptions(EngineOptions):
         ge=0.001,
         le=86400,
         allow_inf_nan=False,
-        description="how long a prompt's KV is kept for a decode server that is silent (s)",
+        description="how long a prompt's KV is kept for a silent decode server (s)",
     )
 
 
 class DecodeOptions(EngineOptions, LinkOptions):
     dcp: ContextParallelism = Field(
         1,
-        description="decode context parallelism: neighbouring ranks that hold the same KV heads "
-        "and share every sequence's tokens (ranks, a divisor of --tp)",
+        description="decode context parallelism: size of the groups of ranks that hold the same KV "
+        "heads and share every sequence's tokens (ranks, a divisor of --tp)",
     )
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute", description="what to do when KV cannot be pulled: recompute here, or fail"
     )
     transfer: Literal["auto", "nixl", "mapped"] | None = Field(
         None,
-        description="how KV is moved; auto maps the KV of prefill servers of this host (GPU to "
-        "GPU, or CPU to CPU) and takes NIXL for the rest, the others pin one way (None: auto on "
-        "GPU, nixl on CPU)",
+        description="how KV is moved; auto: mapped memory from prefill servers of this host (GPU "
+        "to GPU, or CPU to CPU), else NIXL; nixl, mapped: only that way (None: auto on GPU, nixl "
+        "on CPU)",
     )
     handshake_timeout_s: Seconds = Field(
         5.0, description="longest first contact with a prefill server (s)"
@@ -233,17 +227,12 @@ class ListenOptions(BaseModel):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     max_body_bytes: int = Field(10_000_000, ge=1, description="largest request body (bytes)")
     client_timeout_s: Seconds = Field(
-        60.0, description="longest silence of a client that owes bytes, or takes none (s)"
+        60.0, description="how long a client may neither send nor read what is due (s)"
     )
-    shutdown_grace_s: Seconds = Field(5.0, description="how long ending may take before a kill (s)")
-    cors_origin: Annotated[tuple[str, ...], NoDecode] = Field(
+    shutdown_grace_s: Seconds = Field(5.0, description="longest shutdown before a kill (s)")
+    cors_origin: sources.Listed[str] = Field(
         (), description="origin of web pages that may call this server (repeatable; *: any)"
     )
-
-    @field_validator("cors_origin", mode="before")
-    @classmethod
-    def _split_origins(cls, value: Any) -> Any:
-        return sources.split_list(value)
 
     @field_validator("cors_origin")
     @classmethod
@@ -261,10 +250,10 @@ class ServerOptions(ListenOptions):
         "BATON_CLUSTER_SECRET (None: the file ~/.cache/baton/cluster-secret, made at first use)",
     )
     threads: Threads | None = Field(
-        None, description="CPU threads of one rank (threads; None: the cores / tp)"
+        None, description="CPU threads of one rank (threads; None: cores / tp)"
     )
     hang_timeout_s: Seconds = Field(
-        300.0, description="longest silence of an engine at work before it is given up (s)"
+        300.0, description="longest silence of a working engine before it is given up (s)"
     )
 
 
@@ -308,7 +297,7 @@ class PrefillSettings(PrefillOptions, EngineSettings):
     """A prefill server: runs prompts and leases their KV to decode servers."""
 
     side_channel_host: str | None = Field(
-        None, description="address that decode servers reach this one at (None: --host)"
+        None, description="address at which decode servers reach this one (None: --host)"
     )
     side_channel_port: Port = Field(0, description="port of the KV side channel (0: a free one)")
 
@@ -339,22 +328,15 @@ class ProxySettings(ListenOptions, BatonSettings):
     """The proxy: one OpenAI-compatible endpoint in front of prefill and decode servers."""
 
     port: Port = Field(8000, description="HTTP port (0: a free one, which is reported)")
-    prefill: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="URL of a prefill server (repeatable; none: decode servers do all)"
+    prefill: sources.Listed[str] = Field(
+        (), description="URL of a prefill server (repeatable; none: decode servers do everything)"
     )
-    decode: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="URL of a decode server (repeatable)"
-    )
-    health_interval_s: Seconds = Field(1.0, description="between two health checks of a server (s)")
-    health_timeout_s: Seconds = Field(2.0, description="longest answer to a health check (s)")
+    decode: sources.Listed[str] = Field((), description="URL of a decode server (repeatable)")
+    health_interval_s: Seconds = Field(1.0, description="time between two health checks (s)")
+    health_timeout_s: Seconds = Field(2.0, description="longest health check (s)")
     connect_timeout_s: Seconds = Field(2.0, description="longest connect to a server (s)")
     read_timeout_s: Seconds = Field(600.0, description="longest silence of a server (s)")
-    log_level: LogLevel = Field("info", description="least severe lines that are logged")
-
-    @field_validator("prefill", "decode", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return sources.split_list(value)
+    log_level: LogLevel = Field("info", description="lowest severity that is logged")
 
     @field_validator("prefill", "decode")
     @classmethod
@@ -371,7 +353,7 @@ class _Group(BaseModel):
     device: Device | None = Field(None, description="where these run (None: as --device)")
     dtype: DType | None = Field(None, description="type of weights and KV (None: as --dtype)")
     threads: Threads | None = Field(
-        None, description="CPU threads of one rank (threads; None: the cores, shared)"
+        None, description="CPU threads of one rank (threads; None: a share of the cores)"
     )
 
 
@@ -388,7 +370,7 @@ class UpSettings(ModelOptions, ListenOptions, BatonSettings):
 
     port: Port = Field(8000, description="HTTP port of the endpoint (0: a free one)")
     start_timeout_s: Seconds = Field(
-        600.0, description="longest start of all servers, model download included (s)"
+        600.0, description="longest start of all servers, including model downloads (s)"
     )
     prefill: PrefillGroup = Field(PrefillGroup(), description="the prefill servers")
     decode: DecodeGroup = Field(DecodeGroup(), description="the decode servers")
@@ -405,12 +387,12 @@ class UpSettings(ModelOptions, ListenOptions, BatonSettings):
         return decode
 
 
-PROGRAMS: tuple[type[BatonSettings], ...] = (
-    PrefillSettings,
-    DecodeSettings,
-    ProxySettings,
-    UpSettings,
-)
+PROGRAMS: dict[str, type[BatonSettings]] = {
+    "baton prefill": PrefillSettings,
+    "baton decode": DecodeSettings,
+    "baton proxy": ProxySettings,
+    "baton up": UpSettings,
+}
 SettingsT = TypeVar("SettingsT", bound=BatonSettings)
 
 
@@ -421,7 +403,7 @@ def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None) 
         ConfigError: a value that cannot be, or a key that means nothing; names it and the fix.
         SystemExit: after `--help`.
     """
-    sources.check_environment(cls, PROGRAMS)
+    sources.check_environment(cls, PROGRAMS.values())
     file_values = sources.read_file(cls, sources.find_config(argv))
     try:
         command_line = CliSettingsSource[Any](
@@ -435,7 +417,7 @@ def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None) 
         given = sources.Given(cls, argv, file_values)
         raise ConfigError(sources.explain_validation(error, given)) from None
     except SettingsError as error:
-        raise ConfigError(sources.explain_cli(cls, error)) from None
+        raise ConfigError(sources.explain_cli(cls, error, PROGRAMS)) from None
 
 
 def parse(

@@ -1,9 +1,8 @@
 """Options about KV that both servers, `baton up` and `baton plan` share."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_validator
-from pydantic_settings import NoDecode
 
 from protocol import settings_sources as sources
 from protocol.shown import shown
@@ -59,16 +58,11 @@ ContextParallelism = Annotated[int, Field(ge=1, le=64), AfterValidator(_shares_o
 class LinkOptions(BaseModel):
     """What moving KV costs, where that is not to be measured."""
 
-    transfer_costs: Annotated[tuple[float, ...], NoDecode] = Field(
+    transfer_costs: sources.Listed[float] = Field(
         (),
-        description="of every link: us per descriptor, GB/s of reading, GB/s of placing, such as "
-        "3,8,7 (none: each is measured at first contact)",
+        description="costs of every link: us per descriptor, GB/s of reading, GB/s of placing, "
+        "such as 3,8,7 (none: measured at first contact)",
     )
-
-    @field_validator("transfer_costs", mode="before")
-    @classmethod
-    def _split_costs(cls, value: Any) -> Any:
-        return sources.split_list(value)
 
     @field_validator("transfer_costs")
     @classmethod

@@ -7,15 +7,16 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+from pydantic_settings import NoDecode
 
 from protocol.near_names import did_you_mean, suggestion
 from protocol.option_names import of_group
@@ -109,6 +110,10 @@ def split_list(value: Any) -> Any:
     return value
 
 
+_Item = TypeVar("_Item")
+Listed = Annotated[tuple[_Item, ...], NoDecode, BeforeValidator(split_list)]
+
+
 def base_url(url: str) -> str:
     """`url` without a slash at its end. Raises ValueError unless it is http://host:port."""
     try:
@@ -125,7 +130,7 @@ def base_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def check_environment(cls: type[BaseModel], programs: Sequence[type[BaseModel]]) -> None:
+def check_environment(cls: type[BaseModel], programs: Iterable[type[BaseModel]]) -> None:
     """Refuses a BATON_* variable that is no option of any Baton program.
 
     An option of another program is let through: one environment may serve several of them.
@@ -228,7 +233,8 @@ def _checked(
         nested = _nested_model(info)
         if isinstance(value, bool) and info.annotation is not bool:  # else 1, to pydantic
             raise ConfigError(
-                f"--config {file}: {'.'.join((*path, name))} is {shown(value)}, and no switch"
+                f"--config {file}: {'.'.join((*path, name))} is {shown(value)}; only on/off "
+                "options take that"
             )
         if nested and isinstance(value, dict):
             value = _checked(nested, value, file, (*path, name))
@@ -297,7 +303,8 @@ def explain_validation(error: ValidationError, given: Given) -> str:
 
 def _explained(item: ErrorDetails, given: Given) -> str:
     path = [str(part) for part in item["loc"] if isinstance(part, str)]
-    reason = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    reason = item["msg"].removeprefix("Value error, ")
+    reason = re.sub("^(Input|String|Value) should ", "must ", reason)
     if item["type"] == "literal_error":
         reason = reason.replace("'", "")
     if item["type"] == "model_type":
@@ -320,22 +327,36 @@ def _as_written(value: Any) -> str:
     return str(value) if is_word else shown(value)
 
 
-def explain_cli(cls: type[BaseModel], error: Exception) -> str:
-    """The parser's complaint with near matches of unknown options."""
+def explain_cli(
+    cls: type[BaseModel], error: Exception, programs: Mapping[str, type[BaseModel]]
+) -> str:
+    """The parser's complaint with whose options unknown ones are, or near matches."""
     message = str(error).removeprefix("error parsing CLI: ")
     if group := re.search(r'value for field "(\w+)" from source "EnvS', message):
         name = variable_name((group[1],))
         return f"{name}: not JSON; better set its options one by one, such as {name}__TP"
     known = [option_name(path) for path in field_paths(cls)]
     unknown = re.findall(r"--[\w.-]+", message) if "unrecognized arguments" in message else []
-    hints = "".join(_near_options(word, known) for word in unknown)
+    hints = "".join(
+        _near_options(word, known, _owners(word, programs) if len(unknown) == 1 else [])
+        for word in unknown
+    )
     return f"{message}{hints}; see --help"
 
 
-def _near_options(word: str, known: Sequence[str]) -> str:
-    """Near matches: those called so in some group before those spelled alike."""
+def _owners(word: str, programs: Mapping[str, type[BaseModel]]) -> list[str]:
+    """The programs that have this very option."""
+    option = word.replace("--no-", "--", 1)
+    return [name for name, cls in programs.items() if option in map(option_name, field_paths(cls))]
+
+
+def _near_options(word: str, known: Sequence[str], owners: Sequence[str] = ()) -> str:
+    """Near matches: those called so in some group, else in the programs `owners`, before those
+    spelled alike."""
     is_no, name = word.startswith("--no-"), word.replace("--no-", "--", 1)
     last = re.split(r"--|\.", name)[-1]
     same = [option for option in known if re.split(r"--|\.", option)[-1] == last]
+    if owners and not same:
+        return f" (an option of {' and '.join(owners)})"
     hint = did_you_mean(same[:3]) if same else suggestion(name, known)
     return hint.replace("--", "--no-") if is_no else hint

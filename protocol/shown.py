@@ -1,4 +1,4 @@
-"""Values as error messages quote them: as whoever sent them wrote them, which is JSON."""
+"""Values as error messages quote them: in JSON, as the client wrote them."""
 
 import json
 from collections.abc import Iterator

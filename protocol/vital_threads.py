@@ -1,7 +1,7 @@
 """Threads without which a process is of no use.
 
-A thread that raises ends alone: the process goes on, looks well to all that ask, and who waits for
-the thread does so until a timeout, again and again. A process that is gone is noticed at once.
+A thread that raises ends alone: the process continues and looks healthy, while everybody who waits
+for the thread runs into a timeout, again and again. A process that has ended is noticed at once.
 """
 
 import contextlib

@@ -1,5 +1,8 @@
-"""What holds for all tests where processes share them: `pytest -n auto`, as in make test."""
+"""What holds for all tests: processes that share them (`pytest -n auto`, as in make test), and
+coroutines."""
 
+import asyncio
+import inspect
 import os
 import shutil
 import tempfile
@@ -7,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from protocol.cores import available_cores
 
 _MOST = 4  # processes: each starts servers of its own
 _EACH_BYTES = 4 << 30  # of memory: torch in every server, and a dozen servers at most
+_COROUTINE_S = 60.0
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
     # Threads that spin for work would take the cores from the other processes.
@@ -22,6 +27,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
 def pytest_xdist_auto_num_workers() -> int:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(available_cores(), _MOST, memory_bytes // _EACH_BYTES))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine, on the event loop that servers use."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(test, _COROUTINE_S))
+    return True
 
 
 @pytest.fixture

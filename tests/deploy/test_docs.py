@@ -32,7 +32,7 @@ OF_BATON = [
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
 def test_every_option_that_a_text_names_is_one(path: Path) -> None:
-    programs = (*PROGRAMS, PlanSettings, DoctorSettings)
+    programs = (*PROGRAMS.values(), PlanSettings, DoctorSettings)
     known = {option_name(fields) for program in programs for fields in field_paths(program)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z-]+)?", path.read_text()))
     named = {name.replace("--no-", "--") for name in named if not name.endswith("-")}
@@ -50,7 +50,7 @@ def test_every_file_that_a_text_names_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
 def test_every_variable_that_a_text_names_is_read(path: Path) -> None:
-    programs = (*PROGRAMS, PlanSettings, DoctorSettings)
+    programs = (*PROGRAMS.values(), PlanSettings, DoctorSettings)
     known = {variable_name(fields) for program in programs for fields in field_paths(program)}
     named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {"BATON_UPPER_CASE"}
     assert named - known - MACHINE_VARIABLES == set()

@@ -27,7 +27,7 @@ def test_a_machine_with_all_it_needs_gets_no_advice() -> None:
     with_rdma = replace(GPU_HOST, rdma_devices=("mlx5_0",), rdma_usable=True)
     assert advice(with_rdma, [FAST]) == []
     assert "RDMA devices: mlx5_0" in text(with_rdma, [FAST], [])
-    assert "nothing needs mending" in text(GPU_HOST, [FAST], [])
+    assert "nothing needs fixing" in text(GPU_HOST, [FAST], [])
 
 
 @pytest.mark.parametrize(

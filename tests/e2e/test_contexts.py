@@ -1,4 +1,4 @@
-"""Servers of unequal context lengths behind one proxy."""
+"""Servers of unequal context lengths, and numbers of sequences, behind one proxy."""
 
 import itertools
 from collections.abc import Iterator
@@ -29,8 +29,10 @@ _seeds = itertools.count(60_000)
 
 @pytest.fixture(scope="module")
 def uneven(tiny_model: Path) -> Iterator[Cluster]:
-    p = partial(start_prefill, tiny_model, "--max-model-len", str(_P), "--lease-s", "120")
-    d = [partial(start_decode, tiny_model, "--max-model-len", str(n)) for n in (_SMALL, _LARGE)]
+    few = ("--max-num-seqs", "4")
+    p = partial(start_prefill, tiny_model, "--max-model-len", str(_P), "--lease-s", "120", *few)
+    small = partial(start_decode, tiny_model, "--max-model-len", str(_SMALL), *few)
+    d = [small, partial(start_decode, tiny_model, "--max-model-len", str(_LARGE))]
     with started(p, *d) as (prefiller, *decode):
         with running(proxy := start_proxy([prefiller], decode)):
             yield Cluster([prefiller], decode, proxy, tiny_model)
@@ -69,3 +71,11 @@ def test_a_request_that_fits_nowhere_is_refused_before_any_work(
     error = answer.json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert [server.metrics()[steps] for server in servers] == before
+
+
+def test_choices_are_drawn_wherever_they_may_be(uneven: Cluster, tiny_reference: Reference) -> None:
+    for n, transferred in ((4, 100), (5, 0), (5, 0)):
+        prompt = make_prompt(next(_seeds), 100)
+        answer = complete(uneven.url, prompt, 6, n=n)
+        assert answer.token_ids == tiny_reference.generate(prompt, 6)
+        assert answer.kv["transferred"] == transferred

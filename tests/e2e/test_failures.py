@@ -288,10 +288,24 @@ def test_the_fail_policy_answers_with_a_typed_error(
         wait_until(decode.all_blocks_home)
 
 
+def _stop_beside_a_request(server: Server, prompt: list[int], seconds: float) -> None:
+    """Stops the HTTP process for longer than an engine may be silent; its own speaks meanwhile."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with http.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        stopping.send(server.child.pid, signal.SIGSTOP)
+        threading.Event().wait(seconds)
+        stopping.send(server.child.pid, signal.SIGCONT)
+        *_, last = lines
+    assert last == "data: [DONE]"
+
+
 def test_an_engine_that_hangs_is_given_up(tiny_model: Path, prompt: list[int]) -> None:
     decode = start_decode(tiny_model, "--hang-timeout-s", "2")
     with running(decode):
         complete(decode.url, prompt, 2)
+        _stop_beside_a_request(decode, prompt, 2.5)
         decode.signal_engine(signal.SIGSTOP)
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 4}
         answer = http.post(f"{decode.url}/v1/completions", json=body, timeout=60)

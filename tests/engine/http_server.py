@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ import httpx
 import uvicorn
 
 from engine.client import ScriptedEngine, count_up
-from engine.http import PlainHooks, create_app
+from engine.http import ServerHooks, create_app
 from engine.tokenizer import Tokenizer
 from protocol.connections import bounded_protocol
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
@@ -66,7 +66,7 @@ async def serving(
     engine = ScriptedEngine(script, ready)
     await engine.start()
     settings = Settings(max_body_bytes=max_body, cors_origin=origins)
-    app = create_app(engine, tokenizer, settings, hooks or PlainHooks(), fingerprint)
+    app = create_app(engine, tokenizer, settings, hooks or ServerHooks(), fingerprint)
     http = bounded_protocol(WAIT_S)
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", http=http)
     server = uvicorn.Server(config)
@@ -83,10 +83,6 @@ async def serving(
         await engine.close()
         await task
         listener.close()
-
-
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def saying(tokenizer: Tokenizer, text: str, **last: Any) -> Any:

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler import Plan
+from engine.sequence import Phase
 from kvcache.blocks import BlockState
+from protocol.errors import InternalError
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, SamplingParams
 from tests.engine.shadow import (
     SIZES,
@@ -118,6 +120,22 @@ def test_a_preempted_choice_is_computed_again_by_itself() -> None:
     assert core.scheduler.num_preemptions > 0
     for choice in range(3):
         assert out.tokens("a", choice) == expected_output(PROMPT, 20, choice=choice)
+    assert_all_blocks_home(core)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_error_of_one_choice_ends_the_others_and_frees_their_blocks(depth: int) -> None:
+    core, _, out = make_core(depth=depth)
+    core.round([add("a", PROMPT, 50, num_choices=3)])
+    choices = core.sequences["a"].choices
+    while not all(choice.phase is Phase.RUNNING for choice in choices):
+        core.round([])
+    core.scheduler.finish(choices[1])
+    core.fail(choices[1], InternalError("it cannot go on"))
+    run_until_idle(core)
+    (end,) = out.terminals("a")
+    assert end.error is not None and end.error.code == "internal_error"
+    assert core.is_idle and core.scheduler.is_idle
     assert_all_blocks_home(core)
 
 

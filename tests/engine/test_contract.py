@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
-from tests.engine.http_server import USAGE, chunks, run, serving
+from tests.engine.http_server import USAGE, chunks, serving
 
 ANY = object()
 
@@ -102,63 +102,51 @@ async def hello(request: AddRequest) -> AsyncIterator[TokenDelta]:
     yield TokenDelta(request_id=request.request_id, finish_reason="length", usage=USAGE)
 
 
-def test_completions(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, hello, fingerprint="fp_1") as server:
-            body = (await server.post()).json()
-            assert_shape(body, COMPLETION)
-            assert Completion.model_validate(body).choices[0].text == "hello"
-            (choice,) = (await server.post(logprobs=2)).json()["choices"]
-            assert_shape(choice["logprobs"], COMPLETION_LOGPROBS)
-            head = {k: v for k, v in COMPLETION.items() if k not in ("usage", "choices")}
-            one = {"text": str, "index": 0, "logprobs": None, "finish_reason": ANY}
-            for chunk in chunks(await server.post(stream=True)):
-                assert_shape(chunk, {**head, "choices": [one]})
-
-    run(main)
+async def test_completions(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, hello, fingerprint="fp_1") as server:
+        body = (await server.post()).json()
+        assert_shape(body, COMPLETION)
+        assert Completion.model_validate(body).choices[0].text == "hello"
+        (choice,) = (await server.post(logprobs=2)).json()["choices"]
+        assert_shape(choice["logprobs"], COMPLETION_LOGPROBS)
+        head = {k: v for k, v in COMPLETION.items() if k not in ("usage", "choices")}
+        one = {"text": str, "index": 0, "logprobs": None, "finish_reason": ANY}
+        for chunk in chunks(await server.post(stream=True)):
+            assert_shape(chunk, {**head, "choices": [one]})
 
 
-def test_chat(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, hello, fingerprint="fp_1") as server:
-            body = (await server.chat()).json()
-            assert_shape(body, CHAT)
-            assert ChatCompletion.model_validate(body).choices[0].message.content == "hello"
-            (choice,) = (await server.chat(logprobs=True, top_logprobs=2)).json()["choices"]
-            assert_shape(choice["logprobs"], CHAT_LOGPROBS)
-
-    run(main)
+async def test_chat(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, hello, fingerprint="fp_1") as server:
+        body = (await server.chat()).json()
+        assert_shape(body, CHAT)
+        assert ChatCompletion.model_validate(body).choices[0].message.content == "hello"
+        (choice,) = (await server.chat(logprobs=True, top_logprobs=2)).json()["choices"]
+        assert_shape(choice["logprobs"], CHAT_LOGPROBS)
 
 
-def test_a_chat_stream(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, hello, fingerprint="fp_1") as server:
-            asked = {"stream": True, "stream_options": {"include_usage": True}}
-            *told, last = chunks(await server.chat(**asked))
-            for chunk in told:
-                assert_shape(chunk, {**CHUNK, "usage": None})
-                ChatCompletionChunk.model_validate(chunk)
-            assert told[0]["choices"][0]["delta"]["role"] == "assistant"
-            reasons = [chunk["choices"][0]["finish_reason"] for chunk in told]
-            assert reasons == [None] * (len(told) - 1) + ["length"]
-            assert_shape(last, {"id": "chatcmpl-", "choices": ANY, "usage": USAGE_SHAPE})
-            assert last["choices"] == []
-
-    run(main)
+async def test_a_chat_stream(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, hello, fingerprint="fp_1") as server:
+        asked = {"stream": True, "stream_options": {"include_usage": True}}
+        *told, last = chunks(await server.chat(**asked))
+        for chunk in told:
+            assert_shape(chunk, {**CHUNK, "usage": None})
+            ChatCompletionChunk.model_validate(chunk)
+        assert told[0]["choices"][0]["delta"]["role"] == "assistant"
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in told]
+        assert reasons == [None] * (len(told) - 1) + ["length"]
+        assert_shape(last, {"id": "chatcmpl-", "choices": ANY, "usage": USAGE_SHAPE})
+        assert last["choices"] == []
 
 
-def test_models_and_errors(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            assert_shape((await server.http.get("/v1/models")).json(), MODELS)
-            assert_shape((await server.post(temperature=9)).json(), ERROR)
-            assert_shape((await server.post(model="x")).json(), ERROR)
-
-    run(main)
+async def test_models_and_errors(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        assert_shape((await server.http.get("/v1/models")).json(), MODELS)
+        assert_shape((await server.post(temperature=9)).json(), ERROR)
+        assert_shape((await server.post(model="x")).json(), ERROR)
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_the_clients_streaming_helper(tokenizer: Tokenizer, num_choices: int) -> None:
+async def test_the_clients_streaming_helper(tokenizer: Tokenizer, num_choices: int) -> None:
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         async for delta in hello(request):
             for choice in range(request.num_choices):
@@ -171,31 +159,28 @@ def test_the_clients_streaming_helper(tokenizer: Tokenizer, num_choices: int) ->
                     usage=delta.usage,
                 )
 
-    async def main() -> None:
-        async with serving(tokenizer, script) as server:
-            url = f"{server.http.base_url}/v1"
-            async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
-                asked: dict[str, Any] = {
-                    "model": "m",
-                    "messages": [{"role": "user", "content": "Hi"}],
-                    "n": num_choices,
-                    "logprobs": True,
-                    "top_logprobs": 1,
-                }
-                seen = dict.fromkeys(range(num_choices), "")
-                state = ChatCompletionStreamState()
-                async for chunk in await client.chat.completions.create(**asked, stream=True):
-                    state.handle_chunk(chunk)
-                    for choice in chunk.choices:
-                        seen[choice.index] += choice.delta.content or ""
-                assert seen == dict.fromkeys(range(num_choices), "hello")
-                whole = state.get_final_completion()
-                assert [c.message.content for c in whole.choices] == ["hello"] * num_choices
-                async with client.chat.completions.stream(**asked) as stream:
-                    texts = [e.delta async for e in stream if e.type == "content.delta"]
-                    assert "".join(texts) == "hello" * num_choices or num_choices > 1
-                    final = await stream.get_final_completion()
-                    content = final.choices[0].logprobs.content  # type: ignore[union-attr]
-                    assert content is not None and len(content) == 5
-
-    run(main)
+    async with serving(tokenizer, script) as server:
+        url = f"{server.http.base_url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+            asked: dict[str, Any] = {
+                "model": "m",
+                "messages": [{"role": "user", "content": "Hi"}],
+                "n": num_choices,
+                "logprobs": True,
+                "top_logprobs": 1,
+            }
+            seen = dict.fromkeys(range(num_choices), "")
+            state = ChatCompletionStreamState()
+            async for chunk in await client.chat.completions.create(**asked, stream=True):
+                state.handle_chunk(chunk)
+                for choice in chunk.choices:
+                    seen[choice.index] += choice.delta.content or ""
+            assert seen == dict.fromkeys(range(num_choices), "hello")
+            whole = state.get_final_completion()
+            assert [c.message.content for c in whole.choices] == ["hello"] * num_choices
+            async with client.chat.completions.stream(**asked) as stream:
+                texts = [e.delta async for e in stream if e.type == "content.delta"]
+                assert "".join(texts) == "hello" * num_choices or num_choices > 1
+                final = await stream.get_final_completion()
+                content = final.choices[0].logprobs.content  # type: ignore[union-attr]
+                assert content is not None and len(content) == 5

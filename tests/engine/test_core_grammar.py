@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.tokenizer import Tokenizer
+from protocol.errors import LeaseGone
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
 from tests.engine.shadow import (
     VOCAB,
@@ -113,6 +114,22 @@ def test_an_abort_while_the_grammar_is_compiled(depth: int, compiler: GrammarCom
     run_until_idle(core)
     assert [end.finish_reason for end in out.terminals("a")] == ["abort"]
     assert core.is_idle and out.tokens("a") == []
+
+
+def test_a_failure_while_the_grammar_is_compiled_is_the_only_one(
+    depth: int, compiler: GrammarCompiler
+) -> None:
+    go_on = threading.Event()
+    core, out = core_with(compiler, depth)
+    compiler._compiling.submit(go_on.wait)
+    mistaken = Grammar("regex", "[a")
+    core.round([constrained("a", mistaken)])
+    core.fail(core.sequences["a"], LeaseGone("the lease is gone"))
+    go_on.set()
+    compiled(compiler, mistaken)
+    run_until_idle(core)
+    assert [end.error and end.error.code for end in out.terminals("a")] == ["lease_gone"]
+    assert core.is_idle
 
 
 def test_preemption_does_not_lose_the_place(

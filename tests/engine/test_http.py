@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.http import PlainHooks
+from engine.http import ServerHooks
 from engine.tokenizer import Tokenizer
 from protocol.errors import KVParamsRejected
 from protocol.logging import LineFormatter, current_request_id
@@ -23,7 +23,6 @@ from tests.engine.http_server import (
     CONTEXT,
     USAGE,
     chunks,
-    run,
     saying,
     serving,
 )
@@ -31,107 +30,92 @@ from tests.engine.http_server import (
 # -- answers -----------------------------------------------------------------------------------
 
 
-def test_a_whole_completion(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, saying(tokenizer, "Hé 🙂")) as server:
-            response = await server.post(return_token_ids=True)
-            body = response.json()
-            assert response.status_code == 200
-            assert response.headers["x-baton-kv"] == "transferred=1, recomputed=1, skipped=0"
-            (choice,) = body["choices"]
-            assert (choice["text"], choice["finish_reason"]) == ("Hé 🙂", "length")
-            assert choice["token_ids"] == tokenizer.encode("Hé 🙂")
-            assert choice["prompt_token_ids"] == tokenizer.encode("ab")
-            assert body["usage"] == {
-                "prompt_tokens": 2,
-                "completion_tokens": 8,
-                "total_tokens": 10,
-                "prompt_tokens_details": {"cached_tokens": 1},
-            }
-
-    run(main)
+async def test_a_whole_completion(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, saying(tokenizer, "Hé 🙂")) as server:
+        response = await server.post(return_token_ids=True)
+        body = response.json()
+        assert response.status_code == 200
+        assert response.headers["x-baton-kv"] == "transferred=1, recomputed=1, skipped=0"
+        (choice,) = body["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("Hé 🙂", "length")
+        assert choice["token_ids"] == tokenizer.encode("Hé 🙂")
+        assert choice["prompt_token_ids"] == tokenizer.encode("ab")
+        assert body["usage"] == {
+            "prompt_tokens": 2,
+            "completion_tokens": 8,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
 
 
-def test_a_stream_says_the_same(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, saying(tokenizer, "Hé 🙂")) as server:
-            response = await server.post(
-                stream=True, return_token_ids=True, stream_options={"include_usage": True}
-            )
-            found = chunks(response)
-            assert len({(c["id"], c["created"], c["model"]) for c in found}) == 1
-            choices = [c["choices"][0] for c in found[:-1]]
-            assert "".join(c["text"] for c in choices) == "Hé 🙂"
-            assert [i for c in choices for i in c["token_ids"]] == tokenizer.encode("Hé 🙂")
-            assert [c.get("prompt_token_ids") for c in choices[:2]] == [
-                tokenizer.encode("ab"),
-                None,
-            ]
-            assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
-            assert [c["usage"] for c in found[:-1]] == [None] * len(choices)
-            assert found[-1]["choices"] == [] and found[-1]["usage"]["total_tokens"] == 10
-            assert found[-1]["baton_kv"] == {"transferred": 1, "recomputed": 1, "skipped": 0}
-
-    run(main)
+async def test_a_stream_says_the_same(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, saying(tokenizer, "Hé 🙂")) as server:
+        response = await server.post(
+            stream=True, return_token_ids=True, stream_options={"include_usage": True}
+        )
+        found = chunks(response)
+        assert len({(c["id"], c["created"], c["model"]) for c in found}) == 1
+        choices = [c["choices"][0] for c in found[:-1]]
+        assert "".join(c["text"] for c in choices) == "Hé 🙂"
+        assert [i for c in choices for i in c["token_ids"]] == tokenizer.encode("Hé 🙂")
+        assert [c.get("prompt_token_ids") for c in choices[:2]] == [
+            tokenizer.encode("ab"),
+            None,
+        ]
+        assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+        assert [c["usage"] for c in found[:-1]] == [None] * len(choices)
+        assert found[-1]["choices"] == [] and found[-1]["usage"]["total_tokens"] == 10
+        assert found[-1]["baton_kv"] == {"transferred": 1, "recomputed": 1, "skipped": 0}
 
 
-def test_chat_uses_the_template_and_fills_the_context(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
-            body = (await server.chat()).json()
-            assert body["choices"][0]["message"]["content"] == "Hello"
-            (added,) = server.engine.added
-            assert tokenizer.decode(added.token_ids) == "user:Hi;"
-            assert added.max_tokens == CONTEXT - len("user:Hi;")
-            deltas = [c["choices"][0]["delta"] for c in chunks(await server.chat(stream=True))]
-            assert deltas[0]["role"] == "assistant"
-            assert "".join(d.get("content", "") for d in deltas) == "Hello"
-
-    run(main)
+async def test_chat_uses_the_template_and_fills_the_context(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
+        body = (await server.chat()).json()
+        assert body["choices"][0]["message"]["content"] == "Hello"
+        (added,) = server.engine.added
+        assert tokenizer.decode(added.token_ids) == "user:Hi;"
+        assert added.max_tokens == CONTEXT - len("user:Hi;")
+        deltas = [c["choices"][0]["delta"] for c in chunks(await server.chat(stream=True))]
+        assert deltas[0]["role"] == "assistant"
+        assert "".join(d.get("content", "") for d in deltas) == "Hello"
 
 
-def test_several_prompts_are_choices_of_one_answer(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            prompts = [[10], [20, 30], [40]]
-            body = (await server.post(prompt=prompts, max_tokens=2, return_token_ids=True)).json()
-            assert [c["index"] for c in body["choices"]] == [0, 1, 2]
-            assert [c["token_ids"] for c in body["choices"]] == [[11, 12], [31, 32], [41, 42]]
-            assert body["usage"]["prompt_tokens"] == 4
-            assert body["usage"]["completion_tokens"] == 6
-            response = await server.post(
-                prompt=prompts, max_tokens=2, stream=True, return_token_ids=True
-            )
-            ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
-            found = chunks(response)
-            for choice in (c["choices"][0] for c in found):
-                ids[choice["index"]] += choice["token_ids"]
-            assert ids == {0: [11, 12], 1: [31, 32], 2: [41, 42]}
-            assert ["baton_kv" in c for c in found] == [False] * (len(found) - 1) + [True]
-            assert found[-1]["baton_kv"]["recomputed"] == 4
-
-    run(main)
+async def test_several_prompts_are_choices_of_one_answer(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        prompts = [[10], [20, 30], [40]]
+        body = (await server.post(prompt=prompts, max_tokens=2, return_token_ids=True)).json()
+        assert [c["index"] for c in body["choices"]] == [0, 1, 2]
+        assert [c["token_ids"] for c in body["choices"]] == [[11, 12], [31, 32], [41, 42]]
+        assert body["usage"]["prompt_tokens"] == 4
+        assert body["usage"]["completion_tokens"] == 6
+        response = await server.post(
+            prompt=prompts, max_tokens=2, stream=True, return_token_ids=True
+        )
+        ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        found = chunks(response)
+        for choice in (c["choices"][0] for c in found):
+            ids[choice["index"]] += choice["token_ids"]
+        assert ids == {0: [11, 12], 1: [31, 32], 2: [41, 42]}
+        assert ["baton_kv" in c for c in found] == [False] * (len(found) - 1) + [True]
+        assert found[-1]["baton_kv"]["recomputed"] == 4
 
 
-def test_what_the_engine_is_asked_for(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            await server.post(temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=7)
-            await server.post(ignore_eos=True, max_tokens=1, max_completion_tokens=1)
-            await server.post()
-            first, second, third = server.engine.added
-            sampling = first.sampling
-            assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
-            assert (sampling.min_p, sampling.seed, first.max_tokens) == (0.1, 7, 16)
-            assert first.stop_token_ids == tokenizer.encode("<end>")
-            assert second.stop_token_ids == [] and second.max_tokens == 1
-            assert second.sampling.seed != third.sampling.seed  # drawn by the server
-
-    run(main)
+async def test_what_the_engine_is_asked_for(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        await server.post(temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=7)
+        await server.post(ignore_eos=True, max_tokens=1, max_completion_tokens=1)
+        await server.post()
+        first, second, third = server.engine.added
+        sampling = first.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
+        assert (sampling.min_p, sampling.seed, first.max_tokens) == (0.1, 7, 16)
+        assert first.stop_token_ids == tokenizer.encode("<end>")
+        assert second.stop_token_ids == [] and second.max_tokens == 1
+        assert second.sampling.seed != third.sampling.seed  # drawn by the server
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_cuts_the_text_and_aborts_the_engine(
+async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(
     tokenizer: Tokenizer, stream: bool
 ) -> None:
     async def endless(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -139,38 +123,32 @@ def test_a_stop_string_cuts_the_text_and_aborts_the_engine(
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
         await asyncio.Event().wait()
 
-    async def main() -> None:
-        async with serving(tokenizer, endless) as server:
-            response = await server.post(
-                stop=["o t", " two"], stream=stream, stream_options={"include_usage": True}
-            )
-            if stream:
-                *found, last = chunks(response)
-                text = "".join(c["choices"][0]["text"] for c in found)
-                reason = found[-1]["choices"][0]["finish_reason"]
-            else:
-                last = response.json()
-                text, reason = last["choices"][0]["text"], last["choices"][0]["finish_reason"]
-            assert (text, reason) == ("one", "stop")
-            assert last["usage"]["completion_tokens"] == len("one two")
-            assert server.engine.aborted == [server.engine.added[0].request_id]
-
-    run(main)
+    async with serving(tokenizer, endless) as server:
+        response = await server.post(
+            stop=["o t", " two"], stream=stream, stream_options={"include_usage": True}
+        )
+        if stream:
+            *found, last = chunks(response)
+            text = "".join(c["choices"][0]["text"] for c in found)
+            reason = found[-1]["choices"][0]["finish_reason"]
+        else:
+            last = response.json()
+            text, reason = last["choices"][0]["text"], last["choices"][0]["finish_reason"]
+        assert (text, reason) == ("one", "stop")
+        assert last["usage"]["completion_tokens"] == len("one two")
+        assert server.engine.aborted == [server.engine.added[0].request_id]
 
 
-def test_the_end_token_has_no_text_and_what_was_held_back_comes(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        script = saying(tokenizer, "Hi wor<end>", finish_reason="stop")
-        async with serving(tokenizer, script) as server:
-            body = (await server.post(stop="world")).json()
-            assert body["choices"][0]["text"] == "Hi wor"
-            assert body["choices"][0]["finish_reason"] == "stop"
-            assert body["usage"]["completion_tokens"] == 7
-
-    run(main)
+async def test_the_end_token_has_no_text_and_what_was_held_back_comes(tokenizer: Tokenizer) -> None:
+    script = saying(tokenizer, "Hi wor<end>", finish_reason="stop")
+    async with serving(tokenizer, script) as server:
+        body = (await server.post(stop="world")).json()
+        assert body["choices"][0]["text"] == "Hi wor"
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["completion_tokens"] == 7
 
 
-def test_logprobs_have_one_entry_per_token(tokenizer: Tokenizer) -> None:
+async def test_logprobs_have_one_entry_per_token(tokenizer: Tokenizer) -> None:
     a, b, c = tokenizer.encode("abc")
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -183,45 +161,39 @@ def test_logprobs_have_one_entry_per_token(tokenizer: Tokenizer) -> None:
             usage=USAGE,
         )
 
-    async def main() -> None:
-        async with serving(tokenizer, script) as server:
-            body = (await server.post(logprobs=2)).json()
-            assert server.engine.added[0].sampling.num_logprobs == 2
-            assert body["choices"][0]["logprobs"] == {
-                "tokens": ["a", "c"],
-                "token_logprobs": [-0.5, -9999.0],
-                "top_logprobs": [{"a": -0.5, "b": -1.5}, {"c": -9999.0, "b": -2.0}],
-                "text_offset": [0, 1],
-            }
-
-    run(main)
+    async with serving(tokenizer, script) as server:
+        body = (await server.post(logprobs=2)).json()
+        assert server.engine.added[0].sampling.num_logprobs == 2
+        assert body["choices"][0]["logprobs"] == {
+            "tokens": ["a", "c"],
+            "token_logprobs": [-0.5, -9999.0],
+            "top_logprobs": [{"a": -0.5, "b": -1.5}, {"c": -9999.0, "b": -2.0}],
+            "text_offset": [0, 1],
+        }
 
 
-def test_the_openai_client_understands_us(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
-            client = openai.AsyncOpenAI(
-                base_url=f"{server.http.base_url}/v1", api_key="-", max_retries=0
+async def test_the_openai_client_understands_us(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
+        client = openai.AsyncOpenAI(
+            base_url=f"{server.http.base_url}/v1", api_key="-", max_retries=0
+        )
+        async with client:
+            whole = await client.completions.create(model="m", prompt="ab")
+            assert whole.choices[0].text == "Hello" and whole.usage is not None
+            stream = await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "Hi"}], stream=True
             )
-            async with client:
-                whole = await client.completions.create(model="m", prompt="ab")
-                assert whole.choices[0].text == "Hello" and whole.usage is not None
-                stream = await client.chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": "Hi"}], stream=True
-                )
-                text = [chunk.choices[0].delta.content or "" async for chunk in stream]
-                assert "".join(text) == "Hello"
-                assert [model.id async for model in client.models.list()] == ["m"]
-                with pytest.raises(openai.NotFoundError, match="this server has"):
-                    await client.completions.create(model="other", prompt="ab")
-
-    run(main)
+            text = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(text) == "Hello"
+            assert [model.id async for model in client.models.list()] == ["m"]
+            with pytest.raises(openai.NotFoundError, match="this server has"):
+                await client.completions.create(model="other", prompt="ab")
 
 
 # -- hooks -------------------------------------------------------------------------------------
 
 
-class RecordingHooks(PlainHooks):
+class RecordingHooks(ServerHooks):
     role = "prefill"
 
     def prepare(self, request: Any, prompts: Any, sampling: Any, stop_token_ids: Any) -> Any:
@@ -233,24 +205,21 @@ class RecordingHooks(PlainHooks):
         return {"kv_transfer_params": [final.usage.transferred for final in finals]}
 
 
-def test_hooks_shape_the_requests_and_the_answer(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        script = saying(tokenizer, "x")
-        async with serving(tokenizer, script, RecordingHooks()) as server:
-            response = await server.post(prompt=["a", "b"], kv_transfer_params={"x": 1})
-            assert response.json()["kv_transfer_params"] == [1, 1]
-            assert [added.retain_kv for added in server.engine.added] == [True, True]
-            last = chunks(await server.post(stream=True))[-1]
-            assert last["kv_transfer_params"] == [1]
-            rejected = await server.post(kv_transfer_params={"bad": True})
-            assert rejected.status_code == 400
-            assert rejected.json()["error"]["code"] == "kv_transfer_params_rejected"
-
-    run(main)
+async def test_hooks_shape_the_requests_and_the_answer(tokenizer: Tokenizer) -> None:
+    script = saying(tokenizer, "x")
+    async with serving(tokenizer, script, RecordingHooks()) as server:
+        response = await server.post(prompt=["a", "b"], kv_transfer_params={"x": 1})
+        assert response.json()["kv_transfer_params"] == [1, 1]
+        assert [added.retain_kv for added in server.engine.added] == [True, True]
+        last = chunks(await server.post(stream=True))[-1]
+        assert last["kv_transfer_params"] == [1]
+        rejected = await server.post(kv_transfer_params={"bad": True})
+        assert rejected.status_code == 400
+        assert rejected.json()["error"]["code"] == "kv_transfer_params_rejected"
 
 
 @pytest.mark.parametrize("stops", [None, "a"])
-def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(
+async def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(
     tokenizer: Tokenizer, stops: str | None
 ) -> None:
     """A prefill server's one token may hold a stop string; its KV params come a moment later."""
@@ -260,21 +229,18 @@ def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(
         await asyncio.sleep(0.01)
         yield TokenDelta(request_id=request.request_id, finish_reason="length", usage=USAGE)
 
-    async def main() -> None:
-        async with serving(tokenizer, script, RecordingHooks()) as server:
-            body = (await server.post(max_tokens=1, stop=stops)).json()
-            assert body["kv_transfer_params"] == [1]
-            assert body["choices"][0]["finish_reason"] == ("stop" if stops else "length")
-            assert server.engine.aborted == []
-
-    run(main)
+    async with serving(tokenizer, script, RecordingHooks()) as server:
+        body = (await server.post(max_tokens=1, stop=stops)).json()
+        assert body["kv_transfer_params"] == [1]
+        assert body["choices"][0]["finish_reason"] == ("stop" if stops else "length")
+        assert server.engine.aborted == []
 
 
 # -- ids, metrics, operations ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("request_id", ["req-1", "100% {odd} \u00e9", "x" * 3000])
-def test_a_request_id_is_echoed_and_logged(
+async def test_a_request_id_is_echoed_and_logged(
     tokenizer: Tokenizer, request_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[str] = []
@@ -288,7 +254,9 @@ def test_a_request_id_is_echoed_and_logged(
     handler = Handler()
     logger = logging.getLogger("baton.engine.http_tally")
 
-    async def main() -> None:
+    logger.addHandler(handler)
+    caplog.set_level(logging.INFO, "baton")
+    try:
         async with serving(tokenizer) as server:
             header = {"x-request-id": request_id.encode("latin-1")}
             body = {"model": "m", "prompt": "ab"}
@@ -300,71 +268,71 @@ def test_a_request_id_is_echoed_and_logged(
             assert first.request_id.startswith(request_id[:64]) and len(first.request_id) < 100
             generated = [(await server.post()).headers["x-request-id"] for _ in range(2)]
             assert len(set(generated)) == 2
-
-    logger.addHandler(handler)
-    caplog.set_level(logging.INFO, "baton")
-    try:
-        run(main)
     finally:
         logger.removeHandler(handler)
     assert ids[:2] == [request_id[:128]] * 2  # the beginning of an id names a request
     assert "prompt=2" in seen[0]
 
 
-def test_metrics_count_what_happened(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
-            key = stat_key("baton_kv_blocks", state="free")
-            server.engine.say(
-                EngineStats({key: 7.0, "baton_requests_running": 2.0, "odd.thing": 1.0})
-            )
-            await server.post()
-            await server.post(temperature=-1)
-            text = (await server.http.get("/metrics")).text
-            for line in (
-                'baton_requests_total{endpoint="completions",outcome="length"} 1.0',
-                'baton_requests_total{endpoint="completions",outcome="rejected"} 1.0',
-                "baton_prompt_tokens_total 2.0",
-                "baton_generation_tokens_total 5.0",
-                'baton_kv_tokens_total{source="transferred"} 1.0',
-                "baton_time_to_first_token_seconds_count 1.0",
-                "baton_inter_token_seconds_count 4.0",
-                'baton_kv_blocks{state="free"} 7.0',
-                "baton_requests_running 2.0",
-                "baton_engine_odd_thing 1.0",
-            ):
-                assert f"\n{line}\n" in text, line
+async def test_what_requests_add_to_is_there_before_the_first_one(tokenizer: Tokenizer) -> None:
+    def series(text: str) -> set[str]:
+        names = {line.rsplit(" ", 1)[0] for line in text.splitlines()}
+        return {name for name in names if name.startswith(("baton_requests_", "baton_kv_tokens_"))}
 
-    run(main)
+    async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
+        before = series((await server.http.get("/metrics")).text)
+        await server.post()
+        await server.post(stop="l")
+        await server.post(temperature=-1)
+        assert series((await server.http.get("/metrics")).text) == before
+        assert 'baton_requests_total{endpoint="responses",outcome="error"}' in before
+        assert 'baton_kv_tokens_total{source="recomputed"}' in before
 
 
-def test_two_applications_in_one_process_share_no_metrics(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer) as one, serving(tokenizer) as other:
-            await one.post()
-            assert one.metrics.value("baton_prompt_tokens") == 2
-            assert other.metrics.value("baton_prompt_tokens") == 0
+async def test_metrics_count_what_happened(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
+        key = stat_key("baton_kv_blocks", state="free")
+        server.engine.say(EngineStats({key: 7.0, "baton_requests_running": 2.0, "odd.thing": 1.0}))
+        await server.post()
+        await server.post(temperature=-1)
+        text = (await server.http.get("/metrics")).text
+        for line in (
+            'baton_requests_total{endpoint="completions",outcome="length"} 1.0',
+            'baton_requests_total{endpoint="completions",outcome="rejected"} 1.0',
+            "baton_prompt_tokens_total 2.0",
+            "baton_generation_tokens_total 5.0",
+            'baton_kv_tokens_total{source="transferred"} 1.0',
+            "baton_time_to_first_token_seconds_count 1.0",
+            "baton_inter_token_seconds_count 4.0",
+            'baton_kv_blocks{state="free"} 7.0',
+            "baton_requests_running 2.0",
+            "baton_engine_odd_thing 1.0",
+        ):
+            assert f"\n{line}\n" in text, line
 
-    run(main)
+
+async def test_two_applications_in_one_process_share_no_metrics(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as one, serving(tokenizer) as other:
+        await one.post()
+        assert one.metrics.value("baton_prompt_tokens") == 2
+        assert other.metrics.value("baton_prompt_tokens") == 0
 
 
-def test_ready_and_models_say_what_is_served(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, hooks=RecordingHooks()) as server:
-            ready = (await server.http.get("/ready")).json()
-            assert ready == {
-                "ready": True,
-                "role": "prefill",
-                "model": "m",
-                "num_blocks": 64,
-                "block_size": 16,
-                "max_model_len": CONTEXT,
-            }
-            (card,) = (await server.http.get("/v1/models")).json()["data"]
-            assert (card["id"], card["max_model_len"]) == ("m", CONTEXT)
-            assert (await server.http.get("/v1/models/m")).json() == card
-            missing = await server.http.get("/v1/models/a/b")
-            assert missing.status_code == 404
-            assert missing.json()["error"]["message"].startswith('The model in the path is "a/b"; ')
-
-    run(main)
+async def test_ready_and_models_say_what_is_served(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, hooks=RecordingHooks()) as server:
+        ready = (await server.http.get("/ready")).json()
+        assert ready == {
+            "ready": True,
+            "role": "prefill",
+            "model": "m",
+            "num_blocks": 64,
+            "block_size": 16,
+            "max_model_len": CONTEXT,
+            "max_num_seqs": 8,
+        }
+        (card,) = (await server.http.get("/v1/models")).json()["data"]
+        assert (card["id"], card["max_model_len"]) == ("m", CONTEXT)
+        assert (await server.http.get("/v1/models/m")).json() == card
+        missing = await server.http.get("/v1/models/a/b")
+        assert missing.status_code == 404
+        assert missing.json()["error"]["message"].startswith('The model in the path is "a/b"; ')

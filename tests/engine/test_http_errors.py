@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.http import PlainHooks
+from engine.http import ServerHooks
 from engine.http_generate import Api
 from engine.tokenizer import Tokenizer
 from protocol.messages import (
@@ -23,7 +23,6 @@ from tests.engine.http_server import (
     MAX_BODY,
     WAIT_S,
     events,
-    run,
     serving,
 )
 
@@ -56,21 +55,18 @@ from tests.engine.http_server import (
         ({"prompt": "x" * MAX_BODY}, 413, f"longer than {MAX_BODY} bytes"),
     ],
 )
-def test_bad_input_is_a_clear_refusal(
+async def test_bad_input_is_a_clear_refusal(
     tokenizer: Tokenizer, fields: dict[str, Any], status: int, message: str
 ) -> None:
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            response = await server.post(**fields)
-            assert response.status_code == status
-            error = response.json()["error"]
-            assert re.search(message, error["message"])
-            assert error["type"] == "invalid_request_error" and error["retryable"] is False
-            assert server.engine.added == []
-            assert server.metrics.value("baton_requests_in_progress") == 0
-            assert (await server.post()).status_code == 200
-
-    run(main)
+    async with serving(tokenizer) as server:
+        response = await server.post(**fields)
+        assert response.status_code == status
+        error = response.json()["error"]
+        assert re.search(message, error["message"])
+        assert error["type"] == "invalid_request_error" and error["retryable"] is False
+        assert server.engine.added == []
+        assert server.metrics.value("baton_requests_in_progress") == 0
+        assert (await server.post()).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -90,72 +86,57 @@ def test_bad_input_is_a_clear_refusal(
         ("/v1/responses", {"input": "Hi", "max_output_tokens": 63}, "max_output_tokens"),
     ],
 )
-def test_a_limit_beyond_the_context_is_named_as_the_client_named_it(
+async def test_a_limit_beyond_the_context_is_named_as_the_client_named_it(
     tokenizer: Tokenizer, path: str, fields: dict[str, Any], field: str
 ) -> None:
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            response = await server.http.post(path, json={"model": "m", **fields})
-            error = response.json()["error"]
-            assert (error["param"], error["code"]) == (field, "context_length_exceeded")
-            assert f"`{field}` asks for {fields[field]} more; lower `{field}`" in error["message"]
-
-    run(main)
+    async with serving(tokenizer) as server:
+        response = await server.http.post(path, json={"model": "m", **fields})
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+        assert f"`{field}` asks for {fields[field]} more; lower `{field}`" in error["message"]
 
 
-def test_the_longest_prompt_and_answer_that_fit_are_served(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            body = (await server.post(prompt="x" * (CONTEXT - 1))).json()
-            assert body["usage"]["completion_tokens"] == 1
-            body = (await server.post(prompt="xy", max_tokens=CONTEXT - 2)).json()
-            assert body["usage"]["total_tokens"] == CONTEXT
-
-    run(main)
+async def test_the_longest_prompt_and_answer_that_fit_are_served(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        body = (await server.post(prompt="x" * (CONTEXT - 1))).json()
+        assert body["usage"]["completion_tokens"] == 1
+        body = (await server.post(prompt="xy", max_tokens=CONTEXT - 2)).json()
+        assert body["usage"]["total_tokens"] == CONTEXT
 
 
-def test_ten_megabytes_are_refused_with_and_without_a_length(tokenizer: Tokenizer) -> None:
+async def test_ten_megabytes_are_refused_with_and_without_a_length(tokenizer: Tokenizer) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b"x" * 100_000
 
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            for content in (b"x" * 10_000_000, pieces()):
-                response = await server.http.post("/v1/completions", content=content)
-                assert response.status_code == 413
-                assert response.json()["error"]["code"] == "payload_too_large"
-            assert (await server.post()).status_code == 200
-
-    run(main)
+    async with serving(tokenizer) as server:
+        for content in (b"x" * 10_000_000, pieces()):
+            response = await server.http.post("/v1/completions", content=content)
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "payload_too_large"
+        assert (await server.post()).status_code == 200
 
 
-def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer: Tokenizer) -> None:
+async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer: Tokenizer) -> None:
     added = {"note": "x" * MAX_BODY}  # such as the logprobs of a long prompt
 
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            assert (await server.post(kv_transfer_params=added)).status_code == 200
-            handed_back = {"kv_transfer_params": added}
-            assert (await server.http.post("/release_kv", json=handed_back)).status_code == 200
-            response = await server.post(kv_transfer_params=added, user="x" * MAX_BODY)
-            assert response.status_code == 413
-            assert f"longer than {MAX_BODY} bytes" in response.json()["error"]["message"]
-
-    run(main)
+    async with serving(tokenizer) as server:
+        assert (await server.post(kv_transfer_params=added)).status_code == 200
+        handed_back = {"kv_transfer_params": added}
+        assert (await server.http.post("/release_kv", json=handed_back)).status_code == 200
+        response = await server.post(kv_transfer_params=added, user="x" * MAX_BODY)
+        assert response.status_code == 413
+        assert f"longer than {MAX_BODY} bytes" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"\xff", b'{"model": "m", "prompt": "\\ud800"}']
 )
-def test_what_is_not_a_json_object_is_refused(tokenizer: Tokenizer, content: bytes) -> None:
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            response = await server.http.post("/v1/completions", content=content)
-            assert response.status_code == 400
-            assert "JSON" in response.json()["error"]["message"]
-
-    run(main)
+async def test_what_is_not_a_json_object_is_refused(tokenizer: Tokenizer, content: bytes) -> None:
+    async with serving(tokenizer) as server:
+        response = await server.http.post("/v1/completions", content=content)
+        assert response.status_code == 400
+        assert "JSON" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -167,36 +148,30 @@ def test_what_is_not_a_json_object_is_refused(tokenizer: Tokenizer, content: byt
         ("/tokenize", '"messages": [{"role": "user", "content": %s}]'),
     ],
 )
-def test_a_body_of_whatever_depth_is_the_client_s_mistake(
+async def test_a_body_of_whatever_depth_is_the_client_s_mistake(
     tokenizer: Tokenizer, path: str, members: str
 ) -> None:
     """Some depths can be read but not shown in a message."""
     deepest = sys.getrecursionlimit()
 
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            bodies = [
-                "{" + members % ("[" * depth + "]" * depth) + "}"
-                for depth in range(deepest - 150, deepest)
-            ]
-            posts = [server.http.post(path, content=body) for body in bodies]
-            for response in await asyncio.gather(*posts):
-                assert response.status_code == 400
-                assert response.json()["error"]["code"] == "invalid_request"
-
-    run(main)
+    async with serving(tokenizer) as server:
+        bodies = [
+            "{" + members % ("[" * depth + "]" * depth) + "}"
+            for depth in range(deepest - 150, deepest)
+        ]
+        posts = [server.http.post(path, content=body) for body in bodies]
+        for response in await asyncio.gather(*posts):
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "invalid_request"
 
 
-def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            missing = await server.http.get("/v2/completions")
-            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
-            wrong = await server.http.get("/v1/completions")
-            assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
-            assert wrong.headers["allow"] == "POST"
-
-    run(main)
+async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        missing = await server.http.get("/v2/completions")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+        wrong = await server.http.get("/v1/completions")
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert wrong.headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize(
@@ -207,43 +182,37 @@ def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) ->
         ({}, "min_tokens"),
     ],
 )
-def test_a_prefill_is_refused_for_what_its_client_asked(
+async def test_a_prefill_is_refused_for_what_its_client_asked(
     tokenizer: Tokenizer, asked: dict[str, Any], param: str
 ) -> None:
     params = {"do_remote_decode": True, "client_request": asked, "max_model_len": CONTEXT}
     leg = {"max_tokens": 1, "min_tokens": 17, "kv_transfer_params": params}
 
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            response = await server.post(**leg)
-            assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-            assert server.engine.added == []
-
-    run(main)
+    async with serving(tokenizer) as server:
+        response = await server.post(**leg)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert server.engine.added == []
 
 
 @pytest.mark.parametrize(
     ("context", "max_tokens", "refused"),
     [(10, 7, False), (10, 8, True), (3, None, True), (None, 1000, False), ("10", 1000, False)],
 )
-def test_a_prefill_is_refused_for_what_no_decode_server_has_room_for(
+async def test_a_prefill_is_refused_for_what_no_decode_server_has_room_for(
     tokenizer: Tokenizer, context: object, max_tokens: int | None, refused: bool
 ) -> None:
     asked = {} if max_tokens is None else {"max_tokens": max_tokens}
     params = {"do_remote_decode": True, "client_request": asked, "max_model_len": context}
 
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            leg = {"prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": params}
-            response = await server.post(**leg)
-            assert response.status_code == (400 if refused else 200)
-            if refused:
-                error = response.json()["error"]
-                assert error["code"] == "context_length_exceeded"
-                assert f"maximum context length is {context} tokens" in error["message"]
-            assert len(server.engine.added) == (not refused)
-
-    run(main)
+    async with serving(tokenizer) as server:
+        leg = {"prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": params}
+        response = await server.post(**leg)
+        assert response.status_code == (400 if refused else 200)
+        if refused:
+            error = response.json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert f"maximum context length is {context} tokens" in error["message"]
+        assert len(server.engine.added) == (not refused)
 
 
 # -- failures ----------------------------------------------------------------------------------
@@ -260,90 +229,70 @@ def failing_after(num_tokens: int, code: str = "transfer_failed") -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_before_the_first_token_is_an_http_error(
+async def test_a_failure_before_the_first_token_is_an_http_error(
     tokenizer: Tokenizer, stream: bool
 ) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, failing_after(0)) as server:
-            response = await server.post(stream=stream)
-            assert response.status_code == 502
-            error = response.json()["error"]
-            assert (error["phase"], error["retryable"]) == ("transfer", True)
-
-    run(main)
+    async with serving(tokenizer, failing_after(0)) as server:
+        response = await server.post(stream=stream)
+        assert response.status_code == 502
+        error = response.json()["error"]
+        assert (error["phase"], error["retryable"]) == ("transfer", True)
 
 
-def test_a_later_failure_ends_the_stream_without_done(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, failing_after(2)) as server:
-            found = events(await server.post(stream=True))
-            assert [name for name, _ in found] == ["message", "message", "error"]
-            assert found[-1][1]["error"]["code"] == "transfer_failed"
-            whole = await server.post()
-            assert whole.status_code == 502
-            assert (
-                server.metrics.value("baton_requests", endpoint="completions", outcome="error") == 2
-            )
-            assert server.metrics.value("baton_requests_in_progress") == 0
-
-    run(main)
+async def test_a_later_failure_ends_the_stream_without_done(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, failing_after(2)) as server:
+        found = events(await server.post(stream=True))
+        assert [name for name, _ in found] == ["message", "message", "error"]
+        assert found[-1][1]["error"]["code"] == "transfer_failed"
+        whole = await server.post()
+        assert whole.status_code == 502
+        assert server.metrics.value("baton_requests", endpoint="completions", outcome="error") == 2
+        assert server.metrics.value("baton_requests_in_progress") == 0
 
 
-def test_one_failing_prompt_ends_the_others(tokenizer: Tokenizer) -> None:
+async def test_one_failing_prompt_ends_the_others(tokenizer: Tokenizer) -> None:
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         if request.token_ids == [2]:
             yield TokenDelta(request_id=request.request_id, error=ErrorInfo("overloaded", "full"))
         await asyncio.Event().wait()
 
-    async def main() -> None:
-        async with serving(tokenizer, script) as server:
-            response = await server.post(prompt=[[1], [2], [3]])
-            assert response.status_code == 503
-            ids = {tuple(a.token_ids): a.request_id for a in server.engine.added}
-            assert sorted(server.engine.aborted) == [ids[(1,)], ids[(3,)]]
-
-    run(main)
+    async with serving(tokenizer, script) as server:
+        response = await server.post(prompt=[[1], [2], [3]])
+        assert response.status_code == 503
+        ids = {tuple(a.token_ids): a.request_id for a in server.engine.added}
+        assert sorted(server.engine.aborted) == [ids[(1,)], ids[(3,)]]
 
 
-def test_a_bug_in_a_hook_is_an_internal_error(tokenizer: Tokenizer) -> None:
-    class Broken(PlainHooks):
+async def test_a_bug_in_a_hook_is_an_internal_error(tokenizer: Tokenizer) -> None:
+    class Broken(ServerHooks):
         def prepare(self, *_: Any) -> Any:
             raise ZeroDivisionError
 
-    async def main() -> None:
-        async with serving(tokenizer, hooks=Broken()) as server:
-            response = await server.post()
-            assert response.status_code == 500
-            assert response.json()["error"]["code"] == "internal_error"
-            assert server.metrics.value("baton_requests_in_progress") == 0
-
-    run(main)
+    async with serving(tokenizer, hooks=Broken()) as server:
+        response = await server.post()
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert server.metrics.value("baton_requests_in_progress") == 0
 
 
-def test_a_dead_engine_is_503_everywhere(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            assert (await server.http.get("/health")).status_code == 200
-            server.engine.say(EngineFailed("out of memory"))
-            for response in (
-                await server.post(),
-                await server.http.get("/health"),
-                await server.http.get("/ready"),
-            ):
-                assert response.status_code == 503
-                assert "out of memory" in response.text
-
-    run(main)
+async def test_a_dead_engine_is_503_everywhere(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        assert (await server.http.get("/health")).status_code == 200
+        server.engine.say(EngineFailed("out of memory"))
+        for response in (
+            await server.post(),
+            await server.http.get("/health"),
+            await server.http.get("/ready"),
+        ):
+            assert response.status_code == 503
+            assert "out of memory" in response.text
 
 
-def test_before_the_engine_is_ready_requests_are_refused(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, ready=None) as server:
-            assert (await server.http.get("/health")).status_code == 200
-            assert (await server.http.get("/ready")).json()["ready"] is False
-            assert (await server.post()).status_code == 503
-
-    run(main)
+async def test_before_the_engine_is_ready_requests_are_refused(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, ready=None) as server:
+        assert (await server.http.get("/health")).status_code == 200
+        assert (await server.http.get("/ready")).json()["ready"] is False
+        assert (await server.post()).status_code == 503
 
 
 # -- clients that leave ------------------------------------------------------------------------
@@ -352,82 +301,74 @@ def test_before_the_engine_is_ready_requests_are_refused(tokenizer: Tokenizer) -
 @pytest.mark.parametrize(
     "stage", ["whole, before a token", "stream, before a token", "stream, after one"]
 )
-def test_a_client_that_leaves_aborts_its_sequences(tokenizer: Tokenizer, stage: str) -> None:
-    async def main() -> None:
-        started, ended = asyncio.Event(), asyncio.Event()
+async def test_a_client_that_leaves_aborts_its_sequences(tokenizer: Tokenizer, stage: str) -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
 
-        async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-            try:
-                if "after one" in stage:
-                    yield TokenDelta(request_id=request.request_id, token_ids=[70])
-                started.set()
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
-
-        async with serving(tokenizer, script) as server:
-            body = {"model": "m", "prompt": "ab", "stream": "stream" in stage}
-            request = server.http.build_request("POST", "/v1/completions", json=body)
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        try:
             if "after one" in stage:
-                response = await server.http.send(request, stream=True)
-                assert b"data: " in await anext(response.aiter_raw())
-                await response.aclose()
-            else:
-                pending = asyncio.create_task(server.http.send(request))
-                await started.wait()
-                pending.cancel()
-            await asyncio.wait_for(ended.wait(), WAIT_S)
-            assert server.engine.aborted == [server.engine.added[0].request_id]
-            assert server.engine.num_open == 0
-            value = server.metrics.value
-            while value("baton_requests", endpoint="completions", outcome="abort") != 1:
-                await asyncio.sleep(0)
-            assert value("baton_requests_in_progress") == 0
+                yield TokenDelta(request_id=request.request_id, token_ids=[70])
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
 
-    run(main)
+    async with serving(tokenizer, script) as server:
+        body = {"model": "m", "prompt": "ab", "stream": "stream" in stage}
+        request = server.http.build_request("POST", "/v1/completions", json=body)
+        if "after one" in stage:
+            response = await server.http.send(request, stream=True)
+            assert b"data: " in await anext(response.aiter_raw())
+            await response.aclose()
+        else:
+            pending = asyncio.create_task(server.http.send(request))
+            await started.wait()
+            pending.cancel()
+        await asyncio.wait_for(ended.wait(), WAIT_S)
+        assert server.engine.aborted == [server.engine.added[0].request_id]
+        assert server.engine.num_open == 0
+        value = server.metrics.value
+        while value("baton_requests", endpoint="completions", outcome="abort") != 1:
+            await asyncio.sleep(0)
+        assert value("baton_requests_in_progress") == 0
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(
+async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(
     tokenizer: Tokenizer, leaves: bool
 ) -> None:
     """The KV of a call's first prompts is leased while its last one is still computed."""
 
-    class Retaining(PlainHooks):
+    class Retaining(ServerHooks):
         def prepare(self, request: Any, prompts: Any, sampling: Any, ids: Any = ()) -> Any:
             return [{"retain_kv": True} for _ in prompts]
 
-    async def main() -> None:
-        told = asyncio.Event()
+    told = asyncio.Event()
 
-        async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-            if request.token_ids == [1]:
-                yield TokenDelta(
-                    request_id=request.request_id, finish_reason="length", usage=KVUsage()
-                )
-                told.set()
-            elif leaves:
-                await asyncio.Event().wait()
-            else:
-                await told.wait()
-                error = ErrorInfo("overloaded", "full")
-                yield TokenDelta(request_id=request.request_id, error=error)
-
-        async with serving(tokenizer, script, Retaining()) as server:
-            pending = asyncio.create_task(server.post(prompt=[[1], [2]], max_tokens=1))
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        if request.token_ids == [1]:
+            yield TokenDelta(request_id=request.request_id, finish_reason="length", usage=KVUsage())
+            told.set()
+        elif leaves:
+            await asyncio.Event().wait()
+        else:
             await told.wait()
-            if leaves:
-                pending.cancel()
-            else:
-                assert (await pending).status_code == 503
-            expected = {added.request_id for added in server.engine.added}
-            while set(server.engine.aborted) != expected:
-                await asyncio.sleep(0)
+            error = ErrorInfo("overloaded", "full")
+            yield TokenDelta(request_id=request.request_id, error=error)
 
-    run(main)
+    async with serving(tokenizer, script, Retaining()) as server:
+        pending = asyncio.create_task(server.post(prompt=[[1], [2]], max_tokens=1))
+        await told.wait()
+        if leaves:
+            pending.cancel()
+        else:
+            assert (await pending).status_code == 503
+        expected = {added.request_id for added in server.engine.added}
+        while set(server.engine.aborted) != expected:
+            await asyncio.sleep(0)
 
 
-def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_engine(
+async def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_engine(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:
@@ -437,13 +378,10 @@ def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_engine(
         await asyncio.Event().wait()
         yield TokenDelta(request_id="")
 
-    async def main() -> None:
-        async with serving(tokenizer, hangs) as server:
-            with monkeypatch.context() as patched:
-                patched.setattr(Api, "_groups", fails)
-                assert (await server.post()).status_code == 500
-            assert server.engine.aborted == [server.engine.added[0].request_id]
-            assert server.engine.num_open == 0
-            assert server.metrics.value("baton_requests_in_progress") == 0
-
-    run(main)
+    async with serving(tokenizer, hangs) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(Api, "_groups", fails)
+            assert (await server.post()).status_code == 500
+        assert server.engine.aborted == [server.engine.added[0].request_id]
+        assert server.engine.num_open == 0
+        assert server.metrics.value("baton_requests_in_progress") == 0

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine.http import PlainHooks
+from engine.http import ServerHooks
 from engine.tokenizer import Tokenizer
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, TokenDelta
-from tests.engine.http_server import Server, run, serving
+from tests.engine.http_server import Server, serving
 
 
-class Retaining(PlainHooks):
+class Retaining(ServerHooks):
     """Every prompt's KV is kept; answers tell of it, with so many bytes."""
 
     def __init__(self, num_bytes: int | None) -> None:
@@ -27,7 +27,7 @@ class Retaining(PlainHooks):
         return {} if self._num_bytes is None else {"kv_transfer_params": "x" * self._num_bytes}
 
 
-class Refusing(PlainHooks):
+class Refusing(ServerHooks):
     """For each refused request the engine is told of one lease."""
 
     def refused(self, kv_transfer_params: object) -> list[AbortRequest]:
@@ -63,45 +63,38 @@ async def _until_let_go(server: Server) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [10, 1 << 20])
-def test_kv_is_kept_for_a_client_that_has_its_answer(tokenizer: Tokenizer, num_bytes: int) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, _ends, Retaining(num_bytes)) as server:
-            for headers in ({}, {"Connection": "close"}):
-                body = {"model": "m", "prompt": "ab", "max_tokens": 1}
-                answer = await server.http.post("/v1/completions", json=body, headers=headers)
-                assert answer.json()["kv_transfer_params"] == "x" * num_bytes
-                assert answer.headers["x-baton-kv"]
-            await server.http.get("/health")
-            assert server.engine.aborted == []
-
-    run(main)
-
-
-def test_kv_of_which_an_answer_does_not_tell_is_let_go(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, _ends, Retaining(None)) as server:
-            assert (await server.post(max_tokens=1)).status_code == 200
-            await _until_let_go(server)
-
-    run(main)
+async def test_kv_is_kept_for_a_client_that_has_its_answer(
+    tokenizer: Tokenizer, num_bytes: int
+) -> None:
+    async with serving(tokenizer, _ends, Retaining(num_bytes)) as server:
+        for headers in ({}, {"Connection": "close"}):
+            body = {"model": "m", "prompt": "ab", "max_tokens": 1}
+            answer = await server.http.post("/v1/completions", json=body, headers=headers)
+            assert answer.json()["kv_transfer_params"] == "x" * num_bytes
+            assert answer.headers["x-baton-kv"]
+        await server.http.get("/health")
+        assert server.engine.aborted == []
 
 
-def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(
+async def test_kv_of_which_an_answer_does_not_tell_is_let_go(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, _ends, Retaining(None)) as server:
+        assert (await server.post(max_tokens=1)).status_code == 200
+        await _until_let_go(server)
+
+
+async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(
     tokenizer: Tokenizer,
 ) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, _ends, Retaining(16 << 20)) as server:
-            with await _connected(server) as client:
-                await _ask(client)
-                await asyncio.get_running_loop().sock_recv(client, 100)
-                assert server.engine.aborted == []
-            await _until_let_go(server)
-
-    run(main)
+    async with serving(tokenizer, _ends, Retaining(16 << 20)) as server:
+        with await _connected(server) as client:
+            await _ask(client)
+            await asyncio.get_running_loop().sock_recv(client, 100)
+            assert server.engine.aborted == []
+        await _until_let_go(server)
 
 
 @pytest.mark.parametrize("turns", range(1, 5))
-def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
+async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
     tokenizer: Tokenizer, turns: int
 ) -> None:
     """In one of these turns of the event loop the connection has ended, which nobody has been told
@@ -114,25 +107,19 @@ def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
             await asyncio.sleep(0)
         yield _end(request)
 
-    async def main() -> None:
-        async with serving(tokenizer, script, Retaining(10)) as server:
-            made.append(await _connected(server))
-            await _ask(made[0])
-            await _until_let_go(server)
-
-    run(main)
+    async with serving(tokenizer, script, Retaining(10)) as server:
+        made.append(await _connected(server))
+        await _ask(made[0])
+        await _until_let_go(server)
 
 
 @pytest.mark.parametrize("lent", [False, True])
-def test_a_lent_lease_is_left_alone_by_who_refuses_the_request(
+async def test_a_lent_lease_is_left_alone_by_who_refuses_the_request(
     tokenizer: Tokenizer, lent: bool
 ) -> None:
-    async def main() -> None:
-        async with serving(tokenizer, hooks=Refusing(), ready=None) as server:
-            told: list[EngineInput] = []
-            server.engine.tell = told.append  # type: ignore[method-assign]
-            answer = await server.post(kv_transfer_params={"sender_releases": lent})
-            assert answer.status_code == 503
-            assert told == ([] if lent else [AbortRequest("a lease")])
-
-    run(main)
+    async with serving(tokenizer, hooks=Refusing(), ready=None) as server:
+        told: list[EngineInput] = []
+        server.engine.tell = told.append  # type: ignore[method-assign]
+        answer = await server.post(kv_transfer_params={"sender_releases": lent})
+        assert answer.status_code == 503
+        assert told == ([] if lent else [AbortRequest("a lease")])

@@ -18,7 +18,7 @@ from prefill_server.server import PrefillHooks
 from protocol import kv_params
 from protocol.messages import FirstToken, SamplingParams
 from protocol.openai import REMOTE_DECODE, GenerationRequest, parse_chat, parse_completion
-from tests.engine.http_server import CONTEXT, READY, run, saying, serving
+from tests.engine.http_server import CONTEXT, READY, saying, serving
 
 _SECRET = b"the cluster's secret"
 _TOLD = [7, 7, 7]  # what no tokenizer makes of the texts here: it shows who tokenized
@@ -70,14 +70,11 @@ async def _ids(
 
 
 @pytest.mark.parametrize("body", [_TEXT, _CHAT], ids=["text", "chat"])
-def test_ids_that_come_with_their_text_s_digest_are_taken(
+async def test_ids_that_come_with_their_text_s_digest_are_taken(
     body: dict[str, Any], tokenizer: Tokenizer
 ) -> None:
-    async def main() -> None:
-        params = _params(body, tokenizer)
-        assert await _ids(tokenizer, body, params) == (_TOLD, True)
-
-    run(main)
+    params = _params(body, tokenizer)
+    assert await _ids(tokenizer, body, params) == (_TOLD, True)
 
 
 _OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -95,38 +92,32 @@ _OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", _OTHERS)
-def test_other_ids_than_of_this_text_are_not(name: str, tokenizer: Tokenizer) -> None:
+async def test_other_ids_than_of_this_text_are_not(name: str, tokenizer: Tokenizer) -> None:
     given, asked, forged = _OTHERS[name]
 
-    async def main() -> None:
-        params = {**_params(given, tokenizer), **forged}
-        ids, pulls = await _ids(tokenizer, asked, params)
-        if "messages" in asked:
-            own = tokenizer.encode(tokenizer.render_chat(asked["messages"]))
-        else:
-            own = tokenizer.encode(asked["prompt"])
-        assert (ids, pulls) == (own, False)
-
-    run(main)
+    params = {**_params(given, tokenizer), **forged}
+    ids, pulls = await _ids(tokenizer, asked, params)
+    if "messages" in asked:
+        own = tokenizer.encode(tokenizer.render_chat(asked["messages"]))
+    else:
+        own = tokenizer.encode(asked["prompt"])
+    assert (ids, pulls) == (own, False)
 
 
-def test_another_tokenizer_s_ids_are_not_taken(
+async def test_another_tokenizer_s_ids_are_not_taken(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = _params(_TEXT, tokenizer)
     monkeypatch.setattr(tokenizer, "digest", "another")
 
-    async def main() -> None:
-        assert await _ids(tokenizer, _TEXT, params) == (tokenizer.encode("abc"), False)
-
-    run(main)
+    assert await _ids(tokenizer, _TEXT, params) == (tokenizer.encode("abc"), False)
 
 
 @pytest.mark.parametrize(
     ("prompt", "is_told"),
     [("abc", True), ([1, 2, 3], False), (["abc", "abd"], False), ("\ud800", False)],
 )
-def test_a_prefill_server_tells_what_it_tokenized(
+async def test_a_prefill_server_tells_what_it_tokenized(
     prompt: Any, is_told: bool, tokenizer: Tokenizer
 ) -> None:
     body = {"model": "m", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
@@ -135,12 +126,9 @@ def test_a_prefill_server_tells_what_it_tokenized(
     if prompt == "\ud800":
         return  # no JSON carries it
 
-    async def main() -> None:
-        async with serving(tokenizer, saying(tokenizer, "x"), PrefillHooks(_SECRET)) as server:
-            assert (await server.http.post("/v1/completions", json=body)).status_code == 200
-            assert {added.text_digest for added in server.engine.added} == {told}
-
-    run(main)
+    async with serving(tokenizer, saying(tokenizer, "x"), PrefillHooks(_SECRET)) as server:
+        assert (await server.http.post("/v1/completions", json=body)).status_code == 200
+        assert {added.text_digest for added in server.engine.added} == {told}
 
 
 # -- what streams do not wait for ---------------------------------------------------------------
@@ -184,22 +172,19 @@ _HI = {"role": "user", "content": "Hi"}
         ),
     ],
 )
-def test_long_texts_are_tokenized_aside(
+async def test_long_texts_are_tokenized_aside(
     tokenizer: Tokenizer, asked: dict[str, Any], aside: bool
 ) -> None:
     """Whatever makes them long."""
     watched = _Watched(tokenizer)
 
-    async def main() -> None:
-        async with serving(watched, saying(tokenizer, "x"), ready=_ROOMY) as server:
-            assert (await server.chat(**asked)).status_code == 200
-            assert [thread != threading.get_ident() for thread in watched.threads] == [aside]
-
-    run(main)
+    async with serving(watched, saying(tokenizer, "x"), ready=_ROOMY) as server:
+        assert (await server.chat(**asked)).status_code == 200
+        assert [thread != threading.get_ident() for thread in watched.threads] == [aside]
 
 
 @pytest.mark.parametrize(("num_messages", "aside"), [(10, False), (3000, True)])
-def test_large_bodies_are_checked_aside(
+async def test_large_bodies_are_checked_aside(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, num_messages: int, aside: bool
 ) -> None:
     threads: list[int] = []
@@ -211,20 +196,18 @@ def test_large_bodies_are_checked_aside(
     chat = ("/v1/chat/completions", replace(CHAT, parse=parse))
     monkeypatch.setattr("engine.http._ENDPOINTS", (chat,))
 
-    async def main() -> None:
-        async with serving(
-            tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=1_000_000
-        ) as server:
-            assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
-            assert [thread != threading.get_ident() for thread in threads] == [aside]
-
-    run(main)
+    async with serving(
+        tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=1_000_000
+    ) as server:
+        assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
+        assert [thread != threading.get_ident() for thread in threads] == [aside]
 
 
 # -- what no context holds ----------------------------------------------------------------------
 
-# The longest token, <end>, has five characters: so many of them just fit the context.
-_MOST_CHARS = 5 * CONTEXT + 4
+# Each byte of a text is a token of its own here, but for those of <end>. Texts that are no longer
+# than this are tokenized, and much longer ones where they are only to be counted.
+_MOST_CHARS = INLINE_CHARS
 _FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
@@ -235,8 +218,8 @@ def _told(size: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/tokenize", {"prompt": "x" * (_MOST_CHARS + 1)}, "prompt"),
-        ("/tokenize", {"messages": [_told(_MOST_CHARS)]}, "messages"),
+        ("/tokenize", {"prompt": "x" * (LONG_CHARS + 1)}, "prompt"),
+        ("/tokenize", {"messages": [_told(LONG_CHARS)]}, "messages"),
         ("/v1/completions", {"prompt": ["a", "x" * (_MOST_CHARS + 1)]}, "prompt"),
         ("/v1/chat/completions", {"messages": [_told(_MOST_CHARS)]}, "messages"),
         ("/v1/responses", {"input": "x" * _MOST_CHARS}, "input"),
@@ -248,60 +231,54 @@ def _told(size: int) -> dict[str, Any]:
     ],
     ids=["tokenize", "tokenize chat", "completions", "chat", "responses", "tools"],
 )
-def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(
+async def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(
     tokenizer: Tokenizer, path: str, body: dict[str, Any], param: str
 ) -> None:
     watched = _Watched(tokenizer)
 
-    async def main() -> None:
-        async with serving(watched) as server:
-            response = await server.http.post(path, json={"model": "m", **body})
-            error = response.json()["error"]
-            assert (response.status_code, error["code"], error["param"]) == (
-                400,
-                "context_length_exceeded",
-                param,
-            )
-            assert f"context length is {CONTEXT} tokens" in error["message"]
-            assert "it has at least " in error["message"]
-            assert not watched.threads and not server.engine.added
-
-    run(main)
+    async with serving(watched, max_body=2 * LONG_CHARS) as server:
+        response = await server.http.post(path, json={"model": "m", **body})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (
+            400,
+            "context_length_exceeded",
+            param,
+        )
+        assert f"context length is {CONTEXT} tokens" in error["message"]
+        assert "it has at least " in error["message"]
+        assert not watched.threads and not server.engine.added
 
 
-def test_texts_that_a_context_might_hold_are_tokenized(tokenizer: Tokenizer) -> None:
-    """Also where they turn out to be longer: a client may want to know by how much."""
-    texts = {"<end>" * CONTEXT: CONTEXT, "x" * _MOST_CHARS: _MOST_CHARS}
+async def test_texts_that_a_context_might_hold_are_tokenized(tokenizer: Tokenizer) -> None:
+    """Also where they turn out to be longer, and to count them whatever they turn out to be: a
+    client may want to know by how much."""
+    texts = {"<end>" * CONTEXT: CONTEXT, "x" * 3000: 3000}
 
-    async def main() -> None:
-        async with serving(tokenizer) as server:
-            for text, count in texts.items():
-                for body in ({"prompt": text}, {"prompt": text, "return_token_strs": True}):
-                    found = (await server.http.post("/tokenize", json=body)).json()
-                    assert found["count"] == len(found["tokens"]) == count
-                back = await server.http.post("/detokenize", json={"tokens": found["tokens"]})
-                assert back.json() == {"prompt": text}
+    async with serving(tokenizer) as server:
+        refused = (await server.post(prompt="x" * _MOST_CHARS)).json()["error"]["message"]
+        assert f"too long: it has {_MOST_CHARS}. " in refused
+        for text, count in texts.items():
+            for body in ({"prompt": text}, {"prompt": text, "return_token_strs": True}):
+                found = (await server.http.post("/tokenize", json=body)).json()
+                assert found["count"] == len(found["tokens"]) == count
+            back = await server.http.post("/detokenize", json={"tokens": found["tokens"]})
+            assert back.json() == {"prompt": text}
 
-    run(main)
 
-
-def test_what_a_chat_template_leaves_out_takes_no_room(
+async def test_what_a_chat_template_leaves_out_takes_no_room(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = ChatTemplate("{% for m in messages %}{{ m.content[:3] }}{% endfor %}")
     monkeypatch.setattr(tokenizer, "chat_template", short)
 
-    async def main() -> None:
-        async with serving(tokenizer, saying(tokenizer, "x")) as server:
-            answer = await server.chat(messages=[_told(10 * _MOST_CHARS)])
-            assert answer.status_code == 200
-            assert server.engine.added[0].token_ids == tokenizer.encode("xxx")
-
-    run(main)
+    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+        answer = await server.chat(messages=[_told(5 * _MOST_CHARS)])
+        assert answer.status_code == 200
+        assert server.engine.added[0].token_ids == tokenizer.encode("xxx")
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(LONG_CHARS, 2), (LONG_CHARS + 1, 1)])
-def test_of_very_long_texts_one_is_worked_on_at_a_time(
+async def test_of_very_long_texts_one_is_worked_on_at_a_time(
     tokenizer: Tokenizer, size: int, at_once: int
 ) -> None:
     begun: list[int] = []
@@ -311,23 +288,20 @@ def test_of_very_long_texts_one_is_worked_on_at_a_time(
         begun.append(1)
         assert go_on.wait(20)
 
-    async def main() -> None:
-        texts = Texts(tokenizer)
-        running = [asyncio.create_task(texts.run(size, work)) for _ in range(2)]
-        try:
-            for _ in range(3):  # others pass, behind whatever threads were asked before them
-                await texts.run(LONG_CHARS, lambda: None)
-            assert len(begun) == at_once
-        finally:
-            go_on.set()
-        await asyncio.gather(*running)
-        assert len(begun) == 2
-
-    run(main)
+    texts = Texts(tokenizer)
+    running = [asyncio.create_task(texts.run(size, work)) for _ in range(2)]
+    try:
+        for _ in range(3):  # others pass, behind whatever threads were asked before them
+            await texts.run(LONG_CHARS, lambda: None)
+        assert len(begun) == at_once
+    finally:
+        go_on.set()
+    await asyncio.gather(*running)
+    assert len(begun) == 2
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
-def test_a_chat_that_becomes_very_long_waits_for_its_turn(
+async def test_a_chat_that_becomes_very_long_waits_for_its_turn(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """Only its template knows how long."""
@@ -342,10 +316,7 @@ def test_a_chat_that_becomes_very_long_waits_for_its_turn(
     monkeypatch.setattr(Texts, "run", watched)
     text = "x" * (2 * INLINE_CHARS)
 
-    async def main() -> None:
-        async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY) as server:
-            body = {"model": "m", "messages": [{"role": "user", "content": text}]}
-            assert (await server.http.post(path, json=body)).status_code == 200
-            assert len(f"user:{text};") in sizes
-
-    run(main)
+    async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY) as server:
+        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        assert (await server.http.post(path, json=body)).status_code == 200
+        assert len(f"user:{text};") in sizes

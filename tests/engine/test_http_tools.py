@@ -17,7 +17,7 @@ from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
 from protocol.openai import parse_chat
 from protocol.openai_tools import Tools
-from tests.engine.http_server import READY, chunks, run, saying, serving
+from tests.engine.http_server import READY, chunks, saying, serving
 
 TOOL = {
     "type": "function",
@@ -54,78 +54,62 @@ def call_of(choice: dict[str, Any]) -> tuple[str, str]:
         ('{"a": 1}', {"tool_choice": NAMED}, None),
     ],
 )
-def test_a_call_whole_and_streamed(
+async def test_a_call_whole_and_streamed(
     tokenizer: Tokenizer, text: str, fields: dict[str, Any], content: str | None
 ) -> None:
     script = saying(tokenizer, text, finish_reason="stop")
 
-    async def main() -> None:
-        async with serving_4k(tokenizer, script) as server:
-            asked = {"tools": [TOOL], **fields}
-            (choice,) = (await server.chat(**asked)).json()["choices"]
-            assert call_of(choice) == ("add", '{"a": 1}')
-            assert choice["finish_reason"] == "tool_calls"
-            assert choice["message"]["content"] == content
-            streamed = chunks(await server.chat(stream=True, **asked))
-            deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
-            assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
-            calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-            assert [call["index"] for call in calls] == [0] * len(calls) and len(calls) > 1
-            assert [call.get("id") is not None for call in calls] == [True] + [False] * (
-                len(calls) - 1
-            )
-            assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
-            assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
-
-    run(main)
+    async with serving_4k(tokenizer, script) as server:
+        asked = {"tools": [TOOL], **fields}
+        (choice,) = (await server.chat(**asked)).json()["choices"]
+        assert call_of(choice) == ("add", '{"a": 1}')
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == content
+        streamed = chunks(await server.chat(stream=True, **asked))
+        deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+        assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert [call["index"] for call in calls] == [0] * len(calls) and len(calls) > 1
+        assert [call.get("id") is not None for call in calls] == [True] + [False] * (len(calls) - 1)
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+        assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_one_call_at_most_where_a_client_takes_no_more(tokenizer: Tokenizer) -> None:
+async def test_one_call_at_most_where_a_client_takes_no_more(tokenizer: Tokenizer) -> None:
     """Under "auto" nothing keeps the model from writing two."""
     script = saying(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
     asked = {"tools": [TOOL], "parallel_tool_calls": False}
 
-    async def main() -> None:
-        async with serving_4k(tokenizer, script) as server:
-            (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
-            assert len(choice["message"]["tool_calls"]) == 2
-            (choice,) = (await server.chat(**asked)).json()["choices"]
-            assert call_of(choice) == ("add", '{"a": 1}')
-            assert choice["message"]["content"] == "Both: done"
-            streamed = chunks(await server.chat(stream=True, **asked))
-            deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
-            calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-            assert {call["index"] for call in calls} == {0}
-            assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
-
-    run(main)
+    async with serving_4k(tokenizer, script) as server:
+        (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
+        assert len(choice["message"]["tool_calls"]) == 2
+        (choice,) = (await server.chat(**asked)).json()["choices"]
+        assert call_of(choice) == ("add", '{"a": 1}')
+        assert choice["message"]["content"] == "Both: done"
+        streamed = chunks(await server.chat(stream=True, **asked))
+        deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert {call["index"] for call in calls} == {0}
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
 
 
-def test_an_answer_without_calls_is_as_ever(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving_4k(
-            tokenizer, saying(tokenizer, "a < b", finish_reason="stop")
-        ) as server:
-            (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
-            assert choice["message"]["content"] == "a < b"
-            assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
-            (choice,) = (await server.chat(tools=[TOOL], tool_choice="none")).json()["choices"]
-            assert choice["message"]["content"] == "a < b"
-
-    run(main)
+async def test_an_answer_without_calls_is_as_ever(tokenizer: Tokenizer) -> None:
+    async with serving_4k(tokenizer, saying(tokenizer, "a < b", finish_reason="stop")) as server:
+        (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
+        assert choice["message"]["content"] == "a < b"
+        assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+        (choice,) = (await server.chat(tools=[TOOL], tool_choice="none")).json()["choices"]
+        assert choice["message"]["content"] == "a < b"
 
 
-def test_what_the_engine_is_told(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
-            await server.chat(tools=[TOOL])
-            await server.chat(tools=[TOOL], tool_choice=NAMED)
-            await server.post(structured_outputs={"regex": "a+"})
-            auto, named, regex = (add.sampling.grammar for add in server.engine.added)
-            assert auto is None and regex == Grammar("regex", "a+")
-            assert named is not None and json.loads(named.text) == TOOL["function"]["parameters"]
-
-    run(main)
+async def test_what_the_engine_is_told(tokenizer: Tokenizer) -> None:
+    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+        await server.chat(tools=[TOOL])
+        await server.chat(tools=[TOOL], tool_choice=NAMED)
+        await server.post(structured_outputs={"regex": "a+"})
+        auto, named, regex = (add.sampling.grammar for add in server.engine.added)
+        assert auto is None and regex == Grammar("regex", "a+")
+        assert named is not None and json.loads(named.text) == TOOL["function"]["parameters"]
 
 
 @pytest.mark.parametrize(
@@ -142,31 +126,25 @@ def test_what_the_engine_is_told(tokenizer: Tokenizer) -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_mistake_is_400_before_any_work(
+async def test_a_mistake_is_400_before_any_work(
     tokenizer: Tokenizer, fields: dict[str, Any], param: str
 ) -> None:
-    async def main() -> None:
-        async with serving_4k(tokenizer) as server:
-            answer = await server.chat(**fields)
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == param
-            assert server.engine.added == []
-
-    run(main)
+    async with serving_4k(tokenizer) as server:
+        answer = await server.chat(**fields)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+        assert server.engine.added == []
 
 
-def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_called(
+async def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_called(
     tokenizer: Tokenizer,
 ) -> None:
     odd = {"type": "function", "function": {"name": "f", "parameters": {
         "type": "object", "not": {"required": ["a"]}}}}  # fmt: skip
 
-    async def main() -> None:
-        async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
-            assert (await server.chat(tools=[odd])).status_code == 200
-            refused = await server.chat(tools=[odd], tool_choice="required")
-            assert refused.json()["error"]["param"] == "tools[0].function.parameters"
-
-    run(main)
+    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+        assert (await server.chat(tools=[odd])).status_code == 200
+        refused = await server.chat(tools=[odd], tool_choice="required")
+        assert refused.json()["error"]["param"] == "tools[0].function.parameters"
 
 
 def test_schemas_of_tools_have_a_limit_together() -> None:

@@ -14,7 +14,7 @@ import pytest
 from attention.support import UnsupportedPool
 from engine.client import ScriptedEngine
 from engine.config import EngineConfig
-from engine.http import PlainHooks
+from engine.http import ServerHooks
 from engine.serve import StartFailure, _devices, _Server, _told
 from engine.tokenizer import Tokenizer
 from protocol.listening import CannotListen, bind
@@ -29,7 +29,7 @@ _RESOLVING_FOR_EVER = """
 import os, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import engine.serve
-from engine.http import PlainHooks
+from engine.http import ServerHooks
 from protocol.settings import PrefillSettings
 
 def resolve(*args, **options):
@@ -39,7 +39,7 @@ def resolve(*args, **options):
 engine.serve.resolve_model = resolve
 settings = PrefillSettings(_cli_parse_args=[], port=0, cluster_secret="a secret of these tests")
 raise SystemExit(
-    engine.serve.run_server(settings, role="prefill", module="-", hooks=lambda s: PlainHooks())
+    engine.serve.run_server(settings, role="prefill", module="-", hooks=lambda s: ServerHooks())
 )
 """
 
@@ -73,7 +73,7 @@ def _serving(engine: _EndingEngine, **options: Any) -> tuple[_Server, _EndingEng
     """A server on the running loop, without processes."""
     options = {"port": 0, "cluster_secret": _SECRET, **options}
     settings = PrefillSettings(_cli_parse_args=[], **options)
-    server = _Server(settings, "prefill", "-", lambda secret: PlainHooks())
+    server = _Server(settings, "prefill", "-", lambda secret: ServerHooks())
     server.loop = asyncio.get_running_loop()
     server.failure = server.loop.create_future()
     server.stop = asyncio.Event()
@@ -81,81 +81,70 @@ def _serving(engine: _EndingEngine, **options: Any) -> tuple[_Server, _EndingEng
     return server, engine
 
 
-def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokenizer) -> None:
-    async def main() -> int:
-        server, engine = _serving(_EndingEngine())
-        server.stop.set()
-        await engine.start()
-        with bind("127.0.0.1", 0) as listener:
-            code = await server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
-        assert server.failure is not None and server.failure.done()
-        server.processes.stop(1.0)
-        return code
-
-    assert asyncio.run(asyncio.wait_for(main(), 60)) == 0
+async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokenizer) -> None:
+    server, engine = _serving(_EndingEngine())
+    server.stop.set()
+    await engine.start()
+    with bind("127.0.0.1", 0) as listener:
+        code = await server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
+    assert server.failure is not None and server.failure.done()
+    server.processes.stop(1.0)
+    assert code == 0
 
 
-def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(tokenizer: Tokenizer) -> None:
-    async def main() -> tuple[bool, int]:
-        server, engine = _serving(_EndingEngine())
-        server.stop.set()
-        await engine.start()
-        engine.stats["baton_leases_held"] = 1.0
-        with bind("127.0.0.1", 0) as listener:
-            serving = asyncio.create_task(
-                server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
-            )
-            ended, _ = await asyncio.wait({serving}, timeout=0.5)
-            was_kept = not ended and engine.healthy
-            engine.stats["baton_leases_held"] = 0.0
-            code = await serving
-        server.processes.stop(1.0)
-        return was_kept, code
+async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
+    tokenizer: Tokenizer,
+) -> None:
+    server, engine = _serving(_EndingEngine())
+    server.stop.set()
+    await engine.start()
+    engine.stats["baton_leases_held"] = 1.0
+    with bind("127.0.0.1", 0) as listener:
+        serving = asyncio.create_task(
+            server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
+        )
+        ended, _ = await asyncio.wait({serving}, timeout=0.5)
+        was_kept = not ended and engine.healthy
+        engine.stats["baton_leases_held"] = 0.0
+        code = await serving
+    server.processes.stop(1.0)
+    assert (was_kept, code) == (True, 0)
 
-    assert asyncio.run(asyncio.wait_for(main(), 60)) == (True, 0)
 
-
-def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
+async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> bytes:
-        server, engine = _serving(_EndingEngine(), shutdown_grace_s=1.0)
-        await engine.start()
-        with bind("127.0.0.1", 0) as listener:
-            serving = asyncio.create_task(
-                server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
-            )
-            listener.listen()
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n"
-            writer.write(head + b"expect: 100-continue\r\n\r\n{")
-            assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"  # it is being read
-            server.stop.set()
-            answer = await reader.read()
-            writer.close()
-            assert await serving == 0
-        server.processes.stop(1.0)
-        return answer
-
-    answer = asyncio.run(asyncio.wait_for(main(), 60))
+    server, engine = _serving(_EndingEngine(), shutdown_grace_s=1.0)
+    await engine.start()
+    with bind("127.0.0.1", 0) as listener:
+        serving = asyncio.create_task(
+            server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
+        )
+        listener.listen()
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n"
+        writer.write(head + b"expect: 100-continue\r\n\r\n{")
+        assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"  # it is being read
+        server.stop.set()
+        answer = await reader.read()
+        writer.close()
+        assert await serving == 0
+    server.processes.stop(1.0)
     assert b"HTTP/1.1 503" in answer and b'"code":"no_server_available"' in answer
     assert "Traceback" not in caplog.text
 
 
-def test_an_engine_that_failed_and_does_not_end_is_given_up(
+async def test_an_engine_that_failed_and_does_not_end_is_given_up(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.serve._ENDING_S", 0.05)
 
-    async def main() -> None:
-        server, engine = _serving(_EndingEngine())
-        await engine.start()
-        engine.say(EngineFailed("rank 0 lost its device"))
-        with bind("127.0.0.1", 0) as listener, pytest.raises(StartFailure, match="lost its device"):
-            await server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
-        server.processes.stop(1.0)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    server, engine = _serving(_EndingEngine())
+    await engine.start()
+    engine.say(EngineFailed("rank 0 lost its device"))
+    with bind("127.0.0.1", 0) as listener, pytest.raises(StartFailure, match="lost its device"):
+        await server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
+    server.processes.stop(1.0)
 
 
 def test_gpus_are_not_named_to_a_server_on_the_cpu() -> None:
@@ -175,7 +164,7 @@ class _Started(Exception):
         ("cuda", False, _Started),  # to hear from the ranks that there is none
     ],
 )
-def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
+async def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch, device: str, has_gpu: bool, refusal: type[Exception]
 ) -> None:
     def start(config: EngineConfig) -> None:
@@ -184,47 +173,38 @@ def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
     monkeypatch.setattr("engine.serve._has_gpu", lambda: has_gpu)
     options = {"model": str(ensure_model("gqa")), "device": device}
 
-    async def main() -> None:
-        server, _ = _serving(_EndingEngine(), attention_backend="flashinfer", **options)
-        monkeypatch.setattr(server.processes, "start", start)
-        with bind("127.0.0.1", 0) as listener, pytest.raises(refusal):
-            await server._start_and_serve(listener)
-        server.processes.stop(1.0)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    server, _ = _serving(_EndingEngine(), attention_backend="flashinfer", **options)
+    monkeypatch.setattr(server.processes, "start", start)
+    with bind("127.0.0.1", 0) as listener, pytest.raises(refusal):
+        await server._start_and_serve(listener)
+    server.processes.stop(1.0)
 
 
-def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_there(
+async def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(ensure_model("gqa") / name)
 
-    async def main() -> None:
-        server, _ = _serving(_EndingEngine(), model=str(tmp_path), device="cpu")
-        monkeypatch.setattr(server.processes, "start", lambda config: None)  # never ready
-        with bind("127.0.0.1", 0) as listener, pytest.raises(ValueError, match=r"tokenizer\.json"):
-            await server._start_and_serve(listener)
-        server.processes.stop(1.0)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    server, _ = _serving(_EndingEngine(), model=str(tmp_path), device="cpu")
+    monkeypatch.setattr(server.processes, "start", lambda config: None)  # never ready
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ValueError, match=r"tokenizer\.json"):
+        await server._start_and_serve(listener)
+    server.processes.stop(1.0)
 
 
-def test_a_side_channel_port_that_is_taken_is_refused_before_ranks_start(
+async def test_a_side_channel_port_that_is_taken_is_refused_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        with bind("127.0.0.1", 0) as taken, bind("127.0.0.1", 0) as listener:
-            taken.listen()
-            options = {"model": str(ensure_model("gqa")), "device": "cpu"}
-            port = taken.getsockname()[1]
-            server, _ = _serving(_EndingEngine(), side_channel_port=port, **options)
-            monkeypatch.setattr(server.processes, "start", lambda config: None)
-            with pytest.raises(CannotListen, match="use another --side-channel-port"):
-                await server._start_and_serve(listener)
-            server.processes.stop(1.0)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    with bind("127.0.0.1", 0) as taken, bind("127.0.0.1", 0) as listener:
+        taken.listen()
+        options = {"model": str(ensure_model("gqa")), "device": "cpu"}
+        port = taken.getsockname()[1]
+        server, _ = _serving(_EndingEngine(), side_channel_port=port, **options)
+        monkeypatch.setattr(server.processes, "start", lambda config: None)
+        with pytest.raises(CannotListen, match="use another --side-channel-port"):
+            await server._start_and_serve(listener)
+        server.processes.stop(1.0)
 
 
 async def _never(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -232,31 +212,27 @@ async def _never(request: AddRequest) -> AsyncIterator[TokenDelta]:
     yield TokenDelta(request_id=request.request_id)
 
 
-def test_open_requests_are_told_why_the_engine_died(tokenizer: Tokenizer) -> None:
-    async def main() -> httpx.Response:
-        server, engine = _serving(_EndingEngine(_never))
-        await engine.start()
-        with bind("127.0.0.1", 0) as listener:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            serving = asyncio.create_task(
-                server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
-            )
-            async with httpx.AsyncClient(
-                base_url=url, timeout=30, trust_env=False, verify=False
-            ) as http:
-                model = server.settings.model
-                body = {"model": model, "prompt": "ab"}
-                asking = asyncio.create_task(http.post("/v1/completions", json=body))
-                while not engine.added:
-                    await asyncio.sleep(0.01)
-                server._engine_ended("engine process: killed by SIGKILL")
-                answer = await asking
-            with pytest.raises(StartFailure, match="killed by SIGKILL"):
-                await serving
-        server.processes.stop(1.0)
-        return answer
-
-    answer = asyncio.run(asyncio.wait_for(main(), 60))
+async def test_open_requests_are_told_why_the_engine_died(tokenizer: Tokenizer) -> None:
+    server, engine = _serving(_EndingEngine(_never))
+    await engine.start()
+    with bind("127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        serving = asyncio.create_task(
+            server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
+        )
+        async with httpx.AsyncClient(
+            base_url=url, timeout=30, trust_env=False, verify=False
+        ) as http:
+            model = server.settings.model
+            body = {"model": model, "prompt": "ab"}
+            asking = asyncio.create_task(http.post("/v1/completions", json=body))
+            while not engine.added:
+                await asyncio.sleep(0.01)
+            server._engine_ended("engine process: killed by SIGKILL")
+            answer = await asking
+        with pytest.raises(StartFailure, match="killed by SIGKILL"):
+            await serving
+    server.processes.stop(1.0)
     assert answer.status_code == 503
     assert "killed by SIGKILL" in answer.json()["error"]["message"]
 

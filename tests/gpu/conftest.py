@@ -5,7 +5,9 @@ are not errors here. parallel.py runs them in shards: BATON_TEST_SHARD=I/N keeps
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,3 +36,12 @@ def _missing() -> str | None:
     except ImportError as error:
         return f"needs flashinfer: {error}"
     return None
+
+
+@pytest.fixture
+def made() -> Iterator[list[Any]]:
+    """What a test puts here is closed at its end, the last first."""
+    sides: list[Any] = []
+    yield sides
+    for side in reversed(sides):
+        side.close()

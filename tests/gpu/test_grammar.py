@@ -5,15 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from engine.batch import StepInput
 from engine.grammar import GrammarCompiler, GrammarState
 from engine.runner import ModelRunner
 from engine.tokenizer import Tokenizer
 from protocol.messages import AddRequest, Grammar, SamplingParams
-from tests.gpu.test_runner import MODELS, PROMPTS, SERVED, runner_for, tables_for
+from tests.gpu.test_runner import MODELS, PROMPTS, SERVED, runner_for, step_at
 
 pytestmark = pytest.mark.gpu
 
@@ -41,21 +39,9 @@ def _continue(
     sampling: SamplingParams,
 ) -> list[list[int]]:
     """Each sequence's outputs."""
-    tables = tables_for(160)
     outputs: list[list[int]] = [[] for _ in PROMPTS]
     for index in range(_NUM_STEPS):
-        new = PROMPTS if index == 0 else [done[-1:] for done in outputs]
-        lens = np.array([len(part) for part in new], np.int32)
-        done = [0 if index == 0 else len(prompt) + index - 1 for prompt in PROMPTS]
-        step = StepInput(
-            token_ids=np.concatenate([np.array(part, np.int64) for part in new]),
-            query_lens=lens,
-            context_lens=np.array(done, np.int32) + lens,
-            block_tables=tables,
-            sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
-            sampling=[sampling] * len(PROMPTS),
-            is_masked=True,
-        )
+        step = step_at(index, [done[-1:] for done in outputs], sampling, is_masked=True)
         launched = runner.launch(step)
         launched.draw(compiler.masks(states).result())
         for row, token in enumerate(launched.result().token_ids):

@@ -6,8 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
 from pull_rig import Child, Decode, Prefill, expected, on_device
 
 from tests.kvcache.transfer.geometry import Case, Side, cases
-from tests.kvcache.transfer.test_gather import gathers_of, transfer_of
+from tests.kvcache.transfer.test_gather import gathers_of
 
 NUM_GPUS = torch.cuda.device_count()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -105,7 +104,7 @@ def test_the_kernel_does_what_its_arithmetic_says(
     d_rank %= case.d.tp
     sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
     target = random_pool(case, case.d, d_rank, 99)
-    wanted = emulated(transfer_of(case, d_rank), sources, target)
+    wanted = emulated(case.transfer(d_rank), sources, target)
     gather_on_gpu(case, d_rank, sources, target, chunk_bytes)
     assert torch.equal(target.flat_bytes.cpu(), wanted)
 
@@ -120,7 +119,7 @@ def test_copy_engines_do_what_the_kernel_does(
     d_rank %= case.d.tp
     sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
     target = random_pool(case, case.d, d_rank, 99)
-    wanted = emulated(transfer_of(case, d_rank), sources, target)
+    wanted = emulated(case.transfer(d_rank), sources, target)
     gather_on_gpu(case, d_rank, sources, target, chunk_bytes, long_run_bytes=0)
     assert torch.equal(target.flat_bytes.cpu(), wanted)
 
@@ -139,7 +138,7 @@ def gather_on_gpu(
     mapper = CudaMapper(target, num_programs=5, long_run_bytes=long_run_bytes)
     mapper.bind_thread()
     memories = [MappedMemory(sources[gather.share.remote_rank].base_address) for gather in gathers]
-    work = mapper.begin(Work(gathers, memories, transfer_of(case, d_rank)))
+    work = mapper.begin(Work(gathers, memories, case.transfer(d_rank)))
     for index, gather in enumerate(gathers):
         for first, count in launches(gather, chunk_bytes):
             mapper.launch(work, index, first, count)
@@ -153,21 +152,13 @@ def test_a_latent_cache_of_every_dtype(source: str, target: str) -> None:
     case = Case(p, d, heads=1, layers=5, components=1, head_dim=576, start=17, stop=190)
     sources = [random_pool(case, p, 0, 5), random_pool(case, p, 1, 5)]  # copies of one head
     into = random_pool(case, d, 0, 6)
-    wanted = emulated(transfer_of(case, 0), sources, into)
+    wanted = emulated(case.transfer(0), sources, into)
     gather_on_gpu(case, 0, sources, into, 1 << 20)
     assert torch.equal(into.flat_bytes.cpu(), wanted)
     assert TORCH_DTYPES[target] == into.tensor.dtype
 
 
 # -- pulls out of another process
-
-
-@pytest.fixture
-def made() -> Iterator[list[Any]]:
-    sides: list[Any] = []
-    yield sides
-    for side in reversed(sides):
-        side.close()
 
 
 def nixl(name: str, device: str) -> Any:
@@ -250,10 +241,11 @@ def test_a_pull_out_of_another_process(
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)
 @pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
+@pytest.mark.parametrize("attended", [False, True])
 def test_a_thread_that_has_used_no_device_may_begin_pulls(
-    made: list[Any], source: str, target: str, long_run_bytes: int
+    made: list[Any], source: str, target: str, long_run_bytes: int, attended: bool
 ) -> None:
-    """Which the thread that orders one does, unless the worker's is awake."""
+    """Which the thread that orders one does, unless the worker's is awake; and ends them."""
     prefill = prefill_on(source, made)
     decode = decode_on(target, made, long_run_bytes=long_run_bytes)
     mapper: Any = decode.workers[0]._mapped._mapper
@@ -268,7 +260,12 @@ def test_a_thread_that_has_used_no_device_may_begin_pulls(
         decode.fill(0.0)
         torch.cuda.synchronize(target)
         remote = prefill.lease([5, 2, 9], 24)
-        order = partial(decode.coordinator.pull, str(number), remote, 0, 24, [3, 1, 7])
+        pull = (str(number), remote, 0, 24, [3, 1, 7])
+
+        def order(pull: Any = pull) -> None:
+            decode.coordinator.pull(*pull, attended=attended)
+            decode.coordinator.attend()
+
         thread = threading.Thread(target=order, name="fresh")
         thread.start()
         thread.join()

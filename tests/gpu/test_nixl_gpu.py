@@ -1,44 +1,23 @@
 """NIXL on GPU memory: pulls between processes, direct and staged, on one GPU and between two."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from tests.gpu.test_mapped import DEVICES, NUM_GPUS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
 from pull_rig import Child, Decode, expected, on_device
 
-NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(NUM_GPUS < 1, reason="needs a CUDA GPU"),
 ]
 ENDINGS = (PullDone, PullFailed, PullDrained)
-DEVICES = [
-    ("cuda:0", "cuda:0"),
-    pytest.param(
-        "cuda:0",
-        "cuda:1",
-        marks=[
-            pytest.mark.multi_gpu,
-            pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs"),
-        ],
-    ),
-]
-
-
-@pytest.fixture
-def made() -> Iterator[list[Any]]:
-    sides: list[Any] = []
-    yield sides
-    for side in reversed(sides):
-        side.close()
 
 
 def nixl(device: str) -> Any:

@@ -66,6 +66,27 @@ def tables_for(num_tokens: int) -> np.ndarray:
     return order.astype(np.int32).reshape(len(PROMPTS), width)
 
 
+def step_at(
+    index: int, parts: list[list[int]], sampling: SamplingParams, *, is_masked: bool = False
+) -> StepInput:
+    """Step `index` of PROMPTS' continuation; the first one computes the prompts, else `parts`."""
+    parts = parts if index else PROMPTS
+    done = [len(prompt) + index - 1 if index else 0 for prompt in PROMPTS]
+    lens = np.array([len(part) for part in parts], np.int32)
+    return StepInput(
+        token_ids=np.concatenate([np.array(part, np.int64) for part in parts]),
+        query_lens=lens,
+        context_lens=np.array(done, np.int32) + lens,
+        block_tables=tables_for(160),
+        sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
+        sampling=[sampling] * len(PROMPTS),
+        is_masked=is_masked,
+    )
+
+
+DRAWN_BEFORE = [[-1 - row] for row in range(len(PROMPTS))]  # by the step before, which is under way
+
+
 @torch.inference_mode()
 def decode(
     runner: ModelRunner,
@@ -74,21 +95,11 @@ def decode(
     sampling: SamplingParams = GREEDY,
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Continuation of PROMPTS: tokens [step][sequence], logits [step, sequence, vocab]."""
-    tables = tables_for(160)
     tokens: list[list[int]] = []
     all_logits = []
     for index in range(num_steps):
-        new = PROMPTS if index == 0 else [[token] for token in (forced or tokens)[index - 1]]
-        done = [0 if index == 0 else len(prompt) + index - 1 for prompt in PROMPTS]
-        lens = np.array([len(part) for part in new], np.int32)
-        step = StepInput(
-            token_ids=np.concatenate([np.array(part, np.int64) for part in new]),
-            query_lens=lens,
-            context_lens=np.array(done, np.int32) + lens,
-            block_tables=tables,
-            sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
-            sampling=[sampling] * len(PROMPTS),
-        )
+        parts = [[token] for token in (forced or tokens)[index - 1]] if index else []
+        step = step_at(index, parts, sampling)
         tokens.append(runner.execute(step).token_ids)
         all_logits.append(runner._launch(step).logits.clone())
     return tokens, torch.stack(all_logits)
@@ -129,20 +140,9 @@ def continue_ahead(
     runner: ModelRunner, num_steps: int, sampling: SamplingParams
 ) -> list[list[int]]:
     """Tokens [step][sequence], each step launched before the last one's are read."""
-    tables, tokens, under_way = tables_for(160), [], []
+    tokens, under_way = [], []
     for index in range(num_steps):
-        parts = PROMPTS if index == 0 else [[-1 - row] for row in range(len(PROMPTS))]
-        done = [0 if index == 0 else len(prompt) + index - 1 for prompt in PROMPTS]
-        lens = np.array([len(part) for part in parts], np.int32)
-        step = StepInput(
-            token_ids=np.concatenate([np.array(part, np.int64) for part in parts]),
-            query_lens=lens,
-            context_lens=np.array(done, np.int32) + lens,
-            block_tables=tables,
-            sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
-            sampling=[sampling] * len(PROMPTS),
-        )
-        under_way.append(runner.launch(step))
+        under_way.append(runner.launch(step_at(index, DRAWN_BEFORE, sampling)))
         if len(under_way) > runner.depth:
             tokens.append(under_way.pop(0).result().token_ids)
     return tokens + [step.result().token_ids for step in under_way]

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import StepInput
 from engine.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from tests.gpu.test_runner import (
+    DRAWN_BEFORE,
     MODELS,
     PROMPTS,
     RESTRICTED,
@@ -27,7 +27,7 @@ from tests.gpu.test_runner import (
     config_for,
     decode,
     runner_for,
-    tables_for,
+    step_at,
 )
 
 pytestmark = [
@@ -72,21 +72,9 @@ def masks_of(vocab_size: int, index: int) -> np.ndarray:
 def continue_masked(runner: ModelRunner, num_steps: int) -> list[list[int]]:
     """Tokens [step][sequence], each step launched before the masks of the last one's were used for
     the next; only rank 0 learns the masks."""
-    tables, tokens, under_way = tables_for(160), [], []
+    tokens, under_way = [], []
     for index in range(num_steps):
-        parts = PROMPTS if index == 0 else [[-1 - row] for row in range(len(PROMPTS))]
-        done = [0 if index == 0 else len(prompt) + index - 1 for prompt in PROMPTS]
-        lens = np.array([len(part) for part in parts], np.int32)
-        step = StepInput(
-            token_ids=np.concatenate([np.array(part, np.int64) for part in parts]),
-            query_lens=lens,
-            context_lens=np.array(done, np.int32) + lens,
-            block_tables=tables,
-            sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
-            sampling=[RESTRICTED] * len(PROMPTS),
-            is_masked=True,
-        )
-        under_way.append(runner.launch(step))
+        under_way.append(runner.launch(step_at(index, DRAWN_BEFORE, RESTRICTED, is_masked=True)))
         if len(under_way) > 1:
             tokens.append(under_way.pop(0).result().token_ids)
         if runner.model.parallel.rank == 0:

@@ -1,3 +1,5 @@
+import pytest
+
 from prefill_server.role import PrefillRole
 from protocol import kv_params
 from protocol.messages import AbortRequest
@@ -38,5 +40,26 @@ def test_digests_of_prompts_that_are_given_up_are_not_kept() -> None:
         pair.until(lambda: core.is_idle)
         core.round([])
         assert not _digests(pair)
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_kv_of_which_no_answer_can_tell_goes_home_at_once(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: object, **__: object) -> None:
+        raise ValueError("too large to be told")
+
+    pair = Pair(depth=depth)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(kv_params, "build", cannot)
+            pair.p.core.round([add("a", PROMPT, 1, retain_kv=True, num_choices=2)])
+            pair.until(lambda: pair.p.core.is_idle)
+        (end,) = pair.p.out.terminals("a")
+        assert end.error is not None and end.error.code == "internal_error"
+        pair.until(pair.p.blocks_home)  # no lease has to expire: P's clock stands still
+        assert pair.answer(pair.ask(PROMPT, pair.prefill(PROMPT)))
     finally:
         pair.close()

@@ -82,6 +82,13 @@ def test_sources_merge_inside_a_group(tmp_path: Path, monkeypatch: pytest.Monkey
         (UpSettings, ["--tp", "2"], r"--tp 2 \(did you mean --prefill.tp or --decode.tp\?\)"),
         (UpSettings, ["--no-pack-weights"], r"mean --no-prefill.pack-weights or --no-decode.pack"),
         (PrefillSettings, ["--block", "16"], "--block"),  # no abbreviations
+        (
+            PrefillSettings,
+            ["--decode", "http://h:1"],
+            r"http://h:1 \(an option of baton proxy and b",
+        ),
+        (DecodeSettings, ["--lease-s=9"], r"\(an option of baton prefill\)"),
+        (ProxySettings, ["--no-pack-weights"], r"of baton prefill and baton decode\)"),
         (PrefillSettings, ["stray"], "stray"),
     ],
 )
@@ -112,7 +119,7 @@ def test_a_variable_of_a_sibling_program_is_no_mistake(monkeypatch: pytest.Monke
     [
         ("blok_size: 1", r"unknown key blok_size \(did you mean block_size"),
         ("prefill: {tpp: 1}", r"unknown key prefill.tpp"),
-        ("prefill: {tp: true}", r"prefill.tp is true, and no switch"),
+        ("prefill: {tp: true}", r"prefill.tp is true; only on/off options"),
         ("prefill.tp: 1", r"unknown key prefill.tp \(write it as a key under its group"),
         ("prefill: {port: 1}", r"unknown key prefill.port"),
         ("tp: 2\ntp: 2", "found tp a second time"),
@@ -269,7 +276,7 @@ def test_server_urls_repeat_or_join_with_commas(monkeypatch: pytest.MonkeyPatch)
             load(ProxySettings, ["--decode", wrong])
 
 
-@pytest.mark.parametrize("cls", PROGRAMS)
+@pytest.mark.parametrize("cls", PROGRAMS.values())
 def test_help_explains_every_option(
     cls: type[BatonSettings], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,27 +1,25 @@
 """Real HTTP servers that play prefill and decode servers, and a proxy in front of them.
 
-Everything runs in one event loop, over loopback: `async with Rig(...)` in a coroutine given to
-`run`. What a fake does with a generation request is its `behave` coroutine.
+Everything runs in one event loop, over loopback: `async with Rig(...)` in a test that is a
+coroutine. What a fake does with a generation request is its `behave` coroutine.
 """
 
 import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import uvicorn
-import uvloop
 
 from protocol.connections import bound_clients
 from protocol.settings import ProxySettings
 from proxy.__main__ import ProxyServer, make_server
 from proxy.app import ProxyApp
 
-T = TypeVar("T")
 LIMIT_S = 30.0
 KV_PARAMS = {
     "do_remote_decode": False,
@@ -34,12 +32,6 @@ KV_PARAMS = {
     "signature": "00ff",
 }
 LENT = {"sender_releases": True, **KV_PARAMS}  # as a decode server gets them
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a test's coroutine, which must end by itself in time."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in `python -m proxy`
-        return runner.run(asyncio.wait_for(work, LIMIT_S))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -128,6 +120,7 @@ class Fake:
         ready: bool = True,
         address: tuple[str, int] = ("127.0.0.1", 0),
         max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
         role: str | None = None,
         on_release: Behave = releases,
     ) -> None:
@@ -135,7 +128,7 @@ class Fake:
         self.on_release = on_release
         self.role = role
         self.ready = ready
-        self.max_model_len = max_model_len
+        self.room = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
         self.calls: list[Call] = []
         self.releases: list[Call] = []
         self.polls = 0
@@ -160,8 +153,7 @@ class Fake:
             told: dict[str, Any] = {} if self.ready else {"reason": "the engine is starting"}
             if self.role is not None:
                 told["role"] = self.role
-            if self.max_model_len is not None:
-                told["max_model_len"] = self.max_model_len
+            told.update((name, n) for name, n in self.room.items() if n is not None)
             await call.answer(200 if self.ready else 503, told)
             return
         is_release = call.path == "/release_kv"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from proxy.app import ProxyApp
-from tests.proxy.fakes import Call, Fake, Rig, decodes, prefills, run, until
+from tests.proxy.fakes import Call, Fake, Rig, decodes, prefills, until
 
 
 @pytest.mark.parametrize(
@@ -22,226 +22,192 @@ from tests.proxy.fakes import Call, Fake, Rig, decodes, prefills, run, until
         (b'{"prompt": "' + b"x" * 100_000 + b'"}', 413, "payload_too_large"),
     ],
 )
-def test_bodies_that_cannot_be_are_refused_without_asking_a_server(
+async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(
     content: bytes, status: int, code: str
 ) -> None:
-    async def test() -> None:
-        async with Rig(max_body_bytes=1000) as rig:
-            response = await rig.client.post("/v1/completions", content=content)
-            assert response.status_code == status
-            error = response.json()["error"]
-            assert (error["type"], error["code"]) == ("invalid_request_error", code)
-            assert rig.prefill[0].calls == rig.decode[0].calls == []
-            again = await rig.complete()  # the connection, or a new one, is fit for use
-            assert again.status_code == 200
-
-    run(test())
+    async with Rig(max_body_bytes=1000) as rig:
+        response = await rig.client.post("/v1/completions", content=content)
+        assert response.status_code == status
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", code)
+        assert rig.prefill[0].calls == rig.decode[0].calls == []
+        again = await rig.complete()  # the connection, or a new one, is fit for use
+        assert again.status_code == 200
 
 
-def test_a_body_that_is_too_large_is_refused_when_its_length_is_not_announced() -> None:
+async def test_a_body_that_is_too_large_is_refused_when_its_length_is_not_announced() -> None:
     async def pieces() -> Any:
         for _ in range(20):
             yield b"x" * 100
 
-    async def test() -> None:
-        async with Rig(max_body_bytes=1000) as rig:
-            response = await rig.client.post("/v1/completions", content=pieces())
-            assert response.status_code == 413
-            assert "2000 bytes" in response.json()["error"]["message"]
-
-    run(test())
+    async with Rig(max_body_bytes=1000) as rig:
+        response = await rig.client.post("/v1/completions", content=pieces())
+        assert response.status_code == 413
+        assert "2000 bytes" in response.json()["error"]["message"]
 
 
-def test_a_body_of_exactly_the_limit_is_served() -> None:
-    async def test() -> None:
-        async with Rig(max_body_bytes=1000) as rig:
-            content = b'{"p": "' + b"x" * 991 + b'"}'
-            assert len(content) == 1000
-            assert (await rig.client.post("/v1/completions", content=content)).status_code == 200
-
-    run(test())
+async def test_a_body_of_exactly_the_limit_is_served() -> None:
+    async with Rig(max_body_bytes=1000) as rig:
+        content = b'{"p": "' + b"x" * 991 + b'"}'
+        assert len(content) == 1000
+        assert (await rig.client.post("/v1/completions", content=content)).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
+        ("POST", "/" + "x" * 4000, 404),
         ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/ready", 405),
         ("DELETE", "/v1/models", 405),
     ],
 )
-def test_unknown_paths_and_methods_are_named(method: str, path: str, status: int) -> None:
-    async def test() -> None:
-        async with Rig() as rig:
-            response = await rig.client.request(method, path)
-            assert response.status_code == status
-            assert method in response.json()["error"]["message"]
-            allowed = "POST" if path == "/v1/completions" else "GET, HEAD"
-            assert response.headers.get("allow") == (allowed if status == 405 else None)
-
-    run(test())
+async def test_unknown_paths_and_methods_are_named(method: str, path: str, status: int) -> None:
+    async with Rig() as rig:
+        response = await rig.client.request(method, path)
+        assert response.status_code == status
+        assert method in response.json()["error"]["message"]
+        allowed = "POST" if path == "/v1/completions" else "GET, HEAD"
+        assert response.headers.get("allow") == (allowed if status == 405 else None)
 
 
-def test_ready_counts_servers_and_says_what_is_missing() -> None:
-    async def test() -> None:
-        prefill = [Fake(prefills), Fake(prefills, ready=False)]
-        async with Rig(prefill, [Fake(decodes, ready=False)]) as rig:
-            await until(lambda: all(f.polls > 0 for f in (*rig.prefill, *rig.decode)))
-            refused = await rig.client.get("/ready")
-            assert refused.status_code == 503
-            state = refused.json()
-            assert state["status"] == "not_ready"
-            assert state["prefill"] == {"ready": 1, "configured": 2}
-            assert state["decode"] == {"ready": 0, "configured": 1}
-            assert state["missing"] == ["no decode server is ready"]
-            assert state["servers"][2]["reason"] == "the engine is starting"
-            assert (await rig.client.get("/health")).status_code == 200
-            completion = await rig.complete()
-            assert completion.status_code == 503
-            assert completion.json()["error"]["code"] == "no_server_available"
-            assert completion.headers["retry-after"] == "1"
-            assert rig.prefill[0].calls == []
+async def test_ready_counts_servers_and_says_what_is_missing() -> None:
+    prefill = [Fake(prefills), Fake(prefills, ready=False)]
+    async with Rig(prefill, [Fake(decodes, ready=False)]) as rig:
+        await until(lambda: all(f.polls > 0 for f in (*rig.prefill, *rig.decode)))
+        refused = await rig.client.get("/ready")
+        assert refused.status_code == 503
+        state = refused.json()
+        assert state["status"] == "not_ready"
+        assert state["prefill"] == {"ready": 1, "configured": 2}
+        assert state["decode"] == {"ready": 0, "configured": 1}
+        assert state["missing"] == ["no decode server is ready"]
+        assert state["servers"][2]["reason"] == "the engine is starting"
+        assert (await rig.client.get("/health")).status_code == 200
+        completion = await rig.complete()
+        assert completion.status_code == 503
+        assert completion.json()["error"]["code"] == "no_server_available"
+        assert completion.headers["retry-after"] == "1"
+        assert rig.prefill[0].calls == []
 
-            rig.decode[0].ready = True
-            await until(lambda: rig.app.fleet.health(rig.app.fleet.servers()[2]).ready)
-            accepted = await rig.client.get("/ready")
-            assert (accepted.status_code, accepted.json()["missing"]) == (200, [])
-
-    run(test())
+        rig.decode[0].ready = True
+        await until(lambda: rig.app.fleet.health(rig.app.fleet.servers()[2]).ready)
+        accepted = await rig.client.get("/ready")
+        assert (accepted.status_code, accepted.json()["missing"]) == (200, [])
 
 
-def test_a_proxy_without_prefill_servers_is_ready_and_says_so() -> None:
-    async def test() -> None:
-        async with Rig(prefill=[]) as rig:
-            response = await rig.client.get("/ready")
-            assert response.status_code == 200
-            assert response.json()["missing"] == ["no prefill server is ready"]
-
-    run(test())
+async def test_a_proxy_without_prefill_servers_is_ready_and_says_so() -> None:
+    async with Rig(prefill=[]) as rig:
+        response = await rig.client.get("/ready")
+        assert response.status_code == 200
+        assert response.json()["missing"] == ["no prefill server is ready"]
 
 
-def test_a_server_given_as_the_other_kind_gets_no_request(
+async def test_a_server_given_as_the_other_kind_gets_no_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test() -> None:
-        prefill, decode = [Fake(decodes, role="decode")], [Fake(prefills, role="prefill")]
-        async with Rig(prefill, decode, ready=False) as rig:
-            await until(lambda: rig.prefill[0].polls > 1 and rig.decode[0].polls > 1)
-            state = (await rig.client.get("/ready")).json()
-            assert [server["reason"] for server in state["servers"]] == [
-                "it is a decode server; name it by --decode, not by --prefill",
-                "it is a prefill server; name it by --prefill, not by --decode",
-            ]
-            assert (await rig.complete()).status_code == 503
-            assert rig.prefill[0].calls == rig.decode[0].calls == []
-
-    run(test())
+    prefill, decode = [Fake(decodes, role="decode")], [Fake(prefills, role="prefill")]
+    async with Rig(prefill, decode, ready=False) as rig:
+        await until(lambda: rig.prefill[0].polls > 1 and rig.decode[0].polls > 1)
+        state = (await rig.client.get("/ready")).json()
+        assert [server["reason"] for server in state["servers"]] == [
+            "it is a decode server; name it by --decode, not by --prefill",
+            "it is a prefill server; name it by --prefill, not by --decode",
+        ]
+        assert (await rig.complete()).status_code == 503
+        assert rig.prefill[0].calls == rig.decode[0].calls == []
     assert "not ready: it is a prefill server" in caplog.text
 
 
-def test_what_is_not_there_at_the_start_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with Rig(decode=[Fake(decodes, ready=False)]) as rig:
-            await until(lambda: rig.decode[0].polls > 3)
-
-    run(test())
+async def test_what_is_not_there_at_the_start_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with Rig(decode=[Fake(decodes, ready=False)]) as rig:
+        await until(lambda: rig.decode[0].polls > 3)
     assert caplog.text.count("not ready: the engine is starting") == 1
 
 
-def test_servers_that_end_with_the_proxy_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with Rig() as rig:
-            rig.app.shut_down(60.0)
-            await rig.decode[0].stop()
-            decode = rig.app.fleet.servers()[1]
-            await until(lambda: not rig.app.fleet.health(decode).ready)
-
-    run(test())
+async def test_servers_that_end_with_the_proxy_are_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with Rig() as rig:
+        rig.app.shut_down(60.0)
+        await rig.decode[0].stop()
+        decode = rig.app.fleet.servers()[1]
+        await until(lambda: not rig.app.fleet.health(decode).ready)
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
-def test_a_server_that_restarts_is_found_again() -> None:
-    async def test() -> None:
-        async with Rig() as rig:
-            address = rig.prefill[0].listener.getsockname()
-            await rig.prefill[0].stop()
-            server = rig.app.fleet.servers()[0]
-            await until(lambda: not rig.app.fleet.health(server).ready)
-            assert (await rig.complete()).status_code == 200
-            assert rig.decode_only("no_prefill_server") == 1
-            rig.prefill[0] = Fake(prefills, address=address)
-            rig.prefill[0].start()
-            await until(lambda: rig.app.fleet.health(server).ready)
-            await rig.complete()
-            assert len(rig.prefill[0].calls) == 1
-
-    run(test())
+async def test_a_server_that_restarts_is_found_again() -> None:
+    async with Rig() as rig:
+        address = rig.prefill[0].listener.getsockname()
+        await rig.prefill[0].stop()
+        server = rig.app.fleet.servers()[0]
+        await until(lambda: not rig.app.fleet.health(server).ready)
+        assert (await rig.complete()).status_code == 200
+        assert rig.decode_only("no_prefill_server") == 1
+        rig.prefill[0] = Fake(prefills, address=address)
+        rig.prefill[0].start()
+        await until(lambda: rig.app.fleet.health(server).ready)
+        await rig.complete()
+        assert len(rig.prefill[0].calls) == 1
 
 
-def test_models_come_from_a_decode_server() -> None:
+async def test_models_come_from_a_decode_server() -> None:
     models = {"object": "list", "data": [{"id": "m", "object": "model"}]}
 
     async def lists(call: Call) -> None:
         assert call.headers["authorization"] == "Bearer k"
         await call.answer(200 if call.path == "/v1/models" else 404, models)
 
-    async def test() -> None:
-        async with Rig(decode=[Fake(lists)]) as rig:
-            headers = {"Authorization": "Bearer k"}
-            response = await rig.client.get("/v1/models", headers=headers)
-            assert (response.status_code, response.json()) == (200, models)
-            one = await rig.client.get("/v1/models/org/name%20x", headers=headers)
-            assert one.status_code == 404
-            assert rig.decode[0].calls[1].path == "/v1/models/org/name x"
-            await rig.decode[0].stop()
-            assert (await rig.client.get("/v1/models", headers=headers)).status_code == 503
-
-    run(test())
+    async with Rig(decode=[Fake(lists)]) as rig:
+        headers = {"Authorization": "Bearer k"}
+        response = await rig.client.get("/v1/models", headers=headers)
+        assert (response.status_code, response.json()) == (200, models)
+        one = await rig.client.get("/v1/models/org/name%20x", headers=headers)
+        assert one.status_code == 404
+        assert rig.decode[0].calls[1].path == "/v1/models/org/name x"
+        await rig.decode[0].stop()
+        assert (await rig.client.get("/v1/models", headers=headers)).status_code == 503
 
 
-def test_metrics_tell_what_was_done() -> None:
-    async def test() -> None:
-        async with Rig() as rig:
-            await rig.complete()
-            await rig.client.post("/v1/completions", content=b"{")
-            text = (await rig.client.get("/metrics")).text
-            url = rig.prefill[0].url
-            for line in (
-                'baton_proxy_requests_total{path="pd",reason="routed"} 1.0',
-                'baton_proxy_responses_total{status="200"} 1.0',
-                'baton_proxy_responses_total{status="400"} 1.0',
-                f'baton_proxy_upstream_ready{{role="prefill",url="{url}"}} 1.0',
-                f'baton_proxy_upstream_in_flight{{role="prefill",url="{url}"}} 0.0',
-                "baton_proxy_requests_in_progress 0.0",
-                "baton_proxy_request_seconds_count 2.0",
-                "baton_proxy_first_byte_seconds_count 0.0",  # nothing was streamed
-            ):
-                assert line in text.splitlines()
-
-    run(test())
+async def test_metrics_tell_what_was_done() -> None:
+    async with Rig() as rig:
+        await rig.complete()
+        await rig.client.post("/v1/completions", content=b"{")
+        text = (await rig.client.get("/metrics")).text
+        url = rig.prefill[0].url
+        for line in (
+            'baton_proxy_requests_total{path="pd",reason="routed"} 1.0',
+            'baton_proxy_responses_total{status="200"} 1.0',
+            'baton_proxy_responses_total{status="400"} 1.0',
+            f'baton_proxy_upstream_ready{{role="prefill",url="{url}"}} 1.0',
+            f'baton_proxy_upstream_in_flight{{role="prefill",url="{url}"}} 0.0',
+            "baton_proxy_requests_in_progress 0.0",
+            "baton_proxy_request_seconds_count 2.0",
+            "baton_proxy_first_byte_seconds_count 0.0",  # nothing was streamed
+        ):
+            assert line in text.splitlines()
 
 
-def test_a_bug_is_answered_and_logged(
+async def test_a_bug_is_answered_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("boom")
 
-    async def test() -> None:
-        async with Rig() as rig:
-            monkeypatch.setattr(rig.app._flow, "run", broken)
-            response = await rig.complete()
-            assert response.status_code == 500
-            assert response.json()["error"]["code"] == "internal_error"
-            assert "boom" not in response.text
-
-    run(test())
+    async with Rig() as rig:
+        monkeypatch.setattr(rig.app._flow, "run", broken)
+        response = await rig.complete()
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "boom" not in response.text
     assert "boom" in caplog.text
 
 
-def test_every_line_about_a_request_carries_its_id(
+async def test_every_line_about_a_request_carries_its_id(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from protocol import logging as baton_logging
@@ -255,22 +221,19 @@ def test_every_line_about_a_request_carries_its_id(
     async def refuses(call: Call) -> None:
         await call.answer(500, {})
 
-    async def test() -> None:
-        async with Rig(prefill=[Fake(refuses)]) as rig:
-            logger, handler = logging.getLogger("baton.proxy"), Handler()
-            logger.addHandler(handler)
-            logger.setLevel("INFO")
-            try:
-                await rig.complete(headers={"X-Request-Id": "mine"})
-            finally:
-                logger.removeHandler(handler)
-                logger.setLevel(logging.NOTSET)
-
-    run(test())
+    async with Rig(prefill=[Fake(refuses)]) as rig:
+        logger, handler = logging.getLogger("baton.proxy"), Handler()
+        logger.addHandler(handler)
+        logger.setLevel("INFO")
+        try:
+            await rig.complete(headers={"X-Request-Id": "mine"})
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
     assert ids == ["mine", "mine"]  # the failed leg, and the end
 
 
-def test_requests_in_flight_may_finish_when_the_proxy_ends() -> None:
+async def test_requests_in_flight_may_finish_when_the_proxy_ends() -> None:
     begun, finish = asyncio.Event(), asyncio.Event()
 
     async def slow(call: Call) -> None:
@@ -280,43 +243,39 @@ def test_requests_in_flight_may_finish_when_the_proxy_ends() -> None:
         await finish.wait()
         await call.write(b"data: [DONE]\n\n", more=False)
 
-    async def test() -> None:
-        async with Rig(decode=[Fake(slow)], shutdown_grace_s=20.0) as rig:
-            request = asyncio.create_task(rig.complete(stream=True))
-            await begun.wait()
-            rig.server.should_exit = True
-            await until(lambda: rig.app.shutting_down)
-            with pytest.raises(httpx.TransportError):
-                async with httpx.AsyncClient(trust_env=False, verify=False) as other:
-                    await other.get(f"{rig.url}/ready")
-            finish.set()
-            assert (await request).text == "data: 1\n\ndata: [DONE]\n\n"
-            await rig.task
-
-    run(test())
+    async with Rig(decode=[Fake(slow)], shutdown_grace_s=20.0) as rig:
+        request = asyncio.create_task(rig.complete(stream=True))
+        await begun.wait()
+        rig.server.should_exit = True
+        await until(lambda: rig.app.shutting_down)
+        with pytest.raises(httpx.TransportError):
+            async with httpx.AsyncClient(trust_env=False, verify=False) as other:
+                await other.get(f"{rig.url}/ready")
+        finish.set()
+        assert (await request).text == "data: 1\n\ndata: [DONE]\n\n"
+        await rig.task
 
 
-def test_a_client_still_sending_its_request_is_told_when_the_proxy_ends(
+async def test_a_client_still_sending_its_request_is_told_when_the_proxy_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test() -> None:
-        async with Rig(shutdown_grace_s=1.0) as rig:
-            reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{")
-            await writer.drain()
-            await until(lambda: bool(rig.server.server_state.tasks))
-            rig.server.should_exit = True
-            answer = await reader.read()
-            writer.close()
-            assert answer.startswith(b"HTTP/1.1 503") and b'"code":"shutting_down"' in answer
-            await rig.task
-
-    run(test())
+    async with Rig(shutdown_grace_s=1.0) as rig:
+        reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{")
+        await writer.drain()
+        await until(lambda: bool(rig.server.server_state.tasks))
+        rig.server.should_exit = True
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 503") and b'"code":"shutting_down"' in answer
+        await rig.task
     assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends(stream: bool) -> None:
+async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends(
+    stream: bool,
+) -> None:
     begun, aborted = asyncio.Event(), asyncio.Event()
 
     async def endless(call: Call) -> None:
@@ -327,32 +286,34 @@ def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends(strea
         await call.gone()
         aborted.set()
 
-    async def test() -> None:
-        async with Rig(decode=[Fake(endless)], shutdown_grace_s=0.2) as rig:
-            request = asyncio.create_task(rig.complete(stream=stream))
-            await begun.wait()
-            rig.server.should_exit = True
-            response = await request
-            await aborted.wait()
-            await rig.task
-            if stream:
-                first, last = response.text.split("\n\n")[:2]
-                assert first == "data: 1"
-                data = last.removeprefix("event: error\ndata: ")
-            else:
-                assert response.status_code == 503
-                data = response.text
-            assert json.loads(data)["error"]["code"] == "shutting_down"
-
-    run(test())
+    async with Rig(decode=[Fake(endless)], shutdown_grace_s=0.2) as rig:
+        request = asyncio.create_task(rig.complete(stream=stream))
+        await begun.wait()
+        rig.server.should_exit = True
+        response = await request
+        await aborted.wait()
+        await rig.task
+        if stream:
+            first, last = response.text.split("\n\n")[:2]
+            assert first == "data: 1"
+            data = last.removeprefix("event: error\ndata: ")
+        else:
+            assert response.status_code == 503
+            data = response.text
+        assert json.loads(data)["error"]["code"] == "shutting_down"
 
 
-def test_two_proxies_share_nothing() -> None:
-    async def test() -> None:
-        async with Rig() as one, Rig() as other:
-            assert isinstance(other.app, ProxyApp)
-            await one.complete()
-            assert one.metric("baton_proxy_requests", path="pd", reason="routed") == 1
-            assert other.metric("baton_proxy_requests", path="pd", reason="routed") == 0
+async def test_two_proxies_share_nothing() -> None:
+    async with Rig() as one, Rig() as other:
+        assert isinstance(other.app, ProxyApp)
+        await one.complete()
+        assert one.metric("baton_proxy_requests", path="pd", reason="routed") == 1
+        assert other.metric("baton_proxy_requests", path="pd", reason="routed") == 0
 
-    run(test())
+
+@pytest.mark.parametrize("path", ["/v1/completions/", "/completions", "/v1/completion"])
+async def test_a_path_that_is_nearly_right_is_told_its_name(path: str) -> None:
+    async with Rig() as rig:
+        response = await rig.client.post(path, json={})
+        assert response.status_code == 404
+        assert "did you mean /v1/completions" in response.json()["error"]["message"]

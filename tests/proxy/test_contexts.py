@@ -1,10 +1,12 @@
-"""Servers of unequal context lengths: nothing is prefilled that no decode server has room for."""
+"""Servers of unequal room, in context or sequences: a request goes where it fits, and nothing is
+prefilled that no decode server has room for."""
 
 from typing import Any
 
 import pytest
 
-from tests.proxy.fakes import KV_PARAMS, Call, Fake, Rig, decodes, run
+from proxy.retry import Kind
+from tests.proxy.fakes import KV_PARAMS, Call, Fake, Rig, decodes, until
 
 TOO_LONG = {"error": {"code": "context_length_exceeded", "message": "too long"}}
 
@@ -27,26 +29,20 @@ def _told(fake: Fake) -> Any:
 @pytest.mark.parametrize(
     ("lengths", "told"), [((300, 500), 500), ((300, None), None), ((None, None), None)]
 )
-def test_a_prefill_server_hears_of_the_longest_context_behind_it(
+async def test_a_prefill_server_hears_of_the_longest_context_behind_it(
     lengths: tuple[int | None, int | None], told: int | None
 ) -> None:
-    async def test() -> None:
-        fakes = [Fake(decodes, max_model_len=length) for length in lengths]
-        async with Rig(decode=fakes) as rig:
-            assert (await rig.complete(max_tokens=9)).status_code == 200
-            assert _told(rig.prefill[0]) == told
-
-    run(test())
+    fakes = [Fake(decodes, max_model_len=length) for length in lengths]
+    async with Rig(decode=fakes) as rig:
+        assert (await rig.complete(max_tokens=9)).status_code == 200
+        assert _told(rig.prefill[0]) == told
 
 
-def test_a_server_that_is_not_ready_does_not_count() -> None:
-    async def test() -> None:
-        fakes = [Fake(decodes, max_model_len=300), Fake(decodes, ready=False, max_model_len=500)]
-        async with Rig(decode=fakes) as rig:
-            await rig.complete()
-            assert _told(rig.prefill[0]) == 300
-
-    run(test())
+async def test_a_server_that_is_not_ready_does_not_count() -> None:
+    fakes = [Fake(decodes, max_model_len=300), Fake(decodes, ready=False, max_model_len=500)]
+    async with Rig(decode=fakes) as rig:
+        await rig.complete()
+        assert _told(rig.prefill[0]) == 300
 
 
 @pytest.mark.parametrize(
@@ -61,37 +57,83 @@ def test_a_server_that_is_not_ready_does_not_count() -> None:
         ({"max_tokens": 10**9}, False),  # none has room: any of them says so
     ],
 )
-def test_a_decode_server_without_room_is_not_asked(body: dict[str, Any], only_large: bool) -> None:
-    async def test() -> None:
-        small, large = Fake(decodes, max_model_len=300), Fake(decodes, max_model_len=500)
-        async with Rig(prefill=[Fake(prefills_100_tokens)], decode=[small, large]) as rig:
-            for _ in range(4):
-                assert (await rig.complete(**body)).status_code == 200
-            assert (len(small.calls), len(large.calls)) == ((0, 4) if only_large else (2, 2))
-
-    run(test())
+async def test_a_decode_server_without_room_is_not_asked(
+    body: dict[str, Any], only_large: bool
+) -> None:
+    small, large = Fake(decodes, max_model_len=300), Fake(decodes, max_model_len=500)
+    async with Rig(prefill=[Fake(prefills_100_tokens)], decode=[small, large]) as rig:
+        for _ in range(4):
+            assert (await rig.complete(**body)).status_code == 200
+        assert (len(small.calls), len(large.calls)) == ((0, 4) if only_large else (2, 2))
 
 
 @pytest.mark.parametrize("asked", [{}, {"max_tokens": 0}, {"max_tokens": 1, "echo": True}])
 @pytest.mark.parametrize(("p_length", "d_length"), [(100, 300), (300, 300), (None, 300)])
-def test_what_is_too_long_for_the_prefill_servers_alone_is_computed_by_a_decode_server(
+async def test_what_is_too_long_for_the_prefill_servers_alone_is_computed_by_a_decode_server(
     p_length: int | None, d_length: int, asked: dict[str, Any]
 ) -> None:
-    async def test() -> None:
-        prefill = [Fake(is_too_long, max_model_len=p_length)]
-        decode = [Fake(decodes, max_model_len=length) for length in (200, d_length)]
-        async with Rig(prefill, decode) as rig:
-            for number in range(1, 4):
-                response = await rig.complete(**asked)
-                if p_length == 100:
-                    assert response.status_code == 200
-                    assert rig.decode_only("prefill_context") == number
-                    assert len(decode[1].calls) == number
-                else:
-                    assert (response.status_code, response.json()) == (400, TOO_LONG)
-                    assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400")
-            assert decode[0].calls == []
-            labels = {"role": "prefill", "url": prefill[0].url}
-            assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
+    prefill = [Fake(is_too_long, max_model_len=p_length)]
+    decode = [Fake(decodes, max_model_len=length) for length in (200, d_length)]
+    async with Rig(prefill, decode) as rig:
+        for number in range(1, 4):
+            response = await rig.complete(**asked)
+            if p_length == 100:
+                assert response.status_code == 200
+                assert rig.decode_only("prefill_context") == number
+                assert len(decode[1].calls) == number
+            else:
+                assert (response.status_code, response.json()) == (400, TOO_LONG)
+                assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400")
+        assert decode[0].calls == []
+        labels = {"role": "prefill", "url": prefill[0].url}
+        assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
 
-    run(test())
+
+async def test_a_prefill_server_with_room_is_asked_when_another_has_none() -> None:
+    small = Fake(is_too_long, max_model_len=100)
+    large = Fake(prefills_100_tokens, max_model_len=200)
+    async with Rig([small, large], [Fake(decodes, max_model_len=300)]) as rig:
+        for _ in range(4):
+            assert (await rig.complete()).status_code == 200
+        assert len(large.calls) == len(rig.decode[0].calls) == 4
+        assert all("kv_transfer_params" in call.body for call in rig.decode[0].calls)
+        assert rig.decode_only("prefill_context") == 0
+
+
+@pytest.mark.parametrize("asked", [{"n": 5}, {"best_of": 5}, {"n": 2, "best_of": 5}])
+async def test_choices_go_to_servers_that_run_so_many(asked: dict[str, Any]) -> None:
+    prefill = [Fake(prefills_100_tokens, max_num_seqs=n) for n in (4, 5)]
+    decode = [Fake(decodes, max_num_seqs=n) for n in (4, 64)]
+    async with Rig(prefill, decode) as rig:
+        for _ in range(3):
+            assert (await rig.complete(**asked)).status_code == 200
+        assert [len(fake.calls) for fake in (*prefill, *decode)] == [0, 3, 0, 3]
+        assert "kv_transfer_params" in decode[1].calls[0].body
+
+
+@pytest.mark.parametrize(("path", "status"), [("prefill", 200), ("decode", 400)])
+async def test_choices_that_one_side_does_not_run_are_the_decode_servers_matter(
+    path: str, status: int
+) -> None:
+    """It computes the prompt, or refuses the request before any work."""
+
+    async def refuses(call: Call) -> None:
+        await call.answer(400, {"error": {"code": "invalid_request", "param": "n"}})
+
+    few, many = (4, 64) if path == "prefill" else (64, 4)
+    prefill = [Fake(prefills_100_tokens, max_num_seqs=few)]
+    decode = [Fake(decodes if path == "prefill" else refuses, max_num_seqs=many)]
+    async with Rig(prefill, decode) as rig:
+        assert (await rig.complete(n=5)).status_code == status
+        assert prefill[0].calls == []
+        assert rig.decode_only(f"{path}_choices") == 1
+        assert (await rig.complete(n=4)).status_code == status
+        assert len(prefill[0].calls) == 1
+
+
+async def test_no_ready_prefill_server_is_the_reason_whatever_its_room() -> None:
+    async with Rig([Fake(prefills_100_tokens, max_num_seqs=4)]) as rig:
+        rig.prefill[0].ready = False
+        await until(lambda: not rig.app.fleet.num_ready(Kind.PREFILL))
+        assert (await rig.complete(n=5)).status_code == 200
+        assert rig.decode_only("no_prefill_server") == 1

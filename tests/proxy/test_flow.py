@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.upstream import HttpUpstream
-from tests.proxy.fakes import KV_PARAMS, LENT, Call, Drop, Fake, Rig, decodes, prefills, run, until
+from tests.proxy.fakes import KV_PARAMS, LENT, Call, Drop, Fake, Rig, decodes, prefills, until
 
 NULL_PARAMS = {
     "do_remote_decode": True,
@@ -31,141 +31,117 @@ async def drops(call: Call) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_request_goes_through_both_servers(path: str) -> None:
-    async def test() -> None:
-        async with Rig() as rig:
-            body = {
-                "model": "m",
-                "prompt": "héllo \U0001f600",
-                "max_tokens": 7,
-                "n": 1,
-                "temperature": 0.30000000000000004,
-                "seed": 2**63 - 1,
-            }
-            response = await rig.client.post(path, content=json.dumps(body))
-            assert response.status_code == 200
-            assert response.json() == {"text": "onetwo"}
-            (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
-            assert to_p.path == to_d.path == path
-            transfer_id = to_p.body["kv_transfer_params"]["transfer_id"]
-            params = {**NULL_PARAMS, "client_request": {"max_tokens": 7}}
-            params["transfer_id"] = transfer_id
-            leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
-            assert to_p.body == leg
-            assert to_d.body == {**body, "kv_transfer_params": LENT}
-            assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
-
-    run(test())
+async def test_a_request_goes_through_both_servers(path: str) -> None:
+    async with Rig() as rig:
+        body = {
+            "model": "m",
+            "prompt": "héllo \U0001f600",
+            "max_tokens": 7,
+            "n": 1,
+            "temperature": 0.30000000000000004,
+            "seed": 2**63 - 1,
+        }
+        response = await rig.client.post(path, content=json.dumps(body))
+        assert response.status_code == 200
+        assert response.json() == {"text": "onetwo"}
+        (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
+        assert to_p.path == to_d.path == path
+        transfer_id = to_p.body["kv_transfer_params"]["transfer_id"]
+        params = {**NULL_PARAMS, "client_request": {"max_tokens": 7}}
+        params["transfer_id"] = transfer_id
+        leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
+        assert to_p.body == leg
+        assert to_d.body == {**body, "kv_transfer_params": LENT}
+        assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
 
 
-def test_headers_travel_both_ways() -> None:
-    async def test() -> None:
-        async with Rig() as rig:
-            name = 'any string: "quotes", ünïcode'.encode().decode("latin-1")
-            headers = {"X-Request-Id": name.encode("latin-1"), "Authorization": b"Bearer k"}
-            response = await rig.client.post("/v1/completions", content="{}", headers=headers)
-            for call in (rig.prefill[0].calls[0], rig.decode[0].calls[0]):
-                assert call.headers["x-request-id"] == name
-                assert call.headers["authorization"] == "Bearer k"
-                assert call.headers["content-type"] == "application/json"
-            assert response.headers.get_list("x-request-id") == [response.headers["x-request-id"]]
-            assert (b"x-request-id", name.encode("latin-1")) in response.headers.raw
-            assert response.headers["x-baton-kv"] == "transferred=3, recomputed=0, skipped=0"
-            assert response.headers["content-type"] == "application/json"
-
-    run(test())
+async def test_headers_travel_both_ways() -> None:
+    async with Rig() as rig:
+        name = 'any string: "quotes", ünïcode'.encode().decode("latin-1")
+        headers = {"X-Request-Id": name.encode("latin-1"), "Authorization": b"Bearer k"}
+        response = await rig.client.post("/v1/completions", content="{}", headers=headers)
+        for call in (rig.prefill[0].calls[0], rig.decode[0].calls[0]):
+            assert call.headers["x-request-id"] == name
+            assert call.headers["authorization"] == "Bearer k"
+            assert call.headers["content-type"] == "application/json"
+        assert response.headers.get_list("x-request-id") == [response.headers["x-request-id"]]
+        assert (b"x-request-id", name.encode("latin-1")) in response.headers.raw
+        assert response.headers["x-baton-kv"] == "transferred=3, recomputed=0, skipped=0"
+        assert response.headers["content-type"] == "application/json"
 
 
-def test_white_space_around_header_values_is_not_passed_on() -> None:
+async def test_white_space_around_header_values_is_not_passed_on() -> None:
     """HTTP forbids it, and some clients without a key send `Bearer ` all the same."""
 
-    async def test() -> None:
-        async with Rig() as rig:
-            port = int(rig.url.rpartition(":")[2])
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer \r\n"
-                b"x-request-id: a \r\ncontent-length: 2\r\n\r\n{}"
-            )
-            head = await reader.readuntil(b"\r\n\r\n")
-            writer.close()
-            assert head.startswith(b"HTTP/1.1 200")
-            for call in (rig.prefill[0].calls[0], rig.decode[0].calls[0]):
-                assert call.headers["authorization"] == "Bearer"
-                assert call.headers["x-request-id"] == "a"
-
-    run(test())
+    async with Rig() as rig:
+        port = int(rig.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer \r\n"
+            b"x-request-id: a \r\ncontent-length: 2\r\n\r\n{}"
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 200")
+        for call in (rig.prefill[0].calls[0], rig.decode[0].calls[0]):
+            assert call.headers["authorization"] == "Bearer"
+            assert call.headers["x-request-id"] == "a"
 
 
-def test_a_request_without_an_id_gets_one() -> None:
-    async def test() -> None:
-        async with Rig() as rig:
-            ids = [(await rig.complete()).headers["x-request-id"] for _ in range(2)]
-            assert len(set(ids)) == 2
-            assert [call.headers["x-request-id"] for call in rig.prefill[0].calls] == ids
-            assert [call.headers["x-request-id"] for call in rig.decode[0].calls] == ids
-
-    run(test())
+async def test_a_request_without_an_id_gets_one() -> None:
+    async with Rig() as rig:
+        ids = [(await rig.complete()).headers["x-request-id"] for _ in range(2)]
+        assert len(set(ids)) == 2
+        assert [call.headers["x-request-id"] for call in rig.prefill[0].calls] == ids
+        assert [call.headers["x-request-id"] for call in rig.decode[0].calls] == ids
 
 
-def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers() -> None:
+async def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers() -> None:
     async def echoes(call: Call) -> None:
         told = {"x-request-id": call.headers["x-request-id"]}
         await call.answer(200, {"kv_transfer_params": KV_PARAMS}, told)
 
-    async def test() -> None:
-        async with Rig([Fake(echoes)], [Fake(echoes)]) as rig:
-            answer = await rig.complete(headers={"x-request-id": "a" * 4096})
-            assert (answer.status_code, answer.headers["x-request-id"]) == (200, "a" * 4096)
-            answer = await rig.complete(headers={"x-request-id": "a" * 200_000})
-            assert answer.status_code == 400
-            message = answer.json()["error"]["message"]
-            assert message == "the header X-Request-Id has 200000 bytes, the limit is 4096"
-            assert len(answer.headers["x-request-id"]) == 32
-            assert (await rig.complete()).status_code == 200
-            assert len(rig.prefill[0].calls) == len(rig.decode[0].calls) == 2
-
-    run(test())
+    async with Rig([Fake(echoes)], [Fake(echoes)]) as rig:
+        answer = await rig.complete(headers={"x-request-id": "a" * 4096})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (200, "a" * 4096)
+        answer = await rig.complete(headers={"x-request-id": "a" * 200_000})
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert message == "the header X-Request-Id has 200000 bytes, the limit is 4096"
+        assert len(answer.headers["x-request-id"]) == 32
+        assert (await rig.complete()).status_code == 200
+        assert len(rig.prefill[0].calls) == len(rig.decode[0].calls) == 2
 
 
 @pytest.mark.parametrize("given", [{}, {"seed": None}])
-def test_both_servers_get_the_same_seed(given: dict[str, Any]) -> None:
-    async def test() -> None:
-        async with Rig() as rig:
-            for _ in range(2):
-                await rig.complete(**given)
-            seeds = [call.body["seed"] for call in rig.prefill[0].calls]
-            assert seeds == [call.body["seed"] for call in rig.decode[0].calls]
-            assert len(set(seeds)) == 2
-            assert all(0 <= seed < 2**63 for seed in seeds)
-
-    run(test())
+async def test_both_servers_get_the_same_seed(given: dict[str, Any]) -> None:
+    async with Rig() as rig:
+        for _ in range(2):
+            await rig.complete(**given)
+        seeds = [call.body["seed"] for call in rig.prefill[0].calls]
+        assert seeds == [call.body["seed"] for call in rig.decode[0].calls]
+        assert len(set(seeds)) == 2
+        assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_a_list_of_params_is_relayed() -> None:
-    async def test() -> None:
-        params = [KV_PARAMS, {**KV_PARAMS, "remote_block_ids": [9]}]
-        lent = [LENT, {**LENT, "remote_block_ids": [9]}]
-        rig = Rig(prefill=[Fake(answers(200, {"kv_transfer_params": params}))])
-        async with rig:
-            await rig.complete(prompt=["a", "b"])
-            assert rig.decode[0].calls[0].body["kv_transfer_params"] == lent
-
-    run(test())
+async def test_a_list_of_params_is_relayed() -> None:
+    params = [KV_PARAMS, {**KV_PARAMS, "remote_block_ids": [9]}]
+    lent = [LENT, {**LENT, "remote_block_ids": [9]}]
+    rig = Rig(prefill=[Fake(answers(200, {"kv_transfer_params": params}))])
+    async with rig:
+        await rig.complete(prompt=["a", "b"])
+        assert rig.decode[0].calls[0].body["kv_transfer_params"] == lent
 
 
-def test_params_of_a_client_reach_no_server() -> None:
-    async def test() -> None:
-        async with Rig(prefill=[]) as rig:
-            await rig.complete(kv_transfer_params={**KV_PARAMS, "remote_host": "10.0.0.1"})
-            assert "kv_transfer_params" not in rig.decode[0].calls[0].body
-            metrics = (await rig.client.get("/metrics")).text
-            assert "baton_proxy_stripped_kv_transfer_params_total 1.0" in metrics
-
-    run(test())
+async def test_params_of_a_client_reach_no_server() -> None:
+    async with Rig(prefill=[]) as rig:
+        await rig.complete(kv_transfer_params={**KV_PARAMS, "remote_host": "10.0.0.1"})
+        assert "kv_transfer_params" not in rig.decode[0].calls[0].body
+        metrics = (await rig.client.get("/metrics")).text
+        assert "baton_proxy_stripped_kv_transfer_params_total 1.0" in metrics
 
 
-def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk() -> None:
+async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk() -> None:
     seen = asyncio.Event()
 
     async def streams(call: Call) -> None:
@@ -175,48 +151,37 @@ def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk() -> None:
         await call.write(b': comment\r\n\r\ndata: {"n": 2}\n\ndata: [DO')
         await call.write(b"NE]\n\n", more=False)
 
-    async def test() -> None:
-        async with Rig(decode=[Fake(streams)]) as rig:
-            body = {"prompt": "x", "stream": True}
-            async with rig.client.stream("POST", "/v1/completions", json=body) as response:
-                assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-                received = b""
-                async for chunk in response.aiter_raw():
-                    if not received:
-                        assert chunk == b'data: {"n": 1}\n\n'
-                        seen.set()
-                    received += chunk
-            text = (await rig.client.get("/metrics")).text
-            assert "baton_proxy_first_byte_seconds_count 1.0" in text
-        assert received == (
-            b'data: {"n": 1}\n\n: comment\r\n\r\ndata: {"n": 2}\n\ndata: [DONE]\n\n'
-        )
-        leg = rig.prefill[0].calls[0].body
-        assert leg["stream"] is False
-
-    run(test())
+    async with Rig(decode=[Fake(streams)]) as rig:
+        body = {"prompt": "x", "stream": True}
+        async with rig.client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+            received = b""
+            async for chunk in response.aiter_raw():
+                if not received:
+                    assert chunk == b'data: {"n": 1}\n\n'
+                    seen.set()
+                received += chunk
+        text = (await rig.client.get("/metrics")).text
+        assert "baton_proxy_first_byte_seconds_count 1.0" in text
+    assert received == (b'data: {"n": 1}\n\n: comment\r\n\r\ndata: {"n": 2}\n\ndata: [DONE]\n\n')
+    leg = rig.prefill[0].calls[0].body
+    assert leg["stream"] is False
 
 
-def test_a_refusal_by_the_prefill_server_is_the_answer() -> None:
+async def test_a_refusal_by_the_prefill_server_is_the_answer() -> None:
     error = {"error": {"message": "temperature must be a number", "param": "temperature"}}
 
-    async def test() -> None:
-        async with Rig(prefill=[Fake(answers(400, error))]) as rig:
-            response = await rig.complete(temperature="hot", stream=True)
-            assert (response.status_code, response.json()) == (400, error)
-            assert rig.decode[0].calls == []
-            assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400") == 1
-
-    run(test())
+    async with Rig(prefill=[Fake(answers(400, error))]) as rig:
+        response = await rig.complete(temperature="hot", stream=True)
+        assert (response.status_code, response.json()) == (400, error)
+        assert rig.decode[0].calls == []
+        assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400") == 1
 
 
-def test_a_refusal_by_the_decode_server_is_the_answer() -> None:
-    async def test() -> None:
-        async with Rig(decode=[Fake(answers(422, {"error": {"message": "no"}}))]) as rig:
-            response = await rig.complete(stream=True)
-            assert (response.status_code, response.json()["error"]["message"]) == (422, "no")
-
-    run(test())
+async def test_a_refusal_by_the_decode_server_is_the_answer() -> None:
+    async with Rig(decode=[Fake(answers(422, {"error": {"message": "no"}}))]) as rig:
+        response = await rig.complete(stream=True)
+        assert (response.status_code, response.json()["error"]["message"]) == (422, "no")
 
 
 @pytest.mark.parametrize(
@@ -232,53 +197,41 @@ def test_a_refusal_by_the_decode_server_is_the_answer() -> None:
         (answers(200, ["not an object"]), "no_kv_params"),
     ],
 )
-def test_without_a_usable_prefill_the_decode_server_does_all_and_it_is_counted(
+async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_is_counted(
     behave: Any, reason: str
 ) -> None:
-    async def test() -> None:
-        async with Rig(prefill=[Fake(behave)]) as rig:
-            response = await rig.complete()
-            assert response.status_code == 200
-            assert "kv_transfer_params" not in rig.decode[0].calls[0].body
-            assert rig.decode_only(reason) == 1
-
-    run(test())
+    async with Rig(prefill=[Fake(behave)]) as rig:
+        response = await rig.complete()
+        assert response.status_code == 200
+        assert "kv_transfer_params" not in rig.decode[0].calls[0].body
+        assert rig.decode_only(reason) == 1
 
 
 @pytest.mark.parametrize("prefill", [[], [Fake(prefills, ready=False)]])
-def test_no_prefill_server_at_all(prefill: list[Fake]) -> None:
-    async def test() -> None:
-        async with Rig(prefill=prefill) as rig:
-            assert (await rig.complete()).status_code == 200
-            assert rig.decode_only("no_prefill_server") == 1
-
-    run(test())
+async def test_no_prefill_server_at_all(prefill: list[Fake]) -> None:
+    async with Rig(prefill=prefill) as rig:
+        assert (await rig.complete()).status_code == 200
+        assert rig.decode_only("no_prefill_server") == 1
 
 
 @pytest.mark.parametrize("behave", [answers(500, {}), answers(503, {}), drops])
-def test_another_prefill_server_takes_over(behave: Any) -> None:
-    async def test() -> None:
-        async with Rig(prefill=[Fake(behave), Fake(prefills)]) as rig:
-            assert (await rig.complete()).status_code == 200
-            assert [len(fake.calls) for fake in rig.prefill] == [1, 1]
-            assert rig.decode[0].calls[0].body["kv_transfer_params"] == LENT
-            assert rig.metric("baton_proxy_retries", leg="prefill") == 1
-
-    run(test())
+async def test_another_prefill_server_takes_over(behave: Any) -> None:
+    async with Rig(prefill=[Fake(behave), Fake(prefills)]) as rig:
+        assert (await rig.complete()).status_code == 200
+        assert [len(fake.calls) for fake in rig.prefill] == [1, 1]
+        assert rig.decode[0].calls[0].body["kv_transfer_params"] == LENT
+        assert rig.metric("baton_proxy_retries", leg="prefill") == 1
 
 
-def test_a_prefill_answer_that_breaks_off_is_tried_again() -> None:
+async def test_a_prefill_answer_that_breaks_off_is_tried_again() -> None:
     async def breaks(call: Call) -> None:
         await call.start(200, {"content-type": "application/json", "content-length": "100"})
         await call.write(b'{"kv_tr')
         raise Drop
 
-    async def test() -> None:
-        async with Rig(prefill=[Fake(breaks), Fake(prefills)]) as rig:
-            await rig.complete()
-            assert rig.decode[0].calls[0].body["kv_transfer_params"] == LENT
-
-    run(test())
+    async with Rig(prefill=[Fake(breaks), Fake(prefills)]) as rig:
+        await rig.complete()
+        assert rig.decode[0].calls[0].body["kv_transfer_params"] == LENT
 
 
 _died = answers(503, {"error": {"code": "engine_died"}})
@@ -286,63 +239,53 @@ _died = answers(503, {"error": {"code": "engine_died"}})
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stream": True}, {"n": 2, "stream": True}])
 @pytest.mark.parametrize("behave", [answers(503, {}), _died, drops])
-def test_another_decode_server_gets_the_same_params(behave: Any, fields: dict[str, Any]) -> None:
-    async def test() -> None:
-        async with Rig(decode=[Fake(behave), Fake(decodes)]) as rig:
-            response = await rig.complete(**fields)
-            assert response.status_code == 200 and b"two" in response.content
-            assert [call.raw for call in rig.decode[0].calls] == [rig.decode[1].calls[0].raw]
-            assert rig.decode[1].calls[0].body["kv_transfer_params"] == LENT
-            assert len(rig.prefill[0].calls) == 1
-        assert rig.prefill[0].releases == []
+async def test_another_decode_server_gets_the_same_params(
+    behave: Any, fields: dict[str, Any]
+) -> None:
+    async with Rig(decode=[Fake(behave), Fake(decodes)]) as rig:
+        response = await rig.complete(**fields)
+        assert response.status_code == 200 and b"two" in response.content
+        assert [call.raw for call in rig.decode[0].calls] == [rig.decode[1].calls[0].raw]
+        assert rig.decode[1].calls[0].body["kv_transfer_params"] == LENT
+        assert len(rig.prefill[0].calls) == 1
+    assert rig.prefill[0].releases == []
 
-    run(test())
 
-
-def test_what_was_prefilled_once_goes_on_past_who_is_gone_and_who_is_full() -> None:
-    async def test() -> None:
-        decode = [Fake(decodes), Fake(answers(503, {})), Fake(decodes)]
-        async with Rig(decode=decode, health_interval_s=60.0) as rig:
-            await decode[0].stop()
-            assert (await rig.complete(n=2)).json() == {"text": "onetwo"}
-            assert [len(fake.calls) for fake in decode] == [0, 1, 1]
-            assert decode[2].calls[0].body["kv_transfer_params"] == LENT
-            assert rig.metric("baton_proxy_retries", leg="decode") == 2
-        assert len(rig.prefill[0].calls) == 1 and rig.prefill[0].releases == []
-
-    run(test())
+async def test_what_was_prefilled_once_goes_on_past_who_is_gone_and_who_is_full() -> None:
+    decode = [Fake(decodes), Fake(answers(503, {})), Fake(decodes)]
+    async with Rig(decode=decode, health_interval_s=60.0) as rig:
+        await decode[0].stop()
+        assert (await rig.complete(n=2)).json() == {"text": "onetwo"}
+        assert [len(fake.calls) for fake in decode] == [0, 1, 1]
+        assert decode[2].calls[0].body["kv_transfer_params"] == LENT
+        assert rig.metric("baton_proxy_retries", leg="decode") == 2
+    assert len(rig.prefill[0].calls) == 1 and rig.prefill[0].releases == []
 
 
 @pytest.mark.parametrize(("behave", "status"), [(drops, 502), (_died, 503)])
-def test_a_request_that_kills_decode_servers_does_not_walk_the_whole_fleet(
+async def test_a_request_that_kills_decode_servers_does_not_walk_the_whole_fleet(
     behave: Any, status: int
 ) -> None:
-    async def test() -> None:
-        async with Rig(decode=[Fake(behave) for _ in range(4)], health_interval_s=60.0) as rig:
-            response = await rig.complete()
-            assert response.status_code == status
-            code = response.json()["error"]["code"]
-            assert code == ("decode_server_lost" if status == 502 else "engine_died")
-            assert sum(len(fake.calls) for fake in rig.decode) == 2
-            await until(lambda: len(rig.prefill[0].releases) == 1)
-
-    run(test())
+    async with Rig(decode=[Fake(behave) for _ in range(4)], health_interval_s=60.0) as rig:
+        response = await rig.complete()
+        assert response.status_code == status
+        code = response.json()["error"]["code"]
+        assert code == ("decode_server_lost" if status == 502 else "engine_died")
+        assert sum(len(fake.calls) for fake in rig.decode) == 2
+        await until(lambda: len(rig.prefill[0].releases) == 1)
 
 
-def test_a_request_that_no_decode_server_takes_is_offered_to_each_and_given_back_once() -> None:
-    async def test() -> None:
-        async with Rig(decode=[Fake(answers(503, {})) for _ in range(4)]) as rig:
-            assert (await rig.complete()).status_code == 503
-            assert [len(fake.calls) for fake in rig.decode] == [1, 1, 1, 1]
-            assert len(rig.prefill[0].calls) == 1
-        assert [call.body for call in rig.prefill[0].releases] == [
-            {"kv_transfer_params": KV_PARAMS}
-        ]
-
-    run(test())
+async def test_a_request_that_no_decode_server_takes_is_offered_to_each_and_given_back_once() -> (
+    None
+):
+    async with Rig(decode=[Fake(answers(503, {})) for _ in range(4)]) as rig:
+        assert (await rig.complete()).status_code == 503
+        assert [len(fake.calls) for fake in rig.decode] == [1, 1, 1, 1]
+        assert len(rig.prefill[0].calls) == 1
+    assert [call.body for call in rig.prefill[0].releases] == [{"kv_transfer_params": KV_PARAMS}]
 
 
-def test_a_server_that_only_broke_a_connection_is_used_again_at_once() -> None:
+async def test_a_server_that_only_broke_a_connection_is_used_again_at_once() -> None:
     calls = 0
 
     async def drops_first(call: Call) -> None:
@@ -350,87 +293,67 @@ def test_a_server_that_only_broke_a_connection_is_used_again_at_once() -> None:
         calls += 1
         await (drops if calls == 1 else decodes)(call)
 
-    async def test() -> None:
-        async with Rig(decode=[Fake(drops_first)], health_interval_s=60.0) as rig:
-            assert (await rig.complete()).status_code == 502
-            await until(lambda: rig.decode[0].polls == 2)
-            (_, decode) = rig.app.fleet.servers()
-            await until(lambda: rig.app.fleet.health(decode).ready)
-            assert (await rig.complete()).status_code == 200
-
-    run(test())
+    async with Rig(decode=[Fake(drops_first)], health_interval_s=60.0) as rig:
+        assert (await rig.complete()).status_code == 502
+        await until(lambda: rig.decode[0].polls == 2)
+        (_, decode) = rig.app.fleet.servers()
+        await until(lambda: rig.app.fleet.health(decode).ready)
+        assert (await rig.complete()).status_code == 200
 
 
-def test_errors_of_a_decode_server_are_relayed_when_no_other_helps() -> None:
+async def test_errors_of_a_decode_server_are_relayed_when_no_other_helps() -> None:
     error = {"error": {"message": "the KV could not be pulled", "code": "transfer_failed"}}
 
-    async def test() -> None:
-        for status in (500, 502, 503, 504):
-            async with Rig(decode=[Fake(answers(status, error))]) as rig:
-                response = await rig.complete()
-                assert (response.status_code, response.json()) == (status, error)
-
-    run(test())
-
-
-def test_a_decode_server_that_is_gone_makes_503() -> None:
-    async def test() -> None:
-        async with Rig(health_interval_s=60.0) as rig:
-            await rig.decode[0].stop()
+    for status in (500, 502, 503, 504):
+        async with Rig(decode=[Fake(answers(status, error))]) as rig:
             response = await rig.complete()
-            assert response.status_code == 503
-            assert response.json()["error"]["code"] == "no_server_available"
-            again = await rig.complete()
-            assert again.status_code == 503
-            assert len(rig.prefill[0].calls) == len(rig.prefill[0].releases) == 1
-
-    run(test())
+            assert (response.status_code, response.json()) == (status, error)
 
 
-def test_a_prefill_server_that_is_gone_is_not_asked_again() -> None:
-    async def test() -> None:
-        async with Rig(health_interval_s=60.0) as rig:
-            await rig.prefill[0].stop()
-            assert (await rig.complete()).status_code == 200
-            assert (await rig.complete()).status_code == 200
-            assert rig.decode_only("unreachable") == 1
-            assert rig.decode_only("no_prefill_server") == 1
-
-    run(test())
-
-
-def test_requests_go_round_all_servers() -> None:
-    async def test() -> None:
-        async with Rig(
-            [Fake(prefills) for _ in range(3)], [Fake(decodes) for _ in range(2)]
-        ) as rig:
-            for _ in range(6):
-                await rig.complete()
-            assert [len(fake.calls) for fake in rig.prefill] == [2, 2, 2]
-            assert [len(fake.calls) for fake in rig.decode] == [3, 3]
-
-    run(test())
+async def test_a_decode_server_that_is_gone_makes_503() -> None:
+    async with Rig(health_interval_s=60.0) as rig:
+        await rig.decode[0].stop()
+        response = await rig.complete()
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "no_server_available"
+        again = await rig.complete()
+        assert again.status_code == 503
+        assert len(rig.prefill[0].calls) == len(rig.prefill[0].releases) == 1
 
 
-def test_many_requests_at_once() -> None:
-    async def test() -> None:
-        async with Rig() as rig:
-            client = HttpUpstream(connect_timeout_s=30.0, read_timeout_s=30.0)
+async def test_a_prefill_server_that_is_gone_is_not_asked_again() -> None:
+    async with Rig(health_interval_s=60.0) as rig:
+        await rig.prefill[0].stop()
+        assert (await rig.complete()).status_code == 200
+        assert (await rig.complete()).status_code == 200
+        assert rig.decode_only("unreachable") == 1
+        assert rig.decode_only("no_prefill_server") == 1
 
-            async def ask(body: dict[str, Any]) -> int:
-                response = await client.send(
-                    rig.url, "POST", "/v1/completions", body=json.dumps(body).encode()
-                )
-                answer = await response.read()
-                assert answer.endswith(b"[DONE]\n\n") is body["stream"]
-                return response.status
 
-            bodies = [{"prompt": f"p{i}", "stream": i % 2 == 0} for i in range(300)]
-            statuses = await asyncio.gather(*map(ask, bodies))
-            await client.close()
-            assert set(statuses) == {200}
-            assert sorted(call.body["prompt"] for call in rig.decode[0].calls) == sorted(
-                str(body["prompt"]) for body in bodies
+async def test_requests_go_round_all_servers() -> None:
+    async with Rig([Fake(prefills) for _ in range(3)], [Fake(decodes) for _ in range(2)]) as rig:
+        for _ in range(6):
+            await rig.complete()
+        assert [len(fake.calls) for fake in rig.prefill] == [2, 2, 2]
+        assert [len(fake.calls) for fake in rig.decode] == [3, 3]
+
+
+async def test_many_requests_at_once() -> None:
+    async with Rig() as rig:
+        client = HttpUpstream(connect_timeout_s=30.0, read_timeout_s=30.0)
+
+        async def ask(body: dict[str, Any]) -> int:
+            response = await client.send(
+                rig.url, "POST", "/v1/completions", body=json.dumps(body).encode()
             )
+            answer = await response.read()
+            assert answer.endswith(b"[DONE]\n\n") is body["stream"]
+            return response.status
 
-    run(test())
+        bodies = [{"prompt": f"p{i}", "stream": i % 2 == 0} for i in range(300)]
+        statuses = await asyncio.gather(*map(ask, bodies))
+        await client.close()
+        assert set(statuses) == {200}
+        assert sorted(call.body["prompt"] for call in rig.decode[0].calls) == sorted(
+            str(body["prompt"]) for body in bodies
+        )

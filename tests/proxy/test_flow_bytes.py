@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from proxy.app import ProxyApp
-from tests.proxy.fakes import Fake, Rig, decodes, run, until
+from tests.proxy.fakes import Fake, Rig, decodes, until
 from tests.proxy.scripted import OK, Reader, Writer, read_request
 
 STREAM = (
@@ -35,15 +35,7 @@ class Dying:
 
 
 @pytest.mark.parametrize("answer", [STREAM, WHOLE])
-def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer: bytes) -> None:
-    async def test() -> None:
-        dying = Dying(answer)
-        async with await asyncio.start_server(dying, "127.0.0.1", 0) as server:
-            fake = Fake(decodes)  # never asked: it lends the rig its place
-            fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with Rig(prefill=[], decode=[fake]) as rig:
-                await asks(rig, dying)
-
+async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer: bytes) -> None:
     async def asks(rig: Rig, dying: Dying) -> None:
         head = answer.index(b"\r\n\r\n") + 4
         done = answer.find(b"[DONE]\n\n") + len(b"[DONE]\n\n")
@@ -57,7 +49,12 @@ def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer: bytes) 
             ends = [response.text.count(end) for end in ("data: [DONE]\n\n", '"error":{')]
             assert ends == ([1, 0] if dying.position >= done else [0, 1]), dying.position
 
-    run(test())
+    dying = Dying(answer)
+    async with await asyncio.start_server(dying, "127.0.0.1", 0) as server:
+        fake = Fake(decodes)  # never asked: it lends the rig its place
+        fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with Rig(prefill=[], decode=[fake]) as rig:
+            await asks(rig, dying)
 
 
 def _is_ready(app: ProxyApp) -> bool:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from proxy.health import Health, HealthPolicy
+from proxy.health import HealthPolicy
 from proxy.membership import Fleet, Server
 from proxy.poller import Poller, _said
 from proxy.retry import Kind
 from proxy.upstream import Exhausted, Headers, Response, TimedOut, UpstreamError
-from tests.proxy.fakes import run, until
+from tests.proxy.fakes import until
 
 D1 = Server(Kind.DECODE, "http://d1")
 
@@ -27,41 +27,35 @@ class Failing:
 
 
 @pytest.mark.parametrize(("error", "is_told"), [(TimedOut("1 s"), True), (Exhausted("24"), False)])
-def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
+async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
     error: UpstreamError, is_told: bool
 ) -> None:
     told: list[bool] = []
 
-    async def test() -> Health:
-        fleet = Fleet(on_silence=lambda _server, is_long: told.append(is_long))
-        fleet.join(D1)
-        fleet.polled(D1, ready=True, reason="", started_at=0.0)
-        upstream = Failing(error)
-        poller = Poller(fleet, upstream, interval_s=1e-4, timeout_s=1.0)
-        poller.start()
-        await until(lambda: upstream.asked > HealthPolicy.long_silence)
-        await poller.close()
-        return fleet.health(D1)
-
-    assert run(test()).ready is not is_told
+    fleet = Fleet(on_silence=lambda _server, is_long: told.append(is_long))
+    fleet.join(D1)
+    fleet.polled(D1, ready=True, reason="", started_at=0.0)
+    upstream = Failing(error)
+    poller = Poller(fleet, upstream, interval_s=1e-4, timeout_s=1.0)
+    poller.start()
+    await until(lambda: upstream.asked > HealthPolicy.long_silence)
+    await poller.close()
+    assert fleet.health(D1).ready is not is_told
     short = HealthPolicy.long_silence - HealthPolicy.silences
     assert told[: short + 1] == ([False] * short + [True] if is_told else [])
 
 
-def test_a_server_is_watched_on_whatever_becomes_of_what_was_found() -> None:
+async def test_a_server_is_watched_on_whatever_becomes_of_what_was_found() -> None:
     def broken(*_change: object) -> None:
         raise RuntimeError("it cannot be shown")
 
-    async def test() -> None:
-        fleet = Fleet(on_change=broken)
-        fleet.join(D1)
-        upstream = Failing(TimedOut("1 s"))
-        poller = Poller(fleet, upstream, interval_s=1e-4, timeout_s=1.0)
-        poller.start()
-        await until(lambda: upstream.asked > 2)
-        await poller.close()
-
-    run(test())
+    fleet = Fleet(on_change=broken)
+    fleet.join(D1)
+    upstream = Failing(TimedOut("1 s"))
+    poller = Poller(fleet, upstream, interval_s=1e-4, timeout_s=1.0)
+    poller.start()
+    await until(lambda: upstream.asked > 2)
+    await poller.close()
 
 
 def test_something_else_at_the_address_of_a_server_is_told_as_such() -> None:

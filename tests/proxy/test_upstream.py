@@ -12,7 +12,6 @@ from protocol.errors import InvalidRequest
 from proxy import retry, upstream
 from proxy.transport import Socket
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable
-from tests.proxy.fakes import run
 from tests.proxy.scripted import OK, Reader, Script, Writer, serving
 
 
@@ -25,18 +24,15 @@ from tests.proxy.scripted import OK, Reader, Script, Writer, serving
         b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK,
     ],
 )
-def test_bodies_are_read_and_the_connection_is_used_again(answer: bytes) -> None:
-    async def test() -> None:
-        script = Script(answer, answer)
-        async with serving(script) as client:
-            for _ in range(2):
-                response = await client.send(script.url, "POST", "/x", body=b"{}")
-                assert (response.status, await response.read()) == (200, b"ok")
-            assert script.num_connections == 1
-            assert script.requests[0].startswith(b"POST /x HTTP/1.1\r\n")
-            assert script.requests[0].lower().endswith(b"content-length: 2\r\n\r\n{}")
-
-    run(test())
+async def test_bodies_are_read_and_the_connection_is_used_again(answer: bytes) -> None:
+    script = Script(answer, answer)
+    async with serving(script) as client:
+        for _ in range(2):
+            response = await client.send(script.url, "POST", "/x", body=b"{}")
+            assert (response.status, await response.read()) == (200, b"ok")
+        assert script.num_connections == 1
+        assert script.requests[0].startswith(b"POST /x HTTP/1.1\r\n")
+        assert script.requests[0].lower().endswith(b"content-length: 2\r\n\r\n{}")
 
 
 @pytest.mark.parametrize(
@@ -51,157 +47,128 @@ def test_bodies_are_read_and_the_connection_is_used_again(answer: bytes) -> None
         ),
     ],
 )
-def test_heads_and_bodies_however_they_are_written(answer: bytes, body: bytes) -> None:
+async def test_heads_and_bodies_however_they_are_written(answer: bytes, body: bytes) -> None:
     async def by_bytes(_: Reader, writer: Writer) -> None:
         for position in range(len(answer)):
             writer.write(answer[position : position + 1])
             await writer.drain()
             await asyncio.sleep(0)
 
-    async def test() -> None:
-        script = Script(answer, by_bytes)
-        async with serving(script) as client:
-            for _ in range(2):
-                response = await client.send(script.url, "POST", "/x", body=b"{}")
-                assert await response.read() == body
-                assert response.header(b"x-empty") == b""
-                assert response.header(b"x-b") == b"2"
-                assert response.header(b"x-trailer") is None
-            assert script.num_connections == 1
-
-    run(test())
+    script = Script(answer, by_bytes)
+    async with serving(script) as client:
+        for _ in range(2):
+            response = await client.send(script.url, "POST", "/x", body=b"{}")
+            assert await response.read() == body
+            assert response.header(b"x-empty") == b""
+            assert response.header(b"x-b") == b"2"
+            assert response.header(b"x-trailer") is None
+        assert script.num_connections == 1
 
 
-def test_a_body_may_end_with_the_connection() -> None:
+async def test_a_body_may_end_with_the_connection() -> None:
     async def answer(_: Reader, writer: Writer) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
 
-    async def test() -> None:
-        script = Script(answer)
-        async with serving(script) as client:
-            response = await client.send(script.url, "GET", "/")
-            assert await response.read() == b"all of it"
-
-    run(test())
+    script = Script(answer)
+    async with serving(script) as client:
+        response = await client.send(script.url, "GET", "/")
+        assert await response.read() == b"all of it"
 
 
-def test_a_connection_that_its_server_will_close_is_not_used_again() -> None:
-    async def test() -> None:
-        script = Script(OK.replace(b"X-A: 1", b"connection: close"), OK)
-        async with serving(script) as client:
-            for _ in range(2):
-                assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
-            assert script.num_connections == 2
-
-    run(test())
+async def test_a_connection_that_its_server_will_close_is_not_used_again() -> None:
+    script = Script(OK.replace(b"X-A: 1", b"connection: close"), OK)
+    async with serving(script) as client:
+        for _ in range(2):
+            assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
+        assert script.num_connections == 2
 
 
-def test_a_connection_that_speaks_while_nobody_asks_is_not_used_again() -> None:
-    async def test() -> None:
-        ask = asyncio.Event()
+async def test_a_connection_that_speaks_while_nobody_asks_is_not_used_again() -> None:
+    ask = asyncio.Event()
 
-        async def babbles(_: Reader, writer: Writer) -> None:
-            writer.write(OK)
-            await ask.wait()
-            writer.write(OK)
-            await writer.drain()
+    async def babbles(_: Reader, writer: Writer) -> None:
+        writer.write(OK)
+        await ask.wait()
+        writer.write(OK)
+        await writer.drain()
 
-        script = Script(babbles, OK)
-        async with serving(script) as client:
+    script = Script(babbles, OK)
+    async with serving(script) as client:
+        await (await client.send(script.url, "GET", "/")).read()
+        ask.set()
+        while script.num_closed < 1:
+            await asyncio.sleep(0.002)
+        assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
+        assert script.num_connections == 2
+
+
+async def test_concurrent_requests_have_connections_of_their_own() -> None:
+    script = Script(*[OK] * 40)
+    async with serving(script) as client:
+        responses = await asyncio.gather(*(client.send(script.url, "GET", "/") for _ in range(20)))
+        assert script.num_connections == 20
+        for response in responses:
+            await response.read()
+        for _ in range(20):
             await (await client.send(script.url, "GET", "/")).read()
-            ask.set()
-            while script.num_closed < 1:
-                await asyncio.sleep(0.002)
-            assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
-            assert script.num_connections == 2
-
-    run(test())
+        assert script.num_connections == 20
 
 
-def test_concurrent_requests_have_connections_of_their_own() -> None:
-    async def test() -> None:
-        script = Script(*[OK] * 40)
-        async with serving(script) as client:
-            responses = await asyncio.gather(
-                *(client.send(script.url, "GET", "/") for _ in range(20))
-            )
-            assert script.num_connections == 20
-            for response in responses:
-                await response.read()
-            for _ in range(20):
-                await (await client.send(script.url, "GET", "/")).read()
-            assert script.num_connections == 20
-
-    run(test())
+async def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    client = HttpUpstream(connect_timeout_s=5.0, read_timeout_s=5.0)
+    for server in (url, url.replace("127.0.0.1", "localhost")):  # several addresses, often
+        with pytest.raises(Unreachable, match=f"Errno {errno.ECONNREFUSED}"):
+            await client.send(server, "GET", "/")
+    with pytest.raises(Unreachable):
+        await client.send("http://name.invalid", "GET", "/")
 
 
-def test_nobody_listens() -> None:
-    async def test() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as closed:
-            url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        client = HttpUpstream(connect_timeout_s=5.0, read_timeout_s=5.0)
-        for server in (url, url.replace("127.0.0.1", "localhost")):  # several addresses, often
-            with pytest.raises(Unreachable, match=f"Errno {errno.ECONNREFUSED}"):
-                await client.send(server, "GET", "/")
-        with pytest.raises(Unreachable):
-            await client.send("http://name.invalid", "GET", "/")
-
-    run(test())
-
-
-def test_a_lack_of_descriptors_is_no_fault_of_the_server() -> None:
-    async def test() -> None:
-        script = Script(OK)
-        async with serving(script) as client:
-            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-            free = os.dup(0)
-            os.close(free)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-            try:
-                with pytest.raises(Exhausted):
-                    await client.send(script.url, "GET", "/")
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
-
-    run(test())
+async def test_a_lack_of_descriptors_is_no_fault_of_the_server() -> None:
+    script = Script(OK)
+    async with serving(script) as client:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            with pytest.raises(Exhausted):
+                await client.send(script.url, "GET", "/")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
 
 
-def test_a_server_that_does_not_take_connections_is_given_up() -> None:
-    async def test() -> None:
-        with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-            address = full.getsockname()
-            others = [socket.socket() for _ in range(4)]
-            for other in others:
-                other.setblocking(False)
-                other.connect_ex(address)
-            client = HttpUpstream(connect_timeout_s=0.1, read_timeout_s=5.0)
-            with pytest.raises(Unreachable, match=r"within 0\.1 s"):
-                await client.send(f"http://127.0.0.1:{address[1]}", "GET", "/")
-            for other in others:
-                other.close()
-
-    run(test())
+async def test_a_server_that_does_not_take_connections_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        others = [socket.socket() for _ in range(4)]
+        for other in others:
+            other.setblocking(False)
+            other.connect_ex(address)
+        client = HttpUpstream(connect_timeout_s=0.1, read_timeout_s=5.0)
+        with pytest.raises(Unreachable, match=r"within 0\.1 s"):
+            await client.send(f"http://127.0.0.1:{address[1]}", "GET", "/")
+        for other in others:
+            other.close()
 
 
 @pytest.mark.parametrize(
     "sent", [b"", b"HTTP/1.1 200 OK\r\ncontent-le", b"garbage\r\n\r\n", b"\x00" * 100]
 )
-def test_a_connection_that_ends_before_the_head(sent: bytes) -> None:
+async def test_a_connection_that_ends_before_the_head(sent: bytes) -> None:
     async def answer(_: Reader, writer: Writer) -> None:
         writer.write(sent)
 
-    async def test() -> None:
-        script = Script(answer)
-        async with serving(script) as client:
-            with pytest.raises(Lost):
-                await client.send(script.url, "POST", "/", body=b"{}")
-            assert len(script.requests) == 1
-
-    run(test())
+    script = Script(answer)
+    async with serving(script) as client:
+        with pytest.raises(Lost):
+            await client.send(script.url, "POST", "/", body=b"{}")
+        assert len(script.requests) == 1
 
 
-def test_a_head_has_a_limit() -> None:
+async def test_a_head_has_a_limit() -> None:
     async def endless(_: Reader, writer: Writer) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nx-a: ")
         try:
@@ -211,31 +178,25 @@ def test_a_head_has_a_limit() -> None:
         except ConnectionError:
             pass
 
-    async def test() -> None:
-        script = Script(endless)
-        async with serving(script) as client:
-            with pytest.raises(Lost, match="too long"):
-                await client.send(script.url, "GET", "/")
-
-    run(test())
+    script = Script(endless)
+    async with serving(script) as client:
+        with pytest.raises(Lost, match="too long"):
+            await client.send(script.url, "GET", "/")
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 99", b"transfer-encoding: chunked"])
-def test_a_body_that_breaks_off_is_no_body(framing: bytes) -> None:
+async def test_a_body_that_breaks_off_is_no_body(framing: bytes) -> None:
     async def answer(_: Reader, writer: Writer) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n\r\n4\r\nhalf\r\n")
 
-    async def test() -> None:
-        script = Script(answer)
-        async with serving(script) as client:
-            response = await client.send(script.url, "GET", "/")
-            with pytest.raises(Lost):
-                await response.read()
-
-    run(test())
+    script = Script(answer)
+    async with serving(script) as client:
+        response = await client.send(script.url, "GET", "/")
+        with pytest.raises(Lost):
+            await response.read()
 
 
-def test_silence_is_timed_before_and_within_a_body() -> None:
+async def test_silence_is_timed_before_and_within_a_body() -> None:
     async def silent(reader: Reader, _: Writer) -> None:
         await reader.read()
 
@@ -243,45 +204,40 @@ def test_silence_is_timed_before_and_within_a_body() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
         await reader.read()  # until the client hangs up
 
-    async def test() -> None:
-        script = Script(silent, stalls)
-        async with serving(script, read_timeout_s=0.1) as client:
-            with pytest.raises(TimedOut, match=r"0\.1 s"):
-                await client.send(script.url, "GET", "/")
-            response = await client.send(script.url, "GET", "/")
-            assert await response.next_chunk() == b"half"
-            with pytest.raises(TimedOut):
-                await response.next_chunk()
-            await response.aclose()
-            assert script.num_connections == 2
-
-    run(test())
+    script = Script(silent, stalls)
+    async with serving(script, read_timeout_s=0.1) as client:
+        with pytest.raises(TimedOut, match=r"0\.1 s"):
+            await client.send(script.url, "GET", "/")
+        response = await client.send(script.url, "GET", "/")
+        assert await response.next_chunk() == b"half"
+        with pytest.raises(TimedOut):
+            await response.next_chunk()
+        await response.aclose()
+        assert script.num_connections == 2
 
 
-def test_a_server_that_takes_no_request_is_given_up() -> None:
+async def test_a_server_that_takes_no_request_is_given_up() -> None:
+    given_up, ended = asyncio.Event(), asyncio.Event()
+
     async def takes_nothing(_: Reader, writer: Writer) -> None:
         await given_up.wait()
         writer.transport.abort()
         ended.set()
 
-    async def test() -> None:
-        server = await asyncio.start_server(takes_nothing, "127.0.0.1", 0)
-        client = HttpUpstream(connect_timeout_s=5, read_timeout_s=0.3)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        body = bytes(64 << 20)  # more than sockets hold
-        with pytest.raises(TimedOut):
-            await client.send(url, "POST", "/", body=body)
-        given_up.set()
-        await ended.wait()
-        await client.close()
-        server.close()
-        await server.wait_closed()
-
-    given_up, ended = asyncio.Event(), asyncio.Event()
-    run(test())
+    server = await asyncio.start_server(takes_nothing, "127.0.0.1", 0)
+    client = HttpUpstream(connect_timeout_s=5, read_timeout_s=0.3)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    body = bytes(64 << 20)  # more than sockets hold
+    with pytest.raises(TimedOut):
+        await client.send(url, "POST", "/", body=body)
+    given_up.set()
+    await ended.wait()
+    await client.close()
+    server.close()
+    await server.wait_closed()
 
 
-def test_closing_early_hangs_up() -> None:
+async def test_closing_early_hangs_up() -> None:
     hung_up = asyncio.Event()
 
     async def streams(reader: Reader, writer: Writer) -> None:
@@ -292,83 +248,66 @@ def test_closing_early_hangs_up() -> None:
             pass
         hung_up.set()
 
-    async def test() -> None:
-        script = Script(streams)
-        async with serving(script) as client:
-            response = await client.send(script.url, "GET", "/")
-            await response.aclose()
-            await hung_up.wait()
-
-    run(test())
+    script = Script(streams)
+    async with serving(script) as client:
+        response = await client.send(script.url, "GET", "/")
+        await response.aclose()
+        await hung_up.wait()
 
 
-def test_a_connection_closed_for_idleness_on_its_next_use_is_replaced(
+async def test_a_connection_closed_for_idleness_on_its_next_use_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def close(_: Reader, writer: Writer) -> None:
         pass
 
-    async def test() -> None:
-        script = Script(OK, close, OK)
-        async with serving(script) as client:
-            await (await client.send(script.url, "GET", "/")).read()
-            monkeypatch.setattr(retry, "STALE_IDLE_S", -1.0)
-            assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
-            assert script.num_connections == 2
-
-    run(test())
+    script = Script(OK, close, OK)
+    async with serving(script) as client:
+        await (await client.send(script.url, "GET", "/")).read()
+        monkeypatch.setattr(retry, "STALE_IDLE_S", -1.0)
+        assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
+        assert script.num_connections == 2
 
 
-def test_a_connection_lost_while_it_was_busy_is_not_replaced() -> None:
+async def test_a_connection_lost_while_it_was_busy_is_not_replaced() -> None:
     async def close(_: Reader, writer: Writer) -> None:
         pass
 
-    async def test() -> None:
-        script = Script(OK, close, OK)
-        async with serving(script) as client:
-            await (await client.send(script.url, "GET", "/")).read()
-            with pytest.raises(Lost):
-                await client.send(script.url, "GET", "/")
-            assert len(script.requests) == 2
-
-    run(test())
+    script = Script(OK, close, OK)
+    async with serving(script) as client:
+        await (await client.send(script.url, "GET", "/")).read()
+        with pytest.raises(Lost):
+            await client.send(script.url, "GET", "/")
+        assert len(script.requests) == 2
 
 
-def test_connections_idle_for_long_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_idle_for_long_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "IDLE_S", 0.0)
 
-    async def test() -> None:
-        script = Script(OK, OK)
-        async with serving(script) as client:
-            for _ in range(2):
-                await (await client.send(script.url, "GET", "/")).read()
-            assert script.num_connections == 2
-
-    run(test())
+    script = Script(OK, OK)
+    async with serving(script) as client:
+        for _ in range(2):
+            await (await client.send(script.url, "GET", "/")).read()
+        assert script.num_connections == 2
 
 
-def test_connections_that_nobody_needs_any_more_are_closed(
+async def test_connections_that_nobody_needs_any_more_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test() -> None:
-        script = Script(*[OK] * 9)
-        async with serving(script) as client:
-            responses = await asyncio.gather(
-                *(client.send(script.url, "GET", "/") for _ in range(8))
-            )
-            for response in responses:
-                await response.read()
-            monkeypatch.setattr(upstream, "IDLE_S", 0.0)
-            await asyncio.sleep(0.01)
-            await (await client.send(script.url, "GET", "/")).read()
-            while script.num_closed < 8:
-                await asyncio.sleep(0.002)
-            assert (script.num_connections, script.num_closed) == (9, 8)
-
-    run(test())
+    script = Script(*[OK] * 9)
+    async with serving(script) as client:
+        responses = await asyncio.gather(*(client.send(script.url, "GET", "/") for _ in range(8)))
+        for response in responses:
+            await response.read()
+        monkeypatch.setattr(upstream, "IDLE_S", 0.0)
+        await asyncio.sleep(0.01)
+        await (await client.send(script.url, "GET", "/")).read()
+        while script.num_closed < 8:
+            await asyncio.sleep(0.002)
+        assert (script.num_connections, script.num_closed) == (9, 8)
 
 
-def test_cancelling_hangs_up_at_once_before_and_within_a_body() -> None:
+async def test_cancelling_hangs_up_at_once_before_and_within_a_body() -> None:
     async def half(reader: Reader, writer: Writer) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
         await reader.read()
@@ -376,69 +315,57 @@ def test_cancelling_hangs_up_at_once_before_and_within_a_body() -> None:
     async def silent(reader: Reader, _: Writer) -> None:
         await reader.read()
 
-    async def test() -> None:
-        script = Script(silent, half)
-        async with serving(script) as client:
-            for count in (1, 2):
+    script = Script(silent, half)
+    async with serving(script) as client:
+        for count in (1, 2):
 
-                async def ask() -> None:
-                    await (await client.send(script.url, "GET", "/")).read()
+            async def ask() -> None:
+                await (await client.send(script.url, "GET", "/")).read()
 
-                task = asyncio.create_task(ask())
-                while len(script.requests) < count:
-                    await asyncio.sleep(0.002)
-                await asyncio.sleep(0)
-                task.cancel()
-                while script.num_closed < count:
-                    await asyncio.sleep(0.002)
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-
-    run(test())
+            task = asyncio.create_task(ask())
+            while len(script.requests) < count:
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0)
+            task.cancel()
+            while script.num_closed < count:
+                await asyncio.sleep(0.002)
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
 
 @pytest.mark.parametrize("header", [(b"x-request-id", b"a\nb: c"), (b"x y", b"z")])
-def test_headers_that_http_cannot_carry_are_refused(header: tuple[bytes, bytes]) -> None:
-    async def test() -> None:
-        script = Script(OK)
-        async with serving(script) as client:
-            with pytest.raises(InvalidRequest):
-                await client.send(script.url, "GET", "/", headers=[header])
-            assert script.requests == []
-            assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
-
-    run(test())
+async def test_headers_that_http_cannot_carry_are_refused(header: tuple[bytes, bytes]) -> None:
+    script = Script(OK)
+    async with serving(script) as client:
+        with pytest.raises(InvalidRequest):
+            await client.send(script.url, "GET", "/", headers=[header])
+        assert script.requests == []
+        assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
 
 
 @pytest.mark.parametrize("path", ["/v1/models/a%2Fb%20c?x=%41&y", "/a//b/../c;d='e'"])
-def test_a_path_is_sent_as_it_is(path: str) -> None:
-    async def test() -> None:
-        script = Script(OK)
-        async with serving(script) as client:
-            await (await client.send(script.url, "GET", path)).read()
-            assert script.requests[0].startswith(b"GET %s HTTP/1.1\r\n" % path.encode())
-
-    run(test())
+async def test_a_path_is_sent_as_it_is(path: str) -> None:
+    script = Script(OK)
+    async with serving(script) as client:
+        await (await client.send(script.url, "GET", path)).read()
+        assert script.requests[0].startswith(b"GET %s HTTP/1.1\r\n" % path.encode())
 
 
-def test_a_request_carries_the_given_headers_and_no_more() -> None:
-    async def test() -> None:
-        script = Script(OK.replace(b"X-A: 1", b"set-cookie: a=b"), OK)
-        async with serving(script) as client:
-            for _ in range(2):
-                response = await client.send(
-                    script.url, "POST", "/", headers=[(b"x-a", b"\xe9")], body=b"{}"
-                )
-                await response.read()
-            lines = set(script.requests[1].lower().split(b"\r\n"))
-            host = b"host: " + script.url.removeprefix("http://").encode()
-            head = {b"post / http/1.1", host, b"x-a: \xe9", b"content-length: 2"}
-            assert lines == head | {b"", b"{}"}
-
-    run(test())
+async def test_a_request_carries_the_given_headers_and_no_more() -> None:
+    script = Script(OK.replace(b"X-A: 1", b"set-cookie: a=b"), OK)
+    async with serving(script) as client:
+        for _ in range(2):
+            response = await client.send(
+                script.url, "POST", "/", headers=[(b"x-a", b"\xe9")], body=b"{}"
+            )
+            await response.read()
+        lines = set(script.requests[1].lower().split(b"\r\n"))
+        host = b"host: " + script.url.removeprefix("http://").encode()
+        head = {b"post / http/1.1", host, b"x-a: \xe9", b"content-length: 2"}
+        assert lines == head | {b"", b"{}"}
 
 
-def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
+async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
     size = 64 * 1024 * 1024
     written = 0
 
@@ -450,21 +377,18 @@ def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
             written += 65536
             await writer.drain()
 
-    async def test() -> None:
-        script = Script(floods)
-        async with serving(script) as client:
-            response = await client.send(script.url, "GET", "/")
-            before = -1
-            while before != written:  # until it makes no more progress
-                before = written
-                await asyncio.sleep(0.05)
-            assert written < size // 2
-            assert len(await response.read()) == size
-
-    run(test())
+    script = Script(floods)
+    async with serving(script) as client:
+        response = await client.send(script.url, "GET", "/")
+        before = -1
+        while before != written:  # until it makes no more progress
+            before = written
+            await asyncio.sleep(0.05)
+        assert written < size // 2
+        assert len(await response.read()) == size
 
 
-def test_a_request_over_a_kept_connection_is_written_at_once(
+async def test_a_request_over_a_kept_connection_is_written_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written: list[bytes] = []
@@ -474,14 +398,11 @@ def test_a_request_over_a_kept_connection_is_written_at_once(
         written.append(buffer)
         await write(self, buffer, timeout)
 
-    async def test() -> None:
-        script = Script(OK, OK)
-        async with serving(script) as client:
-            await (await client.send(script.url, "POST", "/x", body=b"{}")).read()
-            monkeypatch.setattr(Socket, "write", watched)
-            asked = asyncio.create_task(client.send(script.url, "POST", "/x", body=b"{}"))
-            await asyncio.sleep(0)
-            assert b"".join(written).endswith(b"\r\n\r\n{}")
-            assert await (await asked).read() == b"ok"
-
-    run(test())
+    script = Script(OK, OK)
+    async with serving(script) as client:
+        await (await client.send(script.url, "POST", "/x", body=b"{}")).read()
+        monkeypatch.setattr(Socket, "write", watched)
+        asked = asyncio.create_task(client.send(script.url, "POST", "/x", body=b"{}"))
+        await asyncio.sleep(0)
+        assert b"".join(written).endswith(b"\r\n\r\n{}")
+        assert await (await asked).read() == b"ok"

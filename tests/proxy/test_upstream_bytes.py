@@ -7,7 +7,6 @@ import pytest
 
 from proxy import retry
 from proxy.upstream import HttpUpstream, Lost
-from tests.proxy.fakes import run
 from tests.proxy.scripted import OK, Reader, Script, Writer, serving
 
 CHUNKED = (
@@ -25,21 +24,18 @@ async def ask(client: HttpUpstream, script: Script) -> bytes:
     "rest", [OTHERS, b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"\r\n", b"x"]
 )
 @pytest.mark.parametrize("answer", [OK, CHUNKED])
-def test_what_comes_with_an_answer_after_its_end_answers_no_other_request(
+async def test_what_comes_with_an_answer_after_its_end_answers_no_other_request(
     answer: bytes, rest: bytes
 ) -> None:
-    async def test() -> None:
-        script = Script(answer + rest, OK)
-        async with serving(script) as client:
-            assert [await ask(client, script) for _ in range(2)] == [b"ok", b"ok"]
-            assert script.num_connections == 2
-
-    run(test())
+    script = Script(answer + rest, OK)
+    async with serving(script) as client:
+        assert [await ask(client, script) for _ in range(2)] == [b"ok", b"ok"]
+        assert script.num_connections == 2
 
 
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("answer", [OK, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + OK])
-def test_a_server_may_die_at_any_byte_of_its_answer(answer: bytes, resets: bool) -> None:
+async def test_a_server_may_die_at_any_byte_of_its_answer(answer: bytes, resets: bool) -> None:
     async def dies_after(position: int) -> None:
         async def dies(_: Reader, writer: Writer) -> None:
             writer.write(answer[:position])
@@ -55,14 +51,11 @@ def test_a_server_may_die_at_any_byte_of_its_answer(answer: bytes, resets: bool)
                 await ask(client, script)
             assert await ask(client, script) == b"ok"
 
-    async def test() -> None:
-        for position in range(len(answer)):
-            await dies_after(position)
-
-    run(test())
+    for position in range(len(answer)):
+        await dies_after(position)
 
 
-def test_a_request_that_broke_a_connection_made_for_it_is_not_sent_again(
+async def test_a_request_that_broke_a_connection_made_for_it_is_not_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retry, "STALE_IDLE_S", -1.0)
@@ -70,12 +63,9 @@ def test_a_request_that_broke_a_connection_made_for_it_is_not_sent_again(
     async def dies(_: Reader, writer: Writer) -> None:
         pass
 
-    async def test() -> None:
-        script = Script(OK.replace(b"X-A: 1", b"connection: close"), dies, OK)
-        async with serving(script) as client:
-            assert await ask(client, script) == b"ok"
-            with pytest.raises(Lost):
-                await ask(client, script)
-            assert len(script.requests) == 2
-
-    run(test())
+    script = Script(OK.replace(b"X-A: 1", b"connection: close"), dies, OK)
+    async with serving(script) as client:
+        assert await ask(client, script) == b"ok"
+        with pytest.raises(Lost):
+            await ask(client, script)
+        assert len(script.requests) == 2

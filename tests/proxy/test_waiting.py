@@ -52,16 +52,13 @@ def test_what_does_not_come_is_late(
         runner.run(test())
 
 
-def test_being_cancelled_is_no_timeout() -> None:
+async def test_being_cancelled_is_no_timeout() -> None:
     async def wait() -> None:
         async with within(60.0):
             await asyncio.Event().wait()
 
-    async def test() -> None:
-        task = asyncio.create_task(wait())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(test())
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -1,12 +1,12 @@
 """Attention of a rank that keeps a part of every sequence's tokens: decode context parallelism.
 
-The ranks of a group hold the same KV heads and share the tokens (kvcache/stripe.py). What a decode
-step moves between them is small, so the queries travel: every rank gathers the query heads of the
+The ranks of a group hold the same KV heads and share the tokens (kvcache/stripe.py). In a decode
+step queries are few, so they are exchanged: every rank gathers the query heads of the
 whole group, attends with them over its own tokens, and sends each rank its heads' partial results,
 which that one merges by their log-sum-exps ("Helix Parallelism", arXiv:2507.07120, has the same
-exchange). A prompt has as many queries as keys, so there the keys travel: the cached blocks of its
-context are put together in `scratch`, where the rank attends with its own heads as if it had never
-been otherwise.
+exchange). A prompt has as many queries as keys, so there the keys are exchanged: the cached blocks
+of its context are collected in `scratch`, where the rank attends with its own heads, as without
+context parallelism.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
-"""What lies between attention and the exchange of its partial results, a launch each.
+"""Kernels before and after the exchange of partial attention results.
 
-As single operations this is a dozen launches of every layer: on H200s 30 us of a decode step, times
-32 layers. A partial result travels as D elements of 16 bits and its log-sum-exp as two more.
+As single operations they would be a dozen launches per layer: on H200s 30 us, in each of 32 layers.
+A partial result is sent as D elements of 16 bits, and its log-sum-exp as two more.
 """
 
 from typing import Any, Final

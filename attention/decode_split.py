@@ -1,11 +1,11 @@
 """How FlashInfer's decode kernel splits contexts over a GPU, in steps that are captured.
 
-The kernel's thread blocks take one piece of one context each. The wrapper's own plan cuts contexts
-while there are no more pieces than the GPU holds at once: with 8 KV heads, 33 on an H200. A step of
-more sequences cuts nothing, and one long context among them is read by 8 thread blocks while all
-others wait: 2.8 ms a step for one of 8,192 tokens among 32 short ones. `plan` lets there be
-`SPARE_PIECES` more pieces than sequences, which go to the longest ones. Equal contexts are cut as
-before: to cut each of them once more would take a piece for each.
+Each thread block of the kernel takes one piece of one context. FlashInfer's own plan cuts contexts
+only as long as the GPU can hold all pieces at once: with 8 KV heads, 33 on an H200. In a step of
+more sequences nothing is cut, and one long context is read by 8 thread blocks while all others
+wait: 2.8 ms per step for one context of 8,192 tokens among 32 short ones. `plan` allows
+`SPARE_PIECES` more pieces than sequences, which go to the longest contexts. Equal contexts are cut
+as before, since cutting each of them once more would take a piece for each.
 """
 
 from functools import cache

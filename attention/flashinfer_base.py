@@ -4,9 +4,10 @@ FlashInfer's kernels are planned on the host once a step and run once a layer. D
 planned for a CUDA graph (`plan_captured`): all that a captured forward reads then lies in buffers
 that do not move, and a plan only writes to them.
 
-A step may be planned while the one before it runs. On the device the stream keeps them apart; on
-the host a plan is written to pinned memory that the device copies from, and `planning` waits until
-it has copied the last one. It has when the step before the last has ended, so nobody waits long.
+A step may be planned while the one before it runs. On the device the stream orders them; on the
+host a plan is written to pinned memory that the device copies from, and `planning` waits until the
+device has copied the last plan. That is so once the step before the last has ended, so the wait is
+short.
 """
 
 import math

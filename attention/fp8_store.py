@@ -1,6 +1,6 @@
-"""One Triton kernel that stores a step's keys and values in an FP8 pool: scaled, cut off, by slot.
+"""One Triton kernel that scales, clamps and stores a step's keys and values in an FP8 pool.
 
-In torch it would be six small kernels a layer, which a decode step would notice.
+In torch it would be six small kernels per layer, which would slow down a decode step.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """One Triton kernel that rotates a step's queries and keys and stores keys and values.
 
-The libraries take two kernels and two passes over the keys for it. Its
-successor may begin before it has ended (programmatic dependent launch), as it begins before its
-predecessor has: it waits before it reads anything.
+Libraries take two kernels and two passes over the keys for this. With programmatic dependent launch
+it starts before its predecessor has ended, and waits before it reads anything; its successor may do
+the same.
 """
 
 from typing import Any, Final

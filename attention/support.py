@@ -1,4 +1,4 @@
-"""What each attention backend serves, known before a model is loaded: no torch, no flashinfer."""
+"""What each attention backend supports, known before a model is loaded: no torch, no flashinfer."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvicorn
 import uvloop
 
+from benchmarks.processor import cpu_s
 from engine.client import EngineClient
-from engine.http import PlainHooks, create_app
+from engine.http import ServerHooks, create_app
 from engine.launch import SocketFolder
 from engine.tokenizer import Tokenizer
 from engine.transport import EngineTransport
@@ -92,7 +92,7 @@ async def _play_http(folder: str, tokenizer: Tokenizer) -> None:
     client = EngineClient(f"ipc://{folder}/http")
     await client.start()
     await client.wait_ready(START_TIMEOUT_S)
-    app = create_app(client, tokenizer, _Settings(), PlainHooks(), "fp_benchmark")
+    app = create_app(client, tokenizer, _Settings(), ServerHooks(), "fp_benchmark")
     config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off")
     listener = config.bind_socket()
     lifecycle.report_ready({"url": f"http://127.0.0.1:{listener.getsockname()[1]}"})
@@ -169,9 +169,9 @@ async def _measure(url: str, pids: dict[str, int], options: argparse.Namespace) 
         await drain.open(url, _request(options))
     await asyncio.sleep(WARM_UP_S)
     events, began = drain.num_events, time.perf_counter()
-    cpu = {name: _cpu_s(pid) for name, pid in pids.items()}
+    cpu = {name: cpu_s(pid) for name, pid in pids.items()}
     await asyncio.sleep(options.seconds)
-    used = {name: _cpu_s(pid) - cpu[name] for name, pid in pids.items()}
+    used = {name: cpu_s(pid) - cpu[name] for name, pid in pids.items()}
     measured = Measured(time.perf_counter() - began, drain.num_events - events, used)
     await drain.close()
     return measured
@@ -187,12 +187,6 @@ async def _until_ready(url: str) -> None:
         if b" 200 " in head.split(b"\r\n")[0]:
             return
         await asyncio.sleep(0.05)
-
-
-def _cpu_s(pid: int) -> float:
-    """The processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _report(measured: Measured, options: argparse.Namespace) -> None:

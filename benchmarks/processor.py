@@ -46,3 +46,9 @@ def _once_ms() -> float:
     for number in range(_ROUNDS):
         total += number & 7
     return (time.perf_counter() - started) * 1e3
+
+
+def cpu_s(pid: int) -> float:
+    """The processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -16,11 +16,11 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvloop
 
 from benchmarks.percentiles import LEVELS, percentile
+from benchmarks.processor import cpu_s
 from protocol import lifecycle
 
 PATH = "/v1/completions"
@@ -136,17 +136,11 @@ async def _measure(urls: Sequence[str], proxy_pid: int, concurrency: int, count:
         await asyncio.sleep(0.05)
     await _timed(lambda: ask(proxy), concurrency, count // 4)
     direct_s = await _timed(both, concurrency, count)
-    began, cpu_began = time.perf_counter(), _cpu_s(proxy_pid)
+    began, cpu_began = time.perf_counter(), cpu_s(proxy_pid)
     proxied_s = await _timed(lambda: ask(proxy), concurrency, count)
-    elapsed_s, cpu_s = time.perf_counter() - began, _cpu_s(proxy_pid) - cpu_began
+    elapsed_s, used_s = time.perf_counter() - began, cpu_s(proxy_pid) - cpu_began
     client.close()
-    return Measured(direct_s, proxied_s, elapsed_s, cpu_s)
-
-
-def _cpu_s(pid: int) -> float:
-    """The processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return Measured(direct_s, proxied_s, elapsed_s, used_s)
 
 
 def _report(measured: Measured, concurrency: int) -> None:

@@ -1,4 +1,4 @@
-"""What to do when a prompt's KV cannot be had from its prefill server."""
+"""What to do when a prompt's KV cannot be pulled."""
 
 from dataclasses import dataclass
 

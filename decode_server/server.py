@@ -5,29 +5,26 @@ this way of sampling; everything else about it (lease, peer, bytes) the engine f
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from decode_server.failure import FailurePolicy
-from engine.http_hooks import nothing
+from engine.http_hooks import ServerHooks
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.kv_params import KVTransferParams
 from protocol.messages import (
-    AddRequest,
     EngineInput,
-    EngineReady,
     ReleaseRemote,
     SamplingParams,
-    TokenDelta,
 )
 from protocol.openai import GenerationRequest
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeHooks:
+class DecodeHooks(ServerHooks):
     """Verifies kv_transfer_params; see FailurePolicy for what a bad reference leads to.
 
     Args:
@@ -87,18 +84,10 @@ class DecodeHooks:
             return params.tokenized()
         return None  # `prepare` tells what is wrong with it
 
-    def admit(
-        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
-    ) -> Callable[[], None]:
-        return nothing
-
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """A refused request's KV goes home now, not when its lease expires."""
         ours = kv_params.signed(kv_transfer_params, self.secret)
         return [ReleaseRemote(kv_params.to_remote_prefill(params)) for params in ours]
-
-    def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
-        return {}
 
 
 def _check_belongs(

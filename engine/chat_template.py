@@ -23,6 +23,10 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class BrokenTemplate(ValueError):
+    """A model's chat template is none; the message names the file and what is wrong."""
+
+
 class ChatTemplate:
     """A compiled template. Templates come from the hub, so they are not trusted."""
 
@@ -95,14 +99,25 @@ def _cut_at_the_end_of_the_last_message(text: str) -> str:
 
 
 def find_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
-    """The directory's default template: chat_template.jinja before tokenizer_config.json."""
+    """The directory's default template: chat_template.jinja before tokenizer_config.json.
+
+    Raises:
+        BrokenTemplate: it cannot be read.
+    """
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return ChatTemplate(path.read_text("utf-8"))
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several templates by name
-        found = {item["name"]: item["template"] for item in found}.get("default")
-    return ChatTemplate(found) if isinstance(found, str) else None
+    try:
+        if path.is_file():
+            return ChatTemplate(path.read_text("utf-8"))
+        path = folder / "tokenizer_config.json"
+        found = config.get("chat_template")
+        if isinstance(found, list):  # several templates by name
+            found = {item["name"]: item["template"] for item in found}.get("default")
+        return ChatTemplate(found) if isinstance(found, str) else None
+    except jinja2.TemplateSyntaxError as error:
+        told = f"{error.message}, line {error.lineno}"
+    except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"
+    raise BrokenTemplate(f"{path} holds a chat template that cannot be read: {told}; correct it")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: one per padded number of sequences, all in one memory pool.
 
 A decode step of a small batch launches hundreds of short kernels; replaying them as one graph takes
-the host's time out of the step. A graph reads its inputs from buffers that stay where they are:
-token ids and positions here, block tables in the attention backend, what the step before drew in
-`LastDrawn`, where it leaves its own greedy draws. A step is padded to the next
-captured size; the added rows read and write the null block, and their outputs are dropped.
+the host's time out of the step. A graph reads its inputs from fixed buffers: token ids and
+positions here, block tables in the attention backend, the tokens of the previous step in
+`LastDrawn`, where it also leaves its own greedy draws. A step is padded to the next captured size;
+the added rows read and write the null block, and their outputs are dropped.
 """
 
 import logging

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 
 from engine.client import Engine
 from engine.http_generate import CHAT, COMPLETIONS, RESPONSES, Api
-from engine.http_hooks import HttpSettings, PlainHooks, ServerHooks
+from engine.http_hooks import HttpSettings, ServerHooks
 from engine.http_middleware import (
     CLIENT_GONE,
     ClientDisconnected,
@@ -30,6 +30,7 @@ from engine.http_middleware import (
     plain_error,
     read_body,
 )
+from engine.http_tally import expose_from_start
 from engine.http_text import Texts
 from engine.http_tokenize import add_tokenizing
 from engine.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ from protocol.openai import RELEASE_PATH, parse_json_object
 from protocol.openai_responses import model_card, model_list
 from protocol.shown import shown
 
-__all__ = ["HttpSettings", "PlainHooks", "ServerHooks", "create_app"]
+__all__ = ["HttpSettings", "ServerHooks", "create_app"]
 
 log = get_logger(__name__)
 
@@ -68,6 +69,7 @@ def create_app(
         fingerprint: the `system_fingerprint` of answers.
     """
     metrics = Metrics("server")
+    expose_from_start(metrics, (endpoint.name for _, endpoint in _ENDPOINTS))
     api = Api(client, tokenizer, settings, hooks, metrics, Texts(tokenizer), fingerprint)
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.metrics = metrics
@@ -136,6 +138,7 @@ def _add_operations(app: FastAPI, api: Api) -> None:
             num_blocks=engine.num_blocks,
             block_size=engine.block_size,
             max_model_len=engine.max_model_len,
+            max_num_seqs=api.settings.max_num_seqs,
         )
 
     @app.get("/metrics")

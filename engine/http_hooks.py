@@ -24,11 +24,10 @@ class HttpSettings(Protocol):
     def tool_call_parser(self) -> str: ...
 
 
-class ServerHooks(Protocol):
-    """What a prefill or a decode server adds to the HTTP API."""
+class ServerHooks:
+    """What a prefill or a decode server adds to the HTTP API; by itself, nothing."""
 
-    @property
-    def role(self) -> str: ...
+    role: str = "both"
 
     def prepare(
         self,
@@ -42,12 +41,12 @@ class ServerHooks(Protocol):
         Raises:
             KVParamsRejected: the request's kv_transfer_params cannot be honoured.
         """
-        ...
+        return [{} for _ in prompts]
 
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         """The text digest and the token ids of the one prompt, where a holder of the cluster
         secret tells them; see http_text.text_digest."""
-        ...
+        return None
 
     def admit(
         self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
@@ -57,46 +56,17 @@ class ServerHooks(Protocol):
         Raises:
             Overloaded: there is no room for these prompts together.
         """
-        ...
+        return nothing
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """What to tell the engine when a request with these params was refused, or when nobody
         will come for the KV that they stand for."""
-        ...
+        return ()
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         """Top-level members of the response, from the last delta of each prompt, in order."""
-        ...
+        return {}
 
 
 def nothing() -> None:
     """What an admitted request's end asks for, unless a server says otherwise."""
-
-
-class PlainHooks:
-    """A server that does its own prefill and decode and nothing else."""
-
-    role = "both"
-
-    def prepare(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[list[int]],
-        sampling: SamplingParams,
-        stop_token_ids: Sequence[int] = (),
-    ) -> Sequence[Mapping[str, Any]]:
-        return [{} for _ in prompts]
-
-    def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
-        return None
-
-    def admit(
-        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
-    ) -> Callable[[], None]:
-        return nothing
-
-    def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        return ()
-
-    def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
-        return {}

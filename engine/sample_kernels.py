@@ -1,10 +1,10 @@
 """Drawing a step's tokens on a GPU: what engine/sampler.py says, in a few Triton kernels.
 
 No kernel sorts, and no step waits for the device. A row's smallest allowed value is searched for
-among the bit patterns of floats, which ascend as the values do: a token is allowed if what is
-larger than it weighs less than the limit, which holds from some value on. Each pass over the row
-weighs what is larger than seven values at once and so cuts the range to an eighth, until one value
-is left: after eleven passes at the latest.
+among the bit patterns of floats, which ascend as the values do: a token is allowed if all larger
+ones together weigh less than the limit, which holds from some value on. Each pass over the row
+compares with seven values at once and so cuts the range to an eighth, until one value is left:
+after at most eleven passes.
 
 The largest logit of a row tells how it is read: a finite one is subtracted; +inf leaves only the
 tokens that have it; where there is nothing but NaN and -inf, token 0 is sure.

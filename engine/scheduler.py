@@ -267,12 +267,15 @@ class Scheduler:
 
     @staticmethod
     def _count_skipped(sequence: Sequence) -> None:
-        """Hits that were lost before the prompt was there are computed after all."""
+        """Hits that were lost before the prompt was there are computed after all; what became one
+        only since the first admission was computed here as well."""
         hits = min(sequence.num_computed, sequence.num_prompt_tokens)
         if not sequence.was_admitted:
             sequence.num_skipped = hits
         elif not (sequence.num_transferred or sequence.num_recomputed):
             sequence.num_skipped = min(sequence.num_skipped, hits)
+            if hits == sequence.num_prompt_tokens:
+                sequence.num_recomputed = hits - sequence.num_skipped
         sequence.was_admitted = True
 
     def _match(self, sequence: Sequence) -> list[int]:

@@ -1,7 +1,8 @@
 """How long a step of many tokens will take, and so when the next one should be planned.
 
-A step is launched before the one under way has ended. Right after that one began is too soon where
-it takes long: whoever comes meanwhile would wait for both. A while before its end is soon enough.
+The next step is launched before the current one has ended. If the current one is long, planning the
+next right after its start is too soon: a request that arrives meanwhile would wait for both. A
+while before its end is soon enough.
 """
 
 from typing import Final

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine.http_hooks import nothing
+from engine.http_hooks import ServerHooks, nothing
 from engine.http_middleware import KV_PARAMS_BYTES, LOGPROB_BYTES
 from prefill_server.transfers import Transfers
 from protocol import kv_params
@@ -20,7 +20,7 @@ from protocol.openai import GenerationRequest
 from protocol.shown import shown
 
 
-class PrefillHooks:
+class PrefillHooks(ServerHooks):
     """A request with `do_remote_decode` is prefilled, its KV leased and described in the answer.
 
     A request without is an ordinary one: this server then generates all of it.
@@ -50,9 +50,6 @@ class PrefillHooks:
                 param="kv_transfer_params.do_remote_decode",
             )
         return [{"retain_kv": True} for _ in prompts]
-
-    def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
-        return None
 
     def admit(
         self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None

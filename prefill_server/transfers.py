@@ -1,7 +1,7 @@
-"""Which requests prefill for whom, by the name that a proxy gave the whole.
+"""Which engine requests belong to which prefill leg, by the `transfer_id` that a proxy gave it.
 
-A proxy that gives a prefill up cannot know whether its answer is on the way, with leased KV that
-only the answer tells of. By the name it calls the requests off that it asked for.
+A proxy that gives up a prefill leg cannot know whether the answer, which alone names the leased KV,
+is on its way. With the `transfer_id` it can cancel the requests of that leg.
 """
 
 from collections import OrderedDict

@@ -8,12 +8,12 @@ VENV ?= .venv
 PORT ?= 8000
 MODEL ?=
 ARGS ?=
-# Of `make eval`: lm_eval tasks by name, documents of each (none: all), the endpoint.
+# For `make eval`: names of lm_eval tasks, documents per task (none: all), the endpoint.
 TASKS ?=
 LIMIT ?=
 URL ?= http://127.0.0.1:$(PORT)
-# Tests in a process per core (tests/conftest.py), a file at a time, in order: long files are early.
-# No two tests meet, the long ones neither: ports, folders, networks and processes are their own.
+# One process per core (tests/conftest.py), each running a file at a time; long files come early.
+# Tests do not interfere: each has ports, folders, networks and processes of its own.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 # A further package index for torch, such as https://download.pytorch.org/whl/cpu, whose builds are
 # a tenth of the size where there is no GPU.
@@ -42,10 +42,10 @@ serve: $(SERVE_STAMP)  ## a local cluster behind one endpoint (PORT= MODEL= ARGS
 
 setup: $(TEST_STAMP)  ## everything installed, nothing run
 
-test: lint  ## lint, types, and every test that needs no GPU and not long (ARGS= for pytest)
+test: lint  ## lint, types, and the tests that need no GPU, but for slow ones (ARGS= for pytest)
 	@$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu and not multi_gpu' $(ARGS)
 
-test-all: lint  ## also the long tests; the last line is JSON, for docs/log.md
+test-all: lint  ## also the slow tests; the last line is JSON, for docs/log.md
 	@mkdir -p build
 	@status=0; $(PY) -m pytest $(PARALLEL) -m 'not gpu and not multi_gpu' -o timeout=900 \
 	  --junitxml=build/test-all.xml $(ARGS) || status=$$?; \

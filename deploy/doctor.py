@@ -24,9 +24,11 @@ _MIN_MEMLOCK_BYTES = 64 << 30  # with RDMA the whole KV pool is locked
 class DoctorSettings(BatonSettings):
     """How KV would move between servers of this machine, how fast, and what is missing."""
 
-    measure: bool = Field(True, description="move bytes; else only look at what is there")
-    nbytes: int = Field(64 << 20, ge=1 << 20, le=1 << 34, description="to move each way (bytes)")
-    as_json: bool = Field(False, description="print one JSON line instead of a text")
+    measure: bool = Field(True, description="move bytes; otherwise only look")
+    nbytes: int = Field(
+        64 << 20, ge=1 << 20, le=1 << 34, description="to move on each path (bytes)"
+    )
+    as_json: bool = Field(False, description="print one JSON line instead of text")
 
 
 def links(host: Host, nbytes: int) -> list[Link]:
@@ -128,7 +130,7 @@ def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
     if found:
         default = DecodeOptions().transfer_for("cuda" if host.gpus else "cpu")
         lines.append(f"--transfer {default} (the default here) uses: {used(default, found)}")
-    lines += [f"WARNING: {note}" for note in notes] or ["nothing needs mending"]
+    lines += [f"WARNING: {note}" for note in notes] or ["nothing needs fixing"]
     return "\n".join(lines)
 
 

@@ -4,22 +4,17 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
-from pydantic_settings import NoDecode
 
 from kvcache.transfer.explain import Explanation, Geometry, Model, explain
 from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, PlanError
 from model.config import load_config
 from protocol.handshake import FP8
-from protocol.settings import (
-    DEFAULT_MODEL,
-    BatonSettings,
-    DType,
-    parse,
-)
+from protocol.settings import DEFAULT_MODEL, BatonSettings, DType, parse
 from protocol.settings_kv import ContextParallelism, GeometryOptions, LinkOptions
+from protocol.settings_sources import Listed
 
 
 class PlanGroup(GeometryOptions):
@@ -66,16 +61,16 @@ class PlanSettings(LinkOptions, BatonSettings):
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     device: Literal["cpu", "cuda"] = Field("cpu", description="whose links and dtype to assume")
-    transfer_costs: Annotated[tuple[float, ...], NoDecode] = Field(
+    transfer_costs: Listed[float] = Field(
         (),
         description="us per descriptor, GB/s of reading, GB/s of placing, such as 3,8,7 (none: "
-        "what was seen on --device; a server measures its own)",
+        "usual values of --device; servers measure their own)",
     )
     tokens: int = Field(1000, ge=1, description="length of the prompt (tokens)")
-    hit_tokens: int = Field(0, ge=0, description="prefix the decode server has already (tokens)")
+    hit_tokens: int = Field(0, ge=0, description="prefix already on the decode server (tokens)")
     staging_bytes: int = Field(512 * 2**20, ge=1, description="staging memory (bytes)")
     kv_convert: bool = Field(False, description="convert KV of another dtype instead of refusing")
-    as_json: bool = Field(False, description="print one JSON line instead of a text")
+    as_json: bool = Field(False, description="print one JSON line instead of text")
     prefill: PlanGroup = Field(PlanGroup(), description="geometry of the prefill server")
     decode: DecodePlanGroup = Field(DecodePlanGroup(), description="geometry of the decode server")
 

@@ -370,7 +370,7 @@ class PullCoordinator:
         has a new engine id as well as a new incarnation."""
         known = {
             **self._announced,
-            **{key_of(s.remote): address_of(s.remote) for s in self._states()},
+            **{key_of(s.remote): address_of(s.remote) for s in self._states() if s.is_undecided},
         }
         for key, at in known.items():
             if key != current and at == address:

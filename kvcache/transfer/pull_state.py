@@ -163,6 +163,11 @@ class PullState:
         return self.phase is Phase.FENCING or (self.phase is Phase.READING and bool(self._reports))
 
     @property
+    def is_undecided(self) -> bool:
+        """Neither done nor failed: `fail` would matter."""
+        return self._renews or self.phase is Phase.FENCING
+
+    @property
     def is_untouched(self) -> bool:
         """No READ was ordered, and who sent the reference ends its lease, or offers it to another
         engine: to give this pull up takes no abort."""
@@ -202,7 +207,7 @@ class PullState:
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
         """Something outside found that this pull cannot succeed."""
-        if self.phase in (Phase.DRAINING, Phase.CLOSING, Phase.ENDED):
+        if not self.is_undecided:
             return []
         self._error = error
         return self._stop(now)

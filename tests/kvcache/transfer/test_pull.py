@@ -174,6 +174,8 @@ def test_a_restart_fails_over_and_serves_again(rig: Any, engine_id: str) -> None
     failed = decode.wait(*ENDINGS, pull_id="b")
     assert isinstance(failed, PullFailed) and not failed.drained
     assert "restarted" in failed.error.message
+    decode.coordinator.connect(old)  # told who is there once more, while "b" still drains
+    assert isinstance(decode.wait(PeerFailed).error, (LeaseGone, PeerIncompatible))
     decode.agents[0].resume()
     assert decode.wait(PullDrained) == PullDrained("b")
     assert isinstance(decode.wait(*ENDINGS, pull_id="c"), PullDone)

@@ -54,8 +54,16 @@ class _Chaos:
         except QuarantineOverflow:
             self.check_overflow()
 
-    def events(self, count: int) -> None:
+    def events(self, count: int, *, most_waiting: int | None = None) -> None:
+        """
+        Args:
+            most_waiting: requests in D's queue, before the next event. Where more come than a
+                pool of which half hangs can serve, every lease is gone before its turn.
+        """
+        waiting = self.pair.d.core.scheduler.waiting
         for _ in range(count):
+            if most_waiting is not None:
+                self.pair.until(lambda: len(waiting) <= most_waiting)
             self._event()
             self.pair.p.core.check_integrity()
             self.pair.d.core.check_integrity()
@@ -184,7 +192,7 @@ def test_an_engine_that_has_to_give_up_has_told_nothing_wrong(seed: int) -> None
     chaos.pair.d.agent.stall()
     try:
         with pytest.raises(QuarantineOverflow):
-            chaos.events(10_000)  # mostly some 100; the threads may lag
+            chaos.events(10_000, most_waiting=4)  # mostly some 100
         chaos.check_overflow()
     finally:
         chaos.close()

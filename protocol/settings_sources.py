@@ -141,7 +141,8 @@ def check_environment(cls: type[BaseModel], programs: Iterable[type[BaseModel]])
             continue
         if name in INTERNAL_VARIABLES or name.upper() in known:
             continue
-        raise ConfigError(f"unknown environment variable {name}{suggestion(name, known)}")
+        near = suggestion(name, known | MACHINE_VARIABLES)
+        raise ConfigError(f"unknown environment variable {name}{near}")
 
 
 def unread_variables(cls: type[BaseModel]) -> list[str]:

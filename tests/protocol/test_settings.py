@@ -99,11 +99,18 @@ def test_an_unknown_option_is_an_error(
         load(cls, argv)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("BATON_BLOK_SIZE", "BATON_BLOCK_SIZE"),
+        ("BATON_CASHE", "BATON_CACHE"),  # no option, but read all the same
+    ],
+)
 def test_an_unknown_variable_is_an_error_with_near_matches(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, wrong: str, near: str
 ) -> None:
-    monkeypatch.setenv("BATON_BLOK_SIZE", "16")
-    with pytest.raises(ConfigError, match=r"BATON_BLOK_SIZE \(did you mean BATON_BLOCK_SIZE"):
+    monkeypatch.setenv(wrong, "16")
+    with pytest.raises(ConfigError, match=rf"{wrong} \(did you mean {near}"):
         load(PrefillSettings, [])
 
 

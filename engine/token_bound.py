@@ -42,12 +42,14 @@ class _Rules(NamedTuple):
 
     Attributes:
         is_byte_level: the vocabulary spells each byte as one character.
+        spells_spaces: a space becomes `_SPACE` before the vocabulary is asked.
         form: the Unicode normalization, or None.
         has_all_bytes: a character without a token of its own becomes tokens of its bytes.
         swallows: an added token takes the whitespace around it.
     """
 
     is_byte_level: bool
+    spells_spaces: bool
     form: _Form | None
     has_all_bytes: bool
     swallows: bool
@@ -90,37 +92,45 @@ class TokenBound:
         assert rules is not None
         if (rules.swallows and char.isspace()) or unicodedata.category(char) == "Cs":
             return 0.0
-        spelled = _SPACE if char == " " else char
-        if not rules.is_byte_level and not rules.has_all_bytes and spelled not in self._vocab:
+        spelled = _SPACE if char == " " and rules.spells_spaces else char
+        if not rules.is_byte_level and not rules.has_all_bytes and spelled not in self._own:
             return 0.0
         return sum(self._weights[byte] for byte in char.encode())
 
     @cached_property
-    def _vocab(self) -> dict[str, int]:
-        return self._tokenizer.get_vocab(with_added_tokens=True)
+    def _own(self) -> dict[str, int]:
+        """The vocabulary without added tokens, which may be of no use where they stand."""
+        return self._tokenizer.get_vocab(with_added_tokens=False)
 
     @cached_property
     def _rules(self) -> _Rules | None:
         """None: not known well enough."""
-        return _rules_of(self._tokenizer, self._vocab)
+        return _rules_of(self._tokenizer, self._own)
 
     @cached_property
     def _weights(self) -> list[float]:
         """Of each byte, 0 to 1."""
         assert self._rules is not None
-        stretches = {s for token in self._vocab for s in self._stretches(token)} - {b""}
+        spellings = {*self._own, *self._added_spellings()}
+        stretches = {s for token in spellings for s in self._stretches(token)} - {b""}
         weights = _weigh(sorted(stretches))
         if self._rules.is_byte_level:
             alphabet = enumerate(byte_alphabet())
-            return [weights[byte] if char in self._vocab else 0.0 for byte, char in alphabet]
+            return [weights[byte] if char in self._own else 0.0 for byte, char in alphabet]
         return weights
+
+    def _added_spellings(self) -> Iterator[str]:
+        """What added tokens are looked for as, some of them only in text that is normalized."""
+        normalizer = self._tokenizer.normalizer
+        for token in self._tokenizer.get_added_tokens_decoder().values():
+            yield token.content
+            if token.normalized and normalizer is not None:
+                yield normalizer.normalize_str(token.content)
 
     def _stretches(self, token: str) -> Iterator[bytes]:
         """All that a token of this spelling may stand for, or more."""
         assert self._rules is not None
         yield token.encode()  # an added one
-        if self._rules.form and not token.isascii():
-            yield unicodedata.normalize(self._rules.form, token).encode()
         if self._rules.is_byte_level:
             mapped = [_BYTES.get(char) for char in token]
             yield bytes(byte for byte in mapped if byte is not None)
@@ -171,24 +181,28 @@ def _weigh(stretches: list[bytes]) -> list[float]:
     return found
 
 
-def _rules_of(tokenizer: tokenizers.Tokenizer, vocab: dict[str, int]) -> _Rules | None:
+def _rules_of(tokenizer: tokenizers.Tokenizer, own: dict[str, int]) -> _Rules | None:
     model = tokenizer.model
     if type(model) is not tokenizers.models.BPE:
         return None
     if model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
     cuts, changes = _parts(tokenizer.pre_tokenizer), _parts(tokenizer.normalizer)
-    is_byte_level = any(part["type"] == "ByteLevel" for part in cuts)
+    num_byte_levels = sum(part["type"] == "ByteLevel" for part in cuts)
+    spells_spaces = any(part["type"] in ("Metaspace", "Replace") for part in (*cuts, *changes))
     forms = [form for form in _FORMS if any(part["type"] == form for part in changes)]
     if not all(map(_keeps_all, cuts)) or len(forms) > 1:
         return None
     if not all(part["type"] in _FORMS or _spells_spaces(part) for part in changes):
         return None
+    if num_byte_levels > 1 or (num_byte_levels and spells_spaces):  # bytes of other characters
+        return None
     added = tokenizer.get_added_tokens_decoder().values()
     return _Rules(
-        is_byte_level=is_byte_level,
+        is_byte_level=num_byte_levels > 0,
+        spells_spaces=spells_spaces,
         form=forms[0] if forms else None,
-        has_all_bytes=model.byte_fallback and all(f"<0x{b:02X}>" in vocab for b in range(256)),
+        has_all_bytes=model.byte_fallback and all(f"<0x{b:02X}>" in own for b in range(256)),
         swallows=any(token.lstrip or token.rstrip for token in added),
     )
 

@@ -82,6 +82,22 @@ def _with_normalized_tokens() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _of_characters(spelled: str, added: AddedToken) -> tokenizers.Tokenizer:
+    vocab = {char: at for at, char in enumerate(["<unk>", *spelled])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True))
+    tokenizer.add_tokens([added])
+    return tokenizer
+
+
+def _with_words_added() -> tokenizers.Tokenizer:
+    tokenizer = _of_characters("\u2581abceh lot", AddedToken("hello", normalized=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.add_tokens([AddedToken("a t", normalized=True)])
+    return tokenizer
+
+
 def _cutting(cut: Any) -> tokenizers.Tokenizer:
     tokenizer = _byte_level()
     inner = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -107,6 +123,8 @@ _KNOWN: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "swallowing": _swallowing,
     "words": lambda: _words(byte_fallback=True),
     "words without bytes": lambda: _words(byte_fallback=False),
+    "words added": _with_words_added,
+    "a character added": lambda: _of_characters("\u2581aehlo", AddedToken("q", single_word=True)),
     "split": lambda: _cutting(pre_tokenizers.Split(Regex("[ae]"), "merged_with_next")),
 }
 _UNKNOWN: dict[str, Callable[[], tokenizers.Tokenizer]] = {
@@ -116,8 +134,11 @@ _UNKNOWN: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "stripping": lambda: _byte_level(form=normalizers.Strip()),
     "replacing": lambda: _byte_level(form=normalizers.Replace(Regex(" +"), " ")),
     "word pieces": _word_pieces,
+    "bytes of other spaces": lambda: _cutting(pre_tokenizers.Metaspace()),
+    "bytes of bytes": lambda: _cutting(pre_tokenizers.ByteLevel()),
 }
 _MADE = {name: make() for name, make in {**_KNOWN, **_UNKNOWN}.items()}
+_BOUNDS = {name: TokenBound(tokenizer) for name, tokenizer in _MADE.items()}
 
 
 @pytest.mark.parametrize("name", _KNOWN)
@@ -133,6 +154,10 @@ _MADE = {name: make() for name, make in {**_KNOWN, **_UNKNOWN}.items()}
 @example(pieces=[("\u1100\u1161\u11a8", 500)])
 @example(pieces=[("~", 5000)])
 @example(pieces=[("\u212b", 900)])
+@example(pieces=[(" hello", 900)])
+@example(pieces=[("a\u2581t", 900)])
+@example(pieces=[("a", 1), ("q", 900), ("a", 1)])
+@example(pieces=[(" ", 900), ("a", 1)])
 @example(pieces=[("\u00c5", 900)])
 @example(pieces=[("a", 900)])
 @example(pieces=[("e\u0301\u0301", 90), ("か\u3099", 90), ("\u09c7\u09be", 90)])
@@ -142,31 +167,32 @@ def test_no_text_has_fewer_tokens_than_its_bound(name: str, pieces: list[tuple[A
     if any("\ud800" <= char <= "\udfff" for char in text):
         return  # no tokenizer takes half a character
     found = len(tokenizer.encode(text, add_special_tokens=False))
-    assert TokenBound(tokenizer).at_least(text, 0) <= found
+    assert _BOUNDS[name].at_least(text, 0) <= found
 
 
 @pytest.mark.parametrize("name", _KNOWN)
 def test_a_long_text_of_a_known_tokenizer_has_a_bound_of_use(name: str) -> None:
     text = "Hello, world: he said 1234 things. " * 1000
     found = len(_MADE[name].encode(text, add_special_tokens=False))
-    least = 0 if name in ("bytes missing", "words without bytes", "words") else 0.2
-    assert least * found < TokenBound(_MADE[name]).at_least(text, 100) <= found
+    is_little = name.startswith("words") or name in ("bytes missing", "a character added")
+    least = 0 if is_little else 0.2
+    assert least * found < _BOUNDS[name].at_least(text, 100) <= found
 
 
 @pytest.mark.parametrize("name", _UNKNOWN)
 def test_where_too_little_is_known_nothing_is_said(name: str) -> None:
-    assert TokenBound(_MADE[name]).at_least("a" * 100_000, 1) == 0
+    assert _BOUNDS[name].at_least("a" * 100_000, 1) == 0
 
 
 def test_what_is_below_enough_is_not_told() -> None:
-    bound = TokenBound(_MADE["byte-level"])
+    bound = _BOUNDS["byte-level"]
     sure = bound.at_least("q~" * 500, 1)
     assert sure > 100
     assert bound.at_least("q~" * 500, sure) == sure and bound.at_least("q~" * 500, sure + 1) == 0
 
 
 def test_texts_of_other_scripts_are_bounded_under_a_normalizer() -> None:
-    bound = TokenBound(_MADE["NFC"])
+    bound = _BOUNDS["NFC"]
     text = "你好世界" * 1000
     assert unicodedata.is_normalized("NFC", text)
     assert 1000 < bound.at_least(text, 1) <= len(_MADE["NFC"].encode(text))
@@ -174,7 +200,7 @@ def test_texts_of_other_scripts_are_bounded_under_a_normalizer() -> None:
 
 
 def test_others_run_while_a_very_long_text_is_looked_at() -> None:
-    bound = TokenBound(_MADE["byte-level"])
+    bound = _BOUNDS["byte-level"]
     bound.at_least("a" * 3000, 1)  # the weights
     turns = 0
     thread = threading.Thread(target=bound.at_least, args=("say so " * 1_500_000, 1))

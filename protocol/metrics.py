@@ -89,7 +89,8 @@ TABLE = (
     Spec("baton_engine_step_seconds", "counter", "engine", "Time spent in forward steps."),
     # Engine: moving KV.
     Spec("baton_kv_transfers", "counter", "engine",
-         "Pulls by outcome (done, failed) and path (direct, staged, mixed, mapped; none: failed).",
+         "Pulls by outcome (done, failed) and path (direct, staged, mapped; mixed: several of "
+         "these; none: failed, or nothing to read).",
          ("outcome", "path")),
     Spec("baton_kv_transfer_bytes", "counter", "engine", "Useful KV bytes pulled."),
     Spec("baton_kv_transfer_descriptors", "counter", "engine", "READ descriptors posted."),

@@ -28,6 +28,8 @@ from protocol.messages import ErrorInfo, RemotePrefill
 
 PeerKey = tuple[str, str]  # engine id, incarnation
 
+PATHS = ("direct", "staged", "mapped", "mixed", "none")  # mixed: several; none: nothing was read
+
 
 @dataclass(frozen=True)
 class PullSettings:
@@ -66,7 +68,7 @@ class PullDone:
     nbytes: int  # useful bytes, all ranks
     descriptors: int
     seconds: float  # from `pull` until the fence was passed
-    path: str  # "direct" | "staged" | "mapped" | "none" when there was nothing to read
+    path: str  # of PATHS
     fence: str = "none"  # "word": P's word was seen standing; "asked": P said ok
 
 

@@ -357,8 +357,8 @@ class PullState:
     def _done(self, now: float, fence: str) -> PullDone:
         nbytes = sum(report.nbytes for report in self._reports)
         descriptors = sum(report.descriptors for report in self._reports)
-        paths = sorted({report.path for report in self._reports} - {"none"})
-        path = "+".join(paths) or "none"
+        path, *others = {report.path for report in self._reports} - {"none"} or {"none"}
+        path = "mixed" if others else path
         return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path, fence)
 
 

@@ -59,7 +59,9 @@ def fencing() -> PullState:
     return pull
 
 
-def ended(rank: int, complete: bool = True, error: ErrorInfo | None = None) -> RankEnded:
+def ended(
+    rank: int, complete: bool = True, error: ErrorInfo | None = None, path: str = "direct"
+) -> RankEnded:
     return RankEnded(
         pull_id="a",
         rank=rank,
@@ -67,7 +69,7 @@ def ended(rank: int, complete: bool = True, error: ErrorInfo | None = None) -> R
         error=error,
         nbytes=10,
         descriptors=2,
-        path="direct",
+        path=path,
     )
 
 
@@ -112,6 +114,26 @@ def test_a_word_that_stands_is_the_fence_and_the_lease_is_closed_afterwards() ->
     assert pull.tick(at + 1.0) == [SendComplete("attempt")]  # until it is answered
     assert pull.fence_answered(False, "it ran out since", now=5.0) == []
     assert pull.phase is Phase.ENDED
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "whole"),
+    [
+        ("staged", "staged", "staged"),
+        ("none", "mapped", "mapped"),  # a rank that has all it needs
+        ("none", "none", "none"),
+        ("direct", "staged", "mixed"),
+        ("mixed", "mapped", "mixed"),
+    ],
+)
+def test_a_pull_whose_ranks_read_by_several_paths_is_mixed(
+    first: str, second: str, whole: str
+) -> None:
+    pull = reading()
+    pull.rank_ended(ended(0, path=first), now=2.0)
+    pull.rank_ended(ended(1, path=second), now=2.0)
+    (done,) = events(pull.word_seen(True, now=2.0))
+    assert done.path == whole
 
 
 def test_nothing_takes_a_passed_fence_back() -> None:

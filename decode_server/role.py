@@ -29,6 +29,8 @@ from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.pull import (
+    FENCES,
+    PATHS,
     PeerFailed,
     PeerReady,
     PullDone,
@@ -39,7 +41,7 @@ from kvcache.transfer.pull import (
 )
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
-from protocol.errors import BatonError, KVParamsRejected, Overloaded, RemoteKVError
+from protocol.errors import BatonError, InternalError, KVParamsRejected, Overloaded, RemoteKVError
 from protocol.handshake import EngineMetadata
 from protocol.messages import AddRequest, RemotePrefill
 from protocol.metrics import EngineHistogram, stat_key
@@ -75,18 +77,21 @@ def _lack(request: AddRequest, remote: RemotePrefill) -> str | None:
 def _zeros(policy: FailurePolicy) -> dict[str, float]:
     """Counters that are exposed from the start: a rate does not show the event with which its
     counter appeared, and what should not happen may happen once."""
-    failures = [
-        stat_key("baton_kv_transfer_failures", code=kind.code)
-        for kind in RemoteKVError.__subclasses__()
-    ]
+    kinds: list[type[BatonError]] = [*RemoteKVError.__subclasses__(), InternalError]
+    labelled = (
+        stat_key("baton_kv_recoveries", policy=policy.name),
+        stat_key("baton_kv_transfers", outcome="failed", path="none"),
+        *(stat_key("baton_kv_transfer_failures", code=kind.code) for kind in kinds),
+        *(stat_key("baton_kv_transfers", outcome="done", path=path) for path in PATHS),
+        *(stat_key("baton_kv_fences", by=fence) for fence in FENCES),
+    )
     plain = (
         "baton_kv_params_rejected",
         "baton_requests_locked_out",
         "baton_kv_transfer_bytes",
         "baton_kv_transfer_descriptors",
     )
-    recoveries = stat_key("baton_kv_recoveries", policy=policy.name)
-    return dict.fromkeys((*failures, *plain, recoveries), 0.0)
+    return dict.fromkeys((*labelled, *plain), 0.0)
 
 
 class DecodeRole(KVRole):

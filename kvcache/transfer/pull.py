@@ -29,6 +29,7 @@ from protocol.messages import ErrorInfo, RemotePrefill
 PeerKey = tuple[str, str]  # engine id, incarnation
 
 PATHS = ("direct", "staged", "mapped", "mixed", "none")  # mixed: several; none: nothing was read
+FENCES = ("word", "asked", "none")  # P's word was seen standing; P said ok; nothing was read
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class PullDone:
     descriptors: int
     seconds: float  # from `pull` until the fence was passed
     path: str  # of PATHS
-    fence: str = "none"  # "word": P's word was seen standing; "asked": P said ok
+    fence: str = "none"  # of FENCES
 
 
 @dataclass(frozen=True)

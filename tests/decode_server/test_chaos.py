@@ -44,6 +44,7 @@ class _Chaos:
             ),
             quarantine_timeout_s=0.5,
         )
+        self.series = self.pair.d.core.stats().keys()
         self.stems = [[self._token() for _ in range(30)] for _ in range(3)]
         self.asked: dict[str, tuple[list[int], int, int]] = {}  # prompt, max_tokens, choices
         self.aborted: set[str] = set()
@@ -76,6 +77,7 @@ class _Chaos:
         self.pair.settle()  # nothing has to expire for that
 
     def close(self) -> None:
+        assert self.pair.d.core.stats().keys() == self.series  # as they were before any event
         self.pair.d.agent.resume()
         self.pair.close()
 

@@ -16,6 +16,7 @@ from kvcache.transfer.pull import PullSettings
 from prefill_server import role
 from protocol import kv_params
 from protocol.messages import AbortRequest, FirstToken, ReleaseRemote
+from protocol.metrics import TABLE
 from tests.decode_server.conftest import MakePair
 from tests.decode_server.pair import COMPAT, SECRET, Pair
 from tests.engine.shadow import (
@@ -50,10 +51,27 @@ def test_unequal_geometries_are_bridged(
     pair.settle()
 
 
-def test_what_should_not_happen_is_counted_from_the_start(make_pair: MakePair) -> None:
+def test_every_series_is_there_before_its_first_event(make_pair: MakePair) -> None:
     stats = make_pair().d.core.stats()
-    assert stats["baton_kv_transfer_failures{code=lease_gone}"] == 0
-    assert stats["baton_kv_params_rejected"] == 0
+    paths = [
+        f"outcome=done,path={path}" for path in ("direct", "staged", "mapped", "mixed", "none")
+    ]
+    peer = ["peer_unreachable", "peer_incompatible", "lease_gone"]
+    labels = {
+        "baton_kv_transfers": [*paths, "outcome=failed,path=none"],
+        "baton_kv_fences": ["by=word", "by=asked", "by=none"],
+        "baton_kv_recoveries": ["policy=recompute"],
+        "baton_handshakes": [f"outcome={outcome}" for outcome in ("ok", *peer)],
+        "baton_kv_transfer_failures": [
+            f"code={code}" for code in (*peer, "transfer_failed", "pull_timeout", "internal_error")
+        ],
+    }
+    for name, values in labels.items():
+        exposed = {key: stats[key] for key in stats if key.startswith(name + "{")}
+        assert exposed == {f"{name}{{{value}}}": 0 for value in values}
+    for spec in TABLE:  # of the prefill role are the leases
+        if spec.origin == "engine" and not spec.name.startswith("baton_lease"):
+            assert any(key.startswith(spec.name) for key in stats), spec.name
 
 
 def test_the_first_token_is_sent_before_any_byte_has_moved(make_pair: MakePair) -> None:

@@ -48,7 +48,7 @@ test: lint  ## lint, types, and the tests that need no GPU, but for slow ones (A
 test-all: lint  ## also the slow tests; the last line is JSON, for docs/log.md
 	@mkdir -p build
 	@status=0; $(PY) -m pytest $(PARALLEL) -m 'not gpu and not multi_gpu' -o timeout=900 \
-	  --junitxml=build/test-all.xml $(ARGS) || status=$$?; \
+	  --hypothesis-profile=exploring --junitxml=build/test-all.xml $(ARGS) || status=$$?; \
 	  $(PY) tests/closing_line.py build/test-all.xml; exit $$status
 
 test-gpu: $(TEST_STAMP)  ## the tests that need GPUs, side by side (ARGS= for pytest)

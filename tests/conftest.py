@@ -1,5 +1,5 @@
-"""What holds for all tests: processes that share them (`pytest -n auto`, as in make test), and
-coroutines."""
+"""What holds for all tests: processes that share them (`pytest -n auto`, as in make test),
+coroutines, and what property tests draw."""
 
 import asyncio
 import inspect
@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -16,11 +17,17 @@ from protocol.cores import available_cores
 
 _MOST = 4  # processes: each starts servers of its own
 _EACH_BYTES = 4 << 30  # of memory: torch in every server, and a dozen servers at most
-_COROUTINE_S = 60.0
+_COROUTINE_S = 240.0  # pytest's own limit comes later: what a test has started ends in order
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
     # Threads that spin for work would take the cores from the other processes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# An example may take as long as it likes, since others want the processor. The same commit draws
+# the same examples, so that a run says something about a commit; `make test-all` draws new ones.
+hypothesis.settings.register_profile("exploring", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.hookimpl(optionalhook=True)  # GPU machines run part of the tests without pytest-xdist

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of another request
 MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every answer
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
+_TURNS = 4  # parts of a timeout, begun one by one: a machine may have stood still for longer
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope
 _PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
@@ -145,8 +146,15 @@ class _BoundedHttp(HttpToolsProtocol):
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
-    def _expect(self) -> asyncio.TimerHandle:
-        return self.loop.call_later(self.timeout_s, self._is_late)
+    def _expect(self, turns: int = _TURNS) -> asyncio.TimerHandle:
+        return self.loop.call_later(self.timeout_s / _TURNS, self._wait_on, turns - 1)
+
+    def _wait_on(self, turns: int) -> None:
+        """Between any two parts the loop has looked what has come."""
+        if turns > 0:
+            self._late = self._expect(turns)
+        else:
+            self._is_late()
 
     def _stop_expecting(self) -> None:
         if self._late is not None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 
 import pytest
 
@@ -54,6 +55,18 @@ async def test_a_head_that_comes_in_drops_has_one_timeout_and_a_body_one_for_eac
             await asyncio.sleep(TIMEOUT_S / 10)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         assert asyncio.get_running_loop().time() - started > 2 * TIMEOUT_S
+        writer.close()
+
+
+async def test_a_client_on_a_machine_that_stood_still_is_not_late() -> None:
+    async with Rig(client_timeout_s=TIMEOUT_S) as rig:
+        reader, writer = await connect(rig)
+        data = request()
+        writer.write(data[:-1])
+        await until(lambda: bool(rig.server.server_state.tasks))  # its body is being read
+        asyncio.get_running_loop().call_later(TIMEOUT_S / 10, writer.write, data[-1:])
+        time.sleep(1.5 * TIMEOUT_S)  # then the client's time to send has come, and the limit's
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
 
 

@@ -165,7 +165,12 @@ class Fake:
 
     def start(self) -> None:
         config = uvicorn.Config(
-            self, lifespan="off", log_config=None, access_log=False, http=_DroppingProtocol
+            self,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            http=_DroppingProtocol,
+            timeout_keep_alive=600,  # idle is not who shares a late event loop
         )
         self._server = _QuietServer(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self.listener]))

@@ -96,6 +96,8 @@ class Flow:
             is_long = trace.decode_only == _PREFILL_CONTEXT  # then for those of the longest context
             length = self._fleet.context(Kind.DECODE) if is_long else None
             unfit = self._unfit(Kind.DECODE, request, length or 0)
+            if self._fleet.num_ready(Kind.DECODE, unfit) == 0:  # a shorter one may be enough
+                unfit = self._unfit(Kind.DECODE, request)
             await self._decode("POST", request.path, request.headers, leg, reply, trace, unfit)
         else:
             await self._decode_prefilled(request, prefilled, reply, trace)
@@ -177,7 +179,8 @@ class Flow:
         """Has a prefill server answer the request; False: none can be had, nothing was sent."""
         leg = bodies.decode_leg(request.body, None)
         send = self._sender("POST", request.path, request.headers, leg, whole_from=400)
-        asked = await self._ask_prefill(request, send, trace, self._fleet.context(Kind.DECODE))
+        contexts = [self._fleet.context(kind) or 0 for kind in Kind]  # here one of P is enough
+        asked = await self._ask_prefill(request, send, trace, max(contexts))
         if asked is None:
             return False
         server, response = asked
@@ -240,7 +243,7 @@ class Flow:
         to be relayed. None: to be done without, which is counted.
 
         Args:
-            context: the longest of a decode server.
+            context: the longest of the servers that may be asked instead.
         """
         reason, unfit = _PREFILL_CHOICES, self._unfit(Kind.PREFILL, request)
         num_ready = self._fleet.num_ready
@@ -341,8 +344,8 @@ async def _relay(response: Response, reply: Reply, trace: Trace) -> bool:
 
 
 def _is_beyond(answer: Answer, own: int | None, context: int | None) -> bool:
-    """Whether a request too long for a prefill server's `own` context may fit the longest of a
-    decode server."""
+    """Whether a request too long for a prefill server's `own` context may fit another server, of
+    which the longest has `context`."""
     is_too_long = bodies.error_code(answer.body) == ContextLengthExceeded.code
     return is_too_long and own is not None and context is not None and own < context
 

@@ -11,7 +11,7 @@ from kvcache.transfer.staged import least_staging_bytes
 from kvcache.transfer.topology import heads_of
 from model.config import ModelConfig
 from model.sharding import check_parallelism
-from model.sizes import check_files, largest, num_elements, stored_dtypes
+from model.sizes import check_files, largest, num_elements, stored_elements
 
 _STORED: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MOST_BYTES_OF_A_GPU: Final = 2**41  # ample; how many it really has, its rank finds out
@@ -53,13 +53,15 @@ def check_weights(config: EngineConfig, model: ModelConfig, free_bytes: int | No
 def _elements_beside_files(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
     """Elements of weights that cannot be used where the files are mapped on a CPU, and what helps
     against them."""
-    stored = {_STORED.get(dtype) for dtype in stored_dtypes(Path(config.model_dir))}
-    if stored != {config.dtype}:
-        kept = " or ".join(sorted(dtype for dtype in stored if dtype))
-        return num_elements(model), f"use --dtype {kept}, as which the files can be mapped"
+    stored = stored_elements(Path(config.model_dir))
+    mapped = sum(stored[name] for name, dtype in _STORED.items() if dtype == config.dtype)
+    copied, fix = stored.total() - mapped, "use --no-pack-weights"
+    if copied > mapped:
+        kept = max(_STORED, key=lambda name: stored[name])
+        fix = f"use --dtype {_STORED[kept]}, as which the files can be mapped"
     if config.pack_weights and config.dtype == "float32":
-        return num_elements(model) - model.vocab_size * model.hidden_size, "use --no-pack-weights"
-    return 0, ""
+        copied = max(copied, num_elements(model) - model.vocab_size * model.hidden_size)
+    return copied, fix
 
 
 def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:

@@ -113,15 +113,8 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
         header = json.loads(file.read(size))
         tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
         end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
-        _ = [(math.prod(tensor["shape"]), tensor["dtype"]) for tensor in tensors]
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        OverflowError,
-        MemoryError,
-    ) as error:
+        _ = {tensor["dtype"]: int(math.prod(tensor["shape"])) for tensor in tensors}
+    except _UNREADABLE as error:
         raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
     start, found = 8 + size, os.fstat(file.fileno()).st_size
     if found < (wanted := start + end):

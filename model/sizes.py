@@ -5,6 +5,7 @@ norms and biases are negligible.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -165,9 +166,12 @@ def check_files(config: ModelConfig, folder: Path) -> None:
         )
 
 
-def stored_dtypes(folder: Path) -> set[str]:
-    """Of the tensors in a directory's safetensors files, as safetensors names them."""
-    return {entry["dtype"] for entry in _entries(folder).values()}
+def stored_elements(folder: Path) -> Counter[str]:
+    """How many elements a directory's safetensors files have of each dtype, by its name there."""
+    found: Counter[str] = Counter()
+    for entry in _entries(folder).values():
+        found[entry["dtype"]] += math.prod(entry["shape"])
+    return found
 
 
 def _entries(folder: Path) -> dict[str, dict[str, Any]]:

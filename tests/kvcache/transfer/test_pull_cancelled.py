@@ -1,0 +1,91 @@
+"""Pulls that are given up, at any moment, and engines that end with pulls under way."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.posts import PostLimits
+from kvcache.transfer.pull import PullDone, PullDrained
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import ENDINGS, Decode, Prefill, nixl_agent
+
+
+def test_cancel_before_the_pull_begins_ends_the_lease(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    remote = prefill.lease([5], 8)
+    decode.coordinator.hold("a", remote)
+    decode.coordinator.cancel("a")
+    assert decode.wait(*ENDINGS) == PullDrained("a")
+    assert prefill.outcomes() == ["aborted"]
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    decode.coordinator.cancel("a")
+    assert decode.settle() == []
+    assert not decode.pools[0].tensor.any()
+
+
+def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig: Any) -> None:
+    limits = PostLimits(max_bytes=64, max_runs=1, max_active=2)
+    prefill, decode = rig(Prefill), rig(Decode, limits=limits)
+    decode.agents[0].stall()
+    decode.coordinator.pull("a", prefill.lease([5, 6], 16), 0, 16, [3, 4])
+    while decode.agents[0].active < 2:
+        decode.woken.wait(0.01)
+    decode.coordinator.cancel("a")
+    assert decode.settle() == [] and prefill.server.counters()["held"] == 1
+    (job, _), *_ = decode.workers[0]._jobs.values()
+    while not job.stopping:  # the rank has been told
+        decode.woken.wait(0.01)
+    decode.agents[0].resume()
+    assert decode.wait(*ENDINGS) == PullDrained("a")
+    assert prefill.outcomes() == ["aborted"]
+    assert decode.workers[0].counters["posts"] == 2
+    assert decode.settle() == []
+
+
+def test_cancel_after_the_end_or_of_the_unknown_is_answered_once(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    for pull_id in ("a", "never seen"):
+        decode.coordinator.cancel(pull_id)
+        assert decode.wait(*ENDINGS) == PullDrained(pull_id)
+        decode.coordinator.cancel(pull_id)
+        assert decode.settle() == []
+
+
+@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
+def test_cancels_at_any_moment_end_in_one_drained_each(rig: Any, make_agent: Any) -> None:
+    limits = PostLimits(max_bytes=4096, max_runs=2, max_active=2)
+    prefill = rig(Prefill, make_agent, num_blocks=256)
+    patient = {"drain_grace_s": 60.0}  # else PullStuck may come first on busy machines
+    decode = rig(Decode, make_agent, tp=2, limits=limits, num_blocks=256, settings=patient)
+    for index in range(40):
+        remote = prefill.lease(list(range(1, 33)), 256)
+        decode.coordinator.hold(str(index), remote)
+        decode.coordinator.pull(str(index), remote, 0, 256, list(range(1, 33)))
+        decode.woken.wait(0.0002 * index)
+        decode.coordinator.cancel(str(index))
+        while not isinstance(event := decode.wait(*ENDINGS, pull_id=str(index)), PullDrained):
+            assert isinstance(event, PullDone)  # it was on its way
+        assert [e for e in decode.settle() if getattr(e, "pull_id", "") == str(index)] == []
+    assert set(prefill.outcomes(40)) <= {"aborted", "completed"}
+    assert prefill.server.counters()["held"] == 0
+
+
+def test_closing_with_pulls_in_flight_aborts_their_leases(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    decode.agents[0].stall()
+    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    decode.coordinator.hold("b", prefill.lease([6], 8))
+    while decode.agents[0].active == 0:
+        decode.woken.wait(0.01)
+    decode.coordinator.close()
+    assert prefill.outcomes(2) == ["aborted", "aborted"]
+    for worker in decode.workers:
+        worker.close()
+    decode.coordinator = decode.workers = None
+    decode.close = lambda: None

@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,6 +40,8 @@ from tests.engine.shadow import (
     assert_all_blocks_home,
     make_core,
 )
+from tests.kvcache.transfer.pull_rig import Clock
+from tests.ports import kept_ports
 
 SECRET = b"in-process secret"
 COMPAT = CompatRecord(
@@ -135,7 +138,10 @@ class Pair:
         self.depth = depth
         self._stripe = stripe  # as if D's ranks shared tokens
         self._quarantine_timeout_s = quarantine_timeout_s
+        self._ports = ExitStack()
+        (self._port,) = self._ports.enter_context(kept_ports(1))  # P's, also after its restart
         self.now_s = 1000.0  # P's clock, moved by hand
+        self.clock = Clock()  # the coordinator's
         self._prefill = p_block_size, p_order, lease_s, p_compat or self.compat
         self._gone: list[Side] = []  # whose memory a READ that hangs may still name
         self._start_prefill(*self._prefill)
@@ -164,7 +170,6 @@ class Pair:
         order: str,
         lease_s: float,
         compat: CompatRecord,
-        port: int = 0,
     ) -> None:
         pool, agent = self.make_pool(block_size, order), MemoryAgent("p")
         agent.register(pool.base_address, pool.nbytes)
@@ -186,7 +191,8 @@ class Pair:
             tp_size=1,
             ranks=[rank],
         )
-        self.leases = LeaseServer("127.0.0.1", port, metadata, SECRET, clock=lambda: self.now_s)
+        address = "127.0.0.1", self._port
+        self.leases = LeaseServer(*address, metadata, SECRET, clock=lambda: self.now_s)
         self.leases.start()
         self.p = self._side(pool, PrefillRole(config, self.leases), agent)
 
@@ -195,7 +201,13 @@ class Pair:
     ) -> None:
         pool, agent = self.make_pool(block_size, order), MemoryAgent("d")
         self.coordinator = PullCoordinator(
-            "tcp://127.0.0.1:0", 1, self.compat, SECRET, settings, stripe=self._stripe
+            "tcp://127.0.0.1:0",
+            1,
+            self.compat,
+            SECRET,
+            settings,
+            clock=self.clock,
+            stripe=self._stripe,
         )
         self.coordinator.start()
         address = self.coordinator.worker_address
@@ -208,17 +220,17 @@ class Pair:
 
     def restart_prefill(self) -> None:
         """P ends, and another one comes at its address."""
-        port = self.leases.address[1]
         self.leases.close()
         self.p.agent.close()
         self._gone.append(self.p)
-        self._start_prefill(*self._prefill, port=port)
+        self._start_prefill(*self._prefill)
 
     def close(self) -> None:
         self.coordinator.close()
         self.worker.close()
         self.leases.close()
         self.p.agent.close()
+        self._ports.close()
 
     def prefill(self, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
         """Runs the prompt on P and returns what it would answer."""
@@ -256,6 +268,11 @@ class Pair:
         )
         self.d.core.round([request, AbortRequest(name)] if aborted else [request])
         return name
+
+    def skip(self, seconds: float) -> None:
+        """Pulls that take longer by the coordinator's clock take too long."""
+        self.clock.skip(seconds)
+        self.coordinator._turns.take()
 
     def until(
         self,

@@ -84,7 +84,13 @@ class SharingPair(Pair):
         pools = [self.make_pool(block_size, order) for _ in stripes]
         agents = [MemoryAgent(f"d{stripe.rank}") for stripe in stripes]
         self.coordinator = PullCoordinator(
-            "tcp://127.0.0.1:0", dcp, self.compat, SECRET, settings, stripe=stripes[0]
+            "tcp://127.0.0.1:0",
+            dcp,
+            self.compat,
+            SECRET,
+            settings,
+            clock=self.clock,
+            stripe=stripes[0],
         )
         self.coordinator.start()
         heads, address = self.compat.total_kv_heads, self.coordinator.worker_address
@@ -112,3 +118,4 @@ class SharingPair(Pair):
             worker.close()
         self.leases.close()
         self.p.agent.close()
+        self._ports.close()

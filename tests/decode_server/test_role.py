@@ -26,6 +26,7 @@ from tests.engine.shadow import (
 )
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+HANGS = PullSettings(pull_timeout_s=100.0, drain_grace_s=0.01)  # `skip` says when it is over
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 13, 14])
@@ -158,7 +159,7 @@ def test_an_expired_lease_is_noticed_by_the_fence(make_pair: MakePair) -> None:
 def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_recomputed(
     make_pair: MakePair,
 ) -> None:
-    pair = make_pair(settings=PullSettings(pull_timeout_s=0.2, drain_grace_s=0.01))
+    pair = make_pair(settings=HANGS)
     whole = PROMPT[:12]
     params = pair.prefill(whole)
     pair.d.agent.stall()
@@ -166,6 +167,7 @@ def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_re
     pair.until(lambda: pair.d.agent.active > 0)
     pair.d.core.round([add("other", whole, 6)])
     pair.until(lambda: bool(pair.d.out.terminals("other")))
+    pair.skip(HANGS.pull_timeout_s)
     assert pair.answer(name) == expected_output(whole, 6)
     assert pair.usage(name) == (0, 12, 0)
     pair.d.agent.resume()
@@ -207,10 +209,10 @@ def test_cached_tokens_are_those_that_neither_server_computed(
 def test_a_read_that_does_not_end_quarantines_its_blocks_until_it_does(
     make_pair: MakePair,
 ) -> None:
-    pair = make_pair(settings=PullSettings(pull_timeout_s=0.2, drain_grace_s=0.05))
-    params = pair.prefill(PROMPT)
+    pair = make_pair(settings=HANGS)
     pair.d.agent.stall()
-    name = pair.ask(PROMPT, params)
+    name = _begin_read(pair, PROMPT)
+    pair.skip(HANGS.pull_timeout_s)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     counts = pair.d.core.scheduler.allocator.counts()
     assert counts[5] == 4, "four blocks may still be written to by the READ"
@@ -219,12 +221,14 @@ def test_a_read_that_does_not_end_quarantines_its_blocks_until_it_does(
 
 
 def test_an_engine_gives_up_when_half_its_pool_is_quarantined(make_pair: MakePair) -> None:
-    pair = make_pair(settings=PullSettings(pull_timeout_s=0.1, drain_grace_s=0.01))
+    pair = make_pair(settings=HANGS)
     pair.d.agent.stall()
     with pytest.raises(QuarantineOverflow, match=r"of 39 KV blocks are quarantined"):
         for first in range(8):
-            prompt = [first, *PROMPT, 7]  # full blocks: read directly, not through staging
-            pair.answer(pair.ask(prompt, pair.prefill(prompt), max_tokens=2))
+            # full blocks: read directly, not through staging
+            name = _begin_read(pair, [first, *PROMPT, 7])
+            pair.skip(HANGS.pull_timeout_s)
+            pair.answer(name)
     pair.d.agent.resume()
 
 
@@ -245,9 +249,11 @@ def test_aborted_pulls_that_hang_count_as_quarantined(make_pair: MakePair) -> No
 def test_an_aborted_pulls_blocks_come_home_when_its_reads_end(
     make_pair: MakePair, failed_before: bool
 ) -> None:
-    pair = make_pair(settings=PullSettings(pull_timeout_s=0.3, drain_grace_s=0.01))
+    pair = make_pair(settings=HANGS)
     pair.d.agent.stall()
     name = _begin_read(pair, [*PROMPT, 7, 7])
+    if failed_before:
+        pair.skip(HANGS.pull_timeout_s)
     while failed_before and not pair.coordinator.counters()["pulls_failed"]:
         time.sleep(0.001)  # the engine has not heard of it when the client leaves
     pair.d.core.round([AbortRequest(name)])
@@ -276,11 +282,12 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_lo
     monkeypatch.setattr(Pair, "limits", {"max_model_len": 160})
     pair = make_pair(
         p_block_size=8,
-        settings=PullSettings(pull_timeout_s=0.1, drain_grace_s=0.01),
+        settings=HANGS,
         quarantine_timeout_s=60.0 if ends == "the read" else 0.2,
     )
     pair.d.agent.stall()
     hung = _begin_read(pair, [*PROMPT, 7, 7])
+    pair.skip(HANGS.pull_timeout_s)
     assert pair.answer(hung) == expected_output([*PROMPT, 7, 7], 6)
     assert _num_quarantined(pair) == 4
     large, remote = list(range(1, 145)), list(range(2, 146))  # 36 of 39 blocks each
@@ -421,7 +428,7 @@ def test_ids_of_a_text_are_handed_over_unless_they_would_swell_the_reference(
 
 
 def test_many_requests_with_faults_all_get_their_own_text(make_pair: MakePair) -> None:
-    pair = make_pair(p_block_size=8, settings=PullSettings(pull_timeout_s=0.3, drain_grace_s=0.05))
+    pair = make_pair(p_block_size=8, settings=HANGS)
     asked: dict[str, list[int]] = {}
     for index in range(24):
         prompt = [*PROMPT[: index % 9], *range(index, index + 5)]
@@ -429,7 +436,11 @@ def test_many_requests_with_faults_all_get_their_own_text(make_pair: MakePair) -
         if index % 5 == 1:
             pair.d.agent.fail(1)
         if index % 7 == 3:
+            pair.until(lambda: pair.d.core.is_idle)  # a few hang, not half of the pool
             pair.d.agent.stall()
+        if index % 7 == 4:
+            pair.until(lambda: pair.d.agent.active > 0 or pair.d.core.is_idle)
+            pair.skip(HANGS.pull_timeout_s)
         if index % 7 == 5:
             pair.d.agent.resume()
         if index % 11 == 6:

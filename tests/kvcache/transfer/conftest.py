@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvcache.transfer.memory_agent import MemoryAgent
+from tests.ports import kept_ports
 
 
 @pytest.fixture
@@ -20,3 +21,10 @@ def rig() -> Iterator[Callable[..., Any]]:
     yield make
     for side in reversed(made):
         side.close()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where a prefill side may end and another one come."""
+    with kept_ports(1) as (port,):
+        yield port

@@ -24,7 +24,7 @@ from protocol.errors import LeaseGone, PeerUnreachable
 from protocol.handshake import Alert, Complete, EngineMetadata
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import DEADLINE_S, Child, Decode, Prefill, expected
+from pull_rig import DEADLINE_S, PATIENT, Child, Decode, Prefill, expected
 
 ROOT = Path(__file__).parents[3]
 ENDINGS = (PullDone, PullFailed, PullDrained)
@@ -228,13 +228,15 @@ def test_the_fence_does_not_wait_for_the_lease_thread(close: Any) -> None:
 def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(close: Any, how: str) -> None:
     gate = Gate()
     prefill = close(Prefill(MemoryAgent))
-    settings = {"renew_interval_s": 1000.0}
+    settings = {"renew_interval_s": 1000.0, **PATIENT}
     decode = close(Decode(MemoryAgent, make_mapped=gate.mapped, settings=settings))
-    remote = prefill.lease([5], 8, lease_s=0.5 if how == "expired" else 60.0)
+    remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert gate.launched.wait(DEADLINE_S)
     if how == "aborted":
         assert prefill.server.abort(remote.lease_id)
+    else:
+        prefill.clock.skip(remote.lease_s)
     assert prefill.outcomes() == [how]
     gate.opened.set()
     failed = decode.wait(*ENDINGS)
@@ -265,7 +267,7 @@ def test_of_two_readers_both_may_read_what_is_held_and_none_what_is_not(close: A
 def test_the_word_of_a_killed_peer_is_not_believed(close: Any) -> None:
     """Its pool is mapped here and its word stands for ever; every byte comes."""
     gate, prefill = Gate(), close(Child("prefill"))
-    settings = {"connection_timeout_s": 0.3}
+    settings = {"connection_timeout_s": 0.3, **PATIENT}
     decode = close(Decode(MemoryAgent, make_mapped=gate.mapped, settings=settings))
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])

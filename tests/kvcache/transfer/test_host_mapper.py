@@ -27,7 +27,7 @@ from protocol.handshake import EngineMetadata
 
 sys.path.insert(0, str(Path(__file__).parent))
 from geometry import DTYPES, Case, cases, garbage, memory_of, with_dtypes
-from pull_rig import Child, Decode, Prefill, expected
+from pull_rig import PATIENT, Child, Decode, Prefill, expected
 
 ENDINGS = (PullDone, PullFailed, PullDrained)
 
@@ -87,7 +87,8 @@ def test_a_pull_out_of_another_process(rig: Any, p_tp: int, d_tp: int) -> None:
 
 def test_a_peer_killed_before_the_pull_fails_it_at_the_fence_and_harms_nobody(rig: Any) -> None:
     prefill = rig(Child, "prefill")
-    decode = decode_side(rig, settings={"fence_timeout_s": 1.0, "connection_timeout_s": 0.3})
+    settings = {"fence_timeout_s": 1.0, "connection_timeout_s": 0.3, **PATIENT}
+    decode = decode_side(rig, settings=settings)
     first = prefill.lease([5, 2, 9], 20)
     decode.coordinator.pull("a", first, 0, 20, [3, 1, 7])
     assert isinstance(decode.wait(*ENDINGS), PullDone)

@@ -1,6 +1,7 @@
 """Pulls over the mapped path, without a GPU: P's pools are in this process, numpy gathers."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from protocol.errors import (
 from protocol.handshake import EngineMetadata
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import Decode, Prefill, expected
+from pull_rig import DEADLINE_S, PATIENT, Decode, Prefill, expected
 
 ENDINGS = (PullDone, PullFailed, PullDrained)
 
@@ -189,7 +190,7 @@ def test_an_offer_survives_the_wire(rig: Any) -> None:
 
 def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig: Any) -> None:
     mappers = Mappers()
-    prefill, decode = rig(Prefill), rig(Decode, make_mapped=mappers)
+    prefill, decode = rig(Prefill), rig(Decode, make_mapped=mappers, settings=PATIENT)
     decode.coordinator.pull("a", prefill.lease([5, 2], 16), 0, 16, [3, 1])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
     (mapper,) = mappers.made
@@ -217,15 +218,25 @@ def test_a_peer_whose_mapping_fails_of_itself_is_read_by_the_agent(
     assert_pulled(decode, remote, [3, 1], 0, 16)
 
 
-def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(rig: Any) -> None:
+def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mappers = Mappers()
     prefill = rig(Prefill)
     decode = rig(
-        Decode, make_mapped=mappers, settings={"pull_timeout_s": 0.2, "drain_grace_s": 0.05}
+        Decode, make_mapped=mappers, settings={"pull_timeout_s": 100.0, "drain_grace_s": 0.05}
     )
     (mapper,) = mappers.made
-    mapper.stalled = True
+    mapper.stalled, launch, launched = True, mapper.launch, threading.Event()
+
+    def noted(*args: Any) -> Any:
+        launched.set()
+        return launch(*args)
+
+    monkeypatch.setattr(mapper, "launch", noted)
     decode.coordinator.pull("a", prefill.lease([5, 2], 16), 0, 16, [3, 1])
+    assert launched.wait(DEADLINE_S)
+    decode.skip(100.0)
     failed = decode.wait(*ENDINGS)
     assert isinstance(failed.error, PullTimeout) and not failed.drained
     assert mapper.mapped == [prefill.pools[0].base_address]
@@ -234,10 +245,9 @@ def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(rig: 
     assert prefill.outcomes() == ["aborted"]
 
 
-def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig: Any) -> None:
+def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig: Any, port: int) -> None:
     mappers = Mappers()
-    first, decode = rig(Prefill), rig(Decode, make_mapped=mappers)
-    port = first.server.address[1]
+    first, decode = rig(Prefill, port=port), rig(Decode, make_mapped=mappers)
     stale = first.lease([5, 2], 16)
     decode.coordinator.pull("a", stale, 0, 16, [3, 1])
     assert isinstance(decode.wait(*ENDINGS), PullDone)

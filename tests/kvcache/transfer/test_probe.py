@@ -52,8 +52,9 @@ def planned_with(monkeypatch: Any) -> list[CostModel]:
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_the_first_pull_is_planned_with_what_was_measured(
-    rig: Any, make_agent: Any, planned_with: list[CostModel]
+    rig: Any, make_agent: Any, planned_with: list[CostModel], monkeypatch: Any
 ) -> None:
+    monkeypatch.setattr(probe_job, "_WAIT_S", 60.0)
     prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent, staging_bytes=4 << 20)
     pull(decode, prefill, "a")
     pull(decode, prefill, "b")

@@ -1,7 +1,6 @@
 """Pulls end to end: coordinator, workers, side channel and an agent, with every byte compared."""
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from protocol.errors import (
 from protocol.handshake import Complete, Ok, open_request
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import ENDINGS, SECRET, Decode, Prefill, assert_pulled, layout, nixl_agent
+from pull_rig import ENDINGS, PATIENT, SECRET, Decode, Prefill, assert_pulled, layout, nixl_agent
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
@@ -112,10 +111,14 @@ def test_many_pulls_at_once_from_two_peers(rig: Any) -> None:
 
 
 def test_an_expired_lease_fails_the_fence_and_nothing_is_usable(rig: Any) -> None:
-    prefill, decode = rig(Prefill), rig(Decode, settings={"renew_interval_s": 1000.0})
+    settings = {"renew_interval_s": 1000.0, **PATIENT}
+    prefill, decode = rig(Prefill), rig(Decode, settings=settings)
     decode.agents[0].stall()
-    remote = prefill.lease([5, 2, 9], 24, lease_s=0.3)
+    remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+    while not (decode.agents[0].active and prefill.server.counters()["renewed"]):
+        decode.woken.wait(0.01)
+    prefill.clock.skip(remote.lease_s)
     assert prefill.outcomes() == ["expired"]
     decode.agents[0].resume()
     failed = decode.wait(*ENDINGS)
@@ -125,11 +128,14 @@ def test_an_expired_lease_fails_the_fence_and_nothing_is_usable(rig: Any) -> Non
 
 def test_renewals_keep_a_lease_past_its_length(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode)
-    remote = prefill.lease([5, 2, 9], 24, lease_s=0.5)
+    remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.hold("a", remote)
-    while prefill.server.counters()["renewed"] < 6:  # a third of 0.5 s each
-        assert prefill.server.drain_ended() == []
-        prefill.ended.wait(0.05)
+    for renewals in range(1, 7):  # a third of the lease each
+        while prefill.server.counters()["renewed"] < renewals:
+            assert prefill.server.drain_ended() == []
+            prefill.ended.wait(0.01)
+        for side in (prefill.clock, decode):
+            side.skip(remote.lease_s / 3)
     decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
 
@@ -160,15 +166,16 @@ def test_a_reference_used_twice_is_honoured_once(rig: Any, shows_words: bool) ->
 
 
 @pytest.mark.parametrize("engine_id", ["P", "P after its restart"])
-def test_a_restart_fails_over_and_serves_again(rig: Any, engine_id: str) -> None:
-    first, decode = rig(Prefill), rig(Decode)
+def test_a_restart_fails_over_and_serves_again(rig: Any, port: int, engine_id: str) -> None:
+    settings = {"connection_timeout_s": 60.0}  # the second one comes sooner
+    first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
     old = first.lease([5], 8)
     decode.coordinator.pull("a", old, 0, 8, [3])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
     decode.agents[0].stall()
     decode.coordinator.pull("b", first.lease([6], 8), 0, 8, [4])
     first.close()
-    second = rig(Prefill, port=old.port, engine_id=engine_id)
+    second = rig(Prefill, port=port, engine_id=engine_id)
     fresh = second.lease([7], 8)
     decode.coordinator.pull("c", fresh, 0, 8, [5])
     failed = decode.wait(*ENDINGS, pull_id="b")
@@ -183,11 +190,11 @@ def test_a_restart_fails_over_and_serves_again(rig: Any, engine_id: str) -> None
     assert decode.coordinator.counters()["peer_restarts"] == 1
 
 
-def test_a_stale_reference_never_reads_from_the_restarted_server(rig: Any) -> None:
-    first = rig(Prefill)
+def test_a_stale_reference_never_reads_from_the_restarted_server(rig: Any, port: int) -> None:
+    first = rig(Prefill, port=port)
     stale = first.lease([5], 8)
     first.close()
-    rig(Prefill, port=stale.port)
+    rig(Prefill, port=port)
     decode = rig(Decode)
     decode.coordinator.connect(stale)
     failed = decode.wait(PeerReady, PeerFailed)
@@ -264,30 +271,30 @@ def test_another_secret_fails_the_handshake_at_once(rig: Any) -> None:
     assert prefill.server.counters()["refused"] >= 1
 
 
-def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig: Any) -> None:
+def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig: Any, port: int) -> None:
     settings = {"handshake_timeout_s": 0.3, "backoff_min_s": 1000.0}
-    prefill, decode = rig(Prefill), rig(Decode, settings=settings)
+    prefill, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
     remote = prefill.lease([5], 8)
     prefill.server.close()
     decode.coordinator.connect(remote)
     failed = decode.wait(PeerReady, PeerFailed)
     assert isinstance(failed.error, PeerUnreachable)
     assert "--side-channel-host" in failed.error.message
-    rig(Prefill, port=remote.port, incarnation=remote.incarnation)  # it is back, but not asked
+    rig(Prefill, port=port, incarnation=remote.incarnation)  # it is back, but not asked
     decode.coordinator.connect(remote)
     assert decode.wait(PeerReady, PeerFailed) == PeerFailed("P", remote.incarnation, failed.error)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert decode.wait(*ENDINGS).error is failed.error
 
 
-def test_a_failed_handshake_is_tried_again_after_the_back_off(rig: Any) -> None:
+def test_a_failed_handshake_is_tried_again_after_the_back_off(rig: Any, port: int) -> None:
     settings = {"handshake_timeout_s": 0.2, "backoff_min_s": 0.01}
-    prefill, decode = rig(Prefill), rig(Decode, settings=settings)
+    prefill, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
     remote = prefill.lease([5], 8)
     prefill.server.close()
     decode.coordinator.connect(remote)
     assert isinstance(decode.wait(PeerReady, PeerFailed), PeerFailed)
-    rig(Prefill, port=remote.port, incarnation=remote.incarnation)
+    rig(Prefill, port=port, incarnation=remote.incarnation)
     while True:
         decode.coordinator.connect(remote)
         if isinstance(decode.wait(PeerReady, PeerFailed), PeerReady):
@@ -298,7 +305,7 @@ def test_a_failed_handshake_is_tried_again_after_the_back_off(rig: Any) -> None:
 
 
 def test_a_failed_read_fails_the_pull_and_the_next_one_connects_anew(rig: Any) -> None:
-    prefill, decode = rig(Prefill), rig(Decode, tp=2)
+    prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=PATIENT)
     decode.agents[1].fail()
     decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
     failed = decode.wait(*ENDINGS)
@@ -312,10 +319,13 @@ def test_a_failed_read_fails_the_pull_and_the_next_one_connects_anew(rig: Any) -
 
 
 def test_a_read_that_does_not_end_leaves_the_pull_undrained(rig: Any) -> None:
-    settings = {"pull_timeout_s": 0.2, "drain_grace_s": 0.05}
+    settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.05}
     prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=settings)
     decode.agents[1].stall()
     decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    while decode.agents[1].active == 0:
+        decode.woken.wait(0.01)
+    decode.skip(100.0)
     failed = decode.wait(*ENDINGS)
     assert isinstance(failed, PullFailed) and not failed.drained
     assert isinstance(failed.error, PullTimeout)
@@ -330,9 +340,12 @@ def test_a_read_that_does_not_end_leaves_the_pull_undrained(rig: Any) -> None:
 
 def test_a_stuck_pull_does_not_stop_the_others(rig: Any) -> None:
     stuck_side, other = rig(Prefill, engine_id="stuck"), rig(Prefill)
-    decode = rig(Decode, settings={"pull_timeout_s": 0.2, "drain_grace_s": 0.05})
+    decode = rig(Decode, settings={"pull_timeout_s": 100.0, "drain_grace_s": 0.05})
     decode.agents[0].stall()
     decode.coordinator.pull("stuck", stuck_side.lease([5], 8), 0, 8, [3])
+    while decode.agents[0].active == 0:
+        decode.woken.wait(0.01)
+    decode.skip(100.0)
     assert not decode.wait(PullFailed).drained
     stuck_side.close()
     decode.agents[0].resume()
@@ -369,7 +382,7 @@ def test_reads_that_hang_leave_others_room(rig: Any) -> None:
 
 @pytest.mark.parametrize("timeout_s", [0.3, 0.1])
 def test_a_dead_side_channel_fails_the_fence(rig: Any, timeout_s: float) -> None:
-    settings = {"fence_timeout_s": timeout_s, "connection_timeout_s": 0.4 - timeout_s}
+    settings = {"fence_timeout_s": timeout_s, "connection_timeout_s": 0.4 - timeout_s, **PATIENT}
     prefill, decode = rig(Prefill), rig(Decode, settings=settings)
     decode.agents[0].stall()
     remote = prefill.lease([5], 8)
@@ -405,18 +418,19 @@ def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any, shows_words: bo
     assert prefill.outcomes() == ["completed"]
 
 
-def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(rig: Any) -> None:
-    skipped_s = [0.0]
+def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(
+    rig: Any, port: int
+) -> None:
     settings = {f"{name}_timeout_s": 20.0 for name in ("connection", "handshake", "fence")}
-    clock = {"clock": lambda: time.monotonic() + skipped_s[0]}
-    first, decode = rig(Prefill), rig(Decode, settings=settings, **clock)
-    decode.coordinator.pull("a", old := first.lease([5], 8), 0, 8, [3])
+    first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
+    decode.coordinator.pull("a", first.lease([5], 8), 0, 8, [3])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
     first.close()
     while not decode.coordinator._side_channel.unconnected():
         decode.woken.wait(0.001)
-    second, skipped_s[0] = rig(Prefill, port=old.port), 12.0  # in all of which nobody waited
+    second = rig(Prefill, port=port)
+    decode.clock.skip(12.0)  # in all of which nobody waited
     decode.coordinator.pull("b", fresh := second.lease([6], 8), 0, 8, [4])
-    skipped_s[0] = 24.0
+    decode.clock.skip(12.0)
     assert isinstance(decode.wait(*ENDINGS), PullDone)
     assert_pulled(decode, fresh, [4], 0, 8)

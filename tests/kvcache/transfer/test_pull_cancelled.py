@@ -11,7 +11,7 @@ from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import PullDone, PullDrained
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import ENDINGS, Decode, Prefill, nixl_agent
+from pull_rig import ENDINGS, PATIENT, Decode, Prefill, nixl_agent
 
 
 def test_cancel_before_the_pull_begins_ends_the_lease(rig: Any) -> None:
@@ -61,8 +61,8 @@ def test_cancel_after_the_end_or_of_the_unknown_is_answered_once(rig: Any) -> No
 def test_cancels_at_any_moment_end_in_one_drained_each(rig: Any, make_agent: Any) -> None:
     limits = PostLimits(max_bytes=4096, max_runs=2, max_active=2)
     prefill = rig(Prefill, make_agent, num_blocks=256)
-    patient = {"drain_grace_s": 60.0}  # else PullStuck may come first on busy machines
-    decode = rig(Decode, make_agent, tp=2, limits=limits, num_blocks=256, settings=patient)
+    # Else PullStuck may come first on busy machines.
+    decode = rig(Decode, make_agent, tp=2, limits=limits, num_blocks=256, settings=PATIENT)
     for index in range(40):
         remote = prefill.lease(list(range(1, 33)), 256)
         decode.coordinator.hold(str(index), remote)

@@ -20,11 +20,13 @@ from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan import heads_of
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from protocol.messages import RemotePrefill
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import (
     DEADLINE_S,
     HEADS,
+    PATIENT,
     SECRET,
     Child,
     Decode,
@@ -44,8 +46,8 @@ def agent() -> NixlAgent:
 
 
 @pytest.fixture
-def prefill() -> Iterator[Child]:
-    child = Child("prefill", num_blocks=BLOCKS)
+def prefill(port: int) -> Iterator[Child]:
+    child = Child("prefill", num_blocks=BLOCKS, port=port)
     yield child
     child.close()
 
@@ -55,10 +57,10 @@ def whole(child: Child, **options: Any) -> Any:
 
 
 def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
-    prefill: Child,
+    prefill: Child, port: int
 ) -> None:
     limits = PostLimits(max_bytes=4096, max_runs=1, max_active=1)
-    settings = {"connection_timeout_s": 0.3}
+    settings = {"connection_timeout_s": 0.3, **PATIENT}
     decode = Decode(agent, limits=limits, settings=settings, num_blocks=BLOCKS)
     blocks = list(range(1, BLOCKS))[::-1]
     remote = whole(prefill)
@@ -70,7 +72,7 @@ def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
     assert isinstance(failed, PullFailed) and failed.drained, failed
     assert failed.error.retryable
 
-    successor = Child("prefill", num_blocks=BLOCKS, port=remote.port)
+    successor = Child("prefill", num_blocks=BLOCKS, port=port)
     fresh = successor.lease([3, 4], 16)
     decode.coordinator.pull("b", fresh, 0, 16, [8, 7])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
@@ -128,11 +130,22 @@ import signal, sys
 sys.path.insert(0, sys.argv[1])
 from test_pull_processes import *
 prefill = Child("prefill", num_blocks=BLOCKS)
-settings = {"pull_timeout_s": 2.0, "drain_grace_s": 0.1, "handshake_timeout_s": 20.0}
+settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.1, "handshake_timeout_s": 100.0}
 limits = PostLimits(max_bytes=1 << 20)  # of which more hang than may be active at once
 decode = Decode(
     agent, settings=settings, num_blocks=BLOCKS, limits=limits, staging_bytes=1 << 20
 )
+
+
+def pull_that_hangs(pull_id, tokens):
+    posts = decode.workers[0].counters["posts"]
+    decode.coordinator.pull(pull_id, remote, 0, tokens, list(range(1, BLOCKS)))
+    while decode.workers[0].counters["posts"] == posts:
+        decode.woken.wait(0.01)
+    decode.skip(100.0)
+    return decode.wait(*ENDINGS)
+
+
 first = prefill.lease([3, 4], 16)
 decode.coordinator.pull("a", first, 0, 16, [8, 7])
 assert isinstance(decode.wait(*ENDINGS), PullDone)
@@ -140,8 +153,7 @@ assert isinstance(decode.wait(*ENDINGS), PullDone)
 remote = whole(prefill)
 spare = prefill.lease([5], 8)
 prefill.signal(signal.SIGSTOP)
-decode.coordinator.pull("b", remote, 0, TOKENS - 3, list(range(1, BLOCKS)))
-failed = decode.wait(*ENDINGS)
+failed = pull_that_hangs("b", TOKENS - 3)
 assert isinstance(failed, PullFailed) and not failed.drained, failed
 assert decode.settle() == []  # no PullDrained while a READ may still deliver
 other = Child("prefill", num_blocks=BLOCKS, engine_id="other")
@@ -159,8 +171,7 @@ assert np.array_equal(decode.tokens([1], 0, 8), expected(spare, 0, 8))
 
 remote = whole(prefill)
 prefill.signal(signal.SIGSTOP)
-decode.coordinator.pull("d", remote, 0, TOKENS, list(range(1, BLOCKS)))
-failed = decode.wait(*ENDINGS)
+failed = pull_that_hangs("d", TOKENS)
 assert isinstance(failed, PullFailed) and not failed.drained, failed
 prefill.close()  # killed
 assert decode.wait(*ENDINGS) == PullDrained("d")
@@ -179,6 +190,17 @@ def test_a_stopped_peer_leaves_the_pull_undrained_until_it_is_certain() -> None:
     assert "as expected" in done.stdout, done.stdout + done.stderr
 
 
+def _stopped_with_a_lease(prefill: Child) -> tuple[RemotePrefill, float]:
+    """A lease that P held when it was stopped, and when it runs out."""
+    while True:
+        granted = time.monotonic()
+        remote = prefill.lease([5], 8, lease_s=1.0)
+        prefill.signal(signal.SIGSTOP)
+        if (stopped := time.monotonic()) < granted + 1.0:
+            return remote, stopped + 1.0
+        prefill.signal(signal.SIGCONT)
+
+
 @pytest.mark.parametrize("shows_words", [True, False])
 def test_a_peer_stopped_after_its_lease_ran_out(shows_words: bool) -> None:
     """Mapped memory is readable although its owner is stopped, and what the owner has not given
@@ -190,19 +212,21 @@ def test_a_peer_stopped_after_its_lease_ran_out(shows_words: bool) -> None:
     prefill = Child("prefill", num_blocks=BLOCKS, shows_words=shows_words)
     decode = Decode(
         agent,
-        settings={"fence_timeout_s": 0.3},
+        settings={"fence_timeout_s": 100.0},
         num_blocks=BLOCKS,
         make_mapped=lambda pool: MappedPath(HostMapper(pool)),
     )
     first = prefill.lease([3, 4], 16)
     decode.coordinator.pull("a", first, 0, 16, [8, 7])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
-    remote = prefill.lease([5], 8, lease_s=1.0)
-    prefill.signal(signal.SIGSTOP)
-    ran_out = time.monotonic() + 1.0
+    remote, ran_out = _stopped_with_a_lease(prefill)
     while time.monotonic() < ran_out:
         decode.woken.wait(0.01)
     decode.coordinator.pull("b", remote, 0, 8, [1])
+    if not shows_words:
+        while not any(state.is_ending for state in decode.coordinator._states()):
+            decode.woken.wait(0.01)
+        decode.skip(100.0)
     ending = decode.wait(*ENDINGS)
     if shows_words:
         assert isinstance(ending, PullDone) and ending.fence == "word", ending

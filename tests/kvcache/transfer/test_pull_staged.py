@@ -15,7 +15,16 @@ from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed, PullStuck
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import DEADLINE_S, ENDINGS, Decode, Prefill, assert_pulled, layout, nixl_agent
+from pull_rig import (
+    DEADLINE_S,
+    ENDINGS,
+    PATIENT,
+    Decode,
+    Prefill,
+    assert_pulled,
+    layout,
+    nixl_agent,
+)
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
@@ -170,8 +179,7 @@ def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(
     monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
     options: dict[str, Any] = {"order": "LBCNHD", "block_size": 16, "dtype": "bfloat16"}
     hung, other = rig(Prefill, engine_id="hung", **options), rig(Prefill, **options)
-    settings = {"drain_grace_s": 0.05}
-    decode = rig(Decode, staging_bytes=1 << 18, convert=True, settings=settings)
+    decode = rig(Decode, staging_bytes=1 << 18, convert=True, settings=PATIENT)
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("hung", hung.lease([1, 3], 32), 0, 32, [6, 2, 5, 1])
     while not decode.agents[0].active:

@@ -322,15 +322,15 @@ def test_answers_do_not_wait_for_the_engine(server: Server) -> None:
         assert isinstance(server.ask(renew(lease)), Ok)
 
 
-def test_a_client_survives_a_restart_at_the_same_address(clock: Clock) -> None:
-    first = Server(clock)
+def test_a_client_survives_a_restart_at_the_same_address(clock: Clock, port: int) -> None:
+    first = Server(clock, port=port)
     lease = first.grant("r", [3], 30.0)
     client = SideChannelClient(SECRET)
     assert client.post(first.address, renew(lease))
     assert isinstance(next_reply(client), Ok)
     first.close()
     assert [ended.outcome for ended in first.drain_ended()] == [LeaseState.ABORTED]
-    second = Server(clock, port=first.address[1], incarnation="second")
+    second = Server(clock, port=port, incarnation="second")
     assert client.post(second.address, complete(lease))
     reply = next_reply(client)
     assert isinstance(reply, Gone) and "restarted" in reply.reason

@@ -1,17 +1,25 @@
-"""What README and docs name is there: options, variables, files, paths, errors, members."""
+"""What README and docs name is there: options, variables, files, paths, errors, members; and their
+examples can be run."""
 
+import ast
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from benchmarks.evaluate import make_parser
 from deploy.doctor import DoctorSettings
 from deploy.plan import PlanSettings
 from model.config import ARCHITECTURES, ROPE_TYPES
 from protocol import errors, openapi
 from protocol.kv_params import SENDER_RELEASES, KVTransferParams
 from protocol.openai import RELEASE_PATH
-from protocol.settings import PROGRAMS
+from protocol.openai_chat import parse_chat
+from protocol.openai_completions import parse_completion
+from protocol.responses_request import ResponsesRequest
+from protocol.settings import PROGRAMS, UpSettings, load
 from protocol.settings_sources import (
     MACHINE_VARIABLES,
     field_paths,
@@ -24,22 +32,22 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # A pattern; docker's; argparse's; pip's.
 OTHERS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
-# docs/log.md keeps what was; the others name options of other programs.
-OF_BATON = [
-    path for path in DOCS if path.name not in ("log.md", "evaluation.md", "CONTRIBUTING.md")
-]
+ALL_PROGRAMS = {**PROGRAMS, "baton plan": PlanSettings, "baton doctor": DoctorSettings}
+CURRENT = [path for path in DOCS if path.name != "log.md"]  # which keeps what was
+# The others name options of other programs.
+OF_BATON = [path for path in CURRENT if path.name not in ("evaluation.md", "CONTRIBUTING.md")]
 
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
 def test_every_option_that_a_text_names_is_one(path: Path) -> None:
-    programs = (*PROGRAMS.values(), PlanSettings, DoctorSettings)
+    programs = ALL_PROGRAMS.values()
     known = {option_name(fields) for program in programs for fields in field_paths(program)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z-]+)?", path.read_text()))
     named = {name.replace("--no-", "--") for name in named if not name.endswith("-")}
     assert named - known - OTHERS == set()
 
 
-@pytest.mark.parametrize("path", [p for p in DOCS if p.name != "log.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.name)
 def test_every_file_that_a_text_names_exists(path: Path) -> None:
     text = path.read_text()
     named = set(re.findall(r"`((?:tests|docs|deploy|benchmarks)/[\w./-]+)`", text))
@@ -50,16 +58,74 @@ def test_every_file_that_a_text_names_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
 def test_every_variable_that_a_text_names_is_read(path: Path) -> None:
-    programs = (*PROGRAMS.values(), PlanSettings, DoctorSettings)
+    programs = ALL_PROGRAMS.values()
     known = {variable_name(fields) for program in programs for fields in field_paths(program)}
     named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {"BATON_UPPER_CASE"}
     assert named - known - MACHINE_VARIABLES == set()
+
+
+@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.name)
+def test_every_source_that_a_text_names_exists(path: Path) -> None:
+    sources = [f"/{one.relative_to(ROOT)}" for one in ROOT.glob("[a-z]*/**/*.py")]
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", path.read_text()))
+    assert {name for name in named if not any(one.endswith(f"/{name}") for one in sources)} == set()
+
+
+@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.name)
+def test_every_target_of_make_that_a_text_names_is_one(path: Path) -> None:
+    targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
+    named = re.findall(r"(?m)(?:^ {4}|`)make ([a-z][a-z-]*)", path.read_text())
+    assert set(named) <= set(targets)
 
 
 def test_the_models_of_the_text_are_those_of_the_code() -> None:
     text = (ROOT / "docs" / "operations.md").read_text().partition("## Models")[2]
     served = text.partition("Served are")[2].partition(". Refused")[0]
     assert set(re.findall(r"`(\w+)`", served)) == {*ARCHITECTURES, *ROPE_TYPES}
+
+
+# -- examples ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.name)
+def test_every_command_of_a_text_is_accepted(path: Path) -> None:
+    text = re.sub(r"\\\n\s*", "", path.read_text())  # one command over several lines
+    command = re.compile(r"(?m)(?:^ {4}(?:[\w-]+\$ )?|`)(baton [a-z]+)([ -~]*?)(?=[`#]|$)")
+    for name, options in command.findall(text):
+        load(ALL_PROGRAMS[name], shlex.split(options))
+
+
+def test_the_arguments_of_make_are_accepted() -> None:
+    readme, evaluation = (ROOT / name for name in ("README.md", "docs/evaluation.md"))
+    serve, evaluate = (
+        [shlex.split(words) for words in re.findall(r'ARGS="(--[^"]+)"', path.read_text())]
+        for path in (readme, evaluation)
+    )
+    assert len(serve) >= 2 and len(evaluate) >= 2
+    for argv in serve:
+        load(UpSettings, argv)
+    for argv in evaluate:
+        make_parser().parse_args(["--tasks", "piqa", *argv])
+
+
+def test_the_requests_of_the_readme_are_accepted() -> None:
+    text = (ROOT / "README.md").read_text()
+    (body,) = re.findall(r"-d '(\{.*\})'", text)
+    parse_completion(json.loads(body))
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (create,) = [
+        node
+        for node in ast.walk(ast.parse(program))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "create"
+    ]
+    parse_chat({str(given.arg): ast.literal_eval(given.value) for given in create.keywords})
+
+
+def test_the_fields_of_responses_are_in_the_text() -> None:
+    text = (ROOT / "docs" / "structured_output.md").read_text().partition("## /v1/responses")[2]
+    of_all = {"model", "stream", "kv_transfer_params"}
+    named = set(re.findall(r"`(\w+)", text.partition("Nothing\nis stored")[0]))
+    assert named == set(ResponsesRequest.model_fields) - of_all
 
 
 # -- docs/api.md ---------------------------------------------------------------------------------

@@ -1,9 +1,12 @@
 """What cannot work is named before anything is started."""
 
 import dataclasses
+from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from attention.support import StepLimits, UnsupportedPool
 from engine.config import EngineConfig
@@ -18,7 +21,7 @@ from engine.geometry import (
 from kvcache.layout import LayoutError
 from model.config import ModelLoadError, load_config, parse_config
 from model.sharding import InvalidParallelism
-from model.sizes import num_elements
+from model.sizes import implied_weights, num_elements
 from tests.make_models import ensure_model
 
 _MODEL = parse_config(
@@ -188,3 +191,17 @@ def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped() -> None
         check_weights(_changed(model_dir=str(folder), dtype="bfloat16"), model, 0)
     with pytest.raises(ModelLoadError, match="num_hidden_layers is 9, but"):
         check_weights(mapped, dataclasses.replace(model, num_layers=9))
+
+
+def test_a_few_numbers_of_another_type_beside_the_weights_are_no_copy_of_the_weights(
+    tmp_path: Path,
+) -> None:
+    """Such as the scales of FP8 KV."""
+    model, bfloat16 = dataclasses.replace(_MODEL, num_layers=1), torch.bfloat16
+    shapes = {each.name: [size.value for size in each.shape] for each in implied_weights(model)}
+    tensors = {name: torch.zeros(shape, dtype=bfloat16) for name, shape in shapes.items()}
+    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_weights(_changed(model_dir=str(tmp_path), dtype="bfloat16"), model, 4)
+    with pytest.raises(InvalidGeometry, match="use --dtype bfloat16, as which"):
+        check_weights(_changed(model_dir=str(tmp_path)), model, 4)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from model.config import ModelLoadError, load_config, parse_config
+from model.files import num_weights
 from model.registry import load_model
-from model.sizes import check_files, implied_weights, largest, num_elements, stored_dtypes
+from model.sizes import check_files, implied_weights, largest, num_elements, stored_elements
 from model.weights import DummySource
 from tests.model.random_models import make
 from tests.model.test_config import DEEPSEEK, LLAMA
@@ -82,11 +83,21 @@ def test_what_most_of_a_model_is_made_of_is_told_with_its_fields():
 
 
 def test_what_weights_are_stored_in(folders):
-    assert stored_dtypes(folders["LlamaForCausalLM"]) == {"F32"}
+    folder = folders["LlamaForCausalLM"]
+    assert stored_elements(folder) == {"F32": num_weights(folder)}
 
 
 @pytest.mark.parametrize(
-    "header", [b"[]", b'{"a": 1}', b'{"a": {"data_offsets": [0], "shape": [], "dtype": ""}}', b"{"]
+    "header",
+    [
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"data_offsets": [0], "shape": [], "dtype": ""}}',
+        b"{",
+        b'{"a": {"data_offsets": [0, 0], "shape": ["x"], "dtype": ""}}',
+        b'{"a": {"data_offsets": [0, 0], "shape": [], "dtype": []}}',
+        b"[" * 100_000,
+    ],
 )
 def test_a_header_that_is_none_is_told(tmp_path, header):
     path = tmp_path / "model.safetensors"

@@ -100,6 +100,28 @@ async def test_a_prefill_server_with_room_is_asked_when_another_has_none() -> No
         assert rig.decode_only("prefill_context") == 0
 
 
+@pytest.mark.parametrize("options", [{"ready": False}, {"max_model_len": 100}])
+async def test_a_prompt_is_scored_where_there_is_room_whatever_the_decode_servers_have(
+    options: dict[str, Any],
+) -> None:
+    decode = Fake(decodes, **options)
+    small, large = Fake(is_too_long, max_model_len=100), Fake(decodes, max_model_len=200)
+    async with Rig([small, large], [decode]) as rig:
+        for _ in range(4):
+            assert (await rig.complete(max_tokens=0)).status_code == 200
+        scored = rig.metric("baton_proxy_requests", path="prefill", reason="scored")
+        assert len(large.calls) == scored == 4
+        assert decode.calls == []
+
+
+async def test_many_choices_of_a_long_prompt_go_to_a_decode_server_that_may_have_room() -> None:
+    few, many = (Fake(decodes, max_model_len=t, max_num_seqs=n) for t, n in ((500, 4), (300, 8)))
+    async with Rig([Fake(is_too_long, max_model_len=100)], [few, many]) as rig:
+        for number in range(1, 4):
+            assert (await rig.complete(n=5)).status_code == 200
+            assert (len(few.calls), len(many.calls)) == (0, number)
+
+
 @pytest.mark.parametrize("asked", [{"n": 5}, {"best_of": 5}, {"n": 2, "best_of": 5}])
 async def test_choices_go_to_servers_that_run_so_many(asked: dict[str, Any]) -> None:
     prefill = [Fake(prefills_100_tokens, max_num_seqs=n) for n in (4, 5)]

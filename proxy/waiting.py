@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-_TURNS = 4
+TURNS = 4  # parts of a timeout
 
 
 @asynccontextmanager
@@ -23,12 +23,12 @@ async def within(timeout_s: float | None) -> AsyncIterator[None]:
         if timeout_s is None:
             yield
             return
-        part_s, turns = timeout_s / _TURNS, 0
+        part_s, turns = timeout_s / TURNS, 0
         timer: asyncio.TimerHandle
 
         def wait_on() -> None:
             nonlocal timer, turns
-            if turns == _TURNS:
+            if turns == TURNS:
                 timeout.reschedule(loop.time())
                 return
             turns += 1

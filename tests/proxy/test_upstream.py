@@ -5,6 +5,7 @@ import errno
 import os
 import resource
 import socket
+import time
 
 import pytest
 
@@ -214,6 +215,19 @@ async def test_silence_is_timed_before_and_within_a_body() -> None:
             await response.next_chunk()
         await response.aclose()
         assert script.num_connections == 2
+
+
+async def test_a_server_on_a_machine_that_stood_still_is_not_late() -> None:
+    loop, timeout_s = asyncio.get_running_loop(), 0.4
+
+    async def answers(reader: Reader, writer: Writer) -> None:
+        loop.call_later(timeout_s / 4, writer.write, OK)
+        time.sleep(1.5 * timeout_s)  # then the time to answer has come, and the limit's
+        await reader.read()  # until the client hangs up
+
+    script = Script(answers)
+    async with serving(script, read_timeout_s=timeout_s) as client:
+        assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
 
 
 async def test_a_server_that_takes_no_request_is_given_up() -> None:

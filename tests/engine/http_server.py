@@ -18,7 +18,7 @@ from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.sse import SSEParser
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 CONTEXT = 64
 MAX_BODY = 20_000
 READY = EngineReady(num_blocks=64, block_size=16, max_model_len=CONTEXT, vocab_size=260)

@@ -20,7 +20,7 @@ from protocol.settings import ProxySettings
 from proxy.__main__ import ProxyServer, make_server
 from proxy.app import ProxyApp
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 KV_PARAMS = {
     "do_remote_decode": False,
     "do_remote_prefill": True,

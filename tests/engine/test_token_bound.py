@@ -52,7 +52,7 @@ def _byte_level(alphabet: list[str] | None = None, form: Any = None) -> tokenize
     return _trained(tokenizer, letters, ["<end>"])
 
 
-def _words(*, byte_fallback: bool) -> tokenizers.Tokenizer:
+def _words(*, byte_fallback: bool, missing: str = "") -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(
         models.BPE(byte_fallback=byte_fallback, unk_token="<unk>", fuse_unk=True)
     )
@@ -60,6 +60,7 @@ def _words(*, byte_fallback: bool) -> tokenizers.Tokenizer:
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else []
+    pieces = [piece for piece in pieces if piece != missing]
     letters = sorted({*"\u2581=-", *_CORPUS[0]} - {"a", " "})
     return _trained(tokenizer, letters, ["<unk>", "<end>", *pieces])
 
@@ -105,6 +106,17 @@ def _cutting(cut: Any) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _with_other_spaces() -> tokenizers.Tokenizer:
+    tokenizer = _of_characters("_a", AddedToken("<x>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_")
+    return tokenizer
+
+
+def _spelling_words(**marks: str) -> tokenizers.Tokenizer:
+    """Where a character stands in a word decides whether the vocabulary has it."""
+    return tokenizers.Tokenizer(models.BPE({"a": 0, "a</w>": 1, "<unk>": 2}, [], **marks))
+
+
 def _word_pieces() -> tokenizers.Tokenizer:
     vocab = {"[UNK]": 0, "the": 1, "##a": 2, "a": 3}
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
@@ -123,6 +135,7 @@ _KNOWN: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "swallowing": _swallowing,
     "words": lambda: _words(byte_fallback=True),
     "words without bytes": lambda: _words(byte_fallback=False),
+    "words without a byte": lambda: _words(byte_fallback=True, missing="<0xA9>"),
     "words added": _with_words_added,
     "a character added": lambda: _of_characters("\u2581aehlo", AddedToken("q", single_word=True)),
     "split": lambda: _cutting(pre_tokenizers.Split(Regex("[ae]"), "merged_with_next")),
@@ -133,6 +146,13 @@ _UNKNOWN: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "lowering": lambda: _byte_level(form=normalizers.Lowercase()),
     "stripping": lambda: _byte_level(form=normalizers.Strip()),
     "replacing": lambda: _byte_level(form=normalizers.Replace(Regex(" +"), " ")),
+    "two forms": lambda: _byte_level(
+        form=normalizers.Sequence([normalizers.NFKD(), normalizers.NFC()])
+    ),
+    "prefixes": lambda: _spelling_words(continuing_subword_prefix="##"),
+    "suffixes": lambda: _spelling_words(end_of_word_suffix="</w>"),
+    "spaces dropped": lambda: _byte_level(form=normalizers.Replace(" ", "")),
+    "spaces as something else": _with_other_spaces,
     "word pieces": _word_pieces,
     "bytes of other spaces": lambda: _cutting(pre_tokenizers.Metaspace()),
     "bytes of bytes": lambda: _cutting(pre_tokenizers.ByteLevel()),
@@ -160,6 +180,7 @@ _BOUNDS = {name: TokenBound(tokenizer) for name, tokenizer in _MADE.items()}
 @example(pieces=[(" ", 900), ("a", 1)])
 @example(pieces=[("\u00c5", 900)])
 @example(pieces=[("a", 900)])
+@example(pieces=[("\u00e9", 900)])
 @example(pieces=[("e\u0301\u0301", 90), ("か\u3099", 90), ("\u09c7\u09be", 90)])
 def test_no_text_has_fewer_tokens_than_its_bound(name: str, pieces: list[tuple[Any, ...]]) -> None:
     text = "".join(piece * (times[0] if times else 1) for piece, *times in pieces)

@@ -9,6 +9,7 @@ from proxy.health import (
     Circuit,
     Health,
     HealthPolicy,
+    Room,
     admits,
     began,
     circuit,
@@ -38,6 +39,14 @@ def test_a_server_says_why_it_is_not_ready() -> None:
     health = polled(READY, ready=False, reason="the engine is starting", started_at=1.0)
     assert (health.ready, health.reason) == (False, "the engine is starting")
     assert polled(health, ready=True, reason="", started_at=2.0) == READY
+
+
+def test_the_room_of_a_server_is_what_it_said_last() -> None:
+    told = polled(READY, ready=True, reason="", started_at=1.0, room=Room(300, 8))
+    starting = polled(told, ready=False, reason="the engine is starting", started_at=2.0)
+    assert starting.room == Room(300, 8)
+    again = polled(starting, ready=True, reason="", started_at=3.0, room=Room(max_num_seqs=4))
+    assert again.room == Room(None, 4)
 
 
 def test_a_connection_error_outweighs_a_health_check_begun_before_it() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.health import HealthPolicy
+from proxy.health import HealthPolicy, Room
 from proxy.membership import Fleet, Server
 from proxy.poller import Poller, _said
 from proxy.retry import Kind
@@ -62,3 +62,19 @@ def test_something_else_at_the_address_of_a_server_is_told_as_such() -> None:
     said = _said(Kind.DECODE, 404, b"<html>no such page</html>")
     assert not said.ready
     assert said.reason == "GET /ready answers with status 404, unlike a Baton server"
+
+
+@pytest.mark.parametrize(
+    ("told", "room"),
+    [
+        (b'{"max_model_len": 300, "max_num_seqs": 8}', Room(300, 8)),
+        (b'{"max_num_seqs": 8}', Room(None, 8)),
+        (b'{"max_model_len": 0, "max_num_seqs": true}', None),
+        (b'{"max_model_len": "300", "max_num_seqs": 8.5}', None),
+        (b"[]", None),
+    ],
+)
+def test_a_server_has_the_room_that_it_tells_in_whole_numbers(
+    told: bytes, room: Room | None
+) -> None:
+    assert _said(Kind.DECODE, 200, told).room == room

@@ -1,7 +1,7 @@
 """Series are exposed before the first event that they count."""
 
 from protocol.metrics import SPECS
-from tests.proxy.fakes import Call, Drop, Fake, Rig, prefills
+from tests.proxy.fakes import Call, Drop, Fake, Rig, decodes, prefills
 
 
 def series(rig: Rig) -> set[str]:
@@ -44,6 +44,19 @@ async def test_no_request_adds_a_series() -> None:
             await rig.complete()
             await rig.complete(stream=True)
             assert series(rig) == before, behaviour
+
+
+async def test_no_request_that_servers_have_no_room_for_adds_a_series() -> None:
+    async def is_too_long(call: Call) -> None:
+        await call.answer(400, {"error": {"code": "context_length_exceeded"}})
+
+    small = Fake(is_too_long, max_model_len=100, max_num_seqs=4)
+    async with Rig([small], [Fake(decodes, max_model_len=300, max_num_seqs=8)]) as rig:
+        before = series(rig)
+        for reason, n in (("prefill_context", 1), ("prefill_choices", 5), ("decode_choices", 9)):
+            await rig.complete(n=n)
+            assert rig.decode_only(reason) == 1
+        assert series(rig) == before
 
 
 async def test_a_fleet_that_was_never_seen_has_its_series() -> None:

@@ -147,6 +147,35 @@ async def test_an_engine_that_failed_and_does_not_end_is_given_up(
     server.processes.stop(1.0)
 
 
+class _Watched(_EndingEngine):
+    """Says at each look whether it was silent, and has failed after the last."""
+
+    def __init__(self, silences: str) -> None:
+        super().__init__()
+        self.silences = list(silences)
+
+    def look(self) -> bool:
+        is_silent = self.silences.pop(0) == "s"
+        if not self.silences:
+            self.say(EngineFailed("it was looked at to the end"))
+        return is_silent
+
+
+@pytest.mark.parametrize(
+    ("silences", "told"),
+    [("sss.sss.sss.", "it was looked at to the end"), ("sss.ssss....", "said nothing for 0.01 s")],
+)
+async def test_only_silence_without_a_break_is_a_hang(
+    silences: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.serve._ENDING_S", 0.0)
+    server, engine = _serving(_Watched(silences), hang_timeout_s=0.01)  # four looks
+    await engine.start()
+    await server._watch_for_hang(engine)
+    assert server.failure is not None and told in await server.failure
+    server.processes.stop(1.0)
+
+
 def test_gpus_are_not_named_to_a_server_on_the_cpu() -> None:
     with pytest.raises(StartFailure, match=r"--devices 0,1 names GPUs .*`baton doctor`"):
         _devices(PrefillSettings(_cli_parse_args=[], devices=(0, 1), tp=2), "cpu")

@@ -244,6 +244,20 @@ def test_a_descriptor_that_no_parent_left_is_refused_by_name(
     assert told.endswith(f"unset {variable}\n") and told.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("variable", "stream"), [(lifecycle.PARENT_FD, 0), (lifecycle.READY_FD, 1)]
+)
+def test_a_standard_stream_that_is_a_pipe_is_no_parents(variable: str, stream: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "from protocol import lifecycle; lifecycle.watch_parent()"],
+        env={**os.environ, variable: str(stream)},
+        input=b"",
+        capture_output=True,
+    )
+    assert ended.returncode == 2 and ended.stdout == b""
+    assert ended.stderr.startswith(f'error: {variable} is "{stream}"'.encode())
+
+
 def test_an_empty_descriptor_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(lifecycle.READY_FD, "")
     monkeypatch.setenv(lifecycle.PARENT_FD, "")

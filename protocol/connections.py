@@ -19,10 +19,11 @@ import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from protocol.countdown import Countdown
+
 MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of another request
 MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every answer
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
-_TURNS = 4  # parts of a timeout, begun one by one: a machine may have stood still for longer
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope
 _PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
@@ -71,7 +72,7 @@ class _BoundedHttp(HttpToolsProtocol):
         self._in_body = False
         self._head_bytes = 0
         self._running: RequestResponseCycle | None = None
-        self._late: asyncio.TimerHandle | None = self._expect()
+        self._late: Countdown | None = self._expect()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -146,15 +147,8 @@ class _BoundedHttp(HttpToolsProtocol):
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
-    def _expect(self, turns: int = _TURNS) -> asyncio.TimerHandle:
-        return self.loop.call_later(self.timeout_s / _TURNS, self._wait_on, turns - 1)
-
-    def _wait_on(self, turns: int) -> None:
-        """Between any two parts the loop has looked what has come."""
-        if turns > 0:
-            self._late = self._expect(turns)
-        else:
-            self._is_late()
+    def _expect(self) -> Countdown:
+        return Countdown(self.loop, self.timeout_s, self._is_late)
 
     def _stop_expecting(self) -> None:
         if self._late is not None:

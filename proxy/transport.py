@@ -15,7 +15,8 @@ from typing import Any, cast
 import httpcore
 import httpx
 
-from proxy.waiting import TURNS, within
+from protocol.countdown import Countdown
+from proxy.waiting import within
 
 HIGH_WATER_BYTES = 262144  # unread, at which the server has to wait
 # A server may rightly be silent for minutes. Probes find a host that is gone in half of one.
@@ -120,7 +121,6 @@ class Socket(httpcore.AsyncNetworkStream, asyncio.Protocol):
         self._received: list[bytes] = []
         self._num_received = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._problem: Exception | None = None
         self._is_paused = False  # reading
         self._is_full = False  # what is unsent
@@ -200,26 +200,15 @@ class Socket(httpcore.AsyncNetworkStream, asyncio.Protocol):
     async def _wait(self, timeout_s: float | None, error: type[Exception]) -> None:
         """Until something has changed."""
         waiter = self._waiter = self._loop.create_future()
+        countdown = None
         if timeout_s is not None:
-            self._limit(waiter, error, timeout_s / TURNS, TURNS)
+            countdown = Countdown(self._loop, timeout_s, lambda: _end(waiter, error))
         try:
             await waiter
         finally:
             self._waiter = None
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-    def _limit(
-        self, waiter: asyncio.Future[None], error: type[Exception], part_s: float, turns: int
-    ) -> None:
-        """What `within` does, without what a context manager costs each request."""
-        if turns > 0:
-            self._timer = self._loop.call_later(
-                part_s, self._limit, waiter, error, part_s, turns - 1
-            )
-        elif not waiter.done():
-            waiter.set_exception(error())
+            if countdown is not None:
+                countdown.cancel()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -242,6 +231,11 @@ class _Body(httpx.AsyncByteStream):
 @lru_cache(maxsize=256)  # a server's paths are few
 def _core_url(scheme: bytes, host: bytes, port: int | None, target: bytes) -> httpcore.URL:
     return httpcore.URL(scheme=scheme, host=host, port=port, target=target)
+
+
+def _end(waiter: asyncio.Future[None], error: type[Exception]) -> None:
+    if not waiter.done():
+        waiter.set_exception(error())
 
 
 @contextlib.contextmanager

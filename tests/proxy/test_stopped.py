@@ -1,0 +1,108 @@
+"""A proxy that is stopped for longer than its timeouts, as a machine that is suspended stops it:
+what came meanwhile is no later than if it had been awake."""
+
+import asyncio
+import contextlib
+import queue
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from protocol import lifecycle
+from tests import stopping
+from tests.proxy.fakes import Call, Fake, decodes
+
+TIMEOUT_S = 0.5
+STOPPED_S = 3 * TIMEOUT_S
+_BODY = b'{"prompt": "x", "stream": true}'
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+_HEAD += b"Content-Length: %d\r\n" % len(_BODY)
+
+
+class _Stopped:
+    """A proxy of its own process before one decode server, and when it stands still."""
+
+    def __init__(self, child: lifecycle.Child, info: dict[str, Any]) -> None:
+        self.child = child
+        self.url: str = info["url"]
+        self.port: int = info["port"]
+
+    @contextlib.asynccontextmanager
+    async def connection(
+        self,
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+    @contextlib.asynccontextmanager
+    async def standing_still(self) -> AsyncIterator[None]:
+        """Stops it for longer than its timeouts; what the block does reaches it meanwhile."""
+        await asyncio.to_thread(stopping.send, self.child.pid, signal.SIGSTOP)
+        try:
+            yield
+            await asyncio.sleep(STOPPED_S)
+        finally:
+            stopping.send(self.child.pid, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def proxy_of(fake: Fake, *options: str) -> AsyncIterator[_Stopped]:
+    events: queue.Queue[lifecycle.Event] = queue.Queue()
+    command = [sys.executable, "-m", "proxy", "--port", "0", "--decode", fake.url, *options]
+    fake.start()
+    child = lifecycle.spawn(command, name="proxy", on_event=events.put)
+    try:
+        ready = await asyncio.to_thread(events.get, timeout=60)
+        assert isinstance(ready, lifecycle.Ready)
+        proxy = _Stopped(child, ready.info)
+        async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, verify=False) as client:
+            while (await client.get("/ready")).status_code != 200:
+                pass
+        yield proxy
+    finally:
+        child.kill()
+        await fake.stop()
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["its head", "its end"])
+async def test_an_answer_that_came_meanwhile_is_relayed(begun: bool) -> None:
+    asked, go_on, sent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def waits(call: Call) -> None:
+        if begun:
+            await call.start()
+            await call.write(b'data: {"text": "one"}\n\n')
+        asked.set()
+        await go_on.wait()
+        if not begun:
+            await call.start()
+        await call.write(b"data: [DONE]\n\n", more=False)
+        sent.set()
+
+    options = ("--read-timeout-s", str(TIMEOUT_S))
+    async with proxy_of(Fake(waits), *options) as proxy, proxy.connection() as (reader, writer):
+        writer.write(_HEAD + b"\r\n" + _BODY)
+        await asked.wait()
+        told = await reader.readuntil(b"one") if begun else b""
+        async with proxy.standing_still():
+            go_on.set()
+            await sent.wait()
+        told += await reader.read()
+        assert b"data: [DONE]" in told, told
+
+
+async def test_a_request_whose_rest_came_meanwhile_is_answered() -> None:
+    options = ("--client-timeout-s", str(TIMEOUT_S))
+    async with proxy_of(Fake(decodes), *options) as proxy, proxy.connection() as (reader, writer):
+        writer.write(_HEAD + b"Expect: 100-continue\r\n\r\n")
+        await reader.readuntil(b"100 Continue\r\n\r\n")
+        async with proxy.standing_still():
+            writer.write(_BODY)
+        assert b"data: [DONE]" in await reader.read()

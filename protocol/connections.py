@@ -25,6 +25,7 @@ MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of a
 MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every answer
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope
+_LAST_LOOK_S = 0.1
 _PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
@@ -142,6 +143,12 @@ class _BoundedHttp(HttpToolsProtocol):
             self._running.disconnected = True  # uvicorn tells the last of pipelined requests only
             self._running.message_event.set()
         super().connection_lost(exc)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """An idle connection's time is over, unless a request came while this process stood still
+        and has not been read yet."""
+        close = super().timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(_LAST_LOOK_S, close)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle

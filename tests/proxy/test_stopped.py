@@ -21,6 +21,13 @@ STOPPED_S = 3 * TIMEOUT_S
 _BODY = b'{"prompt": "x", "stream": true}'
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
 _HEAD += b"Content-Length: %d\r\n" % len(_BODY)
+# As `python -m proxy`, but that idle connections end soon.
+_PROXY = f"""
+import sys
+from proxy import __main__ as main
+main.KEEP_ALIVE_S = {TIMEOUT_S}
+sys.exit(main.main(sys.argv[1:]))
+"""
 
 
 class _Stopped:
@@ -55,7 +62,7 @@ class _Stopped:
 @contextlib.asynccontextmanager
 async def proxy_of(fake: Fake, *options: str) -> AsyncIterator[_Stopped]:
     events: queue.Queue[lifecycle.Event] = queue.Queue()
-    command = [sys.executable, "-m", "proxy", "--port", "0", "--decode", fake.url, *options]
+    command = [sys.executable, "-c", _PROXY, "--port", "0", "--decode", fake.url, *options]
     fake.start()
     child = lifecycle.spawn(command, name="proxy", on_event=events.put)
     try:
@@ -105,4 +112,13 @@ async def test_a_request_whose_rest_came_meanwhile_is_answered() -> None:
         await reader.readuntil(b"100 Continue\r\n\r\n")
         async with proxy.standing_still():
             writer.write(_BODY)
+        assert b"data: [DONE]" in await reader.read()
+
+
+async def test_a_request_that_came_meanwhile_on_an_idle_connection_is_answered() -> None:
+    async with proxy_of(Fake(decodes)) as proxy, proxy.connection() as (reader, writer):
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"baton_build_info")
+        async with proxy.standing_still():
+            writer.write(_HEAD + b"\r\n" + _BODY)
         assert b"data: [DONE]" in await reader.read()

@@ -277,7 +277,7 @@ class Pair:
     def until(
         self,
         condition: Callable[[], bool],
-        timeout_s: float = 20.0,
+        timeout_s: float = 60.0,
         sides: Sequence[Side] | None = None,
     ) -> None:
         """Rounds of both engines, or of these, until the condition holds."""

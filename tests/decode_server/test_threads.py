@@ -48,7 +48,7 @@ def test_a_server_ends_when_its_transfer_thread_cannot_begin(tmp_path: Path) -> 
         [sys.executable, "-c", _SERVER, *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
         check=False,

@@ -29,7 +29,7 @@ from protocol.errors import TransferFailed
 from tests.e2e.cluster import wait_until
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import DEADLINE_S, ENDINGS, Decode, Prefill, expected
+from pull_rig import DEADLINE_S, ENDINGS, PATIENT, Decode, Prefill, expected
 
 BLOCKS = [3, 1, 7, 2, 10, 12]
 
@@ -127,7 +127,7 @@ class Pair:
     def __init__(self, make_mapper: Callable[[KVPool], Any] = Noting) -> None:
         self._make_mapper = make_mapper
         self.prefill = Prefill(MemoryAgent)
-        self.decode = Decode(MemoryAgent, make_mapped=self._mapped)
+        self.decode = Decode(MemoryAgent, make_mapped=self._mapped, settings=PATIENT)
         self.worker = self.decode.workers[0]
         self.link: Any = self.worker._link
         self.pull("first")

@@ -425,6 +425,8 @@ def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(
     first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
     decode.coordinator.pull("a", first.lease([5], 8), 0, 8, [3])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
+    while decode.coordinator.counters()["pulls_open"]:  # its lease goes home over the connection
+        decode.woken.wait(0.001)
     first.close()
     while not decode.coordinator._side_channel.unconnected():
         decode.woken.wait(0.001)

@@ -186,7 +186,7 @@ def test_a_stopped_peer_leaves_the_pull_undrained_until_it_is_certain() -> None:
     root = str(HERE.parents[2])
     env = {**os.environ, "PYTHONPATH": root, "UCX_TLS": "tcp,self"}
     argv = [sys.executable, "-c", STOPPED, str(HERE)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
     assert "as expected" in done.stdout, done.stdout + done.stderr
 
 

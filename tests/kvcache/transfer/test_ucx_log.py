@@ -87,7 +87,7 @@ def test_what_ucx_reads_with_is_told_by_ucx(tls: str) -> None:
         env={**environment, **({"UCX_TLS": tls} if tls else {}), "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     assert done.stdout.strip().startswith("tcp/" if tls else ("cma/", "sysv/", "posix/")), done

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from protocol import sse
-from protocol.errors import BatonError, ContextLengthExceeded, NoServerAvailable
+from protocol.errors import BatonError, ContextLengthExceeded, NoServerAvailable, PayloadTooLarge
 from protocol.logging import get_logger
 from protocol.metrics import Metrics
 from protocol.openai import RELEASE_PATH
@@ -40,7 +40,8 @@ from proxy.upstream import (
 logger = get_logger(__name__)
 
 # Why a request is decoded without a prefill.
-_PREFILL_CONTEXT, _PREFILL_CHOICES, _DECODE_CHOICES = (
+_PREFILL_BODY, _PREFILL_CONTEXT, _PREFILL_CHOICES, _DECODE_CHOICES = (
+    "prefill_body",
     "prefill_context",
     "prefill_choices",
     "decode_choices",
@@ -257,6 +258,9 @@ class Flow:
                 return server, answer
             self._legs.release(server)
             self._legs.succeeded(server)
+            if answer.status == PayloadTooLarge.status and num_ready(Kind.DECODE):
+                reason = _PREFILL_BODY
+                break
             own = self._fleet.health(server).room.max_model_len
             if not _is_beyond(answer, own, context):
                 return server, answer

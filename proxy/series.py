@@ -36,7 +36,7 @@ def _ways() -> Iterator[tuple[str, str]]:
     yield "prefill", "scored"
     refusals = _statuses(RequestError) - {MethodNotAllowed.status}
     yield from (("prefill", f"status_{status}") for status in sorted(refusals))
-    limits = ("prefill_context", "prefill_choices", "decode_choices")
+    limits = ("prefill_body", "prefill_context", "prefill_choices", "decode_choices")
     reasons = ("no_prefill_server", "no_kv_params", *limits)
     yield from (("decode_only", reason) for reason in reasons)
     yield from (("decode_only", failure.value) for failure in Failure)

@@ -89,6 +89,26 @@ async def test_what_is_too_long_for_the_prefill_servers_alone_is_computed_by_a_d
         assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
 
 
+@pytest.mark.parametrize("asked", [{}, {"max_tokens": 0}])
+async def test_a_body_too_long_for_a_prefill_server_goes_to_a_decode_server_alone(
+    asked: dict[str, Any],
+) -> None:
+    async def refuses(call: Call) -> None:  # of another size, and some gateways say it so
+        await call.start(413, {"content-type": "text/html"})
+        await call.write(b"<h1>413</h1>", more=False)
+
+    async with Rig([Fake(refuses)]) as rig:
+        assert (await rig.complete(**asked)).json() == {"text": "onetwo"}
+        assert "kv_transfer_params" not in rig.decode[0].calls[0].body
+        assert rig.decode_only("prefill_body") == 1
+        labels = {"role": "prefill", "url": rig.prefill[0].url}
+        assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
+        rig.decode[0].behave = refuses
+        assert (await rig.complete(**asked)).status_code == 413
+    async with Rig([Fake(refuses)], [Fake(decodes, ready=False)]) as rig:
+        assert (await rig.complete(max_tokens=0)).status_code == 413  # nobody else can be asked
+
+
 async def test_a_prefill_server_with_room_is_asked_when_another_has_none() -> None:
     small = Fake(is_too_long, max_model_len=100)
     large = Fake(prefills_100_tokens, max_model_len=200)

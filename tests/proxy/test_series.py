@@ -50,12 +50,18 @@ async def test_no_request_that_servers_have_no_room_for_adds_a_series() -> None:
     async def is_too_long(call: Call) -> None:
         await call.answer(400, {"error": {"code": "context_length_exceeded"}})
 
+    async def has_too_long_a_body(call: Call) -> None:
+        await call.answer(413, {"error": {"code": "payload_too_large"}})
+
     small = Fake(is_too_long, max_model_len=100, max_num_seqs=4)
     async with Rig([small], [Fake(decodes, max_model_len=300, max_num_seqs=8)]) as rig:
         before = series(rig)
         for reason, n in (("prefill_context", 1), ("prefill_choices", 5), ("decode_choices", 9)):
             await rig.complete(n=n)
             assert rig.decode_only(reason) == 1
+        small.behave = has_too_long_a_body
+        await rig.complete()
+        assert rig.decode_only("prefill_body") == 1
         assert series(rig) == before
 
 

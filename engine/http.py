@@ -52,6 +52,7 @@ _ENDPOINTS = (
     ("/v1/chat/completions", CHAT),
     ("/v1/responses", RESPONSES),
 )
+_READING = ["GET", "HEAD"]
 
 
 def create_app(
@@ -104,11 +105,11 @@ def _add_models(app: FastAPI, api: Api) -> None:
     def max_model_len() -> int | None:
         return api.client.ready.max_model_len if api.client.ready else None
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READING)
     async def models() -> JSONResponse:
         return JSONResponse(model_list(api.model_names, created, max_model_len()))
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_READING)
     async def model(name: str) -> Response:
         if name not in api.model_names:
             names = " or ".join(map(shown, api.model_names))
@@ -118,13 +119,13 @@ def _add_models(app: FastAPI, api: Api) -> None:
 
 
 def _add_operations(app: FastAPI, api: Api) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=_READING)
     async def health() -> Response:
         if not api.client.healthy:
             return _state(503, status="dead", reason=api.client.failure)
         return _state(200, status="ok")
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=_READING)
     async def ready() -> Response:
         engine = api.client.ready
         common = {"role": api.hooks.role, "model": api.model_names[0]}
@@ -141,7 +142,7 @@ def _add_operations(app: FastAPI, api: Api) -> None:
             max_num_seqs=api.settings.max_num_seqs,
         )
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READING)
     async def metrics() -> Response:
         api.metrics.update_engine(api.client.stats)
         return Response(api.metrics.expose(), headers={"content-type": CONTENT_TYPE})
@@ -151,11 +152,11 @@ def _add_documentation(app: FastAPI) -> None:
     document = openapi.document()
     page = openapi.page(document)
 
-    @app.get("/openapi.json")
+    @app.api_route("/openapi.json", methods=_READING)
     async def openapi_json() -> JSONResponse:
         return JSONResponse(document)
 
-    @app.get("/docs")
+    @app.api_route("/docs", methods=_READING)
     async def docs() -> Response:
         return Response(page, media_type="text/html; charset=utf-8")
 

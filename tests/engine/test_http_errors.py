@@ -385,3 +385,28 @@ async def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_eng
         assert server.engine.aborted == [server.engine.added[0].request_id]
         assert server.engine.num_open == 0
         assert server.metrics.value("baton_requests_in_progress") == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/health",
+        "/ready",
+        "/metrics?name=x",
+        "/docs",
+        "/openapi.json",
+        "/v1/models",
+        "/v1/models/m",
+    ],
+)
+async def test_a_head_is_answered_as_a_get_is_without_its_body(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    async with serving(tokenizer) as server:
+        whole, head = await server.http.get(path), await server.http.head(path)
+        assert (head.status_code, head.content) == (whole.status_code, b"") and head.is_success
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        assert "content-length" in head.headers
+        refused = await server.http.delete(path)
+        assert refused.status_code == 405
+        assert sorted(refused.headers["allow"].split(", ")) == ["GET", "HEAD"]

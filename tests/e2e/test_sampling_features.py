@@ -66,8 +66,14 @@ def test_shaped_draws_are_the_references(
     url: str, prompt: list[int], tiny_reference: Reference, name: str
 ) -> None:
     members = _SHAPES[name]
-    expected = draw(tiny_reference, prompt, 24, **members)
-    assert expected.ids != tiny_reference.generate(prompt, 24), "the feature changes nothing"
+    # A small penalty does nothing where the model is sure; where it is, differs by machine.
+    for near in (prompt, *([token] * 5 for token in range(300, 500, 7))):
+        expected = draw(tiny_reference, near, 24, **members)
+        if expected.ids != tiny_reference.generate(near, 24):
+            prompt = near
+            break
+    else:
+        pytest.fail("the feature changes nothing")
     answer = complete(url, prompt, 24, **members)
     assert answer.token_ids == expected.ids
     events = stream(url, prompt, 24, **members)

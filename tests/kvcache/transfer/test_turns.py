@@ -127,6 +127,16 @@ def test_a_turn_may_be_declined_and_there_is_none_after_the_end(state: State) ->
     assert last == [True] and state.turns == 0
 
 
+def test_turns_leave_no_descriptor_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    state = State()
+    state.all.start()
+    state.wait()
+    state.all.close(lambda: None)
+    os.close(state.fd)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_sooner_deadline_wakes_the_thread_when_it_comes_and_not_before(state: State) -> None:
     state.all.start()
     state.wait()

@@ -25,6 +25,7 @@ from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
 from kvcache.transfer.runs import RankRead
 from protocol.handshake import RankMetadata
+from tests.e2e.cluster import wait_until
 from tests.kvcache.transfer.geometry import DTYPES, Case, leased_bytes, with_dtypes
 from tests.kvcache.transfer.test_plan import side, simple
 from tests.kvcache.transfer.test_planner import pulls
@@ -173,6 +174,18 @@ def test_whole_blocks_that_are_not_there_are_not_opened(monkeypatch: pytest.Monk
         assert planner.opening((0, 24), ours, wrong) is None
     for tokens in ((0, 20), (4, 24), (16, 16), (24, 8), (-8, 16)):
         assert planner.opening(tokens, ours, theirs) is None
+
+
+def test_ranks_that_share_tokens_open_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their blocks and tokens are others than the sequence's, and an opening is not compared with
+    the plan."""
+    monkeypatch.setattr(plan, "_LONG_RUN_BYTES", 1)
+    sharing = Endpoint(layout(2, 0, dcp=2), 0, 2, dcp=2)
+    planner = Planner(sharing, [Endpoint(layout(), 0, 1)], HEADS)
+    ours, theirs = [8, 6, 4, 2, 1, 3, 5, 7], [5, 2, 9, 7, 12, 14, 1, 3]
+    made = planner.plan(planner.take((0, 64), ours, theirs), DEFAULT_COSTS["cuda"])
+    assert made.path == "direct" and made.descriptors == 4
+    assert planner.opening((0, 64), ours, theirs) is None
 
 
 class Rank:
@@ -395,6 +408,20 @@ def test_whole_blocks_are_read_before_they_are_planned(whole: tuple[Any, Rank]) 
     assert ended is not None and ended.complete and ended.path == "direct", ended
     assert ended.descriptors == 8 and rank.holds(lease, TABLES[1])
     assert rank.when_planned == [0, 1] and rank.worker.counters["posts"] == posts + 2
+
+
+def test_whole_blocks_that_are_opened_leave_staging_memory_to_others(
+    whole: tuple[Any, Rank],
+) -> None:
+    prefill, rank = whole
+    rank.agent.stall()
+    lease = prefill.lease([3, 8, 1, 4, 6, 11, 10, 2], 64)
+    rank.order("a", lease, TABLES[1])
+    wait_until(lambda: rank.agent.active == 2)  # the opening, and what its plan adds
+    assert rank.worker._staging is not None and rank.worker._staging.owner is None
+    rank.agent.resume()
+    ended = rank.ended()
+    assert ended is not None and ended.complete and rank.holds(lease, TABLES[1])
 
 
 def test_whole_blocks_for_a_table_that_is_wrong_behind_the_first_end_with_these(

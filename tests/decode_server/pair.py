@@ -153,6 +153,10 @@ class Pair:
     def make_executor(self, pool: KVPool) -> Any:
         return PoolExecutor(pool, self.depth)
 
+    def shown(self, pool: KVPool, **members: Any) -> RankMetadata:
+        """What P tells of its rank: nothing that others on its host could open."""
+        return RankMetadata(**members)
+
     def _side(self, pool: KVPool, role: Any, agent: MemoryAgent) -> Side:
         executor = self.make_executor(pool)
         core, _, out = make_core(
@@ -174,7 +178,8 @@ class Pair:
         pool, agent = self.make_pool(block_size, order), MemoryAgent("p")
         agent.register(pool.base_address, pool.nbytes)
         config = make_config(lease_s=lease_s, block_size=block_size)
-        rank = RankMetadata(
+        rank = self.shown(
+            pool,
             rank=0,
             agent_metadata=agent.metadata(),
             base_address=pool.base_address,

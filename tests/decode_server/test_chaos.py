@@ -8,7 +8,9 @@ with, it ends instead: all that was told until then was right, and P gets its bl
 
 import random
 import threading
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -21,12 +23,18 @@ from tests.decode_server.sharing_pair import SharingPair
 from tests.engine.shadow import VOCAB, add, assert_all_blocks_home, expected_output
 
 
-class _Chaos:
-    def __init__(self, seed: int, stays_hung: bool = False, dcp: int = 1) -> None:
+class Chaos:
+    def __init__(
+        self,
+        seed: int,
+        stays_hung: bool = False,
+        dcp: int = 1,
+        make: Callable[..., Any] = Pair,
+    ) -> None:
         self.stays_hung = stays_hung
         self.random = random.Random(seed)
         pick = self.random.choice
-        make, p_sizes, d_sizes = Pair, [2, 4, 8], [2, 3, 4]
+        p_sizes, d_sizes = [2, 4, 8], [2, 3, 4]
         if dcp > 1:  # P's blocks divide D's
             make = partial(SharingPair, self.random, dcp=dcp)
             p_sizes, d_sizes = [2], [2, 4, 8]
@@ -109,10 +117,13 @@ class _Chaos:
                 pair.d.core.round([])
                 threading.Event().wait(self.random.choice([0.0, 0.005]))  # the threads' turn
 
-    def _ask(self) -> None:
+    def _prompt(self) -> list[int]:
         stem = self.random.choice(self.stems)
         prompt = stem[: self.random.randrange(1, 30)]
-        prompt += [self._token() for _ in range(self.random.randrange(5))]
+        return prompt + [self._token() for _ in range(self.random.randrange(5))]
+
+    def _ask(self) -> None:
+        prompt = self._prompt()
         max_tokens, choices = self.random.randrange(1, 12), self.random.choice([1, 1, 1, 2, 3])
         if self.random.random() < 0.2:
             name = f"local{len(self.asked)}"
@@ -171,7 +182,7 @@ class _Chaos:
 
 
 def _run(seed: int, dcp: int = 1) -> None:
-    chaos = _Chaos(seed, dcp=dcp)
+    chaos = Chaos(seed, dcp=dcp)
     try:
         chaos.run()
     finally:
@@ -190,7 +201,7 @@ def test_faults_change_no_answer_where_ranks_share_tokens(dcp: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_engine_that_has_to_give_up_has_told_nothing_wrong(seed: int) -> None:
-    chaos = _Chaos(seed, stays_hung=True)
+    chaos = Chaos(seed, stays_hung=True)
     chaos.pair.d.agent.stall()
     try:
         with pytest.raises(QuarantineOverflow):

@@ -15,6 +15,8 @@ class Countdown:
     is repeated once.
     """
 
+    __slots__ = ("_callback", "_left", "_loop", "_part_s", "_timer")
+
     def __init__(
         self, loop: asyncio.AbstractEventLoop, timeout_s: float, callback: Callable[[], None]
     ) -> None:
@@ -22,19 +24,15 @@ class Countdown:
         self._part_s = timeout_s / _PARTS
         self._callback = callback
         self._left = _PARTS
-        self._begin()
+        self._timer = loop.call_later(self._part_s, self._part_is_over)
 
     def cancel(self) -> None:
         self._timer.cancel()
 
-    def _begin(self) -> None:
-        self._due = self._loop.time() + self._part_s
-        self._timer = self._loop.call_later(self._part_s, self._part_is_over)
-
     def _part_is_over(self) -> None:
         self._left -= 1
-        is_late = self._loop.time() > self._due + self._part_s
+        is_late = self._loop.time() > self._timer.when() + self._part_s
         if self._left > 0 or (self._left == 0 and is_late):
-            self._begin()
+            self._timer = self._loop.call_later(self._part_s, self._part_is_over)
         else:
             self._callback()

@@ -42,11 +42,14 @@ serve: $(SERVE_STAMP)  ## a local cluster behind one endpoint (PORT= MODEL= ARGS
 
 setup: $(TEST_STAMP)  ## everything installed, nothing run
 
+# Models that tests use are trained before the first test, whose limit is not spent on that.
 test: lint  ## lint, types, and the tests that need no GPU, but for slow ones (ARGS= for pytest)
+	@$(PY) -m tests.make_models gqa mla > /dev/null
 	@$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu and not multi_gpu' $(ARGS)
 
 test-all: lint  ## also the slow tests; the last line is JSON, for docs/log.md
 	@mkdir -p build
+	@$(PY) -m tests.make_models > /dev/null
 	@status=0; $(PY) -m pytest $(PARALLEL) -m 'not gpu and not multi_gpu' -o timeout=900 \
 	  --hypothesis-profile=exploring --junitxml=build/test-all.xml $(ARGS) || status=$$?; \
 	  $(PY) tests/closing_line.py build/test-all.xml; exit $$status

@@ -55,69 +55,79 @@ class _Rules(NamedTuple):
     swallows: bool
 
 
+class _Found(NamedTuple):
+    """What the weight of a character follows from.
+
+    Attributes:
+        weights: of each byte, 0 to 1.
+        characters: those of the vocabulary without added tokens, which may be of no use where they
+            stand.
+    """
+
+    rules: _Rules
+    weights: list[float]
+    characters: frozenset[str]
+
+    def weight_of(self, char: str) -> float:
+        rules = self.rules
+        if (rules.swallows and char.isspace()) or unicodedata.category(char) == "Cs":
+            return 0.0
+        spelled = _SPACE if char == " " and rules.spells_spaces else char
+        if not rules.is_byte_level and not rules.has_all_bytes and spelled not in self.characters:
+            return 0.0
+        return sum(self.weights[byte] for byte in char.encode())
+
+    def weight_of_all(self, counts: Counter[str]) -> float:
+        """Of a text with so many of each character."""
+        total, heaviest, num_unstable = 0.0, 0.0, 0
+        for char, count in counts.items():
+            if self.rules.form and not _stable(char, self.rules.form):
+                num_unstable += count
+                continue
+            weight = self.weight_of(char)
+            total += weight * count
+            heaviest = max(heaviest, weight)
+        return max(0.0, total - heaviest * num_unstable)
+
+
 class TokenBound:
-    """The bound of one tokenizer. What takes time to know is found out for the first long text."""
+    """The bound of one tokenizer. What takes time to know is found out for the first long text, or
+    by `prepare`."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
+
+    def prepare(self) -> None:
+        """Takes seconds for a vocabulary of 250,000 tokens, a part of them in one turn."""
+        _ = self._found
 
     def at_least(self, text: str, enough: int) -> int:
         """How many tokens `text` has at least, with 0 for any number below `enough`.
 
         Takes half a second for ten million characters, in turns that leave other threads theirs.
         """
-        if 4 * len(text) < enough or self._rules is None:  # no byte weighs more than 1
+        if 4 * len(text) < enough or self._found is None:  # no byte weighs more than 1
             return 0
         counts: Counter[str] = Counter()
         for start in range(0, len(text), _CHUNK_CHARS):
             counts.update(text[start : start + _CHUNK_CHARS])
-        found = int(self._weight_of(counts) * _ROUNDING)
+        found = int(self._found.weight_of_all(counts) * _ROUNDING)
         return found if found >= enough else 0
 
-    def _weight_of(self, counts: Counter[str]) -> float:
-        """Of a text with so many of each character."""
-        assert self._rules is not None
-        total, heaviest, num_unstable = 0.0, 0.0, 0
-        for char, count in counts.items():
-            if self._rules.form and not _stable(char, self._rules.form):
-                num_unstable += count
-                continue
-            weight = self._weight_of_char(char)
-            total += weight * count
-            heaviest = max(heaviest, weight)
-        return max(0.0, total - heaviest * num_unstable)
-
-    def _weight_of_char(self, char: str) -> float:
-        rules = self._rules
-        assert rules is not None
-        if (rules.swallows and char.isspace()) or unicodedata.category(char) == "Cs":
-            return 0.0
-        spelled = _SPACE if char == " " and rules.spells_spaces else char
-        if not rules.is_byte_level and not rules.has_all_bytes and spelled not in self._own:
-            return 0.0
-        return sum(self._weights[byte] for byte in char.encode())
-
     @cached_property
-    def _own(self) -> dict[str, int]:
-        """The vocabulary without added tokens, which may be of no use where they stand."""
-        return self._tokenizer.get_vocab(with_added_tokens=False)
-
-    @cached_property
-    def _rules(self) -> _Rules | None:
+    def _found(self) -> _Found | None:
         """None: not known well enough."""
-        return _rules_of(self._tokenizer, self._own)
-
-    @cached_property
-    def _weights(self) -> list[float]:
-        """Of each byte, 0 to 1."""
-        assert self._rules is not None
-        spellings = {*self._own, *self._added_spellings()}
-        stretches = {s for token in spellings for s in self._stretches(token)} - {b""}
-        weights = _weigh(sorted(stretches))
-        if self._rules.is_byte_level:
+        own = self._tokenizer.get_vocab(with_added_tokens=False)
+        rules = _rules_of(self._tokenizer, own)
+        if rules is None:
+            return None
+        spellings = {*own, *self._added_spellings()}
+        stretches = {s for token in spellings for s in _stretches(token, rules)} - {b""}
+        weights = _weigh(list(stretches))
+        if rules.is_byte_level:
             alphabet = enumerate(byte_alphabet())
-            return [weights[byte] if char in self._own else 0.0 for byte, char in alphabet]
-        return weights
+            weights = [weights[byte] if char in own else 0.0 for byte, char in alphabet]
+        return _Found(rules, weights, frozenset(token for token in own if len(token) == 1))
 
     def _added_spellings(self) -> Iterator[str]:
         """What added tokens are looked for as, some of them only in text that is normalized."""
@@ -127,17 +137,17 @@ class TokenBound:
             if token.normalized and normalizer is not None:
                 yield normalizer.normalize_str(token.content)
 
-    def _stretches(self, token: str) -> Iterator[bytes]:
-        """All that a token of this spelling may stand for, or more."""
-        assert self._rules is not None
-        yield token.encode()  # an added one
-        if self._rules.is_byte_level:
-            mapped = [_BYTES.get(char) for char in token]
-            yield bytes(byte for byte in mapped if byte is not None)
-        else:
-            yield token.replace(_SPACE, " ").encode()
-            if (byte := _byte_of_piece(token)) is not None:
-                yield bytes([byte])
+
+def _stretches(token: str, rules: _Rules) -> Iterator[bytes]:
+    """All that a token of this spelling may stand for, or more."""
+    yield token.encode()  # an added one
+    if rules.is_byte_level:
+        mapped = [_BYTES.get(char) for char in token]
+        yield bytes(byte for byte in mapped if byte is not None)
+    else:
+        yield token.replace(_SPACE, " ").encode()
+        if (byte := _byte_of_piece(token)) is not None:
+            yield bytes([byte])
 
 
 def byte_alphabet() -> list[str]:

@@ -220,6 +220,13 @@ def test_texts_of_other_scripts_are_bounded_under_a_normalizer() -> None:
     assert bound.at_least("e\u0301" * 1000, 1) == 0  # each mark may take its letter away
 
 
+def test_what_takes_time_to_know_is_known_before_the_first_text() -> None:
+    bound = TokenBound(_MADE["byte-level"])
+    bound.prepare()
+    bound._tokenizer = None  # type: ignore[assignment]  # whoever asked it now would fail
+    assert bound.at_least("q~" * 500, 1) > 100
+
+
 def test_others_run_while_a_very_long_text_is_looked_at() -> None:
     bound = _BOUNDS["byte-level"]
     bound.at_least("a" * 3000, 1)  # the weights

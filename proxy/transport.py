@@ -6,6 +6,7 @@ that a request costs; upstream.py keeps connections itself.
 
 import asyncio
 import contextlib
+import select
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -122,14 +123,18 @@ class Socket(httpcore.AsyncNetworkStream, asyncio.Protocol):
         self._num_received = 0
         self._waiter: asyncio.Future[None] | None = None
         self._problem: Exception | None = None
+        self._poll: select.poll | None = None  # of what the kernel has for it
         self._is_paused = False  # reading
         self._is_full = False  # what is unsent
 
     @property
     def is_quiet(self) -> bool:
-        """Connected, and nothing is unread."""
+        """Connected, and nothing is unread, be it an end that the loop has yet to look at: it may
+        have been there for long where this process stood still."""
         transport = self._transport
-        return transport is not None and not transport.is_closing() and not self._received
+        if transport is None or transport.is_closing() or self._received:
+            return False
+        return self._poll is None or not self._poll.poll(0)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -177,6 +182,8 @@ class Socket(httpcore.AsyncNetworkStream, asyncio.Protocol):
         if (link := transport.get_extra_info("socket")) is not None:
             for option in SOCKET_OPTIONS:
                 link.setsockopt(*option)
+            self._poll = select.poll()
+            self._poll.register(link.fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         self._received.append(data)

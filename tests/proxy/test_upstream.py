@@ -103,6 +103,24 @@ async def test_a_connection_that_speaks_while_nobody_asks_is_not_used_again() ->
         assert script.num_connections == 2
 
 
+async def test_a_connection_that_ended_unseen_is_not_used_again() -> None:
+    """As where the proxy stood still between an answer and the next request."""
+    links: list[int] = []
+
+    async def answers(reader: Reader, writer: Writer) -> None:
+        links.append(writer.get_extra_info("socket").fileno())
+        writer.write(OK)
+        await reader.read()
+
+    script = Script(answers, OK)
+    async with serving(script) as client:
+        await (await client.send(script.url, "GET", "/")).read()
+        with socket.fromfd(links[0], socket.AF_INET, socket.SOCK_STREAM) as link:
+            link.shutdown(socket.SHUT_WR)
+        assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
+        assert script.num_connections == 2
+
+
 async def test_concurrent_requests_have_connections_of_their_own() -> None:
     script = Script(*[OK] * 40)
     async with serving(script) as client:

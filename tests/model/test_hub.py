@@ -81,7 +81,7 @@ def test_processes_that_ask_at_once_build_once(tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(200)
         assert process.exitcode == 0
     assert (tmp_path / "log").read_text() == "built\n"
 

@@ -286,11 +286,13 @@ async def test_of_very_long_texts_one_is_worked_on_at_a_time(
 
     def work() -> None:
         begun.append(1)
-        assert go_on.wait(20)
+        assert go_on.wait(120)
 
     texts = Texts(tokenizer)
     running = [asyncio.create_task(texts.run(size, work)) for _ in range(2)]
     try:
+        while len(begun) < at_once:
+            await asyncio.sleep(0.001)
         for _ in range(3):  # others pass, behind whatever threads were asked before them
             await texts.run(LONG_CHARS, lambda: None)
         assert len(begun) == at_once

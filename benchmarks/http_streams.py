@@ -29,7 +29,7 @@ from model.default_model import prepare_default_model
 from protocol import lifecycle
 from protocol.messages import AbortRequest, AddRequest, EngineReady, KVUsage, TokenDelta
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 WARM_UP_S = 1.0
 MODEL = "m"
 PROMPT = "Once upon a time there was a small house near a river. "

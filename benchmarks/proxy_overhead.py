@@ -36,7 +36,7 @@ REQUEST = (
     b"content-length: %d\r\n\r\n%s" % (PATH.encode(), len(BODY), BODY)
 )
 READY = b"GET /ready HTTP/1.1\r\nhost: bench\r\n\r\n"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 
 
 async def _respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

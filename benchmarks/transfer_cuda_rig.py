@@ -39,7 +39,7 @@ from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, R
 from protocol.messages import FirstToken, RemotePrefill
 
 SECRET = b"a benchmark needs none"
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def compat(size: Size) -> CompatRecord:

@@ -37,6 +37,7 @@ FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for
 NOTE_INTERVAL_S = 5.0
 PROBE_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
+MODEL_TIMEOUT_S = 60.0  # all is up by then: a slow machine is no reason to end it
 KILLED_BY_USER = 130
 
 
@@ -267,5 +268,5 @@ def example(endpoint: str) -> str:
 
 
 def _model_name(endpoint: str) -> str:
-    with get(f"{endpoint}/v1/models", PROBE_TIMEOUT_S) as answer:
+    with get(f"{endpoint}/v1/models", MODEL_TIMEOUT_S) as answer:
         return str(json.load(answer)["data"][0]["id"])

@@ -1,13 +1,14 @@
 """Stands in for a server or the proxy of `baton up`: python fake_program.py KIND MODE [options].
 
 MODE: serve | fail (reports why) | crash (raises) | hang (never ready) | stubborn (ignores SIGTERM)
-| die-later (serves, ends when GET /die is asked).
+| slow (takes 3 s to name its model) | die-later (serves, ends when GET /die is asked).
 """
 
 import json
 import os
 import signal
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from protocol import lifecycle
@@ -21,6 +22,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/die":
             print("out of luck", flush=True)
             os._exit(3)
+        if self.path == "/v1/models" and mode == "slow":
+            time.sleep(3)
         answer = {"data": [{"id": "fake"}], "argv": sys.argv[3:], "pid": os.getpid()}
         answer["environ"] = sorted(name for name in os.environ if name.startswith("BATON_"))
         body = json.dumps(answer).encode()

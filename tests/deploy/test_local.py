@@ -133,6 +133,13 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
         assert launcher.end() == 0
 
 
+def test_a_proxy_that_is_slow_to_name_the_model_is_no_reason_to_end() -> None:
+    with launched("serve,serve,slow") as launcher:
+        assert '"model": "fake"' in launcher.until("curl ")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 0
+
+
 def test_the_secret_goes_to_servers_alone_and_never_by_argv() -> None:
     with launched("serve,serve,serve") as launcher:
         endpoint = launcher.endpoint()

@@ -96,7 +96,8 @@ def test_langchain_chats(chat: Callable[..., Any], answer: str) -> None:
 def test_langchain_streams_with_usage(chat: Callable[..., Any], answer: str) -> None:
     chunks = list(chat(stream_usage=True).stream(_LANGCHAIN_MESSAGES))
     assert "".join(chunk.content for chunk in chunks) == answer
-    assert sum(bool(chunk.content) for chunk in chunks) > 10, "tokens come as they are made"
+    num_pieces = sum(bool(chunk.content) for chunk in chunks)
+    assert num_pieces > len(answer.split()) // 2, "tokens come as they are made"
     used = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
     assert len(used) == 1 and used[0]["output_tokens"] <= _LIMIT
 
@@ -245,6 +246,7 @@ def test_langchain_calls_tools(chat: Callable[..., Any]) -> None:
 
 def test_litellm_calls_tools(lite: dict[str, Any]) -> None:
     lite = {**lite, "max_tokens": 200, "tools": [_TOOL], "tool_choice": "required"}
+    lite["parallel_tool_calls"] = False  # else it calls until it says that it is done
     message = litellm.completion(messages=_MESSAGES, **lite).choices[0].message
     (call,) = message.tool_calls
     assert call.function.name == "find_toy"

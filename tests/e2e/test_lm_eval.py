@@ -96,7 +96,7 @@ def test_own_scores_equal_the_hf_backend_document_by_document(
     assert [figures[task]["documents"] for task in tasks] == [20, 20]
     saved = json.loads((tmp_path / "scores.json").read_text())["tasks"]["stories_likelihood"]
     greedy = [document["answers"][0][1] for document in saved["documents"]]
-    assert {*greedy} <= {True, False}  # mostly both; that depends on the trained weights
+    assert False in greedy  # and mostly True; that depends on the trained weights
     assert _pulled(tiny_cluster) == before, "scoring moves no KV"
 
 

@@ -25,7 +25,7 @@ from engine.http import ServerHooks, create_app
 from engine.launch import SocketFolder
 from engine.tokenizer import Tokenizer
 from engine.transport import EngineTransport
-from model.default_model import prepare_default_model
+from model.hub import DEFAULT_MODEL, resolve_model
 from protocol import lifecycle
 from protocol.messages import AbortRequest, AddRequest, EngineReady, KVUsage, TokenDelta
 
@@ -213,7 +213,7 @@ def _report(measured: Measured, options: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     options = _options(argv)
-    model_dir = options.model_dir or str(prepare_default_model())
+    model_dir = options.model_dir or str(resolve_model(DEFAULT_MODEL))
     if options.play:
         lifecycle.watch_parent()
         tokenizer = Tokenizer.from_directory(model_dir)

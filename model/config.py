@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from model.errors import ModelError, ModelLoadError, UnsupportedModel
 from model.hub import resolve_model
 from protocol.shown import shown
 
@@ -25,18 +26,6 @@ ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
     "Qwen3ForCausalLM": {**_LLAMA, "head_dim": 128},
     "DeepseekV2ForCausalLM": {**_LLAMA, "q_lora_rank": 1536, "routed_scaling_factor": 1.0},
 }
-
-
-class ModelError(ValueError):
-    """A model that cannot be served; the message names the field, its value and the fix."""
-
-
-class UnsupportedModel(ModelError):
-    """The model is well-formed, but uses something that this server does not implement."""
-
-
-class ModelLoadError(ModelError):
-    """The model's files contradict each other or its config."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, TextIO
 
 import numpy.typing as npt
 
-from model.config import ModelLoadError
+from model.errors import ModelLoadError
 from protocol.cache_dir import CannotKeep
 
 _HEADER_ALIGNMENT: Final = 64  # bytes; mapped tensors then start on cache lines

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from model.config import ModelLoadError, UnsupportedModel
+from model.errors import ModelLoadError, UnsupportedModel
 from model.files import PlannedTensor, write_json, write_safetensors
 from model.gguf_tokenizer import write_tokenizer
 

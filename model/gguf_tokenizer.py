@@ -15,7 +15,7 @@ from tokenizers import (
 )
 from tokenizers.models import BPE
 
-from model.config import UnsupportedModel
+from model.errors import UnsupportedModel
 from model.files import write_json
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF

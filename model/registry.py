@@ -6,9 +6,10 @@ from typing import Final
 import torch
 
 from model.base import CausalLM
-from model.config import ModelConfig, ModelError
+from model.config import ModelConfig
 from model.decoder import Decoder
 from model.deepseek import DeepseekV2ForCausalLM
+from model.errors import ModelError
 from model.llama import LlamaForCausalLM
 from model.parallel import Parallel
 from model.sharding import check_parallelism

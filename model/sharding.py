@@ -1,6 +1,7 @@
 """Which tensor-parallel sizes a model allows; no torch: servers ask before they load anything."""
 
-from model.config import ModelConfig, ModelError
+from model.config import ModelConfig
+from model.errors import ModelError
 
 
 class InvalidParallelism(ModelError):

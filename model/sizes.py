@@ -11,7 +11,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from model.config import MLAConfig, ModelConfig, ModelLoadError, MoEConfig
+from model.config import MLAConfig, ModelConfig, MoEConfig
+from model.errors import ModelLoadError
 from model.files import read_header, weight_files
 
 

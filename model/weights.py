@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model import kv_scales
-from model.config import ModelLoadError
+from model.errors import ModelLoadError
 from model.files import weight_files
 
 # Buffers that some exporters saved, which follow from the config; scales of FP8 KV are read by

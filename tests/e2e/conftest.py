@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from model.default_model import prepare_default_model
-from model.hub import ModelNotAvailable
+from model.errors import ModelNotAvailable
+from model.hub import DEFAULT_MODEL, resolve_model
 from tests.e2e.cluster import Cluster, cluster, wait_until
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
@@ -72,7 +72,7 @@ def tiny_reference(tiny_model: Path) -> Reference:
 def default_model() -> Path:
     """SmolLM2-135M-Instruct out of its package, which a machine need not have."""
     try:
-        return prepare_default_model()
+        return resolve_model(DEFAULT_MODEL)
     except ModelNotAvailable as error:
         pytest.skip(str(error))
 

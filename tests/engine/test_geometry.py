@@ -19,7 +19,8 @@ from engine.geometry import (
     step_limits,
 )
 from kvcache.layout import LayoutError
-from model.config import ModelLoadError, load_config, parse_config
+from model.config import load_config, parse_config
+from model.errors import ModelLoadError
 from model.sharding import InvalidParallelism
 from model.sizes import implied_weights, num_elements
 from tests.make_models import ensure_model

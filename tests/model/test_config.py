@@ -6,12 +6,8 @@ import sys
 
 import pytest
 
-from model.config import (
-    ModelLoadError,
-    UnsupportedModel,
-    load_config,
-    parse_config,
-)
+from model.config import load_config, parse_config
+from model.errors import ModelLoadError, UnsupportedModel
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,9 +8,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from model.config import ModelLoadError, UnsupportedModel, load_config
+from model.config import load_config
+from model.errors import ModelLoadError, ModelNotAvailable, UnsupportedModel
 from model.gguf import convert_gguf
-from model.hub import ModelNotAvailable, resolve_model
+from model.hub import resolve_model
 from model.registry import load_model
 from tests.model.random_models import SIZES, make
 from tests.model.test_llama import LLAMA3, check_equal

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from model.config import load_config
-from model.default_model import prepare_default_model
+from model.errors import ModelNotAvailable
 from model.files import build_once
-from model.hub import DEFAULT_MODEL, ModelNotAvailable, resolve_model
+from model.hub import DEFAULT_MODEL, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path):
@@ -104,7 +104,7 @@ def test_a_build_that_fails_leaves_nothing_and_another_key_builds_anew(tmp_path)
 
 def test_the_default_model_is_converted_with_tokenizer_template_and_end_of_text():
     try:
-        folder = prepare_default_model()
+        folder = resolve_model(DEFAULT_MODEL)
     except ModelNotAvailable as error:
         pytest.skip(str(error))
     assert resolve_model(DEFAULT_MODEL, progress=pytest.fail) == folder

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.config import ModelConfig, UnsupportedModel, load_config, parse_config
+from model.config import ModelConfig, load_config, parse_config
+from model.errors import UnsupportedModel
 from model.fingerprint import fingerprint
 from model.kv_scales import InvalidScales, resolve_scales
 from model.registry import load_model

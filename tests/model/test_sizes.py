@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from model.config import ModelLoadError, load_config, parse_config
+from model.config import load_config, parse_config
+from model.errors import ModelLoadError
 from model.files import num_weights
 from model.registry import load_model
 from model.sizes import check_files, implied_weights, largest, num_elements, stored_elements

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.config import ModelError, ModelLoadError, load_config, parse_config
+from model.config import load_config, parse_config
+from model.errors import ModelError, ModelLoadError
 from model.files import num_weights, read_header
 from model.fingerprint import fingerprint
 from model.registry import load_model

@@ -158,7 +158,6 @@ class _Server:
             lifecycle.report_progress("loading the model")
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer = await asyncio.to_thread(Tokenizer.from_directory, model_dir)
-            await asyncio.to_thread(tokenizer.prepare)
             told = await asyncio.to_thread(self._fingerprint, model_config, model_dir)
             ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
             return await self._serve(listener, client, tokenizer, ready, told)

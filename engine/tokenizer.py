@@ -98,11 +98,6 @@ class Tokenizer:
         text: str = self._tokenizer.to_str()
         return text
 
-    def prepare(self) -> None:
-        """Finds out now what `at_least` needs to know: it takes seconds if the vocabulary is large,
-        and holds up other threads."""
-        self._bound.prepare()
-
     def at_least(self, text: str, enough: int) -> int:
         """How many tokens `text` has at least, with 0 for any number below `enough`. Costs little,
         unlike `encode`, which takes hundreds of times a text's memory."""

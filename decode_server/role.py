@@ -29,7 +29,6 @@ from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.pull import (
-    FENCES,
     PATHS,
     PeerFailed,
     PeerReady,
@@ -83,7 +82,6 @@ def _zeros(policy: FailurePolicy) -> dict[str, float]:
         stat_key("baton_kv_transfers", outcome="failed", path="none"),
         *(stat_key("baton_kv_transfer_failures", code=kind.code) for kind in kinds),
         *(stat_key("baton_kv_transfers", outcome="done", path=path) for path in PATHS),
-        *(stat_key("baton_kv_fences", by=fence) for fence in FENCES),
     )
     plain = (
         "baton_kv_params_rejected",
@@ -279,7 +277,6 @@ class DecodeRole(KVRole):
         if sequence is None:
             return  # aborted meanwhile; PullDrained follows
         self._totals[stat_key("baton_kv_transfers", outcome="done", path=event.path)] += 1
-        self._totals[stat_key("baton_kv_fences", by=event.fence)] += 1
         self._totals["baton_kv_transfer_bytes"] += event.nbytes
         self._totals["baton_kv_transfer_descriptors"] += event.descriptors
         self._transfer_seconds.observe(event.seconds)

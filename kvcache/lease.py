@@ -9,8 +9,7 @@ An ended lease leaves a tombstone, which repeats `ok` to the attempt that comple
 
 Pure: the clock is an argument, always the prefill server's own (I3). An operation at or after a
 deadline finds the lease expired, whether or not anyone has swept since: a reader is never told
-`ok` for blocks that are no longer promised (I4, I5). Who reads the words (lease_words.py) is told
-less: that nobody has ended the lease yet, so that its blocks are as they were.
+`ok` for blocks that are no longer promised (I4, I5).
 """
 
 import heapq
@@ -18,8 +17,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-
-from kvcache.lease_words import LeaseWords
 
 _MAX_TOMBSTONES = 65536
 _TOMBSTONE_S = 600.0
@@ -58,19 +55,11 @@ class _Tombstone:
 
 
 class LeaseTable:
-    """All leases of one engine. Times are seconds on one monotonic clock.
-
-    Args:
-        words: where held leases are published; cleared before anybody learns of an end.
-    """
+    """All leases of one engine. Times are seconds on one monotonic clock."""
 
     def __init__(
-        self,
-        max_tombstones: int = _MAX_TOMBSTONES,
-        tombstone_s: float = _TOMBSTONE_S,
-        words: LeaseWords | None = None,
+        self, max_tombstones: int = _MAX_TOMBSTONES, tombstone_s: float = _TOMBSTONE_S
     ) -> None:
-        self._words = words
         self._max_tombstones = max_tombstones
         self._tombstone_s = tombstone_s
         self._held: dict[str, _Held] = {}
@@ -100,8 +89,6 @@ class LeaseTable:
             raise ValueError(f"lease_s is {lease_s}; use a number of seconds above 0")
         self._held[lease_id] = _Held(request_id, tuple(block_ids), lease_s, now + lease_s)
         heapq.heappush(self._deadlines, (now + lease_s, lease_id))
-        if self._words is not None:
-            self._words.put(lease_id)
 
     def renew(self, lease_id: str, now: float) -> bool:
         """Moves the deadline to `now + lease_s`; False when the lease is gone."""
@@ -170,8 +157,6 @@ class LeaseTable:
         return held + [block for lease in self._ended for block in lease.block_ids]
 
     def _end(self, lease_id: str, outcome: LeaseState, attempt_id: str | None, now: float) -> None:
-        if self._words is not None:  # before all else: what follows lets the blocks go
-            self._words.clear(lease_id)
         lease = self._held.pop(lease_id)
         self.ended_counts[outcome] += 1
         self._ended.append(EndedLease(lease_id, lease.request_id, lease.block_ids, outcome))

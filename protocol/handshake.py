@@ -74,14 +74,6 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     started: int  # ticks since the host's start
 
 
-class HeldLeasesRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where processes of the same host can see which leases are held (kvcache/lease_words.py)."""
-
-    process: ProcessRecord
-    fd: int  # of that process: the memory file
-    token: bytes  # that proves it is this file
-
-
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach one rank's KV allocation."""
 
@@ -106,7 +98,6 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     dcp_size: int = 1
     ranks: list[RankMetadata]
-    held_leases: HeldLeasesRecord | None = None
 
 
 def check_compatible(
@@ -261,12 +252,6 @@ class AbortLease(msgspec.Struct, frozen=True, tag="abort", kw_only=True):
     lease_id: str
 
 
-class Alert(msgspec.Struct, frozen=True, tag="alert", kw_only=True):
-    """A Complete will follow within a millisecond or two: be awake. It has no reply."""
-
-    nonce: str
-
-
 class Metadata(msgspec.Struct, frozen=True, tag="metadata", kw_only=True):
     nonce: str
     engine: EngineMetadata
@@ -290,7 +275,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     reason: str = ""
 
 
-Request = GetMetadata | Renew | Complete | AbortLease | Alert
+Request = GetMetadata | Renew | Complete | AbortLease
 Reply = Metadata | Ok | Gone | Refused
 
 _encode = msgspec.msgpack.Encoder().encode

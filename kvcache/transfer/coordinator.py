@@ -13,7 +13,6 @@ from typing import Any
 
 from kvcache.stripe import Stripe
 from kvcache.transfer.event_queue import EventQueue
-from kvcache.transfer.held_leases import HeldLeases
 from kvcache.transfer.peers import (
     Peer,
     PeerStatus,
@@ -33,7 +32,6 @@ from kvcache.transfer.pull import (
     PullDrained,
     PullSettings,
     RankEnded,
-    RankEnding,
     Report,
     StopPull,
     pull_command,
@@ -43,12 +41,9 @@ from kvcache.transfer.pull_state import (
     Emit,
     EndedPulls,
     FanOut,
-    LookAhead,
-    LookAtWord,
     Phase,
     PullState,
     SendAbort,
-    SendAlert,
     SendComplete,
     SendRenew,
     StopRanks,
@@ -124,7 +119,6 @@ class PullCoordinator:
         self._spans: dict[str, _Span] = {}  # of pulls begun
         self._ended = EndedPulls()
         self._questions = OpenQuestions()
-        self._held_leases = HeldLeases()
         self._awaiting_connect: set[PeerKey] = set()
         self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
 
@@ -197,7 +191,6 @@ class PullCoordinator:
             for state in filter(lambda pull: not pull.is_untouched, self._states()):
                 self._send(state, SendAbort())
             self._side_channel.close(_CLOSE_LINGER_S)
-            self._held_leases.close()
             self._ranks.close()
 
         self._turns.close(last)
@@ -277,7 +270,6 @@ class PullCoordinator:
         for key in [key for key, at in self._announced.items() if at == address]:
             del self._announced[key]
             self._peers.forget(key)
-            self._held_leases.forget(key)
             self._ranks.broadcast(DropPeer(*key))
         self._side_channel.forget(address)
 
@@ -323,7 +315,6 @@ class PullCoordinator:
                 self._settings,
                 new_id(),
                 self._clock(),
-                seen_held=self._sees_held(remote),
             )
             self._counters["pulls"] += 1
             if expects:
@@ -337,7 +328,7 @@ class PullCoordinator:
             return False
         now = self._clock()
         self._spans[pull_id] = span
-        self._perform(state, state.pull(span[1] - span[0], now))
+        state.pull(now)
         if state.phase is Phase.WAITING:
             self._offer(state, self._peers.connect(remote, now))
         return was_held and state.phase is Phase.READING
@@ -380,7 +371,6 @@ class PullCoordinator:
         self._counters["peer_restarts"] += 1
         self._peers.forget(key)
         if self._announced.pop(key, None):
-            self._held_leases.forget(key)
             self._ranks.broadcast(DropPeer(*key))
         gone = LeaseGone(f"prefill server {key[0]} was restarted")
         for state in self._states():
@@ -423,7 +413,6 @@ class PullCoordinator:
             return
         if peer.key not in self._announced:
             self._announced[peer.key] = peer.address
-            self._held_leases.meet(peer.metadata)
             self._ranks.broadcast(AddPeer(peer.metadata))
         self._perform(state, state.peer_ready(now))
 
@@ -442,17 +431,12 @@ class PullCoordinator:
     def _send(self, state: PullState, action: Action) -> None:
         remote = state.remote
         match action:
-            case LookAtWord():
-                self._perform(state, state.word_seen(self._sees_held(remote), self._clock()))
-            case SendRenew() | SendComplete() | SendAbort() | SendAlert():
+            case SendRenew() | SendComplete() | SendAbort():
                 request = self._questions.lease(state.pull_id, remote, action)
                 self._side_channel.post(address_of(remote), request)
             case FanOut():
                 span = self._spans[state.pull_id]
-                self._ranks.broadcast(pull_command(state.pull_id, remote, *span, asks=state.asks))
-            case LookAhead():
-                if not self._sees_held(remote):
-                    self._send(state, SendAlert())
+                self._ranks.broadcast(pull_command(state.pull_id, remote, *span))
             case StopRanks():
                 self._ranks.broadcast(StopPull(state.pull_id))
             case SuspectPeer():
@@ -460,17 +444,12 @@ class PullCoordinator:
             case Emit(event):
                 self._events.append(event)
 
-    def _sees_held(self, remote: RemotePrefill) -> bool:
-        return self._held_leases.is_held(key_of(remote), remote.lease_id)
-
     # -- what comes in
 
     def _take_report(self, report: Report) -> None:
         if (state := self._pulls.get(report.pull_id)) is None:
             return
-        if isinstance(report, RankEnding):
-            self._perform(state, state.rank_ending())
-        elif isinstance(report, RankEnded):
+        if isinstance(report, RankEnded):
             self._perform(state, state.rank_ended(report, self._clock()))
         else:
             self._perform(state, state.rank_failing(report, self._clock()))

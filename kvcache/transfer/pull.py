@@ -29,7 +29,6 @@ from protocol.messages import ErrorInfo, RemotePrefill
 PeerKey = tuple[str, str]  # engine id, incarnation
 
 PATHS = ("direct", "staged", "mapped", "mixed", "none")  # mixed: several; none: nothing was read
-FENCES = ("word", "asked", "none")  # P's word was seen standing; P said ok; nothing was read
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class PullSettings:
     fence_timeout_s: float = 5.0
     connection_timeout_s: float = 2.0  # without a connection to the side channel
     fence_retry_s: float = 1.0  # COMPLETE is repeated, with the same attempt id
-    release_delay_s: float = 0.001  # of COMPLETE where nothing waits for it: first the next step
     renew_interval_s: float | None = None  # a third of the lease
     drain_grace_s: float = 0.25  # a failed pull's READs may end before its verdict is told
     backoff_min_s: float = 1.0  # after a failed handshake, doubling
@@ -70,7 +68,6 @@ class PullDone:
     descriptors: int
     seconds: float  # from `pull` until the fence was passed
     path: str  # of PATHS
-    fence: str = "none"  # of FENCES
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,6 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     token_stop: int
     local_block_ids: list[int]  # from token 0 of the sequence on
     remote_block_ids: list[int]
-    asks: bool = True  # P, after it: a RankEnding says when that is near
 
 
 def pull_command(
@@ -128,8 +124,6 @@ def pull_command(
     token_start: int,
     token_stop: int,
     local_block_ids: list[int],
-    *,
-    asks: bool = True,
 ) -> Pull:
     """What every rank is told of a pull; arguments as of Pull."""
     return Pull(
@@ -141,7 +135,6 @@ def pull_command(
         token_stop=token_stop,
         local_block_ids=local_block_ids,
         remote_block_ids=remote.block_ids,
-        asks=asks,
     )
 
 
@@ -159,13 +152,6 @@ Command = AddPeer | DropPeer | Pull | StopPull | Expect
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    rank: int
-
-
-class RankEnding(msgspec.Struct, frozen=True, tag="ending"):
-    """Rank to coordinator: this pull is likely to end here within half a millisecond."""
-
-    pull_id: str
     rank: int
 
 
@@ -190,7 +176,7 @@ class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
     path: str = "none"
 
 
-Report = RankEnding | RankFailing | RankEnded
+Report = RankFailing | RankEnded
 
 encode = msgspec.msgpack.Encoder().encode
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

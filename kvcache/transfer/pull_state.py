@@ -1,15 +1,12 @@
 """One pull's decisions: (state, event, now) -> actions. No I/O, no clock.
 
     HELD --pull--> WAITING --peer ready--> READING --every rank read all--> FENCING --ok--> ENDED
-      |               |                       |                               | |              |
-      |               |                       |           P's word still stands `-> CLOSING ---'
+      |               |                       |                               |
       `---------------+-----------------------+---- failure or cancel --------'
                                               |
                                         DRAINING (READs still active) --the last one ended--> ENDED
 
-The fence is P's word where it can be seen (lease_words.py), else its answer to COMPLETE. What is
-done and only CLOSES its lease lets P have its blocks back; nothing waits for that. So does a pull
-of no tokens: nothing it read needs a fence.
+The fence is P's answer to COMPLETE.
 """
 
 from collections import OrderedDict
@@ -32,7 +29,6 @@ from protocol.messages import RemotePrefill
 
 _MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
 _MIN_RENEW_S = 0.02
-_SEEN_RENEW_S = 0.25  # of a lease seen to be held: most pulls are over before
 
 
 class Phase(Enum):
@@ -40,23 +36,8 @@ class Phase(Enum):
     WAITING = "waiting"
     READING = "reading"
     FENCING = "fencing"
-    CLOSING = "closing"
     DRAINING = "draining"
     ENDED = "ended"
-
-
-@dataclass(frozen=True)
-class LookAtWord:
-    """Tell by `word_seen` whether P's word says that the lease is held."""
-
-
-@dataclass(frozen=True)
-class LookAhead:
-    """SendAlert, unless P's word is seen to stand: P will be asked then.
-
-    What was seen now counts for nothing, but code that has just run takes half the time when it
-    counts, and the look costs nothing while the last bytes are on their way.
-    """
 
 
 @dataclass(frozen=True)
@@ -72,11 +53,6 @@ class SendComplete:
 @dataclass(frozen=True)
 class SendAbort:
     pass
-
-
-@dataclass(frozen=True)
-class SendAlert:
-    """Let P be awake for the fence."""
 
 
 @dataclass(frozen=True)
@@ -99,26 +75,11 @@ class Emit:
     event: Event
 
 
-Action = (
-    LookAtWord
-    | LookAhead
-    | SendRenew
-    | SendComplete
-    | SendAbort
-    | SendAlert
-    | FanOut
-    | StopRanks
-    | SuspectPeer
-    | Emit
-)
+Action = SendRenew | SendComplete | SendAbort | FanOut | StopRanks | SuspectPeer | Emit
 
 
 class PullState:
-    """Mutable; every method returns what to do now, in order.
-
-    Args:
-        seen_held: P's word says that the lease is held now.
-    """
+    """Mutable; every method returns what to do now, in order."""
 
     def __init__(
         self,
@@ -128,14 +89,11 @@ class PullState:
         settings: PullSettings,
         attempt_id: str,
         now: float,
-        *,
-        seen_held: bool = False,
     ) -> None:
         self.pull_id = pull_id
         self.remote = remote
         self.phase = Phase.HELD
         self.drained_told = False  # PullDrained was emitted
-        self.asks = not seen_held  # P, most likely, as its word cannot be seen
         self._num_ranks = num_ranks
         self._settings = settings
         self._attempt_id = attempt_id
@@ -144,13 +102,8 @@ class PullState:
         self._error: BatonError | None = None
         self._failure_told = False
         self._cancelled = False
-        self._alerted = False
-        self._looking = False  # LookAtWord has not been answered
         self._began = now
-        # At once, to find out whether the lease still is, unless that is known. How old it is, is
-        # not: the wait is a small part of its life.
-        wait_s = min(_SEEN_RENEW_S, remote.lease_s / 10) if seen_held else 0.0
-        self._next_renewal = now + wait_s
+        self._next_renewal = now  # at once, to find out whether the lease still is
         self._timeout = float("inf")  # of the phase
         self._next_retry = float("inf")  # of COMPLETE
 
@@ -178,17 +131,10 @@ class PullState:
         renewal = self._next_renewal if self._renews else float("inf")
         return min(renewal, self._timeout, self._next_retry)
 
-    def pull(self, num_tokens: int, now: float) -> list[Action]:
-        """The engine has blocks for `num_tokens` tokens to read."""
-        if self.phase is not Phase.HELD:
-            return []
-        self._began = now
-        if num_tokens > 0:
-            self.phase = Phase.WAITING
-            return []
-        self.phase = Phase.CLOSING
-        done = PullDone(self.pull_id, 0, 0, 0.0, "none")
-        return [Emit(done), *self._complete(now)]
+    def pull(self, now: float) -> None:
+        """The engine has blocks to read into."""
+        if self.phase is Phase.HELD:
+            self.phase, self._began = Phase.WAITING, now
 
     def peer_ready(self, now: float) -> list[Action]:
         if self.phase is not Phase.WAITING:
@@ -197,13 +143,6 @@ class PullState:
         self._reading = set(range(self._num_ranks))
         self._timeout = now + self._settings.pull_timeout_s
         return [FanOut()]
-
-    def rank_ending(self) -> list[Action]:
-        """A rank will have read all within a millisecond."""
-        if self.phase is not Phase.READING or self._alerted:
-            return []
-        self._alerted = True
-        return [LookAhead()]
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
         """Something outside found that this pull cannot succeed."""
@@ -230,20 +169,9 @@ class PullState:
         if self._reading:
             return []
         self.phase = Phase.FENCING
-        self._looking = True
-        return [LookAtWord()]
-
-    def word_seen(self, held: bool, now: float) -> list[Action]:
-        """The answer to LookAtWord: what was seen of the lease after the last byte had come."""
-        if self.phase is not Phase.FENCING or not self._looking:
-            return []
-        self._looking = False
-        if not held:
-            return self._complete(now)
-        self.phase = Phase.CLOSING
         self._timeout = now + self._settings.fence_timeout_s
-        self._next_retry = now + self._settings.release_delay_s
-        return [Emit(self._done(now, "word"))]
+        self._next_retry = now + self._settings.fence_retry_s
+        return [SendComplete(self._attempt_id)]
 
     def renew_answered(self, ok: bool, reason: str, now: float) -> list[Action]:
         if ok or not self._renews:
@@ -251,13 +179,11 @@ class PullState:
         return self.fail(self._lease_gone(reason), now)
 
     def fence_answered(self, ok: bool, reason: str, now: float) -> list[Action]:
-        if self.phase is Phase.CLOSING:
-            return self._end()
         if self.phase is not Phase.FENCING:
             return []
         if not ok:
             return self.fail(self._lease_gone(reason), now)
-        return [Emit(self._done(now, "asked")), *self._end()]
+        return [Emit(self._done(now)), *self._end()]
 
     def cancel(self, now: float, *, lend: bool = False) -> list[Action]:
         """The engine gave up: no verdict any more, one PullDrained, perhaps a PullStuck before.
@@ -270,8 +196,6 @@ class PullState:
         self._cancelled = True
         if lend and self.is_untouched:
             return [*self._tell_drained(), *self._end()]
-        if self.phase is Phase.CLOSING:
-            return self._tell_drained()
         if self.phase is Phase.DRAINING:
             return [Emit(PullStuck(self.pull_id))] if self._failure_told else []
         return self._stop(now)
@@ -295,11 +219,6 @@ class PullState:
     def _renews(self) -> bool:
         return self.phase in (Phase.HELD, Phase.WAITING, Phase.READING)
 
-    def _complete(self, now: float) -> list[Action]:
-        self._timeout = now + self._settings.fence_timeout_s
-        self._next_retry = now + self._settings.fence_retry_s
-        return [SendComplete(self._attempt_id)]
-
     def _timed_out(self, now: float) -> list[Action]:
         peer = f"{self.remote.host}:{self.remote.port}"
         if self.phase is Phase.READING:
@@ -310,8 +229,6 @@ class PullState:
             limit_s = self._settings.fence_timeout_s
             lost = PeerUnreachable(f"{peer} did not confirm the lease within {limit_s} s")
             return [SuspectPeer(), *self.fail(lost, now)]
-        if self.phase is Phase.CLOSING:
-            return self._end()
         self._timeout = float("inf")  # DRAINING: the grace is over
         if self._cancelled:
             return [Emit(PullStuck(self.pull_id))]
@@ -354,12 +271,12 @@ class PullState:
             f"lease {self.remote.lease_id} on {self.remote.engine_id} is gone: {reason}"
         )
 
-    def _done(self, now: float, fence: str) -> PullDone:
+    def _done(self, now: float) -> PullDone:
         nbytes = sum(report.nbytes for report in self._reports)
         descriptors = sum(report.descriptors for report in self._reports)
         path, *others = {report.path for report in self._reports} - {"none"} or {"none"}
         path = "mixed" if others else path
-        return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path, fence)
+        return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path)
 
 
 class EndedPulls:

@@ -27,7 +27,6 @@ from kvcache.transfer.pull import (
     PeerKey,
     Pull,
     RankEnded,
-    RankEnding,
     RankFailing,
     StopPull,
     error_info,
@@ -49,7 +48,7 @@ logger = get_logger(__name__)
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
 _FENCE_S = 0.003  # so long after a pull the thread looks for others' reports, and P's, itself
 _ALERT_NAP_S, _LATER_NAP_S, _LATER_S = 0.000003, 0.00002, 0.0005  # longer naps, so long after it
-_REHEARSAL_S, _ATTEND_S = 0.00015, 0.001  # so long at most who ordered a pull drives it
+_ATTEND_S = 0.001  # so long at most who ordered a pull drives it
 _MAX_FAILURES = 100  # rounds in a row, which take two seconds
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
@@ -377,7 +376,6 @@ class PullWorker:
 
     def _add(self, pull: Pull, job: Job, peer: JobPeer, opened: Opened | None) -> None:
         peer.users += 1
-        job.asks = pull.asks
         self._jobs[pull.pull_id] = (job, peer)
         if opened is not None and isinstance(job, PullJob):
             self._reads.adopt(opened, job, peer)
@@ -405,19 +403,8 @@ class PullWorker:
         ended = [job for job, _ in self._jobs.values() if job.ended]
         for job in ended:
             self._end(job)
-        self._announce_ends()
         jobs = (job for job, _ in self._jobs.values() if isinstance(job, PullJob))
         return polled or posted is not None or bool(ended) or any(job.prepare() for job in jobs)
-
-    def _announce_ends(self) -> None:
-        """Once for each pull. Where P will not be asked this only rehearses what follows its end,
-        which takes as long as a short pull."""
-        now = time.perf_counter()
-        for job, _ in self._jobs.values():
-            if job.all_begun and not job.end_announced and job.pace.is_ending(now):
-                job.end_announced = True
-                if job.asks or job.pace.left_s(now) > _REHEARSAL_S:
-                    self._link.report(RankEnding(job.pull_id, self._endpoint.rank))
 
     def _advance(self) -> bool:
         """Lets every mapped pull go on."""

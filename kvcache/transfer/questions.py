@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from kvcache.transfer.pull_state import Action, SendAbort, SendAlert, SendComplete, SendRenew
+from kvcache.transfer.pull_state import Action, SendAbort, SendComplete, SendRenew
 from kvcache.transfer.side_channel import new_id
 from kvcache.transfer.side_client import Address
-from protocol.handshake import AbortLease, Alert, Complete, GetMetadata, Renew, Request
+from protocol.handshake import AbortLease, Complete, GetMetadata, Renew, Request
 from protocol.messages import RemotePrefill
 
 LeaseQuestion = Literal["renew", "complete"]
@@ -20,8 +20,7 @@ class OpenQuestions:
         self._metadata: dict[str, Address] = {}  # by nonce
 
     def lease(self, pull_id: str, remote: RemotePrefill, action: Action) -> Request:
-        """The request that says `action` of a pull's lease; an abort's answer is not awaited, and
-        an alert has none."""
+        """The request that says `action` of a pull's lease; an abort's answer is not awaited."""
         nonce = new_id()
         lease = {"nonce": nonce, "incarnation": remote.incarnation, "lease_id": remote.lease_id}
         match action:
@@ -31,8 +30,6 @@ class OpenQuestions:
             case SendComplete(attempt):
                 self._expect(nonce, "complete", pull_id)
                 return Complete(**lease, attempt_id=attempt)
-            case SendAlert():
-                return Alert(nonce=nonce)
             case SendAbort():
                 return AbortLease(**lease)
             case _:

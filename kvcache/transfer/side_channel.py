@@ -15,14 +15,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
-from kvcache.transfer.held_leases import PublishedWords
-from kvcache.transfer.pace import allow_short_naps
 from kvcache.transfer.side_client import Address, SideChannelClient, split
 from kvcache.transfer.wire import Wire, WireClosed, listen, tune, wait_readable
 from protocol.errors import PeerUnreachable
 from protocol.handshake import (
     AbortLease,
-    Alert,
     Complete,
     EngineMetadata,
     FrameError,
@@ -49,10 +46,6 @@ _SWEEP_S = 0.1  # expired leases are collected at most this late
 _MAX_REQUEST_BYTES = 64 << 10
 _MAX_UNSENT_BYTES = 64 << 20  # of answers to one peer
 _MAX_STRANGERS = 256  # connections over which nothing authentic has come yet
-# After an alert the thread naps for microseconds only: a sleeping one takes longer to wake than all
-# the rest of a fence. After a renewal too, as a reader's first one comes shortly before its pull,
-# but not of a reader on this host: it sees the words, or alerts us, and naps cost the engine time.
-_ALERT_S, _ALERT_NAP_S = 0.003, 0.000005
 _NO_DESCRIPTOR_S = 0.01
 
 
@@ -81,13 +74,12 @@ class LeaseServer:
         bind_host: str | None = None,
     ) -> None:
         self._host = host
-        self._words = PublishedWords.create()
-        self._metadata = metadata if self._words is None else self._words.announced(metadata)
+        self._metadata = metadata
         self._secret = secret
         self._clock = clock
         self._on_event = on_event
         self._lock = threading.Lock()
-        self._table = LeaseTable(words=self._words)
+        self._table = LeaseTable()
         names = ("granted", "renewed", "gone", "refused", "metadata_sent", "internal_errors")
         self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
         own = bind_host or host
@@ -100,8 +92,6 @@ class LeaseServer:
         self._epoll.register(self._listener, select.EPOLLIN)
         self._wires: dict[int, Wire] = {}  # by file descriptor
         self._strangers: dict[int, None] = {}  # of those, who never proved to know the secret
-        self._is_near = False  # who is being answered is on this host
-        self._alert_until = 0.0
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, "lease-server")
 
@@ -150,28 +140,19 @@ class LeaseServer:
         self._epoll.close()
 
     def _run(self) -> None:
-        allow_short_naps()
-        next_sweep = 0.0
         while not self._stopping.is_set():
-            now = time.monotonic()
-            is_alert = now < self._alert_until
-            served = self._serve(0.0 if is_alert else _SWEEP_S)
-            if is_alert and not served:
-                time.sleep(_ALERT_NAP_S)
-            if served or now >= next_sweep:
-                next_sweep = now + _SWEEP_S
-                self._sweep()
+            self._serve()
+            self._sweep()
 
-    def _serve(self, timeout_s: float) -> bool:
-        """Waits for requests and answers them; whether there were any."""
-        served = False
-        for fd, _ in self._epoll.poll(timeout_s):
+    def _serve(self) -> None:
+        """Waits for requests, but not long, and answers them."""
+        for fd, _ in self._epoll.poll(_SWEEP_S):
             wire = self._wires.get(fd)
             if wire is None:
                 self._accept()
                 continue
             try:
-                served |= self._serve_wire(wire)
+                self._serve_wire(wire)
             except WireClosed as error:
                 logger.debug("side channel: %s", error)
                 self._drop(fd)
@@ -180,19 +161,15 @@ class LeaseServer:
                 with self._lock:
                     self._counters["internal_errors"] += 1
                 self._drop(fd)  # or the next round might meet the same again
-        return served
 
-    def _serve_wire(self, wire: Wire) -> bool:
-        """Whether anything was asked; raises WireClosed."""
-        self._is_near = self._words is not None and wire.is_near
+    def _serve_wire(self, wire: Wire) -> None:
+        """Raises WireClosed."""
         with suppress(WireClosed):  # who asks no more may have said something before
             wire.flush()
-        messages = wire.receive()
-        for message in messages:
+        for message in wire.receive():
             self._reply(wire, message)
         wanted = select.EPOLLIN | (select.EPOLLOUT if wire.has_unsent else 0)
         self._epoll.modify(wire.fileno(), wanted)
-        return bool(messages)
 
     def _drop(self, fd: int) -> None:
         self._strangers.pop(fd, None)
@@ -219,9 +196,8 @@ class LeaseServer:
         reply = self._answer(split(message))
         if not isinstance(reply, Refused):
             self._strangers.pop(wire.fileno(), None)
-        if reply is not None:
-            with suppress(WireClosed):  # as above; `receive` meets the end when all is read
-                wire.send(b"".join(seal_reply(reply, self._secret)))
+        with suppress(WireClosed):  # as above; `receive` meets the end when all is read
+            wire.send(b"".join(seal_reply(reply, self._secret)))
 
     def _sweep(self) -> None:
         with self._lock:
@@ -230,7 +206,7 @@ class LeaseServer:
         if ended and self._on_event is not None:
             self._on_event()
 
-    def _answer(self, frames: list[bytes]) -> Reply | None:
+    def _answer(self, frames: list[bytes]) -> Reply:
         try:
             request = open_request(frames, self._secret)
         except FrameError as error:
@@ -242,10 +218,6 @@ class LeaseServer:
             with self._lock:
                 self._counters["metadata_sent"] += 1
             return Metadata(nonce=request.nonce, engine=self._metadata)
-        if isinstance(request, Alert) or (isinstance(request, Renew) and not self._is_near):
-            self._alert_until = time.monotonic() + _ALERT_S
-        if isinstance(request, Alert):
-            return None
         if request.incarnation != self._metadata.incarnation:
             return self._gone(request.nonce, "this prefill server was restarted")
         return self._about_a_lease(request)

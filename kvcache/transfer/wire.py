@@ -30,9 +30,6 @@ class Wire:
         max_bytes: of one message that is received.
         unsent: messages to send first; shared with the caller, who may carry them over to the
             next connection: a message stays there until the kernel has all of it.
-
-    Attributes:
-        is_near: both ends have the same address, so they are on one host.
     """
 
     def __init__(
@@ -40,7 +37,6 @@ class Wire:
     ) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self.is_near = _is_near(sock)
         self._max_bytes = max_bytes
         self._unsent: deque[bytes] = deque() if unsent is None else unsent
         self._begun = 0  # bytes of the first unsent message that are out
@@ -135,15 +131,6 @@ class Wire:
             start = end
         del self._received[:start]
         return found
-
-
-def _is_near(sock: socket.socket) -> bool:
-    if sock.family == socket.AF_UNIX:
-        return True
-    try:
-        return bool(sock.getpeername()[0] == sock.getsockname()[0])
-    except OSError:  # it is gone already
-        return False
 
 
 def framed(message: bytes) -> bytes:

@@ -182,7 +182,7 @@ class FakeCoordinator:
         if self._rng.random() < 0.1:
             self._end(pull_id, PullFailed(pull_id, LeaseGone("so says the fence"), True))
         else:
-            self._end(pull_id, PullDone(pull_id, 1, 1, 0.0, "direct", "word"))
+            self._end(pull_id, PullDone(pull_id, 1, 1, 0.0, "direct"))
 
     def _fail(self, pull_id: str, pull: _Pull) -> None:
         kinds = [PullTimeout, TransferFailed, PeerUnreachable, LeaseGone]

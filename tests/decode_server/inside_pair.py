@@ -59,7 +59,6 @@ class InsidePair(Pair):
     """
     Args:
         moves: how: out of mapped memory, or by READs that begin before their plans.
-        shows_words: P publishes its leases, so that it need not be asked at the fence.
     """
 
     def __init__(
@@ -67,15 +66,13 @@ class InsidePair(Pair):
         rng: random.Random,
         *,
         moves: Literal["mapped", "opened"],
-        shows_words: bool = True,
         **options: Any,
     ) -> None:
-        self._rng, self._moves, self._shows_words = rng, moves, shows_words
+        self._rng, self._moves = rng, moves
         super().__init__(**options)
 
     def shown(self, pool: KVPool, **members: Any) -> RankMetadata:
-        process = own_record() if self._shows_words else None
-        return RankMetadata(**members, extra=offer(pool), process=process)
+        return RankMetadata(**members, extra=offer(pool), process=own_record())
 
     def _start_decode(
         self, block_size: int, order: str, policy: str, settings: PullSettings

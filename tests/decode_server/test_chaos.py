@@ -48,7 +48,6 @@ class Chaos:
                 pull_timeout_s=0.03 if stays_hung else pick([0.03, 0.2, 5.0]),
                 drain_grace_s=0.01,
                 fence_timeout_s=2.0,
-                release_delay_s=pick([0.001, 0.02]),
             ),
             quarantine_timeout_s=0.5,
         )

@@ -20,8 +20,8 @@ _BLOCK = 4  # of both sides, where whole blocks are pulled
 
 class _Inside(Chaos):
     def __init__(self, seed: int, moves: str, *, whole: bool) -> None:
-        self._whole, words = whole, seed % 2 == 0
-        super().__init__(seed, make=partial(self._make, moves=moves, shows_words=words))
+        self._whole = whole
+        super().__init__(seed, make=partial(self._make, moves=moves))
 
     def _make(self, **options: Any) -> InsidePair:
         if self._whole:

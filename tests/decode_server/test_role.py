@@ -60,7 +60,6 @@ def test_every_series_is_there_before_its_first_event(make_pair: MakePair) -> No
     peer = ["peer_unreachable", "peer_incompatible", "lease_gone"]
     labels = {
         "baton_kv_transfers": [*paths, "outcome=failed,path=none"],
-        "baton_kv_fences": ["by=word", "by=asked", "by=none"],
         "baton_kv_recoveries": ["policy=recompute"],
         "baton_handshakes": [f"outcome={outcome}" for outcome in ("ok", *peer)],
         "baton_kv_transfer_failures": [

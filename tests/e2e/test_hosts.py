@@ -59,7 +59,6 @@ def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_
             for client in load:
                 client.join(60)
         assert [problem for client in load for problem in client.problems] == []
-        assert d.metrics()['baton_kv_fences_total{by="asked"}'] == _pulls(cluster)
         for server in (p, d):
             wait_until(server.all_blocks_home)
 

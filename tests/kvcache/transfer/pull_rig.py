@@ -150,7 +150,6 @@ class Prefill:
         edit: Callable[[EngineMetadata], EngineMetadata] = lambda metadata: metadata,
         secret: bytes = SECRET,
         device: str = "cpu",
-        shows_words: bool = True,
         heads: int = HEADS,
         **changes: Any,
     ) -> None:
@@ -171,9 +170,6 @@ class Prefill:
         self.server = LeaseServer(
             "127.0.0.1", port, edit(self.metadata), secret, self.clock, self.ended.set
         )
-        if not shows_words:  # as to a reader that cannot open them
-            shown = self.server._metadata
-            self.server._metadata = msgspec.structs.replace(shown, held_leases=None)
         self.server.start()
 
     def _rank(self, rank: int) -> RankMetadata:

@@ -7,7 +7,7 @@ def test_news_are_told_once_and_drained_in_order() -> None:
     queue = EventQueue(lambda: told.append(1))
     queue.tell()
     assert told == []
-    done = PullDone("a", 10, 2, 0.5, "direct", "word")
+    done = PullDone("a", 10, 2, 0.5, "direct")
     queue.append(done)
     queue.append(PullDrained("b"))
     queue.tell()

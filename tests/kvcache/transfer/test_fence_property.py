@@ -1,7 +1,7 @@
 """Whatever P, the network and D's ranks do in whatever order: a pull that is done has read the
 bytes of its lease.
 
-P's real lease table and words, D's real pulls, several of them of one lease; between them messages
+P's real lease table, D's real pulls, several of them of one lease; between them messages
 that are late, lost, repeated and overtaken, and memory whose blocks get new content as soon as P
 has them back. P may end or be killed; who then comes at its address has other content everywhere,
 and what still goes to the dead may by chance reach the successor's memory.
@@ -18,13 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from msgspec.structs import replace
 
 from kvcache.lease import LeaseTable
-from kvcache.lease_words import TABLE_BYTES, LeaseWords, is_held
 from kvcache.transfer.pull import PullDone, PullSettings, RankEnded
 from kvcache.transfer.pull_state import (
     Action,
     Emit,
     FanOut,
-    LookAtWord,
     PullState,
     SendAbort,
     SendComplete,
@@ -45,8 +43,7 @@ class Engine:
 
     def __init__(self, number: int) -> None:
         self.incarnation = str(number)
-        self.memory = bytearray(TABLE_BYTES)
-        self.table = LeaseTable(words=LeaseWords(self.memory))
+        self.table = LeaseTable()
         self.content = dict.fromkeys(range(BLOCKS), FOREIGN)
         self.free = list(range(BLOCKS))
         self.is_alive = True
@@ -65,7 +62,6 @@ class Pulling:
 
     state: PullState
     source: Engine
-    sees_words: bool
     unread: dict[int, list[int]] = field(default_factory=dict)  # blocks, by rank that has not ended
     found: list[str] = field(default_factory=list)
     is_done: bool = False
@@ -81,8 +77,8 @@ class Message:
 
 
 class FenceMachine(RuleBasedStateMachine):
-    @initialize(is_seen=st.tuples(st.booleans(), st.booleans()))
-    def begin(self, is_seen: tuple[bool, bool]) -> None:
+    @initialize()
+    def begin(self) -> None:
         self.p_now = self.d_now = 0.0
         self.engine = Engine(0)
         self.leases: list[tuple[Engine, RemotePrefill]] = []
@@ -90,8 +86,8 @@ class FenceMachine(RuleBasedStateMachine):
         self.asked: list[Message] = []
         self.answers: list[Message] = []
         self.lease(2)
-        for sees_words in is_seen:  # two readers of one lease
-            self.begin_pull(*self.leases[0], sees_words)
+        for _ in range(2):  # readers of one lease
+            self.begin_pull(*self.leases[0])
 
     # -- P
 
@@ -131,18 +127,18 @@ class FenceMachine(RuleBasedStateMachine):
     # -- D
 
     @precondition(lambda self: self.leases and len(self.pullings) < 4)
-    @rule(data=st.data(), sees_words=st.booleans())
-    def pull(self, data: st.DataObject, sees_words: bool) -> None:
-        self.begin_pull(*data.draw(st.sampled_from(self.leases)), sees_words)
+    @rule(data=st.data())
+    def pull(self, data: st.DataObject) -> None:
+        self.begin_pull(*data.draw(st.sampled_from(self.leases)))
 
-    def begin_pull(self, source: Engine, remote: RemotePrefill, sees_words: bool) -> None:
+    def begin_pull(self, source: Engine, remote: RemotePrefill) -> None:
         number = len(self.pullings)
         state = PullState(
             f"pull {number}", remote, RANKS, PullSettings(), f"attempt {number}", self.d_now
         )
-        pulling = Pulling(state, source, sees_words)
+        pulling = Pulling(state, source)
         self.pullings.append(pulling)
-        self.perform(pulling, state.pull(16, self.d_now))
+        state.pull(self.d_now)
         self.perform(pulling, state.peer_ready(self.d_now))
 
     @precondition(lambda self: any(pulling.unread for pulling in self.pullings))
@@ -177,10 +173,6 @@ class FenceMachine(RuleBasedStateMachine):
                 case FanOut():
                     blocks = pulling.state.remote.block_ids
                     pulling.unread = {rank: list(blocks) for rank in range(RANKS)}
-                case LookAtWord():
-                    held = pulling.sees_words and pulling.source.is_alive
-                    held = held and is_held(pulling.source.memory, pulling.state.remote.lease_id)
-                    self.perform(pulling, pulling.state.word_seen(held, self.d_now))
                 case SendRenew() | SendComplete() | SendAbort():
                     self.asked.append(Message(pulling, action))
                 case Emit(PullDone()):

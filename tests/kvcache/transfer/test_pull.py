@@ -153,9 +153,8 @@ def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig: Any) -
     assert decode.wait(*ENDINGS) == PullDrained("a")
 
 
-@pytest.mark.parametrize("shows_words", [True, False])
-def test_a_reference_used_twice_is_honoured_once(rig: Any, shows_words: bool) -> None:
-    prefill, decode = rig(Prefill, shows_words=shows_words), rig(Decode)
+def test_a_reference_used_twice_is_honoured_once(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert isinstance(decode.wait(*ENDINGS), PullDone)
@@ -396,9 +395,8 @@ def test_a_dead_side_channel_fails_the_fence(rig: Any, timeout_s: float) -> None
     assert isinstance(failed.error, PeerUnreachable)
 
 
-@pytest.mark.parametrize("shows_words", [True, False])
-def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any, shows_words: bool) -> None:
-    prefill = rig(Prefill, shows_words=shows_words)
+def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
+    prefill = rig(Prefill)
     decode = rig(Decode, settings={"fence_retry_s": 0.1})
     answer, asked = prefill.server._answer, []
 

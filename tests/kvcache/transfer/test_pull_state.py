@@ -19,8 +19,6 @@ from kvcache.transfer.pull_state import (
     Action,
     Emit,
     FanOut,
-    LookAhead,
-    LookAtWord,
     Phase,
     PullState,
     SendAbort,
@@ -46,7 +44,7 @@ def state(ranks: int = 2, now: float = 0.0, remote: RemotePrefill = REMOTE) -> P
 def reading(ranks: int = 2) -> PullState:
     pull = state(ranks)
     assert pull.tick(0.0) == [SendRenew()]
-    assert pull.pull(16, now=1.0) == []
+    pull.pull(now=1.0)
     assert pull.peer_ready(now=1.0) == [FanOut()]
     return pull
 
@@ -55,7 +53,6 @@ def fencing() -> PullState:
     """One that has asked."""
     pull = reading(1)
     pull.rank_ended(ended(0), now=2.0)
-    pull.word_seen(False, now=2.0)
     return pull
 
 
@@ -81,39 +78,10 @@ def test_the_fence_waits_for_every_rank() -> None:
     pull = reading()
     assert pull.rank_ended(ended(1), now=2.0) == []
     assert pull.rank_ended(ended(1), now=2.0) == []  # a report counts once
-    assert pull.rank_ended(ended(0), now=3.0) == [LookAtWord()]
-    assert pull.word_seen(False, now=3.0) == [SendComplete("attempt")]
+    assert pull.rank_ended(ended(0), now=3.0) == [SendComplete("attempt")]
     actions = pull.fence_answered(True, "", now=3.5)
-    assert events(actions) == [PullDone("a", 20, 4, 2.5, "direct", "asked")]
+    assert events(actions) == [PullDone("a", 20, 4, 2.5, "direct")]
     assert pull.phase is Phase.ENDED and pull.deadline() == float("inf")
-
-
-def test_a_pull_is_ending_while_other_ranks_or_the_fence_are_awaited() -> None:
-    pull = reading(2)
-    assert not pull.is_ending
-    pull.rank_ended(ended(1), now=2.0)
-    assert pull.is_ending
-    pull.rank_ended(ended(0), now=2.0)
-    assert pull.is_ending and fencing().is_ending
-    pull.word_seen(True, now=2.0)
-    assert not pull.is_ending  # nobody waits for what P will say
-    stopped = reading(2)
-    stopped.rank_ended(ended(0, complete=False), now=2.0)
-    assert not stopped.is_ending
-
-
-def test_a_word_that_stands_is_the_fence_and_the_lease_is_closed_afterwards() -> None:
-    pull = reading(1)
-    assert pull.rank_ended(ended(0), now=3.0) == [LookAtWord()]
-    done = PullDone("a", 10, 2, 2.25, "direct", "word")
-    assert pull.word_seen(True, now=3.25) == [Emit(done)]
-    assert pull.word_seen(True, now=3.25) == []
-    at = pull.deadline()
-    assert at == 3.25 + SETTINGS.release_delay_s  # P's answer stands in nobody's way
-    assert pull.tick(at) == [SendComplete("attempt")]
-    assert pull.tick(at + 1.0) == [SendComplete("attempt")]  # until it is answered
-    assert pull.fence_answered(False, "it ran out since", now=5.0) == []
-    assert pull.phase is Phase.ENDED
 
 
 @pytest.mark.parametrize(
@@ -132,44 +100,8 @@ def test_a_pull_whose_ranks_read_by_several_paths_is_mixed(
     pull = reading()
     pull.rank_ended(ended(0, path=first), now=2.0)
     pull.rank_ended(ended(1, path=second), now=2.0)
-    (done,) = events(pull.word_seen(True, now=2.0))
+    (done,) = events(pull.fence_answered(True, "", now=2.0))
     assert done.path == whole
-
-
-def test_nothing_takes_a_passed_fence_back() -> None:
-    for what in ("failure", "gone", "silence", "cancel"):
-        pull = reading(1)
-        pull.rank_ended(ended(0), now=2.0)
-        pull.word_seen(True, now=2.0)
-        if what == "failure":
-            assert pull.fail(PeerUnreachable("x"), now=2.1) == []
-            assert pull.phase is Phase.CLOSING
-        elif what == "gone":
-            assert pull.renew_answered(False, "completed", now=2.1) == []
-        elif what == "cancel":
-            assert pull.cancel(2.1) == [Emit(PullDrained("a"))]
-        assert events(pull.tick(10.0)) == [] and pull.phase is Phase.ENDED
-
-
-def test_a_word_is_looked_at_only_after_the_last_byte() -> None:
-    early = reading(1)
-    assert early.word_seen(True, now=2.0) == []
-    assert early.rank_ended(ended(0), now=2.5) == [LookAtWord()]
-    late = fencing()
-    assert late.word_seen(True, now=3.0) == []  # P has been asked: its answer decides
-    cancelled = reading(1)
-    cancelled.rank_ended(ended(0), now=2.0)
-    cancelled.cancel(2.0)
-    assert cancelled.word_seen(True, now=2.0) == []
-
-
-def test_an_end_that_nears_is_told_to_the_peer_once_and_only_while_reading() -> None:
-    assert state().rank_ending() == []
-    pull = reading()
-    assert pull.rank_ending() == [LookAhead()] and pull.rank_ending() == []
-    pull = reading(1)
-    pull.rank_ended(ended(0), now=2.0)
-    assert pull.rank_ending() == []
 
 
 def test_gone_at_the_fence_is_a_drained_failure_without_an_abort() -> None:
@@ -197,23 +129,12 @@ def test_renewals_come_every_third_of_the_lease_while_holding_and_reading() -> N
     pull = state()
     for now in (0.0, 10.0, 20.0):
         assert pull.deadline() == now and pull.tick(now) == [SendRenew()]
-    pull.pull(16, now=21.0)
+    pull.pull(now=21.0)
     pull.peer_ready(now=21.0)
     assert pull.tick(30.0) == [SendRenew()]
     pull.rank_ended(ended(0), now=31.0)
     pull.rank_ended(ended(1), now=31.0)
     assert SendRenew() not in pull.tick(40.0)
-
-
-@pytest.mark.parametrize(("lease_s", "wait_s"), [(30.0, 0.25), (0.5, 0.05)])
-def test_a_lease_seen_to_be_held_is_renewed_soon_but_not_at_once(
-    lease_s: float, wait_s: float
-) -> None:
-    remote = msgspec.structs.replace(REMOTE, lease_s=lease_s)
-    pull = PullState("a", remote, 1, SETTINGS, "attempt", 1.0, seen_held=True)
-    assert pull.deadline() == 1.0 + wait_s and pull.tick(1.0) == []
-    assert pull.tick(1.0 + wait_s) == [SendRenew()]
-    assert pull.deadline() == 1.0 + wait_s + lease_s / 3
 
 
 def test_a_renewal_answered_gone_fails_early_but_not_once_fencing() -> None:
@@ -284,8 +205,8 @@ def test_a_lent_lease_is_left_alone_until_a_read_is_ordered() -> None:
     lent = msgspec.structs.replace(REMOTE, sender_releases=True)
     for remote, end in ((REMOTE, [SendAbort()]), (lent, [])):
         held, waiting, ordered = (state(remote=remote) for _ in range(3))
-        waiting.pull(16, now=1.0)
-        ordered.pull(16, now=1.0)
+        waiting.pull(now=1.0)
+        ordered.pull(now=1.0)
         ordered.peer_ready(now=1.0)
         for unread in (held, waiting):
             assert unread.is_untouched is (remote is lent)
@@ -304,31 +225,12 @@ def test_a_cancel_takes_the_verdict_away() -> None:
     assert events(pull.rank_ended(ended(0, complete=False), now=2.4)) == [PullDrained("a")]
 
 
-def test_nothing_to_read_is_done_before_the_lease_is_closed() -> None:
-    pull = state()
-    actions = pull.pull(0, now=1.0)
-    assert actions == [Emit(PullDone("a", 0, 0, 0.0, "none")), SendComplete("attempt")]
-    assert pull.fail(PeerUnreachable("x"), now=1.1) == []
-    assert pull.tick(2.0) == [SendComplete("attempt")]
-    assert pull.fence_answered(False, "gone", now=2.1) == [] and pull.phase is Phase.ENDED
-    silent = state()
-    silent.pull(0, now=1.0)
-    assert events(silent.tick(6.0)) == [] and silent.phase is Phase.ENDED
-    cancelled = state()
-    cancelled.pull(0, now=1.0)
-    assert events(cancelled.cancel(1.5)) == [PullDrained("a")]
-    assert cancelled.fence_answered(True, "", now=2.0) == [] and cancelled.phase is Phase.ENDED
-
-
 class PullMachine(RuleBasedStateMachine):
     """Property: whatever happens in whatever order, the promises of pull.py hold."""
 
-    @initialize(
-        ranks=st.integers(1, 3), begun=st.sampled_from([True, True, False]), word=st.booleans()
-    )
-    def begin(self, ranks: int, begun: bool, word: bool) -> None:
+    @initialize(ranks=st.integers(1, 3), begun=st.sampled_from([True, True, False]))
+    def begin(self, ranks: int, begun: bool) -> None:
         self.now = 0.0
-        self.word = word  # stands, when it is looked at
         self.pull = state(ranks)
         self.reading: set[int] = set()
         self.incomplete = False
@@ -337,7 +239,7 @@ class PullMachine(RuleBasedStateMachine):
         self.told: list[Any] = []
         self.stopped = False
         if begun:
-            self.ask(16)
+            self.ask()
             self.ready()
 
     def perform(self, actions: list[Action], fence_ok: bool = False) -> None:
@@ -348,13 +250,9 @@ class PullMachine(RuleBasedStateMachine):
                     self.reading = set(range(self.pull._num_ranks))
                 case StopRanks():
                     self.stopped = True
-                case LookAtWord():
-                    assert not self.reading and not self.incomplete and not self.cancelled
-                    self.perform(self.pull.word_seen(self.word, self.now), fence_ok=self.word)
                 case SendComplete(attempt):
                     assert attempt == "attempt"
-                    assert not self.reading and not self.incomplete
-                    assert self.pull.phase is Phase.CLOSING or not self.cancelled
+                    assert not self.reading and not self.incomplete and not self.cancelled
                     self.fence_asked = True
                 case SendAbort():
                     assert not self.reading  # P's memory is left alone only after the last READ
@@ -366,8 +264,7 @@ class PullMachine(RuleBasedStateMachine):
         verdicts = [e for e in self.told if isinstance(e, PullDone | PullFailed)]
         if isinstance(event, PullDone):
             assert not verdicts and not self.cancelled and not self.reading
-            assert not self.incomplete and (fence_ok or event.path == "none")
-            assert event.path == "none" or (event.fence == "word") == self.word
+            assert not self.incomplete and fence_ok
         elif isinstance(event, PullFailed):
             assert not verdicts and not self.cancelled
             assert event.drained == (not self.reading)
@@ -378,9 +275,9 @@ class PullMachine(RuleBasedStateMachine):
             undrained = any(isinstance(e, PullFailed) and not e.drained for e in self.told)
             assert self.cancelled or undrained
 
-    @rule(tokens=st.sampled_from([0, 16]))
-    def ask(self, tokens: int) -> None:
-        self.perform(self.pull.pull(tokens, self.now))
+    @rule()
+    def ask(self) -> None:
+        self.pull.pull(self.now)
 
     @rule()
     def ready(self) -> None:
@@ -465,6 +362,6 @@ TestPullProperties.settings = hypothesis_settings(
 def test_a_failure_before_reading_is_told_at_once_and_drained(phase: Phase) -> None:
     pull = state()
     if phase is Phase.WAITING:
-        pull.pull(16, now=0.5)
+        pull.pull(now=0.5)
     (failed,) = events(pull.fail(PeerUnreachable("x"), now=1.0))
     assert failed.drained and pull.phase is Phase.ENDED

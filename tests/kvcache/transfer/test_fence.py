@@ -1,0 +1,133 @@
+"""The fence where every byte has come: it is P's word that counts, given after that."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.pool import KVPool
+from kvcache.transfer.host_mapper import HostMapper
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pull_state import Phase
+from protocol.errors import LeaseGone, PeerUnreachable
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pull_rig import DEADLINE_S, PATIENT, Child, Decode, Prefill, expected
+
+ENDINGS = (PullDone, PullFailed, PullDrained)
+
+
+class GatedMapper(HostMapper):
+    """Its launches are not seen to end before the gate opens."""
+
+    gate: threading.Event
+    launched: threading.Event
+
+    def launch(self, *args: Any) -> Any:
+        token = super().launch(*args)
+        self.launched.set()
+        return token
+
+    def finished(self, token: Any) -> bool:
+        return self.gate.is_set() and super().finished(token)
+
+
+class Gate:
+    """Decode sides of the mapped path whose last byte is seen when the test says so."""
+
+    def __init__(self) -> None:
+        self.opened, self.launched = threading.Event(), threading.Event()
+
+    def mapped(self, pool: KVPool) -> MappedPath:
+        mapper = GatedMapper(pool)
+        mapper.gate, mapper.launched = self.opened, self.launched
+        return MappedPath(mapper, required=True)
+
+
+@pytest.fixture
+def close() -> Iterator[Callable[[Any], Any]]:
+    made: list[Any] = []
+
+    def keep(side: Any) -> Any:
+        made.append(side)
+        return side
+
+    yield keep
+    for side in reversed(made):
+        side.close()
+
+
+@pytest.mark.parametrize("how", ["expired", "aborted"])
+def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(close: Any, how: str) -> None:
+    gate = Gate()
+    prefill = close(Prefill(MemoryAgent))
+    settings = {"renew_interval_s": 1000.0, **PATIENT}
+    decode = close(Decode(MemoryAgent, make_mapped=gate.mapped, settings=settings))
+    remote = prefill.lease([5], 8)
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    assert gate.launched.wait(DEADLINE_S)
+    if how == "aborted":
+        assert prefill.server.abort(remote.lease_id)
+    else:
+        prefill.clock.skip(remote.lease_s)
+    assert prefill.outcomes() == [how]
+    gate.opened.set()
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and failed.drained, failed
+    assert isinstance(failed.error, LeaseGone)
+
+
+def test_of_two_readers_one_may_use_what_both_have_read(close: Any) -> None:
+    prefill = close(Prefill(MemoryAgent))
+    gates = [Gate(), Gate()]
+    readers = [close(Decode(MemoryAgent, make_mapped=gate.mapped)) for gate in gates]
+    remote = prefill.lease([5], 8)
+    for reader, gate in zip(readers, gates, strict=True):
+        reader.coordinator.pull("a", remote, 0, 8, [3])
+        assert gate.launched.wait(DEADLINE_S)
+    gates[0].opened.set()
+    assert isinstance(readers[0].wait(*ENDINGS), PullDone)
+    assert np.array_equal(readers[0].tokens([3], 0, 8), expected(remote, 0, 8))
+    assert prefill.outcomes() == ["completed"]
+    gates[1].opened.set()
+    failed = readers[1].wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and isinstance(failed.error, LeaseGone), failed
+
+
+def test_bytes_of_a_killed_peer_are_not_used(close: Any) -> None:
+    """Its pool is mapped here: every byte comes."""
+    gate, prefill = Gate(), close(Child("prefill"))
+    settings = {"connection_timeout_s": 0.3, **PATIENT}
+    decode = close(Decode(MemoryAgent, make_mapped=gate.mapped, settings=settings))
+    remote = prefill.lease([5], 8)
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    assert gate.launched.wait(DEADLINE_S)
+    prefill.close()
+    gate.opened.set()
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and failed.drained, failed
+    assert isinstance(failed.error, PeerUnreachable)
+
+
+def test_the_fence_waits_for_a_stopped_peer_to_go_on(close: Any) -> None:
+    gate, prefill = Gate(), close(Child("prefill"))
+    settings = {"fence_timeout_s": 60.0, "connection_timeout_s": 60.0}
+    decode = close(Decode(MemoryAgent, make_mapped=gate.mapped, settings=settings))
+    remote = prefill.lease([5], 8)
+    decode.coordinator.pull("a", remote, 0, 8, [3])
+    assert gate.launched.wait(DEADLINE_S)
+    prefill.signal(signal.SIGSTOP)
+    gate.opened.set()
+    while not any(state.phase is Phase.FENCING for state in decode.coordinator._states()):
+        decode.woken.wait(0.01)
+    prefill.signal(signal.SIGCONT)
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert np.array_equal(decode.tokens([3], 0, 8), expected(remote, 0, 8))
+    assert prefill.ask(counters=True)["completed"] == 1

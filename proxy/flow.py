@@ -85,8 +85,10 @@ class Flow:
             BatonError: what the client is to be told; the reply has not ended.
         """
         is_scoring = bodies.is_scoring(request.body)
-        if is_scoring and await self._score(request, reply, trace):
-            return
+        if is_scoring:
+            trace.rotation = "score"
+            if await self._score(request, reply, trace):
+                return
         if self._fleet.num_ready(Kind.DECODE) == 0:
             raise NoServerAvailable("no decode server is ready; see /ready")
         prefilled = None if is_scoring else await self._prefill(request, trace)
@@ -164,6 +166,7 @@ class Flow:
         Raises:
             BatonError: as `run`.
         """
+        trace.rotation = "read"
         await self._decode("GET", path, headers, b"", reply, trace)
 
     async def post(
@@ -174,6 +177,7 @@ class Flow:
         Raises:
             BatonError: as `run`.
         """
+        trace.rotation = path
         await self._decode("POST", path, headers, body, reply, trace)
 
     async def _score(self, request: ClientRequest, reply: Reply, trace: Trace) -> bool:
@@ -273,7 +277,7 @@ class Flow:
         return self._fleet.unfit(kind, num_tokens, bodies.num_choices(request.body))
 
     def _decode_only(self, reason: str, trace: Trace) -> None:
-        trace.decode_only = reason
+        trace.decode_only, trace.rotation = reason, "decode_only"
         self._count("decode_only", reason)
 
     def _count(self, path: str, reason: str) -> None:

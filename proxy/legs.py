@@ -34,6 +34,7 @@ class Trace:
     prefill: str = "-"  # URL of the server that answered
     decode: str = "-"
     decode_only: str = "-"  # why no prefill server was used
+    rotation: str = "pair"  # one of a few words; see Fleet.choose
     phase: str = "body"  # "prefill" or "decode" from the time on that leg begins
     started_at: float = field(default_factory=time.monotonic)
     prefill_s: float | None = None
@@ -121,7 +122,8 @@ class Legs:
         message, answer = f"no {kind.value} server is ready", None
         if self._fleet.num_ready(kind, unfit) == 0:
             unfit = ()
-        while (server := self._fleet.choose(kind, [*unfit, *tried])) is not None:
+        choose = self._fleet.choose
+        while (server := choose(kind, [*unfit, *tried], trace.rotation)) is not None:
             if tried:
                 self._metrics.inc("baton_proxy_retries", leg=kind.value)
             tried.append(server)

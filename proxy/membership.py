@@ -41,7 +41,7 @@ class Fleet:
         self._on_change = on_change or (lambda _server, _old, _new: None)
         self._on_silence = on_silence or (lambda _server, _is_long: None)
         self._health: dict[Server, Health] = {}
-        self._last: dict[Kind, str] = {}
+        self._last: dict[tuple[Kind, str], str] = {}
 
     def join(self, server: Server) -> None:
         """Adds a server, not ready until a health check says so."""
@@ -60,19 +60,26 @@ class Fleet:
     def num_ready(self, kind: Kind, exclude: Collection[Server] = ()) -> int:
         return sum(self._health[s].ready for s in self.servers(kind) if s not in exclude)
 
-    def choose(self, kind: Kind, exclude: Collection[Server] = ()) -> Server | None:
-        """The server for the next request of this kind; None when no other is ready."""
+    def choose(
+        self, kind: Kind, exclude: Collection[Server] = (), rotation: str = ""
+    ) -> Server | None:
+        """The server for the next request of this kind; None when no other is ready.
+
+        Args:
+            rotation: of requests that are alike. Each has its turns for itself: with one for all,
+                a client that asks in a rhythm would give one server all of its long requests.
+        """
         now = self._clock()
         known = {s.url: self._health[s] for s in self.servers(kind) if s not in exclude}
         url = routing.choose(
             [server.url for server in self.servers(kind)],
-            self._last.get(kind),
+            self._last.get((kind, rotation)),
             ready=lambda url: url in known and known[url].ready,
             admits=lambda url: url in known and health.admits(known[url], now),
         )
         if url is None:
             return None
-        self._last[kind] = url
+        self._last[kind, rotation] = url
         server = Server(kind, url)
         self._set(server, health.began(known[url], now, self._policy))
         return server

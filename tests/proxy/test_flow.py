@@ -357,3 +357,25 @@ async def test_many_requests_at_once() -> None:
         assert sorted(call.body["prompt"] for call in rig.decode[0].calls) == sorted(
             str(body["prompt"]) for body in bodies
         )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/models", {}),
+        ("GET", "/docs", {}),
+        ("POST", "/tokenize", {"prompt": "x"}),
+        ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0, "echo": True}),
+    ],
+)
+async def test_what_clients_ask_in_between_takes_no_turn_of_a_completion(
+    method: str, path: str, body: dict[str, Any]
+) -> None:
+    decode = [Fake(answers(200, {})), Fake(answers(200, {}))]
+    async with Rig([Fake(prefills), Fake(prefills)], decode) as rig:
+        for _ in range(4):
+            await rig.client.request(method, path, json=body)
+            assert (await rig.complete()).status_code == 200
+        for fakes in (rig.prefill, rig.decode):
+            completions = [[c for c in fake.calls if b"hello" in c.raw] for fake in fakes]
+            assert [len(calls) for calls in completions] == [2, 2]

@@ -23,6 +23,7 @@ from engine.http_limits import (
     check_against_server,
     check_model,
     check_token_ids,
+    fill_in_model,
     prompt_param,
     token_limit,
 )
@@ -111,6 +112,7 @@ class Api:
         try:
             raw = await read_body(request, self.settings.max_body_bytes)
             members = parse_json_object(raw)
+            fill_in_model(members, self.model_names)
             if len(raw) > INLINE_BODY_BYTES:
                 parsed, behind = await asyncio.to_thread(_parse, endpoint, members)
             else:

@@ -18,6 +18,19 @@ def prompt_param(parsed: GenerationRequest) -> str:
     return "messages" if isinstance(parsed, ChatRequest) else "prompt"
 
 
+def fill_in_model(members: dict[str, Any], served: Sequence[str]) -> None:
+    """Names the model in a body that leaves it out, where it can only be one.
+
+    Raises:
+        InvalidRequest: the server has several.
+    """
+    if members.get("model") is None:
+        if len(served) > 1:
+            names = ", ".join(shown(name, 200) for name in served)
+            raise InvalidRequest(f"`model` is missing; send one of {names}.", param="model")
+        members["model"] = served[0]
+
+
 def check_model(name: str, served: Sequence[str]) -> None:
     """Raises ModelNotFound unless the server has the model."""
     if name not in served:

@@ -7,7 +7,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from engine.http_generate import Api
-from engine.http_limits import check_model, check_token_ids
+from engine.http_limits import check_model, check_token_ids, fill_in_model
 from engine.http_middleware import read_body, refusal_of
 from engine.http_text import LONG_CHARS
 from protocol.openai import parse_json_object
@@ -38,8 +38,9 @@ async def _answer(
 
 async def _tokenize(raw: bytes, api: Api) -> bytes:
     members = parse_json_object(raw)
+    fill_in_model(members, api.model_names)
     parsed = await api.texts.run(len(raw), lambda: parse_tokenize(members))
-    check_model(parsed.model or api.model_names[0], api.model_names)
+    check_model(parsed.model, api.model_names)
     ready = api.require_ready()
     request = as_request(parsed)  # whose sender may want to know by how much it is too long
     (ids,) = await api.texts.tokenize(request, ready.max_model_len, sure_to=LONG_CHARS)
@@ -59,10 +60,11 @@ async def _tokenize(raw: bytes, api: Api) -> bytes:
 
 async def _detokenize(raw: bytes, api: Api) -> bytes:
     members = parse_json_object(raw)
+    fill_in_model(members, api.model_names)
 
     def answer() -> bytes:
         parsed = parse_detokenize(members)
-        check_model(parsed.model or api.model_names[0], api.model_names)
+        check_model(parsed.model, api.model_names)
         if parsed.tokens:
             check_token_ids(parsed.tokens, api.require_ready().vocab_size, "tokens")
         return msgspec.json.encode({"prompt": api.tokenizer.decode_all(parsed.tokens)})

@@ -7,10 +7,10 @@ message and the text of the OpenAPI page.
 
 import gc
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.errors import InvalidRequest
 from protocol.openai_fields import drop_neutral
@@ -24,6 +24,16 @@ class Strict(BaseModel):
 
 
 Model = TypeVar("Model", bound=Strict)
+
+# May be missing where a server has one model, whose name the server fills in.
+ModelName = Annotated[
+    str,
+    Field(
+        min_length=1,
+        description="the name of a served model",
+        json_schema_extra=lambda schema: schema.pop("default", None),
+    ),
+]
 
 _LARGE_BYTES = 1 << 20
 

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from protocol.errors import InvalidRequest
 from protocol.messages import SamplingParams
 from protocol.openai_fields import NEUTRAL_STREAM_OPTIONS, drop_neutral
-from protocol.openai_requests import Strict, clean
+from protocol.openai_requests import ModelName, Strict, clean
 from protocol.openai_structured import StructuredFields
 
 MAX_STOPS = 64
@@ -123,7 +123,7 @@ class GenerationRequest(StructuredFields):
 
     endpoint: ClassVar[str]
 
-    model: Annotated[str, Field(min_length=1, description="the name of a served model")]
+    model: ModelName = ""
     max_tokens: Tokens | None = Field(None, description=_A_LIMIT)
     max_completion_tokens: Tokens | None = Field(None, description=_A_LIMIT)
     temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")

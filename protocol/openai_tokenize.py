@@ -7,18 +7,16 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protocol.openai_chat import ChatRequest, Message, clean_messages
 from protocol.openai_completions import CompletionRequest
-from protocol.openai_requests import Strict, body_of, clean, validate
+from protocol.openai_requests import ModelName, Strict, body_of, clean, validate
 from protocol.openai_sampling import GenerationRequest, Switch, refuse
 from protocol.shown import shown
-
-_A_NAME = "the name of a served model"
 
 
 @body_of("/tokenize")
 class TokenizeRequest(Strict):
     """Either `prompt` or `messages`."""
 
-    model: str | None = Field(None, min_length=1, description=_A_NAME)
+    model: ModelName = ""
     prompt: str | None = Field(None, description="a string")
     messages: tuple[Message, ...] | None = Field(
         None, description="a list, not empty, of objects with `role` and `content`"
@@ -35,7 +33,7 @@ class TokenizeRequest(Strict):
 
 @body_of("/detokenize")
 class DetokenizeRequest(Strict):
-    model: str | None = Field(None, min_length=1, description=_A_NAME)
+    model: ModelName = ""
     # Checked by hand: pydantic takes half a second for millions of ids, and all streams wait.
     tokens: Annotated[
         Any,
@@ -64,10 +62,9 @@ def as_request(parsed: TokenizeRequest) -> GenerationRequest:
     if parsed.messages is None:
         # Unchecked, because an empty text is one here.
         return CompletionRequest.model_construct(
-            model="-", prompt=parsed.prompt or "", add_special_tokens=adds is not False
+            prompt=parsed.prompt or "", add_special_tokens=adds is not False
         )
     return ChatRequest(
-        model="-",
         messages=parsed.messages,
         add_special_tokens=bool(adds),
         add_generation_prompt=parsed.add_generation_prompt,

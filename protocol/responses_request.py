@@ -11,7 +11,7 @@ from pydantic import Field, WithJsonSchema
 from protocol.errors import InvalidRequest
 from protocol.openai_chat import ChatRequest
 from protocol.openai_fields import drop_neutral
-from protocol.openai_requests import Strict, body_of, clean, validate, wrong
+from protocol.openai_requests import ModelName, Strict, body_of, clean, validate, wrong
 from protocol.openai_sampling import MAX_INT31, Switch
 from protocol.openai_structured import Demand, find_demand
 
@@ -70,7 +70,7 @@ _TEXT = {
 class ResponsesRequest(Strict):
     """What a client sends. A field's description ends its error message: "must be ..."."""
 
-    model: str = Field(min_length=1, description="the name of a served model")
+    model: ModelName = ""
     input: Annotated[
         Any,
         Field(description="a string, or a list of messages with `role` and `content`"),

@@ -194,7 +194,6 @@ _REFUSED_BY_ONE = {
     "a prompt in a chat": (_chat(prompt="Anna"), ["prompt"]),
     "messages in a completion": (_completion(messages=[_USER]), ["messages"]),
     "model as a number": (_completion(model=5), ["model"]),
-    "no model": (_completion(model=...), ["model", "missing"]),
 }
 
 

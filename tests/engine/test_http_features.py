@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.http_generate import Api
 from engine.tokenizer import Tokenizer
 from protocol.messages import AddRequest, EngineReady, TokenDelta, TokenLogprobs
 from tests.engine.http_server import USAGE, chunks, saying, serving
@@ -313,3 +314,34 @@ async def test_pages_of_named_origins_alone_may_call(tokenizer: Tokenizer) -> No
     async with serving(tokenizer) as server:
         response = await server.http.options("/v1/completions", headers=preflight)
         assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("model", [{}, {"model": None}])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "ab"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/tokenize", {"prompt": "ab"}),
+        ("/detokenize", {"tokens": [65]}),
+    ],
+)
+async def test_the_only_model_need_not_be_named(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], model: dict[str, Any]
+) -> None:
+    async with serving(tokenizer) as server:
+        response = await server.http.post(path, json={**body, **model})
+        assert response.status_code == 200, response.text
+        assert response.json().get("model", "m") == "m"
+
+
+async def test_one_of_several_models_must_be_named(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Api, "model_names", ["m", "other"])
+    async with serving(tokenizer) as server:
+        response = await server.http.post("/v1/completions", json={"prompt": "ab"})
+        assert response.status_code == 400
+        assert "other" in response.json()["error"]["message"]
+        assert response.json()["error"]["param"] == "model"

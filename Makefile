@@ -47,7 +47,7 @@ test: lint  ## lint, types, and the tests that need no GPU, but for slow ones (A
 	@$(PY) -m tests.make_models gqa mla > /dev/null
 	@$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu and not multi_gpu' $(ARGS)
 
-test-all: lint  ## also the slow tests; the last line is JSON, for docs/log.md
+test-all: lint  ## also the slow tests; the last line is JSON, for docs/performance.md
 	@mkdir -p build
 	@$(PY) -m tests.make_models > /dev/null
 	@status=0; $(PY) -m pytest $(PARALLEL) -m 'not gpu and not multi_gpu' -o timeout=900 \

@@ -18,7 +18,7 @@ MIN_ROWS: Final = 1024  # of fewer the tiles do not fill the GPU evenly
 
 
 class Tiling(NamedTuple):
-    """How the kernel divides its work; measured on an H200, see docs/log.md."""
+    """How the kernel divides its work; measured on an H200, see docs/performance.md."""
 
     rows: int = 128  # of x
     columns: int = 128  # of the result

@@ -33,9 +33,9 @@ DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").gl
 # A pattern; docker's; argparse's; pip's.
 OTHERS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
 ALL_PROGRAMS = {**PROGRAMS, "baton plan": PlanSettings, "baton doctor": DoctorSettings}
-CURRENT = [path for path in DOCS if path.name != "log.md"]  # which keeps what was
 # The others name options of other programs.
-OF_BATON = [path for path in CURRENT if path.name not in ("evaluation.md", "CONTRIBUTING.md")]
+OF_BENCHMARKS = ("evaluation.md", "performance.md", "CONTRIBUTING.md")
+OF_BATON = [path for path in DOCS if path.name not in OF_BENCHMARKS]
 
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
@@ -47,7 +47,7 @@ def test_every_option_that_a_text_names_is_one(path: Path) -> None:
     assert named - known - OTHERS == set()
 
 
-@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_every_file_that_a_text_names_exists(path: Path) -> None:
     text = path.read_text()
     named = set(re.findall(r"`((?:tests|docs|deploy|benchmarks)/[\w./-]+)`", text))
@@ -64,14 +64,14 @@ def test_every_variable_that_a_text_names_is_read(path: Path) -> None:
     assert named - known - MACHINE_VARIABLES == set()
 
 
-@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_every_source_that_a_text_names_exists(path: Path) -> None:
     sources = [f"/{one.relative_to(ROOT)}" for one in ROOT.glob("[a-z]*/**/*.py")]
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", path.read_text()))
     assert {name for name in named if not any(one.endswith(f"/{name}") for one in sources)} == set()
 
 
-@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_every_target_of_make_that_a_text_names_is_one(path: Path) -> None:
     targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
     named = re.findall(r"(?m)(?:^ {4}|`)make ([a-z][a-z-]*)", path.read_text())
@@ -87,7 +87,7 @@ def test_the_models_of_the_text_are_those_of_the_code() -> None:
 # -- examples ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_every_command_of_a_text_is_accepted(path: Path) -> None:
     text = re.sub(r"\\\n\s*", "", path.read_text())  # one command over several lines
     command = re.compile(r"(?m)(?:^ {4}(?:[\w-]+\$ )?|`)(baton [a-z]+)([ -~]*?)(?=[`#]|$)")

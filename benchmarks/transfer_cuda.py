@@ -186,10 +186,7 @@ def measure_short(bench: Bench, *, mapped: bool) -> list[Row]:
         held = timed_pulls(bench, decode, "128 tokens", 128, 25)
         decode.holds = False
         unheld = timed_pulls(bench, decode, "128 tokens unheld", 128, 25)
-        if not mapped:
-            return [held, unheld]
-        decode.holds, decode.attends = True, False
-        return [held, unheld, timed_pulls(bench, decode, "128 tokens, woken", 128, 25)]
+        return [held, unheld]
     finally:
         decode.close()
 

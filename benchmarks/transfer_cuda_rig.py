@@ -296,12 +296,9 @@ class DecodeEnd:
     Attributes:
         holds: leases are held before they are pulled, as those of an unknown P, or of a request
             that waits for blocks; else with the pull.
-        attends: the ordering thread drives short mapped pulls, as an idle engine's does; else it
-            sleeps until it is woken.
     """
 
     holds = True
-    attends = True
 
     def __init__(self, side: Side, setup: Setup) -> None:
         self.side, self.size, self.setup = side, setup.size, setup
@@ -357,8 +354,7 @@ class DecodeEnd:
         while time.perf_counter() < renewed:
             time.sleep(0.00002)
         started = self._ordered_at = time.perf_counter()
-        self.coordinator.pull(pull_id, remote, 0, tokens, blocks, attended=self.attends)
-        self.coordinator.attend()
+        self.coordinator.pull(pull_id, remote, 0, tokens, blocks)
         event = self._wait()
         seconds = time.perf_counter() - started
         if not isinstance(event, PullDone):

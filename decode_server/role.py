@@ -163,7 +163,7 @@ class DecodeRole(KVRole):
         else:
             self.core.fail(sequence, error)
 
-    def on_receive(self, sequence: Sequence, *, idle: bool) -> None:
+    def on_receive(self, sequence: Sequence) -> None:
         assert sequence.remote is not None
         if sequence.num_computed >= sequence.num_prompt_tokens:
             # Every block was cached here: nothing to read, so nothing to fence.
@@ -177,11 +177,7 @@ class DecodeRole(KVRole):
             sequence.num_computed,
             sequence.num_prompt_tokens,
             list(sequence.block_ids),
-            attended=idle,
         )
-
-    def attend(self) -> None:
-        self._coordinator.attend()
 
     def on_finish(self, sequence: Sequence) -> None:
         if sequence.remote is not None:  # it ended with the first token, before any pull

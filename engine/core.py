@@ -349,11 +349,8 @@ class EngineCore(CoreServices):
             self._outbox.found_elsewhere(sequence)
         if plan.receiving:
             self._flush()  # nor do they wait for a pull to be begun
-        is_idle = not (self._launched or plan.scheduled)
         for sequence in plan.receiving:
-            self.role.on_receive(sequence, idle=is_idle)
-        if plan.receiving and is_idle:
-            self.role.attend()
+            self.role.on_receive(sequence)
 
     def _commit(self, scheduled: list[Scheduled], output: StepOutput) -> None:
         drawn = iter(zip(output.token_ids, output.logprobs, strict=True))

@@ -54,16 +54,9 @@ class KVRole:
         """A request has come; the role enqueues it now or once its peer is known."""
         self.core.enqueue(sequence)
 
-    def on_receive(self, sequence: Sequence, *, idle: bool) -> None:
-        """The sequence has RECEIVING blocks; the role starts the pull into them.
-
-        Args:
-            idle: `attend` follows.
-        """
+    def on_receive(self, sequence: Sequence) -> None:
+        """The sequence has RECEIVING blocks; the role starts the pull into them."""
         raise AssertionError(f"{type(self).__name__} admits no remote sequences")
-
-    def attend(self) -> None:
-        """The engine has nothing to compute: its thread may see to what ends within 1 ms."""
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         """The sequence ended with a token, its blocks still in hand. What the role wants to keep

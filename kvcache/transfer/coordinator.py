@@ -108,12 +108,12 @@ class PullCoordinator:
             (self._ranks, self._side_channel),
             turn=self._turn,
             failed=self._survive,
-            after=(self._ranks.pass_on, self._events.tell),
+            after=(self._events.tell,),
             deadline=self._deadline,
             clock=clock,
         )
         for link in (inside or {}).values():
-            link.on_report, link.on_wait = self._turns.take, self._awaits_fence
+            link.on_report = self._turns.take
         self._peers = PeerTable(compat, self._settings, convert, stripe)
         self._pulls: dict[str, PullState] = {}
         self._spans: dict[str, _Span] = {}  # of pulls begun
@@ -150,24 +150,15 @@ class PullCoordinator:
         token_start: int,
         token_stop: int,
         local_block_ids: Sequence[int],
-        *,
-        attended: bool = False,
     ) -> None:
         """Reads tokens [token_start, token_stop) into blocks of this engine, on every rank.
 
         Args:
             local_block_ids: from token 0 of the sequence on, each of this engine's block size
                 times its dcp.
-            attended: the calling thread has nothing else to do, and calls `attend` next.
         """
-        if attended:
-            self._ranks.will_attend()
         span = (token_start, token_stop, list(local_block_ids))
         self._turns.call(lambda: self._do_pull(pull_id, remote, span))
-
-    def attend(self) -> None:
-        """Drives an attended pull in the calling thread: to its end, if that comes within 1 ms."""
-        self._ranks.attend()
 
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:
         """Gives up a pull in any state; one PullDrained follows. `lend`: see PullState.cancel."""
@@ -194,11 +185,6 @@ class PullCoordinator:
             self._ranks.close()
 
         self._turns.close(last)
-
-    def _awaits_fence(self) -> bool:
-        """See WorkerLink.awaits_fence."""
-        self._turns.take(lambda: self._side_channel.has_something() or self._ranks.has_something())
-        return any(state.is_ending for state in self._states())
 
     def _deadline(self) -> float:
         """When there will be something to do, whatever comes; infinity for never."""
@@ -305,7 +291,7 @@ class PullCoordinator:
         self._awaiting_connect.add(peer.key)
         self._peer_decided(peer)
 
-    def _do_hold(self, pull_id: str, remote: RemotePrefill, *, expects: bool = True) -> None:
+    def _do_hold(self, pull_id: str, remote: RemotePrefill) -> None:
         if pull_id not in self._ended and pull_id not in self._pulls:
             self._refresh_connection(address_of(remote))
             self._pulls[pull_id] = PullState(
@@ -317,13 +303,11 @@ class PullCoordinator:
                 self._clock(),
             )
             self._counters["pulls"] += 1
-            if expects:
-                self._ranks.expect()
 
     def _do_pull(self, pull_id: str, remote: RemotePrefill, span: _Span) -> bool:
         """Whether nothing is due sooner than before."""
         if not (was_held := pull_id in self._pulls):
-            self._do_hold(pull_id, remote, expects=False)
+            self._do_hold(pull_id, remote)
         if (state := self._pulls.get(pull_id)) is None or pull_id in self._spans:
             return False
         now = self._clock()

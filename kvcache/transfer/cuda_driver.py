@@ -73,8 +73,6 @@ class Driver:
         self._copy = self._bind("cuMemcpyDtoDAsync_v2", _Address, _Address, _Size, _Handle)
         self._record = self._bind("cuEventRecord", _Handle, _Handle)
         self._query = self._bind("cuEventQuery", _Handle)
-        self._get_context = self._bind("cuCtxGetCurrent", _Handle)
-        self._set_context = self._bind("cuCtxSetCurrent", _Handle)
         self._attributes = np.zeros(1, _ATTRIBUTES)
         self._attributes["order"], self._attributes["flags"] = _IN_STREAM_ORDER, _BESIDE_KERNELS
         self._first = np.zeros(1, np.uint64)  # copy that the attributes are of, and all others
@@ -171,21 +169,6 @@ class Driver:
     def record(self, event: int, stream: int) -> None:
         if status := self._record(event, stream):
             raise self._error("cuEventRecord", status)
-
-    def context(self) -> int:
-        """What the calling thread's calls act on, for `enter` in others."""
-        found = _Handle()
-        if status := self._get_context(ctypes.addressof(found)):
-            raise self._error("cuCtxGetCurrent", status)
-        if found.value is None:
-            raise CudaError("cuCtxGetCurrent: this thread has used no device")
-        return found.value
-
-    def enter(self, context: int) -> None:
-        """Lets the calling thread's calls act on it. Setting torch's device alone does not, in a
-        thread that has never used one, where it is the first."""
-        if status := self._set_context(context):
-            raise self._error("cuCtxSetCurrent", status)
 
     def new_event(self) -> int:
         event = _Handle()

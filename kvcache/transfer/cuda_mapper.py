@@ -41,7 +41,7 @@ LONG_ROW_BYTES = 2 << 10
 _LONG_COPY_BYTES = 64 << 10
 _COPIES = 128  # of a launch: more would keep the interpreter's lock for more than 0.1 ms
 _FIRST_COPIES = 8  # of a pull's first launch: the link has work sooner
-_AWAKE_S = 0.0002  # the driver's first call after more than that takes 20 us longer
+
 _SLOT_BYTES = 32 << 10
 
 
@@ -101,7 +101,6 @@ class CudaMapper(Mapper):
         self._num_programs = num_programs
         self._long_run_bytes = long_run_bytes
         self._busy = busy
-        self._awake_until = 0.0
         self._paced_until = 0.0  # the kernel has had its share until then
         self._stream = 0
         self._free_slots: list[_Slot] = []
@@ -115,18 +114,7 @@ class CudaMapper(Mapper):
         self._torch_stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
         self._stream = self._torch_stream.cuda_stream
         self._free_slots += [self._slot(_SLOT_BYTES) for _ in range(2)]
-        self._context = self._driver.context()
-        self._awake_event = self._driver.new_event()
         self._free_events += [self._driver.new_event() for _ in range(8)]
-
-    def bind_caller(self) -> None:
-        self._driver.enter(self._context)
-
-    def stay_awake(self) -> None:
-        now = time.perf_counter()
-        if now > self._awake_until:
-            self._awake_until = now + _AWAKE_S
-            self._driver.record(self._awake_event, self._stream)
 
     def map(self, rank: RankMetadata) -> MappedMemory:
         record = offered(rank)

@@ -55,19 +55,6 @@ class MappedPath:
     def bind_thread(self) -> None:
         self._mapper.bind_thread()
 
-    def bind_caller(self) -> None:
-        """Called by any other thread before it begins a job; one at a time does anything here."""
-        self._mapper.bind_caller()
-
-    def has(self, key: PeerKey) -> bool:
-        """Whether this peer was met and can be mapped."""
-        mapping = self._mappings.get(key)
-        return mapping is not None and mapping.refusal is None
-
-    def stay_awake(self) -> None:
-        """A pull is likely to come within milliseconds; asked again and again."""
-        self._mapper.stay_awake()
-
     def meet(self, metadata: EngineMetadata, ranks: set[int]) -> bool:
         """Opens these ranks' pools, unless that was done; whether the peer can be mapped."""
         key = (metadata.engine_id, metadata.incarnation)
@@ -144,8 +131,6 @@ class MappedJob:
         self.pull_id = pull_id
         self.error: BatonError | None = None
         self.failure_told = False
-        self.end_announced = False
-        self.asks = True  # as of Pull
         self.pace = Pace(time.perf_counter(), watched=False)
         self.stopping = False
         self._mapper = mapper
@@ -182,11 +167,6 @@ class MappedJob:
     @property
     def ended(self) -> bool:
         return not self._tokens and (self.stopping or not self._pending)
-
-    @property
-    def all_begun(self) -> bool:
-        """Nothing is left to launch, and the pull has not been given up."""
-        return not self._pending and not self.stopping
 
     @property
     def complete(self) -> bool:

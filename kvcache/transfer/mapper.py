@@ -75,17 +75,10 @@ class Work:
 
 
 class Mapper(ABC):
-    """Used by one thread at a time: by the one that called `bind_thread`, and by others that call
-    `bind_caller` and then begin and launch."""
+    """Used by one thread."""
 
     def bind_thread(self) -> None:  # noqa: B027 - host memory needs nothing
-        """Called once by the thread that is going to use this mapper most."""
-
-    def bind_caller(self) -> None:  # noqa: B027 - host memory needs nothing
-        """Called by another thread whenever it is going to use this mapper."""
-
-    def stay_awake(self) -> None:  # noqa: B027 - most are never asleep
-        """A launch is likely to come within milliseconds; asked again and again."""
+        """Called once by that thread, first."""
 
     @abstractmethod
     def map(self, rank: RankMetadata) -> MappedMemory:

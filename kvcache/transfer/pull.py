@@ -144,11 +144,7 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
     pull_id: str
 
 
-class Expect(msgspec.Struct, frozen=True, tag="expect"):
-    """Coordinator to rank: an order to read is likely to follow within milliseconds."""
-
-
-Command = AddPeer | DropPeer | Pull | StopPull | Expect
+Command = AddPeer | DropPeer | Pull | StopPull
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

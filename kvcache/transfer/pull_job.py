@@ -71,8 +71,6 @@ class PullJob:
         self.plan = plan
         self.error: BatonError | None = None
         self.failure_told = False
-        self.end_announced = False
-        self.asks = True  # as of Pull
         nap_s = _STAGED_NAP_S if plan.chunks else _READ_NAP_S
         began = opened.began if opened is not None else time.perf_counter()
         self.pace = Pace(began, longest_nap_s=nap_s)
@@ -112,11 +110,6 @@ class PullJob:
         if self.active or not self._copies_finished():
             return False
         return self.stopping or (self._exhausted and not self._open)
-
-    @property
-    def all_begun(self) -> bool:
-        """Nothing is left to post, and the pull has not been given up."""
-        return self._exhausted and not self.stopping
 
     @property
     def complete(self) -> bool:

@@ -111,11 +111,6 @@ class PullState:
         return f"<PullState {self.pull_id} {self.phase.value}, {len(self._reading)} ranks reading>"
 
     @property
-    def is_ending(self) -> bool:
-        """A rank has read its share, and others or the fence are awaited."""
-        return self.phase is Phase.FENCING or (self.phase is Phase.READING and bool(self._reports))
-
-    @property
     def is_undecided(self) -> bool:
         """Neither done nor failed: `fail` would matter."""
         return self._renews or self.phase is Phase.FENCING

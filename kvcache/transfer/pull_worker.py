@@ -46,9 +46,6 @@ from protocol.vital_threads import VitalThread
 logger = get_logger(__name__)
 
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
-_FENCE_S = 0.003  # so long after a pull the thread looks for others' reports, and P's, itself
-_ALERT_NAP_S, _LATER_NAP_S, _LATER_S = 0.000003, 0.00002, 0.0005  # longer naps, so long after it
-_ATTEND_S = 0.001  # so long at most who ordered a pull drives it
 _MAX_FAILURES = 100  # rounds in a row, which take two seconds
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
@@ -116,15 +113,9 @@ class PullWorker:
         self._jobs: OrderedDict[str, tuple[Job, JobPeer]] = OrderedDict()
         self._poll_min_s, self._poll_max_s = _POLL_S[self._kind]
         self._idle_s = self._poll_min_s
-        self._ended_at = float("-inf")  # when the last pull did
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._reads = Reads(agent, pool, limits, self._fail, self.counters, throttle)
         self._stopping = threading.Event()
-        self._turn = threading.Lock()  # who has it drives the jobs
-        self._begins_beside = False  # other threads may take a turn
-        self._attended = False  # the thread that began a pull drives it
-        if inside is not None and mapped is not None:
-            inside.on_command, inside.on_attend = self._begin_beside, self._attend
         self._thread = VitalThread(self._run, f"pull-{rank}")
         self._watch = Watch(self._thread.name)
         self._register()
@@ -167,7 +158,6 @@ class PullWorker:
             self._mapped.bind_thread()
         self._watch.resting = True
         self._link.open(self._endpoint.rank, self._stopping)
-        self._begins_beside = True
         num_failures = 0  # since a round went well
         while not self._stopping.is_set():
             self._watch.at += 1
@@ -179,67 +169,17 @@ class PullWorker:
                 num_failures += 1
                 if num_failures == _MAX_FAILURES:  # nor does any end
                     raise
-                with self._turn:
-                    self._survive(error)
+                self._survive(error)
                 time.sleep(_POLL_STUCK_S)
-        with self._turn:
-            self._begins_beside = False
-            if self._mapped is not None and not self._jobs:
-                self._mapped.close()
+        if self._mapped is not None and not self._jobs:
+            self._mapped.close()
 
     def _round(self) -> bool:
         """Does all there is to do now; whether anything happened."""
-        with self._turn:
-            self._commands += self._link.receive()
-            while self._commands:
-                self._obey(self._commands.popleft())
-            return self._progress()
-
-    def _begin_beside(self, commands: deque[Command]) -> bool:
-        """Begins the mapped pull that was just ordered in the calling thread, if nothing else is
-        going on: to wake this worker's takes about as long, and is done meanwhile."""
-        if self._mapped is None or self._turn.locked():
-            return False
-        with self._turn:  # `acquire` would keep it where a signal ends the program at its return
-            try:
-                is_idle = self._begins_beside and not self._jobs and not self._commands
-                pull = commands[0] if is_idle and len(commands) == 1 else None
-                if isinstance(pull, Pull) and self._mapped.has((pull.engine_id, pull.incarnation)):
-                    self._mapped.bind_caller()
-                    commands.popleft()
-                    self._attended = self._link.is_attended
-                    if not self._attended:
-                        self._link.waker.wake()  # also if it is only about to sleep
-                    self._begin(pull)
-            except Exception as error:
-                self._survive(error)
-        return not commands
-
-    def _attend(self) -> None:
-        """Drives in the calling thread what that began: to wake another one takes as long as a
-        short pull. A long one is the worker's, and so is all while that has the turn."""
-        until = time.perf_counter() + _ATTEND_S
-        attended, self._attended = self._attended, False
-        while attended and not self._turn.locked() and self._progress_beside(until):
-            if not self._jobs and not self._link.awaits_fence():
-                return
-            time.sleep(0)  # whoever waits for the interpreter
-        if attended:
-            self._link.waker.wake()
-
-    def _progress_beside(self, until: float) -> bool:
-        """False when it takes longer, or has failed."""
-        with self._turn:
-            now, jobs = time.perf_counter(), [job for job, _ in self._jobs.values()]
-            lefts = [job.pace.left_s(now) for job in jobs if isinstance(job, MappedJob)]
-            is_short = len(lefts) == len(jobs) and max([*lefts, 0.0]) < until - now
-            try:
-                if is_short:
-                    self._progress()
-            except Exception as error:
-                self._survive(error)
-                is_short = False
-        return is_short
+        self._commands += self._link.receive()
+        while self._commands:
+            self._obey(self._commands.popleft())
+        return self._progress()
 
     def _survive(self, error: Exception) -> None:
         logger.exception("pull worker")
@@ -253,25 +193,13 @@ class PullWorker:
             self._idle_s = self._poll_min_s
         elif self._jobs:
             time.sleep(self._nap_s())
-        elif nap_s := self._alert_nap_s():
-            if self._mapped is not None:
-                self._mapped.stay_awake()
-            time.sleep(nap_s)
         else:
             self._watch.resting = True
             self._link.wait(None)
 
-    def _alert_nap_s(self) -> float | None:
-        """While a command or a fence's answer is so near that to sleep would take longer."""
-        now = time.perf_counter()
-        if (since_s := now - self._ended_at) < _FENCE_S and self._link.awaits_fence():
-            return _ALERT_NAP_S if since_s < _LATER_S else _LATER_NAP_S
-        return _ALERT_NAP_S if self._kind == "VRAM" and now < self._link.expected_until else None
-
     def _nap_s(self) -> float:
         now = time.perf_counter()
-        jobs = list(self._jobs.values())  # others may end some meanwhile
-        naps = [job.pace.nap_s(now) for job, _ in jobs if not job.stopping]
+        naps = [job.pace.nap_s(now) for job, _ in self._jobs.values() if not job.stopping]
         if self._kind == "VRAM" and (known := [nap for nap in naps if nap is not None]):
             return min(known)
         nap_s = self._idle_s
@@ -484,4 +412,3 @@ class PullWorker:
             path=job.plan.path if job and job.plan.useful_bytes else "none",
         )
         self._link.report(ended)
-        self._ended_at = time.perf_counter()

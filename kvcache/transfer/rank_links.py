@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,7 +16,6 @@ from typing import TypeVar
 
 from kvcache.transfer.pull import (
     Command,
-    Expect,
     Hello,
     Report,
     command_decoder,
@@ -27,22 +25,16 @@ from kvcache.transfer.pull import (
 from kvcache.transfer.waker import Waker
 from kvcache.transfer.wire import Wire, WireClosed, listen, tune, wait_readable
 
-_EXPECTED_S = 0.003  # after `expect`
 _MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
 _RETRY_S = 0.05
 _Item = TypeVar("_Item")
 
 
 class WorkerLink(ABC):
-    """A worker's end. `waker` is woken when a command may have come; all else is its thread's.
-
-    Attributes:
-        expected_until: by `time.perf_counter`, a command is likely to come; not worth sleeping.
-    """
+    """A worker's end. `waker` is woken when a command may have come; all else is its thread's."""
 
     def __init__(self) -> None:
         self.waker = Waker()
-        self.expected_until = 0.0
 
     @abstractmethod
     def open(self, rank: int, stopping: threading.Event) -> None:
@@ -55,17 +47,6 @@ class WorkerLink(ABC):
     @abstractmethod
     def report(self, report: Report) -> None:
         """Tells the coordinator."""
-
-    @property
-    def is_attended(self) -> bool:
-        """Whether the calling thread is going to drive what it ordered."""
-        return False
-
-    def awaits_fence(self) -> bool:
-        """Takes what has come from other ranks or P; whether more is to come before a pull whose
-        share here has been read is over. A worker with nothing to do may ask this again and again
-        instead of sleeping."""
-        return False
 
     def wait(self, timeout_s: float | None) -> None:
         """Until there may be a command or somebody woke the waker."""
@@ -84,12 +65,6 @@ class InsideLink(WorkerLink):
 
     Attributes:
         on_report: set by the coordinator; called by the worker's thread when it has reported.
-        on_wait: likewise, what `awaits_fence` asks.
-        on_command: set by the worker; called by any thread that holds no lock when there are
-            commands; may obey them, and says whether it has.
-        on_attend: likewise set; called by the attendant.
-        attendant: thread that will `attend` to what it has ordered, so that nobody need be woken
-            for it; 0 for none.
     """
 
     def __init__(self) -> None:
@@ -98,10 +73,6 @@ class InsideLink(WorkerLink):
         self._reports: deque[Report] = deque()
         self._sleeps = False  # or is about to: only then a command has to wake it
         self.on_report: Callable[[], None] = lambda: None
-        self.on_wait: Callable[[], bool] = lambda: False
-        self.on_command: Callable[[deque[Command]], bool] = lambda commands: False
-        self.on_attend: Callable[[], None] = lambda: None
-        self.attendant = 0
 
     def open(self, rank: int, stopping: threading.Event) -> None:
         pass
@@ -113,13 +84,6 @@ class InsideLink(WorkerLink):
         self._reports.append(report)
         self.on_report()
 
-    @property
-    def is_attended(self) -> bool:
-        return self.attendant == threading.get_ident()
-
-    def awaits_fence(self) -> bool:
-        return self.on_wait()
-
     def wait(self, timeout_s: float | None) -> None:
         self._sleeps = True
         if not self._commands:  # else it came before `_sleeps` was seen
@@ -127,28 +91,9 @@ class InsideLink(WorkerLink):
         self._sleeps = False
 
     def send(self, command: Command) -> None:
-        self.queue(command)
-        self.pass_on()
-
-    def queue(self, command: Command) -> None:
-        """Waits for `pass_on`, unless the worker is awake."""
         self._commands.append(command)
-
-    def pass_on(self) -> None:
-        """The calling thread obeys what was sent, where that is sooner done; else the worker's is
-        woken for it."""
-        if self._commands and not self.on_command(self._commands) and self._sleeps:
+        if self._sleeps:
             self.waker.wake()
-
-    def attend(self) -> None:
-        """Drives what the calling thread has ordered, for a short while, in the worker's place."""
-        if self.is_attended:
-            self.attendant = 0
-            self.on_attend()
-
-    def expect(self) -> None:
-        self.expected_until = time.perf_counter() + _EXPECTED_S
-        self.waker.wake()
 
     def reports(self) -> list[Report]:
         return _drained(self._reports)
@@ -176,14 +121,11 @@ class OutsideLink(WorkerLink):
             return []
         try:
             self._wire.flush()
-            commands = [command_decoder.decode(frame) for frame in self._wire.receive()]
+            return [command_decoder.decode(frame) for frame in self._wire.receive()]
         except WireClosed:  # rank 0 is gone, and with it the engine: nothing to do but end
             self._wire.close()
             self._wire = None
             return []
-        if any(isinstance(command, Expect) for command in commands):
-            self.expected_until = time.perf_counter() + _EXPECTED_S
-        return [command for command in commands if not isinstance(command, Expect)]
 
     def report(self, report: Report) -> None:
         if self._wire is not None:
@@ -240,32 +182,7 @@ class RankLinks:
             else:
                 self._unsent[rank].append(command)
         for link in self._inside.values():
-            link.queue(command)
-
-    def expect(self) -> None:
-        """A command is likely to follow within milliseconds: the ranks stay awake for it."""
-        for wire in list(self._ranks.values()):
-            self._send(wire, Expect())
-        for link in self._inside.values():
-            link.expect()
-
-    def pass_on(self) -> None:
-        """Follows `broadcast`, in a thread that holds no lock."""
-        for link in self._inside.values():
-            link.pass_on()
-
-    def will_attend(self) -> None:
-        """The calling thread orders something now, and calls `attend` next."""
-        for link in self._inside.values():
-            link.attendant = threading.get_ident()
-
-    def attend(self) -> None:
-        for link in self._inside.values():
-            link.attend()
-
-    def has_something(self) -> bool:
-        """Whether a rank outside has said something."""
-        return self._listener is not None and bool(self._epoll.poll(0, 1))
+            link.send(command)
 
     def receive(self) -> list[Report]:
         """All waiting reports; greetings are answered here."""

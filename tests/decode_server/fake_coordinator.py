@@ -108,9 +108,6 @@ class FakeCoordinator:
         if not pull.tokens:
             self._end(pull_id, PullDone(pull_id, 0, 0, 0.0, "none"))
 
-    def attend(self) -> None:
-        pass
-
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:
         pull = self._pulls.get(pull_id)
         if pull is None:

@@ -1,13 +1,11 @@
 """When the coordinator hears of a request whose prefill server is known already."""
 
-from typing import Any
-
 import pytest
 
 from protocol.messages import AbortRequest, TokenDelta
 from tests.decode_server.conftest import MakePair
 from tests.decode_server.pair import Pair
-from tests.engine.shadow import add, expected_output
+from tests.engine.shadow import expected_output
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 LARGE = list(range(1, 121))  # 30 of 39 blocks of D
@@ -73,31 +71,4 @@ def test_an_abort_before_there_are_blocks_gives_the_lease_back(
     pair.until(lambda: pair.leases.counters()["aborted"] == 1)
     pair.d.agent.resume()
     assert pair.answer(large) == expected_output(LARGE, 6)
-    pair.settle()
-
-
-def test_only_the_pulls_that_an_idle_engine_orders_are_attended_to(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair, calls = make_pair(), list[object]()
-    pull, attend = pair.coordinator.pull, pair.coordinator.attend
-
-    def ordered(*args: Any, attended: bool) -> None:
-        calls.append("attended" if attended else "ordered")
-        pull(*args, attended=attended)
-
-    def attends() -> None:
-        calls.append("attends")
-        attend()
-
-    monkeypatch.setattr(pair.coordinator, "pull", ordered)
-    monkeypatch.setattr(pair.coordinator, "attend", attends)
-    _meet(pair)
-    assert calls == ["attended", "attends"]
-    params = pair.prefill(NEXT)
-    pair.d.core.round([add("other", PROMPT[::-1], 20)])
-    name = pair.ask(NEXT, params)
-    assert pair.answer(name) == expected_output(NEXT, 6)
-    assert calls == ["attended", "attends", "ordered"]
-    pair.until(lambda: bool(pair.d.out.terminals("other")))
     pair.settle()

@@ -60,13 +60,8 @@ class PullingRole(KVRole):
 
     def __init__(self) -> None:
         self.pulled: list[Sequence] = []
-        self.calls: list[str] = []
 
-    def attend(self) -> None:
-        self.calls.append("attend")
-
-    def on_receive(self, sequence: Sequence, *, idle: bool) -> None:
-        self.calls.append("idle" if idle else "busy")
+    def on_receive(self, sequence: Sequence) -> None:
         blocks = sequence.block_ids
         assert not self.executor.blocks_under_way().intersection(blocks), "a step refers to them"
         self.executor.pool[blocks] = -7  # on the way: nobody may read this
@@ -130,35 +125,6 @@ def test_a_pull_gets_no_block_that_a_launched_step_refers_to(ending: str) -> Non
     role.arrive()
     run_until_idle(core)
     assert out.tokens("b") == expected_output(prompt, 4)
-    assert_all_blocks_home(core)
-
-
-def test_only_an_engine_that_computes_nothing_attends_to_pulls() -> None:
-    role = PullingRole()
-    core, executor, _ = make_core(depth=1, role=role)
-    role.executor = executor
-
-    def wanted(name: str) -> AddRequest:
-        prompt = PROMPT[::-1]
-        return AddRequest(
-            request_id=name,
-            token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0),
-            max_tokens=2,
-            remote=remote(prompt),
-        )
-
-    core.round([wanted("a")])
-    assert role.calls == ["idle", "attend"]
-    role.arrive()
-    run_until_idle(core)
-    role.calls.clear()
-    core.round([add("b", PROMPT, 12), wanted("c")])  # a step begins with it
-    core.round([wanted("d")])  # one is under way
-    assert role.calls == ["busy", "busy"]
-    role.arrive()
-    role.arrive()
-    run_until_idle(core)
     assert_all_blocks_home(core)
 
 

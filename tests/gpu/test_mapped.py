@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -237,44 +236,6 @@ def test_a_pull_out_of_another_process(
     assert isinstance(done, PullDone), done
     assert done.path == "mapped"
     assert_pulled(decode, remote, blocks, 3, 22)
-
-
-@pytest.mark.parametrize(("source", "target"), DEVICES)
-@pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
-@pytest.mark.parametrize("attended", [False, True])
-def test_a_thread_that_has_used_no_device_may_begin_pulls(
-    made: list[Any], source: str, target: str, long_run_bytes: int, attended: bool
-) -> None:
-    """Which the thread that orders one does, unless the worker's is awake; and ends them."""
-    prefill = prefill_on(source, made)
-    decode = decode_on(target, made, long_run_bytes=long_run_bytes)
-    mapper: Any = decode.workers[0]._mapped._mapper
-    launch, launched_by = mapper.launch, []
-
-    def noted(*args: Any) -> Any:
-        launched_by.append(threading.current_thread().name)
-        return launch(*args)
-
-    mapper.launch = noted
-    for number in range(20):
-        decode.fill(0.0)
-        torch.cuda.synchronize(target)
-        remote = prefill.lease([5, 2, 9], 24)
-        pull = (str(number), remote, 0, 24, [3, 1, 7])
-
-        def order(pull: Any = pull) -> None:
-            decode.coordinator.pull(*pull, attended=attended)
-            decode.coordinator.attend()
-
-        thread = threading.Thread(target=order, name="fresh")
-        thread.start()
-        thread.join()
-        done = decode.wait(*ENDINGS)
-        assert isinstance(done, PullDone) and done.path == "mapped", done
-        assert_pulled(decode, remote, [3, 1, 7], 0, 24)
-        if "fresh" in launched_by and number > 4:
-            break
-    assert "fresh" in launched_by
 
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)

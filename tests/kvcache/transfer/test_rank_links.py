@@ -94,21 +94,6 @@ def test_a_rank_inside_is_reached_without_a_socket() -> None:
     link.close()
 
 
-def test_every_rank_hears_that_a_command_is_likely_to_come(address: str) -> None:
-    inside = InsideLink()
-    links = RankLinks(address, 2, {0: inside})
-    outside = opened(links, 1)
-    outside.report(ended(1))
-    reports(links, 1)
-    links.expect()
-    links.broadcast(StopPull("a"))
-    assert commands(outside, 1) == ["a"]  # nothing else is told of it
-    assert commands(inside, 1) == ["a"]
-    assert inside.expected_until > 0 and outside.expected_until > 0
-    for link in (links, inside, outside):
-        link.close()
-
-
 def test_a_rank_that_ends_is_no_error(address: str) -> None:
     links = RankLinks(address, 2, {})
     gone, stays = opened(links, 0), opened(links, 1)

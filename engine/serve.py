@@ -271,7 +271,10 @@ class _Server:
         if device == "auto":
             device = "cuda" if _has_gpu() else "cpu"
         if dtype == "auto":
-            dtype = "float32" if device == "cpu" else model_config.dtype
+            # On a GPU the attention kernels and all products want 16 bits; files of full precision
+            # or quantised (GGUF) name none of them.
+            on_gpu = "bfloat16" if model_config.dtype == "float32" else model_config.dtype
+            dtype = "float32" if device == "cpu" else on_gpu
         return EngineConfig(
             role=self.role,
             engine_id=f"{self.role}-{secrets.token_hex(8)}",

@@ -81,7 +81,8 @@ class ModelOptions(BaseModel):
     device: Device = Field("auto", description="where the engine runs; auto: cuda if available")
     dtype: DType = Field(
         "auto",
-        description="type of weights and activations; auto: float32 on CPU, the model's own on GPU",
+        description="type of weights and activations; auto: float32 on CPU; on GPU the model's "
+        "own, or bfloat16 where that is float32 or GGUF",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="most tokens of prompt + output (tokens; None: the model's context)"

@@ -1,6 +1,7 @@
 """How a server's main program ends."""
 
 import asyncio
+import dataclasses
 import errno
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from engine.config import EngineConfig
 from engine.http import ServerHooks
 from engine.serve import StartFailure, _devices, _Server, _told
 from engine.tokenizer import Tokenizer
+from model.config import load_config
 from protocol.listening import CannotListen, bind
 from protocol.messages import AddRequest, EngineFailed, TokenDelta
 from protocol.settings import PrefillSettings
@@ -270,3 +272,21 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "config.json"))
     assert _told(error) == f"{tmp_path}/config.json: Permission denied"
     assert _told(ValueError("no such model")) == "no such model"
+
+
+@pytest.mark.parametrize(
+    ("saved", "device", "chosen"),
+    [
+        ("float32", "cuda", "bfloat16"),  # as every GGUF file is taken to be
+        ("float16", "cuda", "float16"),
+        ("bfloat16", "cuda", "bfloat16"),
+        ("bfloat16", "cpu", "float32"),
+    ],
+)
+async def test_the_dtype_that_auto_means(saved: str, device: str, chosen: str) -> None:
+    folder = ensure_model("gqa")
+    model = dataclasses.replace(load_config(folder), dtype=saved)
+    server, _ = _serving(_EndingEngine(), device=device)
+    found = server._engine_config(folder, model).dtype
+    server.processes.stop(1.0)
+    assert found == chosen

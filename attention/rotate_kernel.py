@@ -1,4 +1,4 @@
-"""One Triton kernel that rotates a step's queries and keys and stores keys and values.
+"""One Triton kernel that rotates a step's queries and keys, and may store keys and values.
 
 Libraries take two kernels and two passes over the keys for this. With programmatic dependent launch
 it starts before its predecessor has ended, and waits before it reads anything; its successor may do
@@ -19,7 +19,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     q, k, v, cos_sin, slots, keys, values,
     q_token, k_token, v_token, block_stride, head_stride, slot_stride, block_size,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    KEEP_K: tl.constexpr, AHEAD: tl.constexpr,
+    KEEP_K: tl.constexpr, STORE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
@@ -28,8 +28,9 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    slot = tl.load(slots + token).to(tl.int64)
-    at = (slot // block_size) * block_stride + (slot % block_size) * slot_stride
+    if STORE:
+        slot = tl.load(slots + token).to(tl.int64)
+        at = (slot // block_size) * block_stride + (slot % block_size) * slot_stride
     cos = tl.load(cos_sin + token * 2 * HALF + half)
     sin = tl.load(cos_sin + token * 2 * HALF + HALF + half)
     if part < q_parts:
@@ -45,15 +46,16 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         source = k + token * k_token + head * 2 * HALF + half
         low = tl.load(source, mask=head < NUM_KV, other=0.0).to(tl.float32)
         high = tl.load(source + HALF, mask=head < NUM_KV, other=0.0).to(tl.float32)
-        into = keys + at + head * head_stride + half
-        dtype = keys.dtype.element_ty
+        dtype = k.dtype.element_ty
         new_low, new_high = (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
-        tl.store(into, new_low, mask=head < NUM_KV)
-        tl.store(into + HALF, new_high, mask=head < NUM_KV)
+        if STORE:
+            into = keys + at + head * head_stride + half
+            tl.store(into, new_low, mask=head < NUM_KV)
+            tl.store(into + HALF, new_high, mask=head < NUM_KV)
         if KEEP_K:
             tl.store(source, new_low, mask=head < NUM_KV)
             tl.store(source + HALF, new_high, mask=head < NUM_KV)
-    else:
+    elif STORE:
         head = ((part - q_parts - kv_parts) * HEADS + tl.arange(0, HEADS))[:, None]
         source = v + token * v_token + head * 2 * HALF + half
         into = values + at + head * head_stride + half
@@ -84,18 +86,31 @@ def rotate_and_store(
         keys, values: [B, H, N, D], of equal strides, the last of them 1.
         also_k: whether k is to be rotated in place, too; else it stays as it is.
     """
-    num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
     block_stride, head_stride, slot_stride, element_stride = keys.stride()
     assert keys.stride() == values.stride() and element_stride == 1, (
         keys.stride(),
         values.stride(),
     )
-    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (dim, 1), q.stride()
-    grid = (q.shape[0], triton.cdiv(num_q, _HEADS) + 2 * triton.cdiv(num_kv, _HEADS))
+    assert keys.dtype == k.dtype and v.stride()[1:] == (v.shape[2], 1), (keys.dtype, v.stride())
+    strides = (block_stride, head_stride, slot_stride, keys.shape[2])
+    _launch(q, k, cos_sin, (v, v.stride(0), slots, keys, values, strides), keep_k=also_k)
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Rotates q and k in place; as of `rotate_and_store`."""
+    _launch(q, k, cos_sin, (None, 0, None, None, None, (0, 0, 0, 0)), keep_k=True)
+
+
+def _launch(
+    q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, stored: Any, *, keep_k: bool
+) -> None:
+    v, v_token, slots, keys, values, strides = stored
+    num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
+    assert q.stride()[1:] == k.stride()[1:] == (dim, 1), (q.stride(), k.stride())
+    kv_parts = triton.cdiv(num_kv, _HEADS) * (1 if v is None else 2)
     options = {"launch_pdl": True} if AHEAD else {}
-    _kernel[grid](
-        q, k, v, cos_sin, slots, keys, values,
-        q.stride(0), k.stride(0), v.stride(0), block_stride, head_stride, slot_stride,
-        keys.shape[2], NUM_Q=num_q, NUM_KV=num_kv, HALF=dim // 2, HEADS=_HEADS, KEEP_K=also_k,
-        AHEAD=AHEAD, num_warps=2, **options,
+    _kernel[q.shape[0], triton.cdiv(num_q, _HEADS) + kv_parts](
+        q, k, v, cos_sin, slots, keys, values, q.stride(0), k.stride(0), v_token, *strides,
+        NUM_Q=num_q, NUM_KV=num_kv, HALF=dim // 2, HEADS=_HEADS, KEEP_K=keep_k,
+        STORE=v is not None, AHEAD=AHEAD, num_warps=2, **options,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Triton kernels for decode steps of few rows, in which library kernels leave the GPU half idle.
+"""Triton kernels for the decoder's small operations: norms, the product in a feed-forward, tokens.
 
-Measured on an H200 for one row of an 8B model, 28,672 columns: silu takes 4.8 us in flashinfer,
-which gives a row to one thread block, and 1.4 us here.
+Sizes that differ from step to step are not specialised (`do_not_specialize`): one variant serves
+all, so that what has run once before a server is ready compiles nothing more.
 """
 
 from typing import Any, Final
@@ -11,9 +11,50 @@ import triton
 import triton.language as tl
 
 AHEAD = True  # False in an interpreter, which knows no launches
-MAX_SILU_ROWS: Final = 256
+_NORM_ELEMENTS: Final = 1024  # of one program, at least: rows of few elements share one
+_ELEMENTS_OF_A_WARP: Final = 512
+_MAX_WARPS: Final = 16
 _SILU_COLUMNS: Final = 1024  # of one program
 _SEARCHED_COLUMNS: Final = 8192  # of one program of `first_largest`
+
+
+def _rms_norm(  # type: ignore[no-untyped-def]
+    x, weight, out, eps, token_stride, head_stride, num_heads, num_rows,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """A row is a head of a token; names of the form x_stride are in elements."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < num_rows) & (column < WIDTH)
+    scales = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if AHEAD:  # it begins while the kernel before it ends, and lets its successor do so
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = (row // num_heads).to(tl.int64) * token_stride + row % num_heads * head_stride
+    value = tl.load(x + at + column, mask=inside, other=0.0).to(tl.float32)
+    size = tl.sqrt(tl.sum(value * value, 1) / WIDTH + eps)
+    result = value / size[:, None] * scales
+    place = out + row.to(tl.int64) * WIDTH + column
+    tl.store(place, result.to(out.dtype.element_ty), mask=inside)
+
+
+_norm_kernel: Any = triton.jit(_rms_norm, do_not_specialize=["num_rows"])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See fused_ops."""
+    width, num_heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    num_rows = x.shape[0] * num_heads
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    columns = triton.next_power_of_2(width)
+    rows = max(1, _NORM_ELEMENTS // columns)
+    _norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x, weight, out, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0, num_heads, num_rows,
+        WIDTH=width, ROWS=rows, COLUMNS=columns, AHEAD=AHEAD,
+        num_warps=min(_MAX_WARPS, rows * columns // _ELEMENTS_OF_A_WARP),
+        **({"launch_pdl": True} if AHEAD else {}),
+    )  # fmt: skip
+    return out
 
 
 def _silu_and_mul(gate_up, out, width, COLUMNS: tl.constexpr, AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -51,7 +92,7 @@ def _fill_in(token_ids, drawn, out, num_tokens, TOKENS: tl.constexpr):  # type: 
     tl.store(out + index, tl.where(token < 0, filled, token), mask=inside)
 
 
-_fill_in_kernel: Any = triton.jit(_fill_in)
+_fill_in_kernel: Any = triton.jit(_fill_in, do_not_specialize=["num_tokens"])
 
 
 def fill_in(token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:

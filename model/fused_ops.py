@@ -1,9 +1,8 @@
-"""Fused kernels for the decoder's small operations, on NVIDIA GPUs, in 16 bits: flashinfer's and,
-for few rows, our own.
+"""Fused kernels for the decoder's small operations, on NVIDIA GPUs, in 16 bits.
 
 A decode step of a small batch is bound by reading weights, so every further kernel and every
 further pass over activations counts. Layers ask `works` once, when they are made, and use plain
-torch if it says no: on the CPU, in float32, or without flashinfer.
+torch if it says no: on the CPU or in float32.
 """
 
 import functools
@@ -11,31 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from protocol.logging import get_logger
-
-logger = get_logger(__name__)
-
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _ROPE_HEAD_DIMS: Final = (64, 128, 256)
-_VECTOR_BYTES: Final = 16  # what the kernels load at a time
-
-
-@functools.cache
-def _flashinfer() -> Any:
-    """The package, or None where it is not installed."""
-    try:
-        import flashinfer
-        import flashinfer.activation
-        import flashinfer.norm
-        import flashinfer.rope
-    except ImportError as error:
-        logger.warning(
-            "no fused kernels, steps are slower: flashinfer cannot be imported: %s; "
-            "install it with pip install flashinfer-python",
-            error,
-        )
-        return None
-    return flashinfer
 
 
 @functools.cache
@@ -44,6 +20,14 @@ def kernels() -> Any:
     from model import fused_kernels
 
     return fused_kernels
+
+
+@functools.cache
+def _rotation() -> Any:
+    """The kernel of the attention backends that rotate; imported on first use, too."""
+    from attention import rotate_kernel
+
+    return rotate_kernel
 
 
 @functools.cache
@@ -74,13 +58,7 @@ def gated_rows_work(weight: torch.Tensor) -> bool:
 
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the functions below can be called for tensors there."""
-    return device.type == "cuda" and dtype in _DTYPES and _flashinfer() is not None
-
-
-def works_for_width(weight: torch.Tensor, width: int) -> bool:
-    """`works`, for rows of `width` elements like those of `weight`."""
-    is_aligned = width * weight.element_size() % _VECTOR_BYTES == 0
-    return is_aligned and works(weight.device, weight.dtype)
+    return device.type == "cuda" and dtype in _DTYPES
 
 
 def rope_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -89,22 +67,16 @@ def rope_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, n] or [T, heads, n], whose last dimension is contiguous, normed over it."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _flashinfer().norm.rmsnorm(x, weight, eps, out=out)  # type: ignore[no-any-return]
+    return kernels().rms_norm(x, weight, eps)  # type: ignore[no-any-return]
 
 
-def rotate_in_place(
-    q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, rows: torch.Tensor
-) -> None:
-    """Rotates halves of q and k [T, heads, dim], strided views allowed.
+def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Rotates halves of q and k [T, heads, dim], views whose last two dimensions are contiguous.
 
     Args:
-        cos_sin: float32 [n, dim], cosines then sines.
-        rows: int32 [T], each token's row of cos_sin.
+        cos_sin: float32 [T, dim], cosines then sines.
     """
-    _flashinfer().rope.apply_rope_with_cos_sin_cache_inplace(
-        rows, q, k, q.shape[-1], cos_sin, is_neox=True
-    )
+    _rotation().rotate(q, k, cos_sin)
 
 
 def first_largest(logits: torch.Tensor) -> torch.Tensor:
@@ -115,6 +87,4 @@ def first_largest(logits: torch.Tensor) -> torch.Tensor:
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """[T, 2 n] -> silu of the first half times the second, [T, n]."""
-    if gate_up.shape[0] <= kernels().MAX_SILU_ROWS:
-        return kernels().silu_and_mul(gate_up)  # type: ignore[no-any-return]
-    return _flashinfer().activation.silu_and_mul(gate_up)  # type: ignore[no-any-return]
+    return kernels().silu_and_mul(gate_up)  # type: ignore[no-any-return]

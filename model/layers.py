@@ -69,7 +69,7 @@ class RMSNorm:
         self.weight = weight
         self._shape = tuple(weight.shape)
         self.eps = eps
-        self._is_fused = fused_ops.works_for_width(weight, weight.shape[0])
+        self._is_fused = fused_ops.works(weight.device, weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_fused:
@@ -150,8 +150,8 @@ class GatedMLP:
         self._down = load_rows(
             loader, f"{prefix}.down_proj", shape[::-1], rows, bias=bias, parallel=parallel
         )
-        self._is_fused = self._gate_up.is_joined and fused_ops.works_for_width(
-            self._down.weight, len(rows)
+        self._is_fused = self._gate_up.is_joined and fused_ops.works(
+            self._down.weight.device, self._down.weight.dtype
         )
 
     def __call__(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

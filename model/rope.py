@@ -100,15 +100,15 @@ class Rope:
     def angles(self, positions: torch.Tensor) -> Angles:
         """cos and signed sin [T, 1, dim] of positions [T], ready for `rotate`.
 
-        Where the rotation is fused: cosines beside sines, float32 [T, dim], and each token's row.
+        Where the rotation is fused: cosines beside sines, float32 [T, dim], twice.
         """
         turned = positions[:, None].to(torch.float32) * self._inverse
         cos, sin = turned.cos(), turned.sin()
         if self._scaling != 1.0:
             cos, sin = cos * self._scaling, sin * self._scaling
         if self._is_fused:
-            rows = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-            return torch.cat((cos, sin), dim=-1), rows
+            joined = torch.cat((cos, sin), dim=-1)
+            return joined, joined
         if self._interleaved:
             return cos[:, None], sin[:, None]
         cos = torch.cat((cos, cos), dim=-1)
@@ -125,7 +125,7 @@ class Rope:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotates q and k [T, heads, dim], in place where that is faster."""
         if self._is_fused:
-            fused_ops.rotate_in_place(q, k, *angles)
+            fused_ops.rotate_in_place(q, k, angles[0])
             return q, k
         return self.rotate(q, angles), self.rotate(k, angles)
 

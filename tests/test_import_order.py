@@ -33,7 +33,7 @@ PACKAGES = (*MAY_IMPORT, *LAUNCHERS)
 # Only these files may import the package; every other file goes through their interface.
 WRAPPED = {
     "nixl": ("kvcache/transfer/nixl_agent.py",),
-    "flashinfer": ("attention/flashinfer*.py", "model/fused_ops.py"),
+    "flashinfer": ("attention/flashinfer*.py",),
 }
 
 # Processes made of these modules start in a fraction of a second and stay small.

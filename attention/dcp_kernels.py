@@ -53,8 +53,8 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(out + place * D + offsets, result, mask=offsets < D)
 
 
-_pack_kernel: Any = triton.jit(_pack)
-_merge_kernel: Any = triton.jit(_merge)
+_pack_kernel: Any = triton.jit(_pack, do_not_specialize=["num_rows"])
+_merge_kernel: Any = triton.jit(_merge, do_not_specialize=["num_rows"])
 
 
 def pack(out: torch.Tensor, lse: torch.Tensor, absent: torch.Tensor, size: int) -> torch.Tensor:

@@ -219,7 +219,10 @@ def draw(logits: torch.Tensor, batch: "SamplingBatch") -> torch.Tensor:
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
-    stride, parts, device = logits.stride(0), triton.cdiv(vocab, _TILE), logits.device
+    # Of one row any stride will do: with one that depends on where it came from, Triton would
+    # compile a variant of its own.
+    stride = logits.stride(0) if rows > 1 else vocab
+    parts, device = triton.cdiv(vocab, _TILE), logits.device
     grid = (rows, parts)
     scores = torch.empty(grid, dtype=torch.float32, device=device)
     tokens = torch.empty(grid, dtype=torch.int32, device=device)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from attention.base import AttentionBackend
-from attention.support import DEFAULT_LIMITS, StepLimits, chosen
+from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, chosen
 from attention.torch_backend import TorchBackend
 from kvcache.pool import KVPool
 
@@ -64,3 +64,24 @@ def backend_class(name: str, device: str, num_components: int) -> Callable[..., 
             "pip install flashinfer-python, or use --attention-backend torch"
         ) from error
     return FlashInferBackend
+
+
+def compile_modules(
+    name: str, wanted: Wanted, device: torch.device, *, appends: bool, free_bytes: int
+) -> None:
+    """Compiles what the backend `name` needs of a library's kernels and is not there yet: minutes,
+    the first time. See flashinfer_jit.py for the rest."""
+    if chosen(name, wanted.device) == "flashinfer":
+        from attention import flashinfer_jit
+
+        modules = flashinfer_jit.modules_for(wanted, device, appends=appends)
+        flashinfer_jit.compile_missing(modules, free_bytes)
+
+
+def watch_modules(told: Callable[[str], None]) -> None:
+    """Has `told` called with the name of every module of a library's kernels that is loaded."""
+    try:
+        from attention import flashinfer_jit
+    except ImportError:
+        return  # not installed: nothing is loaded
+    flashinfer_jit.on_load(told)

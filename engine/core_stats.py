@@ -3,6 +3,7 @@
 import time
 from typing import Final
 
+from engine.kernel_watch import KERNELS
 from engine.sequence import Sequence
 
 SILENT_S: Final = 1.0  # after which an engine with requests speaks, if only to show that it lives
@@ -36,7 +37,7 @@ class CoreStats:
         self._totals["baton_prefix_cache_hit_tokens"] += hits
 
     def totals(self) -> dict[str, float]:
-        return dict(self._totals)
+        return {**self._totals, "baton_kernels_loaded_late": float(KERNELS.num_after)}
 
     def is_due(self, *, is_idle: bool) -> bool:
         """Whether it is time to look for news, of which an idle engine tells at once."""

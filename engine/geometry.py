@@ -106,15 +106,20 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
     """
     own = model.num_heads // config.tp
     for num_q_heads in sorted({own, own * config.dcp}):
-        wanted = Wanted(
-            device=config.device,
-            dtype=config.dtype,
-            kv_dtype=config.kv_dtype,
-            head_dim=model.kv_dim,
-            num_components=model.kv_components,
-            num_q_heads=num_q_heads,
-        )
+        wanted = wanted_of(config, model, num_q_heads)
         check(config.attention_backend, wanted, step_limits(config, of_group=num_q_heads > own))
+
+
+def wanted_of(config: EngineConfig, model: ModelConfig, num_q_heads: int) -> Wanted:
+    """What the attention backend of a rank with so many query heads is to read."""
+    return Wanted(
+        device=config.device,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        head_dim=model.kv_dim,
+        num_components=model.kv_components,
+        num_q_heads=num_q_heads,
+    )
 
 
 def step_limits(config: EngineConfig, *, of_group: bool) -> StepLimits:

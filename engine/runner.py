@@ -7,7 +7,9 @@ tokens waits for the step, and a step that draws nothing is waited for.
 
 import logging
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +20,16 @@ import torch
 
 from attention.base import AttentionBackend
 from attention.dcp import ContextParallelBackend
-from attention.registry import backend_class, create_backend
+from attention.registry import backend_class, compile_modules, create_backend
 from engine.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, StepOutput
 from engine.config import EngineConfig
 from engine.cuda_graph import DecodeGraphs, DecodeOutput
-from engine.geometry import check_attention, step_limits
+from engine.geometry import check_attention, step_limits, wanted_of
+from engine.host_memory import free_host_bytes
+from engine.kernel_watch import KERNELS
 from engine.launched import LastDrawn, LaunchedStep
 from engine.memory import check_weights_fit, fitting, free_gpu_bytes, lower_for_steps
+from engine.rehearsal import Stage, steps
 from engine.sampler import SampledTokens, SamplingBatch, greedy, is_greedy, sample
 from engine.scoring import PendingScores, score
 from engine.shaping import LogitShaper, Shaping
@@ -69,12 +74,30 @@ class ModelRunner:
         # What cannot attend is refused before minutes are spent on loading weights.
         check_attention(config, model_config)
         backend_class(config.attention_backend, config.device, model_config.kv_components)
+        compiling = self._compile_beside()
         self.model = self._load(parallel)
+        compiling.result()
         self.shaper = LogitShaper(model_config.vocab_size, self.device)
         self.last_drawn = LastDrawn(config.max_num_seqs, self.device)
         self.stepping = Stepping()
         self.memory: RankMemory | None = None
         self.graphs: DecodeGraphs | None = None
+
+    def _compile_beside(self) -> Future[None]:
+        """Has what is missing of the attention kernels compiled while weights are loaded."""
+        config, model = self.config, self.model_config
+        wanted = wanted_of(config, model, model.num_heads // config.tp)
+        pool = ThreadPoolExecutor(1, "compile")
+        done = pool.submit(
+            compile_modules,
+            config.attention_backend,
+            wanted,
+            self.device,
+            appends=config.dcp > 1,
+            free_bytes=free_host_bytes(),
+        )
+        pool.shutdown(wait=False)
+        return done
 
     def _load(self, parallel: Parallel) -> CausalLM:
         config = self.config
@@ -228,6 +251,37 @@ class ModelRunner:
         with fitting("what CUDA graphs need", self.device, fix):
             graphs.capture()
         self.graphs = graphs
+
+    def rehearse(self) -> None:
+        """Runs every kind of step once, so that no request waits for what is compiled or loaded.
+        Every rank does, in the same order; no block has an owner yet."""
+        assert self.memory is not None, "allocate() comes first"
+        started_s, num_kernels = time.monotonic(), KERNELS.num_before
+        stage = Stage(
+            num_blocks=self.memory.pool.layout.num_blocks,
+            block_size=self.config.tokens_per_block,
+            max_len=self._longest,
+            max_tokens=self.config.max_num_batched_tokens,
+            max_seqs=self.config.max_num_seqs,
+        )
+        for step in steps(stage):
+            try:
+                self._rehearse(step)
+            except StepFailed as error:  # of one rank, which has gone on; so would a request's
+                logger.warning("a step of %d tokens fails: %s", len(step.token_ids), error)
+        self.shaper = LogitShaper(self.model_config.vocab_size, self.device)
+        logger.info(
+            "ran every kind of step in %.1f s; they loaded %d kernels",
+            time.monotonic() - started_s,
+            KERNELS.num_before - num_kernels,
+        )
+
+    def _rehearse(self, step: StepInput) -> None:
+        pending = self.launch(step)
+        if step.is_masked and self.model.parallel.rank == 0:
+            words = -(-self.model_config.vocab_size // 32)
+            pending.draw(np.full((len(step.sampling), words), -1, np.int32))
+        pending.result()
 
     @property
     def depth(self) -> int:

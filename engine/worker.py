@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.host_memory import free_host_bytes
+from engine.kernel_watch import KERNELS, watch_kernels
 from engine.memory import MemoryTooSmall, PoolSize, size_pool
 from engine.ranks import Follower, Leader
 from engine.role import KVRole
@@ -115,6 +116,8 @@ def main(factory: RoleFactory) -> None:
     try:
         with _starting():
             check_devices(config)
+        if config.device == "cuda":
+            watch_kernels()
         _lead(config, factory) if rank == 0 else _follow(config, rank, factory)
     except SystemExit:
         logger.info("rank %d ends on SIGTERM", rank)
@@ -161,6 +164,7 @@ def _lead(config: EngineConfig, factory: RoleFactory) -> None:
         transport.send_failed(_reason(error))
         transport.close()
         raise
+    KERNELS.ready()
     transport.send_ready(ready)
     allow_short_naps()
     gc.freeze()  # what is there by now stays: looking through it took milliseconds of some steps
@@ -224,6 +228,7 @@ def _follow(config: EngineConfig, rank: int, factory: RoleFactory) -> None:
         _, service, own = _allocate(config, rank, runner, num_blocks, compat, factory)
         service.start()
     gc.freeze()  # as on rank 0
+    KERNELS.ready()
     follower.announce(own)
     try:
         follower.run(runner)
@@ -294,7 +299,9 @@ def _allocate(
     pool = runner.allocate(num_blocks).pool
     runner.capture_graphs()
     cuda = pool.device.type == "cuda"
-    if not cuda:
+    if cuda:
+        runner.rehearse()
+    else:
         PrefaultThread(pool).start()
     agent = NixlAgent(
         f"{config.engine_id}-{rank}",

@@ -87,6 +87,8 @@ TABLE = (
     Spec("baton_engine_steps", "counter", "engine", "Forward steps."),
     Spec("baton_engine_step_tokens", "counter", "engine", "Tokens computed in forward steps."),
     Spec("baton_engine_step_seconds", "counter", "engine", "Time spent in forward steps."),
+    Spec("baton_kernels_loaded_late", "counter", "engine",
+         "GPU kernels loaded, perhaps compiled, after the server was ready: should stay 0."),
     # Engine: moving KV.
     Spec("baton_kv_transfers", "counter", "engine",
          "Pulls by outcome (done, failed) and path (direct, staged, mapped; mixed: several of "

@@ -1,0 +1,92 @@
+"""Before a server is ready it runs every kind of step once."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from engine.batch import StepInput
+from engine.core_stats import CoreStats
+from engine.kernel_watch import KernelWatch
+from engine.rehearsal import Stage, steps
+from tests.engine.rank_threads import ranks
+
+SERVER = Stage(num_blocks=4096, block_size=64, max_len=32768, max_tokens=8192, max_seqs=256)
+STAGES = [
+    SERVER,
+    Stage(num_blocks=2, block_size=1, max_len=2, max_tokens=1, max_seqs=1),
+    Stage(num_blocks=9, block_size=16, max_len=100, max_tokens=600, max_seqs=3),
+    Stage(num_blocks=80, block_size=128, max_len=8192, max_tokens=2048, max_seqs=64),
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_step_fits_the_server(stage: Stage) -> None:
+    for step in steps(stage):
+        assert 0 < len(step.token_ids) == step.query_lens.sum() <= stage.max_tokens
+        assert 0 < len(step.query_lens) <= stage.max_seqs
+        assert step.query_lens.min() > 0 and step.context_lens.max() <= stage.max_len
+        assert (step.context_lens >= step.query_lens).all()
+        step.attention_batch(stage.block_size)  # the tables reach as far as the contexts
+        assert 0 < step.block_tables.min() and step.block_tables.max() < stage.num_blocks
+        for scored in step.scores:
+            assert scored.first_row + len(scored.targets) <= len(step.token_ids)
+
+
+def _kind(step: StepInput) -> tuple[bool, bool, bool, int]:
+    """What attention and products tell apart: sequences that decode, prompts whose context is
+    stored, prompts that are all there is, and how many tokens."""
+    decodes = step.query_lens == 1
+    whole = step.query_lens == step.context_lens
+    long = whole & (step.query_lens >= 512)
+    return (
+        bool(decodes[0]),
+        bool((~decodes & ~long).any()),
+        bool(long.any()),
+        int(np.searchsorted([2, 257, 1024], len(step.token_ids), side="right")),
+    )
+
+
+def test_any_mix_of_prompts_is_of_a_kind_that_was_run() -> None:
+    rehearsed = {_kind(step) for step in steps(SERVER)}
+    rng = np.random.default_rng(7)
+    for _ in range(2000):
+        lens = [1] * int(rng.integers(0, 5)) + (2 ** rng.uniform(1, 12, rng.integers(0, 4))).astype(
+            int
+        ).tolist()
+        if not lens:
+            continue
+        stored = [int(rng.integers(0, 2)) * 100 + (n == 1) for n in lens]
+        step = SERVER.step(lens, stored)
+        assert _kind(step) in rehearsed, (lens, stored)
+
+
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_two_ranks_run_all_of_them(dcp: int) -> None:
+    with ranks(2, dcp=dcp) as executor:
+        executor.allocate(20, 8)
+        stage = Stage(num_blocks=20, block_size=8 * dcp, max_len=150, max_tokens=200, max_seqs=4)
+        for step in steps(stage):
+            pending = executor.launch(step)
+            if step.is_masked:
+                words = -(-executor.runners[0].model_config.vocab_size // 32)
+                pending.draw(np.full((len(step.sampling), words), -1, np.int32))
+            found = pending.result()
+            assert len(found.token_ids) == len(step.sample_rows)
+            assert len(found.scores) == len(step.scores)
+
+
+def test_a_kernel_that_comes_after_ready_is_an_error_with_its_name(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = KernelWatch()
+    monkeypatch.setattr("engine.core_stats.KERNELS", watch)
+    with caplog.at_level(logging.WARNING):
+        watch.saw("expected")
+        watch.ready()
+        assert not caplog.records
+        assert CoreStats().totals()["baton_kernels_loaded_late"] == 0
+        watch.saw("_forgotten")
+    assert "kernel _forgotten is loaded" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert CoreStats().totals()["baton_kernels_loaded_late"] == 1

@@ -1,0 +1,192 @@
+"""What hostile mixes of requests need has been compiled, loaded and run before `ready`."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.client import MODEL, TIMEOUT_S, complete, prefill
+from tests.e2e.cluster import Server, start_decode, start_prefill, started
+from tests.e2e.matrix import model_dir
+from tests.e2e.plain_http import http
+from tests.make_models import CHAT_TEMPLATE, KINDS
+
+pytestmark = pytest.mark.gpu
+
+_CONTEXT = 8192
+_LENGTHS = (
+    *(1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 200, 255, 256, 257, 300, 383, 511, 512, 513),
+    *(700, 1000, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 3000, 4096, 5000),
+)
+_SHAPES: dict[str, dict[str, Any]] = {
+    "gqa": {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "mla": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 8},
+}
+_DRAWN: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_k": 5},
+    {"temperature": 0.8, "top_p": 0.7, "min_p": 0.02},
+    {"temperature": 0.8, "n": 5, "seed": 3},
+    {"logprobs": 0},
+    {"logprobs": 1, "temperature": 0.5},
+    {"logprobs": 5, "n": 2, "temperature": 1.0},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 3},
+    {"logit_bias": {"7": 5.0, "9": -100.0}, "temperature": 0.3},
+    {"min_tokens": 4, "stop_token_ids": [5, 6]},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": 5, "temperature": 0.9, "top_k": 40},
+)
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "old": {"type": "boolean"}},
+    "required": ["name", "old"],
+    "additionalProperties": False,
+}
+
+
+def _options(*more: str, context: int = _CONTEXT) -> tuple[str, ...]:
+    gpu = ("--device", "cuda", "--dtype", "bfloat16", "--load-format", "dummy")
+    return (*gpu, "--max-model-len", str(context), "--kv-cache-tokens", "65536", *more)
+
+
+_FP8 = ("--kv-cache-dtype", "float8_e4m3fn", "--kv-scales", "0.03")
+_NHD = ("--block-size", "16", "--kv-layout", "LBCNHD")
+_FEW = ("--max-num-batched-tokens", "300", "--max-num-seqs", "5")
+_TWO = ("--tp", "2", "--devices", "0,1")
+
+
+def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
+    has_fewer = torch.cuda.device_count() < count
+    return (
+        pytest.mark.multi_gpu,
+        pytest.mark.skipif(has_fewer, reason=f"needs {count} CUDA GPUs"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_p", "of_d"),
+    [
+        pytest.param("gqa", (), (), id="plain"),
+        pytest.param("gqa", _NHD, ("--enforce-eager",), id="another geometry, no graphs"),
+        pytest.param("gqa", (*_NHD, *_FEW), (*_FEW, "--transfer", "nixl"), id="staged, chunks"),
+        pytest.param("gqa", _FP8, _FP8, id="fp8"),
+        pytest.param("gqa", (*_FP8, *_NHD), ("--kv-convert",), id="fp8 to bfloat16"),
+        pytest.param("mla", (), (), id="latents"),
+        pytest.param("gqa", _TWO, _TWO, id="tp 2", marks=_gpus(2)),
+        pytest.param("gqa", (), (*_TWO, "--dcp", "2"), id="shared tokens", marks=_gpus(2)),
+        pytest.param("mla", (), (*_TWO, "--dcp", "2"), id="shared latents", marks=_gpus(2)),
+    ],
+)
+def test_no_kernel_is_loaded_by_a_request(
+    kind: str, of_p: tuple[str, ...], of_d: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = _dummy(kind, tmp_path)
+    p = partial(start_prefill, model, *_options(*of_p))
+    d = partial(start_decode, model, *_options(*of_d))
+    with started(p, d) as servers:
+        prefiller, decoder = servers
+        late = {server.name: 0.0 for server in servers}
+        for drive in (_each_length, _each_draw, _crowds):
+            drive(prefiller, decoder)
+            for server in servers:
+                seen = server.metrics()["baton_kernels_loaded_late_total"]
+                assert seen == late[server.name], (drive.__name__, server.name)
+
+
+def _dummy(kind: str, folder: Path) -> Path:
+    """A model of random weights whose heads the kernels take, with a tokenizer of the others."""
+    architecture, shape = KINDS[kind]
+    trained = model_dir("gqa4")
+    for path in trained.glob("*token*"):
+        shutil.copy(path, folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    known = json.loads((trained / "config.json").read_text())
+    kept = {name: known[name] for name in ("vocab_size", "eos_token_id", "model_type")}
+    config = {
+        **kept,
+        **shape,
+        **_SHAPES[kind],
+        "architectures": [architecture],
+        "model_type": "llama" if kind == "gqa" else "deepseek_v2",
+        "max_position_embeddings": _CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _prompt(length: int, rng: random.Random = random.Random(11)) -> list[int]:  # noqa: B008
+    return [rng.randrange(3, 250) for _ in range(length)]
+
+
+def _through(prefiller: Server, decoder: Server, prompt: list[int], **members: Any) -> None:
+    """By both servers, as the proxy would."""
+    params = prefill(prefiller.url, prompt, **members)
+    complete(decoder.url, prompt, **members, kv_transfer_params=params)
+
+
+def _each_length(prefiller: Server, decoder: Server) -> None:
+    for length in _LENGTHS:
+        prompt = _prompt(length)
+        _through(prefiller, decoder, prompt)
+        complete(decoder.url, _prompt(length))
+        for server in (prefiller, decoder):  # its beginning is stored
+            complete(server.url, prompt + _prompt(length % 700 + 1))
+
+
+def _each_draw(prefiller: Server, decoder: Server) -> None:
+    for members in _DRAWN:
+        prompt = _prompt(90)
+        if "prompt_logprobs" not in members and "n" not in members:
+            _through(prefiller, decoder, prompt, **members)
+        for server in (prefiller, decoder):
+            complete(server.url, _prompt(150), **members)
+    for server in (prefiller, decoder):
+        _chat(server)
+
+
+def _chat(server: Server, **members: Any) -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Tell of Anna."}],
+        "max_tokens": 60,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}},
+        **members,
+    }
+    response = http.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+
+
+def _crowds(prefiller: Server, decoder: Server) -> None:
+    """Everything at once, in an order of chance: large batches, and steps of all sorts."""
+    rng = random.Random(5)
+    calls: list[Callable[[], Any]] = []
+    for _ in range(120):
+        prompt = _prompt(rng.choice(_LENGTHS))
+        members = rng.choice((*_DRAWN, {}, {}, {}))
+        server = rng.choice((prefiller, decoder))
+        calls.append(partial(complete, server.url, prompt, rng.randrange(1, 60), **members))
+    for _ in range(40):
+        calls.append(partial(_through, prefiller, decoder, _prompt(rng.choice(_LENGTHS))))
+    calls += [partial(_chat, rng.choice((prefiller, decoder)), n=3, logprobs=True)] * 6
+    rng.shuffle(calls)
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for done in [pool.submit(call) for call in calls]:
+            done.result()

@@ -44,7 +44,7 @@ setup: $(TEST_STAMP)  ## everything installed, nothing run
 
 # Models that tests use are trained before the first test, whose limit is not spent on that.
 test: lint  ## lint, types, and the tests that need no GPU, but for slow ones (ARGS= for pytest)
-	@$(PY) -m tests.make_models gqa mla > /dev/null
+	@$(PY) -m tests.make_models gqa mla moe > /dev/null
 	@$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu and not multi_gpu' $(ARGS)
 
 test-all: lint  ## also the slow tests; the last line is JSON, for docs/performance.md

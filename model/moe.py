@@ -3,14 +3,15 @@
 import torch
 import torch.nn.functional as F
 
+from model import fused_ops
 from model.config import MoEConfig
 from model.layers import GatedMLP, RMSNorm, even_share
 from model.parallel import Parallel
 from model.weights import WeightLoader
 
-# On a GPU, up to this many tokens run through every expert at once: batches of that size read most
-# experts anyway, and shapes that do not depend on the routing can be captured in a CUDA graph.
-_MAX_DENSE_TOKENS = 128
+# Tokens that the experts take at a time: each has copies of its own for every expert it goes to.
+_MAX_TOKENS = 4096
+_ALIGNMENT_BYTES = 16  # of the rows that a grouped product reads
 
 
 class MoELayer:
@@ -30,8 +31,8 @@ class MoELayer:
         self._parallel = parallel
         shape = (config.num_experts, hidden_size)
         self._router = loader.load(f"{prefix}.gate.weight", shape).float()
-        self._gates, self._ups, self._downs = load_experts(
-            loader, f"{prefix}.experts", config, hidden_size, parallel
+        self._experts = Experts(
+            *load_experts(loader, f"{prefix}.experts", config, hidden_size, parallel)
         )
         self._shared = GatedMLP(
             loader,
@@ -45,34 +46,77 @@ class MoELayer:
     def __call__(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """hidden [T, hidden], changed in place and returned."""
         x = norm(hidden)
-        weights, experts = route(x, self._router, self._config)
-        dense = x.device.type != "cpu" and x.shape[0] <= _MAX_DENSE_TOKENS
-        routed = self._all_experts if dense else self._chosen_experts
-        hidden += self._parallel.all_reduce(routed(x, weights, experts))
+        routed = self._experts(x, *route(x, self._router, self._config))
+        hidden += self._parallel.all_reduce(routed)
         return self._shared.add(x, hidden)
 
-    def _chosen_experts(
+
+class Experts:
+    """Gated feed-forwards of which every token goes through a few, weighted and summed.
+
+    No shape depends on the routing and nothing waits for the device: on a GPU, steps of any size
+    can be captured in a graph.
+
+    Args:
+        gate_up: [experts, 2 width, hidden], each gate above its up projection.
+        down: [experts, hidden, width].
+    """
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._ids = torch.arange(len(down), device=down.device)
+        self._is_fused = fused_ops.works(down.device, down.dtype)
+        self._sum = self._grouped if _can_group(gate_up) and _can_group(down) else self._each
+
+    def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        out = torch.zeros_like(x)
-        for expert in torch.unique(experts).tolist():
-            rows, choice = torch.where(experts == expert)
-            picked = x[rows]
-            gate = F.silu(F.linear(picked, self._gates[expert]), inplace=True)
-            down = F.linear(gate.mul_(F.linear(picked, self._ups[expert])), self._downs[expert])
-            out.index_add_(0, rows, (down * weights[rows, choice, None]).to(x.dtype))
+        """x [T, hidden], float32 weights and int64 expert ids [T, k] -> [T, hidden], new."""
+        out = torch.empty_like(x)
+        for start in range(0, len(x), _MAX_TOKENS):
+            part = slice(start, start + _MAX_TOKENS)
+            out[part] = self._sum(x[part], weights[part], experts[part])
         return out
 
-    def _all_experts(
+    def _grouped(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        spread = weights.new_zeros(x.shape[0], self._config.num_experts)
-        spread.scatter_(1, experts, weights)  # [T, E], 0 for experts not chosen
-        each = x.expand(self._config.num_experts, *x.shape)
-        gate = F.silu(torch.bmm(each, self._gates.transpose(1, 2)), inplace=True)
-        hidden = gate.mul_(torch.bmm(each, self._ups.transpose(1, 2)))
-        down = torch.bmm(hidden, self._downs.transpose(1, 2))  # [E, T, hidden]
-        return (down * spread.t()[:, :, None]).sum(0).to(x.dtype)
+        """One product for all experts, over rows in the order of their experts."""
+        found, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(found, self._ids, right=True, out_int32=True)
+        rows = x[order // experts.shape[1]]
+        inner = self._gated(F.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=ends))
+        inner *= weights.flatten()[order, None]
+        down = F.grouped_mm(inner, self._down.transpose(1, 2), offs=ends)
+        back = torch.empty_like(down).index_copy_(0, order, down)
+        return back.view(*experts.shape, -1).sum(1)
+
+    def _each(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Every expert on every token, weighted by 0 where it was not chosen."""
+        spread = weights.new_zeros(len(x), len(self._down)).scatter_(1, experts, weights)
+        out = torch.zeros_like(x)
+        for gate_up, down, weight in zip(self._gate_up, self._down, spread.t(), strict=True):
+            out.addmm_(self._gated(x @ gate_up.t()).mul_(weight[:, None]), down.t())
+        return out
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 width] -> silu of the first half times the second."""
+        if self._is_fused:
+            return fused_ops.silu_and_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=1)
+        return F.silu(gate).mul_(up)
+
+
+def _can_group(weight: torch.Tensor) -> bool:
+    """Whether a grouped product takes [experts, out, in]. On other GPUs and in other dtypes torch
+    has one that reads the groups' sizes back from the device, which no graph can hold."""
+    if weight.shape[2] * weight.element_size() % _ALIGNMENT_BYTES:
+        return False
+    if weight.device.type != "cuda":
+        return True
+    is_fast = torch.cuda.get_device_capability(weight.device) in ((9, 0), (10, 0))
+    return is_fast and weight.dtype == torch.bfloat16
 
 
 def route(
@@ -91,28 +135,26 @@ def route(
 
 def load_experts(
     loader: WeightLoader, prefix: str, config: MoEConfig, hidden_size: int, parallel: Parallel
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gate, up and down of all experts, stacked, this rank's part of each expert's width.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What Experts takes: this rank's part of each expert's width.
 
     Files hold one matrix per expert and projection, or all experts stacked with gate above up.
     """
-    width = config.expert_intermediate_size
+    count, width = config.num_experts, config.expert_intermediate_size
     share = even_share(parallel, width)
-    if loader.has(f"{prefix}.0.gate_proj.weight"):
-        shape = (width, hidden_size)
-        names = [f"{prefix}.{expert}" for expert in range(config.num_experts)]
-        gate, up = (
-            torch.stack([loader.load(f"{name}.{part}.weight", shape, rows=share) for name in names])
-            for part in ("gate_proj", "up_proj")
-        )
-        downs = [loader.load(f"{name}.down_proj.weight", shape[::-1], cols=share) for name in names]
-        return gate, up, torch.stack(downs)
-    stacked = (config.num_experts, 2 * width, hidden_size)
-    gate_up = loader.load(f"{prefix}.gate_up_proj", stacked)
-    down = loader.load(f"{prefix}.down_proj", (config.num_experts, hidden_size, width))
-    part = slice(share.start, share.stop)
-    return (
-        gate_up[:, :width][:, part].contiguous(),
-        gate_up[:, width:][:, part].contiguous(),
-        down[:, :, part].contiguous(),
-    )
+    if not loader.has(f"{prefix}.0.gate_proj.weight"):
+        both = loader.load(f"{prefix}.gate_up_proj", (count, 2 * width, hidden_size))
+        down = loader.load(f"{prefix}.down_proj", (count, hidden_size, width))
+        part = slice(share.start, share.stop)
+        halves = both.view(count, 2, width, hidden_size)[:, :, part]
+        return halves.reshape(count, -1, hidden_size), down[:, :, part].contiguous()
+    gate_up = loader.empty(count, 2, len(share), hidden_size)
+    down = loader.empty(count, hidden_size, len(share))
+    shape = (width, hidden_size)
+    for expert in range(count):
+        for half, name in enumerate(("gate_proj", "up_proj")):
+            weight = f"{prefix}.{expert}.{name}.weight"
+            gate_up[expert, half] = loader.load(weight, shape, rows=share)
+        weight = f"{prefix}.{expert}.down_proj.weight"
+        down[expert] = loader.load(weight, shape[::-1], cols=share)
+    return gate_up.flatten(1, 2), down

@@ -175,6 +175,10 @@ class WeightLoader:
         part = self._source.part(name, shape, rows, cols)
         return part.to(self._device, self._dtype).contiguous()
 
+    def empty(self, *shape: int) -> torch.Tensor:
+        """In our dtype, on our device, for parts to be put together in."""
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
     def ignore(self, name: str) -> None:
         """Declares a weight that the model knows and does not need."""
         self._used.add(name)

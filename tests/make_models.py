@@ -57,7 +57,8 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 # gqa: tp 1, 2, 4, and 8 with replicated KV heads. gqa6: tp 1, 2, 3 and 6, a vocabulary that 3
-# does not divide. mla: a latent cache of one head, tp 1, 2, 4.
+# does not divide. mla: a latent cache of one head, tp 1, 2, 4. moe: the same with
+# experts in its second layer.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": (
         "LlamaForCausalLM",
@@ -104,6 +105,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+KINDS["moe"] = (
+    KINDS["mla"][0],
+    {**KINDS["mla"][1], "first_k_dense_replace": 1, "n_routed_experts": 8},
+)
 # The same sums, and so the same weights, on all machines with AVX2, whatever else they have.
 _ALIKE = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 

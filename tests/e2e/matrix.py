@@ -62,6 +62,7 @@ def model_dir(name: str) -> Path:
         "gqa2": ("qwen3-gqa-3.7m", None),
         "gqa6": (None, "gqa6"),
         "mla": ("mla-deepseek-1.7m", "mla"),
+        "moe": (None, "moe"),
     }[name]
     found = trained_models().get(shared) if shared else None
     if found is None and own is None:

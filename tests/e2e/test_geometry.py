@@ -24,6 +24,7 @@ from tests.e2e.matrix import (
     model_dir,
     post,
 )
+from tests.e2e.reference import Reference
 from tests.e2e.test_equality import make_prompt
 
 _PLAIN = Geometry()
@@ -177,6 +178,23 @@ def test_replicated_kv_equals_one_server(
 ) -> None:
     prefiller, decoder = engines.pair(model_dir(model), p, d)
     check_cell(prefiller, decoder, p, d, prefiller.url, f"{model} {p} {d}")
+
+
+@pytest.mark.parametrize(("p", "d"), [(_PLAIN, _TWO), (_TWO, _PLAIN)], ids=["1 to 2", "2 to 1"])
+def test_a_mixture_of_experts_equals_one_server_and_transformers(
+    engines: Farm, p: Geometry, d: Geometry
+) -> None:
+    model = model_dir("moe")
+    prefiller, decoder = engines.pair(model, p, d)
+    oracle, _ = engines.pair(model, _PLAIN, d)
+    check_cell(prefiller, decoder, p, d, oracle.url, f"experts {p} {d}")
+    transformers = Reference(model)
+    for length in (3, 200):
+        prompt = make_prompt(1000 * p.tp + length, length)
+        alone = ask(decoder.url, prompt[::-1], NUM_TOKENS)  # of which nothing is cached yet
+        assert alone.token_ids == transformers.generate(prompt[::-1], NUM_TOKENS)
+        through = ask(decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1))
+        assert through.token_ids == transformers.generate(prompt, NUM_TOKENS)
 
 
 # -- what cannot start -----------------------------------------------------------------------------

@@ -41,9 +41,10 @@ def on_gpus(
     layout: str = "BHLCND",
     options: tuple[str, ...] = (),
     dcp: int = 1,
+    max_num_seqs: int = 8,
 ) -> Geometry:
     gpu = ("--device", "cuda", "--dtype", "bfloat16", "--devices", devices)
-    lean = ("--max-num-seqs", "8", "--no-enable-prefix-caching")
+    lean = ("--max-num-seqs", str(max_num_seqs), "--no-enable-prefix-caching")
     tp = len(devices.split(","))
     return Geometry(tp, block_size, layout, (*gpu, *lean, *options), dcp)
 
@@ -51,6 +52,7 @@ def on_gpus(
 _ONE, _NHD = on_gpus(), on_gpus("0", 16, "LBCNHD")
 _TWO = on_gpus("0,1")
 _SHARED = on_gpus("0,1", dcp=2)
+_EXPERTS = on_gpus(max_num_seqs=256)
 _OTHER_TWO = "2,3" if torch.cuda.device_count() >= 4 else "1,0"  # else P and D share two
 _CELLS = [
     pytest.param("gqa4", _ONE, _ONE, id="one geometry"),
@@ -59,6 +61,9 @@ _CELLS = [
     pytest.param("gqa4", on_gpus(options=_FP8), on_gpus(options=_FP8), id="fp8"),
     pytest.param("gqa4", on_gpus(options=_FP8), on_gpus(options=_CONVERT), id="fp8 to bfloat16"),
     pytest.param("mla", _NHD, _ONE, id="latents, NHD blocks of 16"),
+    pytest.param("moe", _NHD, _EXPERTS, id="experts, NHD blocks of 16"),
+    pytest.param("moe", _EXPERTS, _TWO, id="experts, tp 1 to 2", marks=_gpus(2)),
+    pytest.param("moe", _TWO, on_gpus("1"), id="experts, tp 2 to 1", marks=_gpus(2)),
     pytest.param("gqa4", _ONE, _TWO, id="tp 1 to 2", marks=_gpus(2)),
     pytest.param("gqa4", _TWO, on_gpus("1", 16, "LBCNHD"), id="tp 2 to 1", marks=_gpus(2)),
     pytest.param("mla", on_gpus("1"), _TWO, id="latents, tp 1 to 2", marks=_gpus(2)),

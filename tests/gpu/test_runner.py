@@ -51,9 +51,9 @@ def config_for(folder: Path, **options: Any) -> EngineConfig:
 
 
 @contextmanager
-def runner_for(folder: Path, **options: Any) -> Iterator[ModelRunner]:
+def runner_for(folder: Path, *, num_blocks: int = 128, **options: Any) -> Iterator[ModelRunner]:
     runner = ModelRunner(config_for(folder, **options), load_config(folder), Parallel(0, 1))
-    runner.allocate(128)
+    runner.allocate(num_blocks)
     runner.capture_graphs()
     yield runner
     del runner

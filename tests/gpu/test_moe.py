@@ -1,0 +1,76 @@
+"""Experts on a GPU: the CPU's sums, in graphs, for any number of tokens, waiting for nothing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import StepInput
+from model.moe import Experts
+from tests.gpu.test_runner import GREEDY, LOGIT_TOLERANCE, runner_for
+from tests.make_models import ensure_model
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, WIDTH, NUM_EXPERTS, CHOSEN = 256, 128, 16, 3
+NUM_SEQS = 200
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["grouped", "each"])
+@pytest.mark.parametrize("num_tokens", [1, 7, 128, 129, 256, 5000])
+@torch.inference_mode()
+def test_experts_in_a_graph_sum_what_the_cpu_sums(dtype: torch.dtype, num_tokens: int) -> None:
+    torch.manual_seed(num_tokens)
+    gate_up = torch.randn(NUM_EXPERTS, 2 * WIDTH, HIDDEN).div(HIDDEN**0.5).to(dtype)
+    down = torch.randn(NUM_EXPERTS, HIDDEN, WIDTH).div(WIDTH**0.5).to(dtype)
+    x = torch.randn(num_tokens, HIDDEN).to(dtype)
+    weights = torch.rand(num_tokens, CHOSEN)
+    odds = torch.tensor([1.0] * (NUM_EXPERTS - 2) + [0.0, 0.0])  # two get nothing
+    chosen = torch.multinomial(odds.expand(num_tokens, -1), CHOSEN)
+    expected = Experts(gate_up.float(), down.float())(x.float(), weights, chosen)
+    inputs = [tensor.cuda() for tensor in (x, weights, chosen)]
+    experts = Experts(gate_up.cuda(), down.cuda())
+    experts(*inputs)  # loads what there is to load
+    with waiting_is_an_error():
+        eager = experts(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = experts(*inputs)
+    captured.zero_()
+    graph.replay()
+    torch.testing.assert_close(captured, eager)
+    torch.testing.assert_close(captured.float().cpu(), expected, atol=0.05, rtol=0.02)
+
+
+def one_token_each() -> StepInput:
+    ones = np.ones(NUM_SEQS, np.int32)
+    return StepInput(
+        token_ids=np.arange(5, 5 + NUM_SEQS, dtype=np.int64),
+        query_lens=ones,
+        context_lens=ones,
+        block_tables=1 + np.arange(NUM_SEQS, dtype=np.int32)[:, None],
+        sample_rows=np.arange(NUM_SEQS, dtype=np.int32),
+        sampling=[GREEDY] * NUM_SEQS,
+    )
+
+
+@torch.inference_mode()
+def test_a_step_of_many_sequences_runs_in_a_graph_like_eagerly() -> None:
+    logits = []
+    for enforce_eager in (False, True):
+        options = {"max_num_seqs": 256, "enforce_eager": enforce_eager}
+        with runner_for(ensure_model("moe"), num_blocks=256, **options) as runner:
+            assert (runner.graphs is None) is enforce_eager
+            logits.append(runner._launch(one_token_each()).logits.clone())
+    torch.testing.assert_close(*logits, atol=LOGIT_TOLERANCE, rtol=0.02)

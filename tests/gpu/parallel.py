@@ -21,7 +21,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LOGS = ROOT / "build" / "gpu-tests"
 TIMEOUT_S = float(os.environ.get("BATON_TEST_GPU_TIMEOUT_S", "300"))
-SHARDS = {"test_mapped": 4, "test_nixl_gpu": 3, "test_runner": 4, "test_flashinfer": 6}
+SHARDS = {
+    "test_mapped": 4,
+    "test_nixl_gpu": 3,
+    "test_runner": 4,
+    "test_flashinfer": 6,
+    "test_nothing_late": 9,
+}
 _FAILURES = re.compile(r"^(FAILED|ERROR|E   ).*", re.MULTILINE)
 _SLOWEST = re.compile(r"^ *([0-9.]+)s (?:call|setup) +(\S.*)$", re.MULTILINE)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e import cluster
 from tests.e2e.client import MODEL, TIMEOUT_S, complete, prefill
 from tests.e2e.cluster import Server, start_decode, start_prefill, started
 from tests.e2e.matrix import model_dir
@@ -31,7 +32,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
-        "head_dim": 64,
+        "head_dim": 128,
     },
     "mla": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 8},
 }
@@ -92,8 +93,13 @@ def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
     ],
 )
 def test_no_kernel_is_loaded_by_a_request(
-    kind: str, of_p: tuple[str, ...], of_d: tuple[str, ...], tmp_path: Path
+    kind: str,
+    of_p: tuple[str, ...],
+    of_d: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cluster, "START_TIMEOUT_S", 500.0)  # kernels may have to be compiled
     model = _dummy(kind, tmp_path)
     p = partial(start_prefill, model, *_options(*of_p))
     d = partial(start_decode, model, *_options(*of_d))

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -275,38 +275,30 @@ class _Server:
             # or quantised (GGUF) name none of them.
             on_gpu = "bfloat16" if model_config.dtype == "float32" else model_config.dtype
             dtype = "float32" if device == "cpu" else on_gpu
-        return EngineConfig(
-            role=self.role,
-            engine_id=f"{self.role}-{secrets.token_hex(8)}",
-            incarnation=new_incarnation(),
-            model_dir=str(model_dir),
-            load_format=settings.load_format,
-            seed=settings.seed,
-            device=device,
-            devices=_devices(settings, device),
-            dtype=dtype,
-            tp=settings.tp,
-            block_size=settings.block_size,
-            kv_layout=settings.kv_layout,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            attention_backend=settings.attention_backend,
-            pack_weights=settings.pack_weights,
-            kv_cache_tokens=settings.kv_cache_tokens,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            enforce_eager=settings.enforce_eager,
-            max_num_batched_tokens=settings.batched_tokens_for(device),
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            threads=settings.threads or max(1, available_cores() // settings.tp),
-            http_address=self.processes.address("http"),
-            control_address=self.processes.address("ranks"),
-            transfer_address=self.processes.address("pulls"),
-            cluster_secret=self.secret,
-            log_level=settings.log_level,
-            **_role_options(settings, device),
-        )
+        fields = type(settings).model_fields.keys() & set(EngineConfig.__struct_fields__)
+        options = {name: getattr(settings, name) for name in fields}
+        options |= {
+            "role": self.role,
+            "engine_id": f"{self.role}-{secrets.token_hex(8)}",
+            "incarnation": new_incarnation(),
+            "model_dir": str(model_dir),
+            "device": device,
+            "devices": _devices(settings, device),
+            "dtype": dtype,
+            "kv_scales": [],  # once the model's are read
+            "max_num_batched_tokens": settings.batched_tokens_for(device),
+            "threads": settings.threads or max(1, available_cores() // settings.tp),
+            "http_address": self.processes.address("http"),
+            "control_address": self.processes.address("ranks"),
+            "transfer_address": self.processes.address("pulls"),
+            "cluster_secret": self.secret,
+        }
+        if isinstance(settings, PrefillSettings):
+            options["side_channel_host"] = settings.host
+            options["side_channel_advertise"] = settings.advertised_host
+        if isinstance(settings, DecodeSettings):
+            options["transfer"] = settings.transfer_for(device)
+        return EngineConfig(**options)
 
 
 def _kv_scales(settings: EngineSettings, model_dir: Path, model_config: ModelConfig) -> list[float]:
@@ -341,30 +333,6 @@ def _devices(settings: EngineSettings, device: str) -> list[int]:
             "ranks: name one for each, or change --tp"
         )
     return list(settings.devices)
-
-
-def _role_options(settings: EngineSettings, device: str) -> dict[str, Any]:
-    if isinstance(settings, PrefillSettings):
-        return {
-            "lease_s": settings.lease_s,
-            "side_channel_host": settings.host,
-            "side_channel_advertise": settings.advertised_host,
-            "side_channel_port": settings.side_channel_port,
-        }
-    assert isinstance(settings, DecodeSettings)
-    names: Sequence[str] = (
-        "dcp",
-        "kv_load_failure_policy",
-        "kv_convert",
-        "handshake_timeout_s",
-        "pull_timeout_s",
-        "fence_timeout_s",
-        "quarantine_timeout_s",
-        "staging_bytes",
-        "transfer_costs",
-    )
-    options = {name: getattr(settings, name) for name in names}
-    return {**options, "transfer": settings.transfer_for(device)}
 
 
 def _in_daemon_thread(name: str, work: Callable[[], Any]) -> asyncio.Future[Any]:

@@ -8,6 +8,7 @@ nonce. A message on the wire is its MAC and its payload.
 
 import os
 import select
+import socket
 import threading
 import time
 from collections import Counter
@@ -43,9 +44,11 @@ logger = get_logger(__name__)
 ENDED_STATES = (LeaseState.COMPLETED, LeaseState.EXPIRED, LeaseState.ABORTED)
 
 _SWEEP_S = 0.1  # expired leases are collected at most this late
-_MAX_REQUEST_BYTES = 64 << 10
+_MAX_REQUEST_BYTES = 4 << 10  # a request has at most 5 ids of 128 characters; read at a time
 _MAX_UNSENT_BYTES = 64 << 20  # of answers to one peer
 _MAX_STRANGERS = 256  # connections over which nothing authentic has come yet
+_MAX_ACCEPTED = 16  # connections at a time
+_WARN_S = 10.0  # at most once in so long: anybody can have something refused
 _NO_DESCRIPTOR_S = 0.01
 
 
@@ -92,6 +95,7 @@ class LeaseServer:
         self._epoll.register(self._listener, select.EPOLLIN)
         self._wires: dict[int, Wire] = {}  # by file descriptor
         self._strangers: dict[int, None] = {}  # of those, who never proved to know the secret
+        self._warned_at = float("-inf")
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, "lease-server")
 
@@ -149,8 +153,9 @@ class LeaseServer:
         for fd, _ in self._epoll.poll(_SWEEP_S):
             wire = self._wires.get(fd)
             if wire is None:
-                self._accept()
-                continue
+                if fd == self._listener.fileno():
+                    self._accept()
+                continue  # or it was dropped in this round
             try:
                 self._serve_wire(wire)
             except WireClosed as error:
@@ -163,7 +168,7 @@ class LeaseServer:
                 self._drop(fd)  # or the next round might meet the same again
 
     def _serve_wire(self, wire: Wire) -> None:
-        """Raises WireClosed."""
+        """Reads a little, so that no peer keeps others waiting. Raises WireClosed."""
         with suppress(WireClosed):  # who asks no more may have said something before
             wire.flush()
         for message in wire.receive():
@@ -176,15 +181,20 @@ class LeaseServer:
         self._wires.pop(fd).close()
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:  # it has gone again, or there are no descriptors left for now
-            time.sleep(_NO_DESCRIPTOR_S)  # who waits makes the listener readable all the time
-            return
+        for _ in range(_MAX_ACCEPTED):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # it has gone again, or there are no descriptors left for now
+                time.sleep(_NO_DESCRIPTOR_S)  # who waits makes the listener readable all the time
+                return
+            self._meet(sock)
+
+    def _meet(self, sock: socket.socket) -> None:
         tune(sock)
-        wire = self._wires[sock.fileno()] = Wire(sock, _MAX_REQUEST_BYTES)
+        wire = Wire(sock, _MAX_REQUEST_BYTES, read_bytes=_MAX_REQUEST_BYTES)
+        self._wires[sock.fileno()] = wire
         self._epoll.register(wire.fileno(), select.EPOLLIN)
         self._strangers[wire.fileno()] = None
         if len(self._strangers) > _MAX_STRANGERS:  # they must not use up the descriptors
@@ -194,10 +204,11 @@ class LeaseServer:
         if wire.unsent_bytes > _MAX_UNSENT_BYTES:
             raise WireClosed("the peer asks but does not read")
         reply = self._answer(split(message))
-        if not isinstance(reply, Refused):
-            self._strangers.pop(wire.fileno(), None)
         with suppress(WireClosed):  # as above; `receive` meets the end when all is read
             wire.send(b"".join(seal_reply(reply, self._secret)))
+        if isinstance(reply, Refused):
+            raise WireClosed(reply.reason)
+        self._strangers.pop(wire.fileno(), None)
 
     def _sweep(self) -> None:
         with self._lock:
@@ -212,7 +223,9 @@ class LeaseServer:
         except FrameError as error:
             with self._lock:
                 self._counters["refused"] += 1
-            logger.warning("side channel refused a request: %s", error)
+            if time.monotonic() - self._warned_at > _WARN_S:
+                self._warned_at = time.monotonic()
+                logger.warning("side channel refused a request: %s", error)
             return Refused(reason=str(error))
         if isinstance(request, GetMetadata):
             with self._lock:

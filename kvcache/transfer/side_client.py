@@ -26,6 +26,7 @@ _Endpoint = tuple[int, Any]  # address family, address
 
 MAC_BYTES = 32  # of a message; its payload follows
 _MAX_REPLY_BYTES = 64 << 20
+_READ_BYTES = 1 << 20  # of replies at a time: one peer must not keep the others waiting
 _MAX_UNSENT = 1000  # requests to one peer
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 1.0
 _GIVE_UP_S = 60.0  # no question waits so long, and a lease that was to be given back has expired
@@ -38,7 +39,7 @@ class _Link:
     address: Address
     unsent: deque[bytes] = field(default_factory=deque)
     endpoints: list[_Endpoint] = field(default_factory=list)  # what the name stands for
-    attempts: int = 0  # since it was connected last
+    attempts: int = 0  # since something authentic came last
     retry_at: float = float("inf")
     sock: socket.socket | None = None
     wire: Wire | None = None
@@ -91,8 +92,12 @@ class SideChannelClient:
             return False
         if link.wire is not None and link.wire.has_ended():
             self._lost(link)  # else this would be lost with it
-        link.unsent.append(framed(b"".join(seal_request(request, self._secret))))
-        self._flush(link)
+        message = b"".join(seal_request(request, self._secret))
+        if link.wire is None:
+            link.unsent.append(framed(message))
+        else:
+            link.wire.queue(message)
+            self._flush(link)
         return True
 
     def has_something(self) -> bool:
@@ -201,8 +206,7 @@ class SideChannelClient:
         except OSError:
             self._lost(link)
             return
-        link.attempts = 0
-        link.wire = Wire(sock, _MAX_REPLY_BYTES, link.unsent)
+        link.wire = Wire(sock, _MAX_REPLY_BYTES, link.unsent, read_bytes=_READ_BYTES)
         self._unconnected_since.pop(link.address, None)
         self._flush(link)
 
@@ -234,7 +238,7 @@ class SideChannelClient:
         self._epoll.modify(link.wire.fileno(), wanted)
 
     def _receive(self, link: _Link) -> list[Reply]:
-        """All waiting replies that are authentic; others are counted and dropped."""
+        """Waiting replies; one that is not authentic ends the connection."""
         replies: list[Reply] = []
         try:
             messages = link.wire.receive() if link.wire is not None else []
@@ -247,6 +251,9 @@ class SideChannelClient:
             except FrameError as error:
                 self.counters["bad_replies"] += 1
                 logger.warning("side channel reply dropped: %s", error)
+                self._lost(link)
+                break
+            link.attempts = 0
         return replies
 
 

@@ -7,6 +7,7 @@ wake, and with a messaging library an answer of the side channel passed six of t
 import select
 import socket
 import struct
+import sys
 from collections import deque
 from typing import Protocol
 
@@ -28,18 +29,25 @@ class Wire:
 
     Args:
         max_bytes: of one message that is received.
+        read_bytes: at most, by one `receive`, where the peer may be anybody.
         unsent: messages to send first; shared with the caller, who may carry them over to the
             next connection: a message stays there until the kernel has all of it.
     """
 
     def __init__(
-        self, sock: socket.socket, max_bytes: int, unsent: deque[bytes] | None = None
+        self,
+        sock: socket.socket,
+        max_bytes: int,
+        unsent: deque[bytes] | None = None,
+        read_bytes: int | None = None,
     ) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._max_bytes = max_bytes
+        self._read_bytes = read_bytes or sys.maxsize
         self._unsent: deque[bytes] = deque() if unsent is None else unsent
         self._begun = 0  # bytes of the first unsent message that are out
+        self.unsent_bytes = sum(map(len, self._unsent))
         self._received = bytearray()
         self._end: str | None = None  # why nothing more will come
 
@@ -50,9 +58,11 @@ class Wire:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    @property
-    def unsent_bytes(self) -> int:
-        return sum(map(len, self._unsent)) - self._begun
+    def queue(self, message: bytes) -> None:
+        """`flush` sends it."""
+        frame = framed(message)
+        self._unsent.append(frame)
+        self.unsent_bytes += len(frame)
 
     def send(self, message: bytes) -> None:
         """Sends now what the kernel takes; `flush` sends the rest.
@@ -60,15 +70,16 @@ class Wire:
         Raises:
             WireClosed: the connection is gone.
         """
-        self._unsent.append(framed(message))
+        self.queue(message)
         self.flush()
 
     def flush(self) -> None:
         """Sends more of what is unsent. Raises WireClosed."""
         try:
             while self._unsent:
-                first = memoryview(self._unsent[0])[self._begun :]
-                self._begun += self._socket.send(first)
+                sent = self._socket.send(memoryview(self._unsent[0])[self._begun :])
+                self._begun += sent
+                self.unsent_bytes -= sent
                 if self._begun == len(self._unsent[0]):
                     self._unsent.popleft()
                     self._begun = 0
@@ -78,7 +89,7 @@ class Wire:
             raise WireClosed(str(error)) from error
 
     def receive(self) -> list[bytes]:
-        """All whole messages that have come.
+        """Whole messages that have come: all, or those in the first `read_bytes`.
 
         Raises:
             WireClosed: the connection is gone, or a message would be too long.
@@ -102,13 +113,16 @@ class Wire:
         self._socket.close()
 
     def _read(self) -> None:
+        left = self._read_bytes
         try:
-            while self._end is None:
-                part = self._socket.recv(_RECEIVE_BYTES)
+            while self._end is None and left > 0:
+                wanted = min(left, _RECEIVE_BYTES)
+                part = self._socket.recv(wanted)
                 if not part:
                     self._end = "the peer closed the connection"
                 self._received += part
-                if len(part) < _RECEIVE_BYTES:
+                left -= len(part)
+                if len(part) < wanted:
                     return
         except BlockingIOError:
             return

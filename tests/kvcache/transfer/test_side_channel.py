@@ -265,6 +265,56 @@ def test_strangers_who_say_nothing_do_not_keep_others_out(
         assert known.recv(1) and strangers[4].recv(1)
 
 
+def _flood(address: tuple[str, int], data: bytes, over: threading.Event) -> None:
+    """Sends this over one connection after the other."""
+    while not over.is_set():
+        with suppress(OSError), socket.create_connection(address, DEADLINE_S) as raw:
+            raw.sendall(data)
+
+
+@pytest.mark.parametrize(
+    "data", [bytes(1_600_000), framed(b"x" * 100) * 10_000, framed(bytes(4000))[:-1]]
+)
+def test_fences_are_answered_while_strangers_send_what_they_like(
+    server: Server, data: bytes
+) -> None:
+    over = threading.Event()
+    strangers = [
+        threading.Thread(target=_flood, args=(server.address, data, over)) for _ in range(2)
+    ]
+    known = SideChannelClient(SECRET)
+    try:
+        for stranger in strangers:
+            stranger.start()
+        while data == bytes(len(data)) and not server.counters()["refused"]:
+            over.wait(0.001)
+        for block in range(10):
+            assert isinstance(server.ask(complete(server.grant("r", [block], 60.0))), Ok)
+            known.post(server.address, complete(server.grant("r", [block], 60.0)))
+            assert isinstance(next_reply(known), Ok)
+    finally:
+        over.set()
+        for stranger in strangers:
+            stranger.join()
+        known.close()
+    assert server.counters()["completed"] == 20
+
+
+def test_the_first_bad_message_ends_the_connection(server: Server) -> None:
+    """Of a peer that was authentic as well: one refusal is all that it is told."""
+    good = framed(b"".join(seal_request(GetMetadata(nonce="n"), SECRET)))
+    with socket.create_connection(server.address, DEADLINE_S) as raw:
+        raw.sendall(good + framed(b"bad") * 3 + good)
+        wire, found = Wire(raw, 1 << 20), []
+        with pytest.raises(WireClosed):
+            while len(found) < 5:
+                wait_readable(wire, timeout_s=DEADLINE_S)
+                found += wire.receive()
+    kinds = [msgspec.msgpack.decode(split(message)[1])["type"] for message in found]
+    assert kinds == ["metadata", "refused"]
+    assert server.counters()["refused"] == 1
+
+
 def test_unknown_fields_are_ignored(server: Server) -> None:
     payload = msgspec.msgpack.encode({"type": "get_metadata", "nonce": "n", "new": [1, 2]})
     assert raw_exchange(server, b"".join(signed(payload)))["type"] == "metadata"

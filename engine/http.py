@@ -41,6 +41,7 @@ from protocol.logging import get_logger
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.openai import RELEASE_PATH, parse_json_object
 from protocol.openai_responses import model_card, model_list
+from protocol.openai_sampling import GenerationConfig
 from protocol.shown import shown
 
 __all__ = ["HttpSettings", "ServerHooks", "create_app"]
@@ -61,6 +62,7 @@ def create_app(
     settings: HttpSettings,
     hooks: ServerHooks,
     fingerprint: str | None = None,
+    config: GenerationConfig | None = None,
 ) -> FastAPI:
     """The application of one server; its metrics are `app.state.metrics`.
 
@@ -68,10 +70,12 @@ def create_app(
 
     Args:
         fingerprint: the `system_fingerprint` of answers.
+        config: what requests get where they do not say.
     """
     metrics = Metrics("server")
     expose_from_start(metrics, (endpoint.name for _, endpoint in _ENDPOINTS))
-    api = Api(client, tokenizer, settings, hooks, metrics, Texts(tokenizer), fingerprint)
+    texts, config = Texts(tokenizer), config or GenerationConfig()
+    api = Api(client, tokenizer, settings, hooks, metrics, texts, config, fingerprint)
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.metrics = metrics
     generating = {path: partial(api.respond, endpoint=endpoint) for path, endpoint in _ENDPOINTS}

@@ -58,6 +58,7 @@ from protocol.openai import (
     parse_completion,
     parse_json_object,
 )
+from protocol.openai_sampling import GenerationConfig
 from protocol.responses_request import ResponsesChat, parse_responses
 from protocol.responses_writer import ResponsesWriter
 
@@ -81,11 +82,11 @@ RESPONSES = Endpoint("responses", parse_responses, ResponsesWriter)
 
 
 def _parse(
-    endpoint: Endpoint, members: dict[str, Any]
+    endpoint: Endpoint, members: dict[str, Any], config: GenerationConfig
 ) -> tuple[GenerationRequest, GenerationRequest | None]:
     """A request, and the client's own where it is the prefill leg of one: what the decode server
     would refuse after the prefill."""
-    parsed, asked = endpoint.parse(members), client_request(members)
+    parsed, asked = endpoint.parse(members).with_defaults(config), client_request(members)
     return parsed, None if asked is None else endpoint.parse(asked)
 
 
@@ -99,6 +100,7 @@ class Api:
     hooks: ServerHooks
     metrics: Metrics
     texts: Texts
+    generation_config: GenerationConfig  # what requests get where they do not say
     fingerprint: str | None = None  # `system_fingerprint` of every answer
 
     @property
@@ -109,14 +111,15 @@ class Api:
         """Answers one HTTP request; never raises a BatonError."""
         tally = Tally(self.metrics, endpoint.name)
         members: dict[str, Any] = {}
+        config = self.generation_config
         try:
             raw = await read_body(request, self.settings.max_body_bytes)
             members = parse_json_object(raw)
             fill_in_model(members, self.model_names)
             if len(raw) > INLINE_BODY_BYTES:
-                parsed, behind = await asyncio.to_thread(_parse, endpoint, members)
+                parsed, behind = await asyncio.to_thread(_parse, endpoint, members, config)
             else:
-                parsed, behind = _parse(endpoint, members)
+                parsed, behind = _parse(endpoint, members, config)
             call = await self._start(parsed, endpoint, tally, behind, decode_context(members))
         except (BatonError, RecursionError) as raised:
             error = refusal_of(raised)
@@ -155,7 +158,7 @@ class Api:
         prompts = await self._tokenize(parsed, ready)
         if behind is not None and context is not None:
             for ids in prompts:
-                token_limit(behind, len(ids), context)
+                token_limit(behind, len(ids), context, self.generation_config.max_new_tokens)
         adds = self._plan(parsed, prompts, ready)
         tally.on_end(self.hooks.admit(adds, ready, parsed.kv_transfer_params))
         subscription = self.client.submit(adds)
@@ -232,7 +235,8 @@ class Api:
     def _plan(
         self, parsed: GenerationRequest, prompts: list[list[int]], ready: EngineReady
     ) -> list[AddRequest]:
-        limits = [token_limit(parsed, len(ids), ready.max_model_len) for ids in prompts]
+        unasked = self.generation_config.max_new_tokens
+        limits = [token_limit(parsed, len(ids), ready.max_model_len, unasked) for ids in prompts]
         seed = parsed.seed if parsed.seed is not None else secrets.randbits(63)
         sampling = parsed.sampling(seed)
         end_ids = [] if parsed.ignore_eos else list(self.tokenizer.eos_ids)

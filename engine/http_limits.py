@@ -89,8 +89,16 @@ def too_long(num_tokens: int, max_model_len: int, param: str, more: str = "") ->
     )
 
 
-def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+def token_limit(
+    parsed: GenerationRequest,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    unasked: int | None = None,
+) -> int:
     """How many tokens a prompt may generate.
+
+    Args:
+        unasked: the model's own limit for a request without one.
 
     Raises:
         ContextLengthExceeded: the prompt, or it and the limit the client asked for, do not fit.
@@ -101,7 +109,7 @@ def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len
     if room < 1 and (asked != 0 or room < 0):  # to be scored only, a prompt may fill the context
         raise too_long(num_prompt_tokens, max_model_len, prompt_param(parsed))
     if asked is None:
-        return _unasked_limit(parsed, room)
+        return _unasked_limit(parsed, room, unasked)
     if asked > room:
         field = parsed.limit_field
         raise ContextLengthExceeded(
@@ -113,9 +121,10 @@ def token_limit(parsed: GenerationRequest, num_prompt_tokens: int, max_model_len
     return asked
 
 
-def _unasked_limit(parsed: GenerationRequest, room: int) -> int:
+def _unasked_limit(parsed: GenerationRequest, room: int, unasked: int | None) -> int:
     """Of a request without a limit of its own."""
-    limit = room if isinstance(parsed, ChatRequest) else min(DEFAULT_COMPLETION_TOKENS, room)
+    usual = room if isinstance(parsed, ChatRequest) else DEFAULT_COMPLETION_TOKENS
+    limit = min(unasked or usual, room)
     if parsed.min_tokens > limit:
         raise InvalidRequest(
             f"`min_tokens` is {parsed.min_tokens}, and without `max_tokens` at most {limit} "

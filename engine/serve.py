@@ -23,11 +23,13 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from msgspec.structs import replace
 
 from attention.support import UnsupportedPool
 from engine.client import Engine, EngineClient
 from engine.config import EngineConfig
+from engine.generation_config import read_generation_config
 from engine.geometry import check_attention, check_geometry, check_staging, check_weights
 from engine.http import ServerHooks, create_app
 from engine.launch import EngineProcesses, new_incarnation
@@ -44,6 +46,7 @@ from protocol.errors import EngineDied
 from protocol.listening import bind
 from protocol.logging import setup_logging
 from protocol.messages import EngineReady
+from protocol.openai_sampling import GenerationConfig
 from protocol.settings import DecodeSettings, EngineSettings, PrefillSettings, describe
 from protocol.standard_streams import open_standard_streams
 from protocol.version import system_fingerprint
@@ -141,6 +144,7 @@ class _Server:
     async def _start_and_serve(self, listener: socket.socket) -> int:
         model_dir = await self._or_stop(_in_daemon_thread(_RESOLVER, self._resolve_model))
         model_config = load_config(model_dir)
+        defaults = _request_defaults(self.settings, model_dir)
         config = self._engine_config(model_dir, model_config)
         check_weights(config, model_config)
         layout = check_geometry(config, model_config)
@@ -159,8 +163,9 @@ class _Server:
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer = await asyncio.to_thread(Tokenizer.from_directory, model_dir)
             told = await asyncio.to_thread(self._fingerprint, model_config, model_dir)
+            app = create_app(client, tokenizer, self.settings, self.hooks, told, defaults)
             ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
-            return await self._serve(listener, client, tokenizer, ready, told)
+            return await self._serve(listener, client, app, ready)
         finally:
             await client.close()
 
@@ -193,11 +198,9 @@ class _Server:
         self,
         listener: socket.socket,
         client: EngineClient,
-        tokenizer: Tokenizer,
+        app: FastAPI,
         ready: EngineReady,
-        fingerprint: str,
     ) -> int:
-        app = create_app(client, tokenizer, self.settings, self.hooks, fingerprint)
         server = _HttpServer(
             uvicorn.Config(
                 app,
@@ -299,6 +302,21 @@ class _Server:
         if isinstance(settings, DecodeSettings):
             options["transfer"] = settings.transfer_for(device)
         return EngineConfig(**options)
+
+
+def _request_defaults(settings: EngineSettings, model_dir: Path) -> GenerationConfig:
+    """What requests get where they do not say, beside OpenAI's defaults."""
+    if settings.generation_config == "none":
+        return GenerationConfig()
+    found = read_generation_config(model_dir)
+    if given := found.model_dump(exclude_unset=True):
+        told = ", ".join(f"{name} {value:g}" for name, value in given.items())
+        logger.info(
+            "requests that do not say get %s, of the model's generation_config.json "
+            "(--generation-config none: OpenAI's defaults)",
+            told,
+        )
+    return found
 
 
 def _kv_scales(settings: EngineSettings, model_dir: Path, model_config: ModelConfig) -> list[float]:

@@ -6,7 +6,7 @@ at most 1,024 prompts, 64 stop strings, 64 stop tokens and 1,024 biased tokens a
 `max_tokens` and `max_completion_tokens` may both be given: both are limits, so the smaller counts.
 """
 
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, Self
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
@@ -118,14 +118,9 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(StructuredFields):
-    """What both endpoints share. A field's description ends its error message: "must be ..."."""
+class SamplingFields(Strict):
+    """What a client may leave to the model's generation_config.json."""
 
-    endpoint: ClassVar[str]
-
-    model: ModelName = ""
-    max_tokens: Tokens | None = Field(None, description=_A_LIMIT)
-    max_completion_tokens: Tokens | None = Field(None, description=_A_LIMIT)
     temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
     top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1")
     top_k: int = Field(
@@ -135,14 +130,30 @@ class GenerationRequest(StructuredFields):
         description=f"an integer from -1 to {MAX_INT31} (-1 and 0 are off)",
     )
     min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description=_A_PENALTY)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description=_A_PENALTY)
     repetition_penalty: float = Field(
         1.0,
         gt=0,
         le=MAX_REPETITION_PENALTY,
         description=f"a number above 0 and at most {MAX_REPETITION_PENALTY:g}",
     )
+
+
+class GenerationConfig(SamplingFields):
+    """The values of that file; those that it does not have are not among `model_fields_set`."""
+
+    max_new_tokens: Tokens | None = Field(None, description=_A_LIMIT)
+
+
+class GenerationRequest(SamplingFields, StructuredFields):
+    """What both endpoints share. A field's description ends its error message: "must be ..."."""
+
+    endpoint: ClassVar[str]
+
+    model: ModelName = ""
+    max_tokens: Tokens | None = Field(None, description=_A_LIMIT)
+    max_completion_tokens: Tokens | None = Field(None, description=_A_LIMIT)
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description=_A_PENALTY)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description=_A_PENALTY)
     logit_bias: Biases = Field(default_factory=dict)
     seed: int | None = Field(None, ge=0, lt=2**63, description="an integer from 0 to 2**63 - 1")
     stop: Stops = ()
@@ -211,6 +222,12 @@ class GenerationRequest(StructuredFields):
     @property
     def num_logprobs(self) -> int | None:
         return None
+
+    def with_defaults(self, config: GenerationConfig) -> Self:
+        """This request with the model's own values for what the client left out."""
+        own = config.model_fields_set & SamplingFields.model_fields.keys()
+        left_out = own - self.model_fields_set
+        return self.model_copy(update={name: getattr(config, name) for name in left_out})
 
     def check(self) -> None:
         """Refuses members that contradict each other; a subclass calls this one first.

@@ -4,7 +4,7 @@ Nothing is stored, so an earlier response cannot be continued; the client sends 
 """
 
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, WithJsonSchema
 
@@ -12,7 +12,7 @@ from protocol.errors import InvalidRequest
 from protocol.openai_chat import ChatRequest
 from protocol.openai_fields import drop_neutral
 from protocol.openai_requests import ModelName, Strict, body_of, clean, validate, wrong
-from protocol.openai_sampling import MAX_INT31, Switch
+from protocol.openai_sampling import MAX_INT31, GenerationConfig, Switch
 from protocol.openai_structured import Demand, find_demand
 
 NEUTRAL_RESPONSES: dict[str, tuple[Any, ...]] = {
@@ -31,6 +31,7 @@ NEUTRAL_RESPONSES: dict[str, tuple[Any, ...]] = {
 _NEUTRAL_ITEM: dict[str, tuple[Any, ...]] = {"type": ("message",)}
 _IGNORED_OF_ITEM = ("id", "status", "phase")  # of an earlier response, sent back
 _ROLES = ("system", "developer", "user", "assistant")
+_SAMPLING = {"temperature", "top_p"}
 _PARTS = ("input_text", "output_text", "text")
 
 _TEXT_PART = {
@@ -113,6 +114,11 @@ class ResponsesChat(ChatRequest):
     def limit_field(self) -> str:
         return "max_output_tokens"
 
+    def with_defaults(self, config: GenerationConfig) -> Self:
+        chat = super().with_defaults(config)
+        used = {name: getattr(chat, name) for name in _SAMPLING}  # as the answer tells them
+        return chat.model_copy(update={"asked": self.asked.model_copy(update=used)})
+
 
 def parse_responses(body: dict[str, Any]) -> ResponsesChat:
     """Validates the body of /v1/responses. Raises InvalidRequest naming the field."""
@@ -125,8 +131,7 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
         model=asked.model,
         messages=tuple(messages),  # type: ignore[arg-type]  # pydantic makes Messages of them
         max_completion_tokens=asked.max_output_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
+        **{name: getattr(asked, name) for name in _SAMPLING & asked.model_fields_set},
         stream=asked.stream,
         seed=asked.seed,
         ignore_eos=asked.ignore_eos,

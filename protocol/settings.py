@@ -75,6 +75,11 @@ class ModelOptions(BaseModel):
     tool_call_parser: Literal["auto", "hermes", "llama3_json"] = Field(
         "auto", description="format of the model's tool calls; auto: that of its chat template"
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="sampling values and output limit of requests that do not say; auto: those of "
+        "the model's generation_config.json; none: OpenAI's",
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto: read the weights; dummy: make them from the config and --seed"
     )

@@ -16,6 +16,7 @@ from engine.tokenizer import Tokenizer
 from protocol.connections import bounded_protocol
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
+from protocol.openai_sampling import GenerationConfig
 from protocol.sse import SSEParser
 
 WAIT_S = 120.0
@@ -62,11 +63,12 @@ async def serving(
     fingerprint: str | None = None,
     origins: tuple[str, ...] = (),
     max_body: int = MAX_BODY,
+    config: GenerationConfig | None = None,
 ) -> AsyncIterator[Server]:
     engine = ScriptedEngine(script, ready)
     await engine.start()
     settings = Settings(max_body_bytes=max_body, cors_origin=origins)
-    app = create_app(engine, tokenizer, settings, hooks or ServerHooks(), fingerprint)
+    app = create_app(engine, tokenizer, settings, hooks or ServerHooks(), fingerprint, config)
     http = bounded_protocol(WAIT_S)
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", http=http)
     server = uvicorn.Server(config)

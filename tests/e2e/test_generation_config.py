@@ -1,0 +1,48 @@
+"""The sampling values of a model's generation_config.json are the same for both servers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.client import MODEL, TIMEOUT_S, Answer, complete
+from tests.e2e.cluster import cluster
+from tests.e2e.plain_http import http
+from tests.e2e.test_equality import make_prompt
+
+VALUES = {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1.1}
+MESSAGES = [{"role": "user", "content": "Tell a story about Anna and the red ball."}]
+
+
+def test_what_a_model_suggests_is_drawn_from_through_both_servers_and_alone(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    suggested = {"eos_token_id": 2, "max_new_tokens": 20, **VALUES}
+    (tmp_path / "generation_config.json").write_text(json.dumps(suggested))
+    with cluster(tmp_path) as running:
+        through, alone = running.url, running.decode[0].url
+        for seed in range(3):
+            prompt = make_prompt(seed, 40 + seed)
+            unsaid = _draw(through, prompt, seed)
+            assert unsaid.kv["transferred"] == len(prompt)  # P drew the first token alike
+            assert len(unsaid.token_ids) == 20
+            assert unsaid.token_ids == _draw(alone, prompt, seed).token_ids
+            said = _draw(through, prompt, seed, **VALUES)
+            assert unsaid.token_ids == said.token_ids
+            assert unsaid.token_ids != _draw(through, prompt, seed, temperature=2).token_ids
+            assert _chat(through, seed) == _chat(alone, seed) == _chat(through, seed, **VALUES)
+
+
+def _draw(url: str, prompt: list[int], seed: int, **members: Any) -> Answer:
+    unsaid = {"max_tokens": None, "temperature": None}
+    return complete(url, prompt, **{**unsaid, "seed": seed, **members})
+
+
+def _chat(url: str, seed: int, **members: Any) -> str:
+    body = {"model": MODEL, "messages": MESSAGES, "seed": seed, **members}
+    response = http.post(f"{url}/v1/chat/completions", json=body, timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["message"]["content"]
+    return text

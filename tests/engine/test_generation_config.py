@@ -1,0 +1,84 @@
+"""What requests get where they do not say: the model's own values, and else OpenAI's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.generation_config import read_generation_config
+from engine.tokenizer import Tokenizer
+from model.errors import ModelLoadError
+from protocol.openai_sampling import GenerationConfig
+from tests.engine.http_server import CONTEXT, serving
+
+FILE = {
+    "eos_token_id": 2,
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": None,
+    "repetition_penalty": 1,
+    "max_new_tokens": 9,
+    "transformers_version": "5.0.0",
+}
+
+
+def read(folder: Path, content: Any) -> GenerationConfig:
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    return read_generation_config(folder)
+
+
+def test_a_file_gives_what_requests_may_say_too(tmp_path: Path) -> None:
+    assert read_generation_config(tmp_path).model_fields_set == set()
+    given = read(tmp_path, FILE).model_dump(exclude_unset=True)
+    names = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
+    assert given == {name: FILE[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"temperature": 3}, "`temperature` is 3; it must be a number from 0 to 2."),
+        ({"max_new_tokens": 0}, "`max_new_tokens` is 0; it must be an integer from 1"),
+        ([], "attribute"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_at_start(
+    tmp_path: Path, content: Any, words: str
+) -> None:
+    with pytest.raises(ModelLoadError) as refused:
+        read(tmp_path, content)
+    told = str(refused.value)
+    assert words in told and "generation_config.json" in told
+    assert "--generation-config none" in told
+
+
+async def test_what_a_request_says_wins_whichever_endpoint_it_is_for(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    config = read(tmp_path, FILE)
+    async with serving(tokenizer, config=config) as server:
+        said = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "max_tokens": 3}
+        await server.post()
+        await server.post(**said)
+        await server.chat()
+        await server.chat(**said)
+        asked = {"prompt": None, "input": "Hi"}
+        answer = (await server.post("/v1/responses", **asked)).json()
+        assert (answer["temperature"], answer["top_p"]) == (0.6, 0.95)
+        await server.post("/v1/responses", **asked, temperature=0)
+        got = [
+            (add.sampling.temperature, add.sampling.top_p, add.sampling.top_k, add.max_tokens)
+            for add in server.engine.added
+        ]
+    ours, theirs = (0.6, 0.95, 20, 9), (0.0, 1.0, 20, 3)
+    assert got == [ours, theirs, ours, theirs, ours, (0.0, 0.95, 20, 9)]
+
+
+async def test_the_models_limit_gives_way_to_the_context(tokenizer: Tokenizer) -> None:
+    config = GenerationConfig(max_new_tokens=1000)
+    async with serving(tokenizer, config=config) as server:
+        assert (await server.post()).status_code == 200
+        assert [add.max_tokens for add in server.engine.added] == [CONTEXT - 2]

@@ -386,7 +386,9 @@ def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:
         return None
     required, pool, stepping = transfer == "mapped", context.pool, context.stepping
     if pool.device.type == "cuda":
-        return MappedPath(CudaMapper(pool, busy=lambda: stepping.busy), required=required)
+        mapper = CudaMapper(pool, busy=lambda: stepping.busy)
+        mapper.compile(convert=context.config.kv_convert)
+        return MappedPath(mapper, required=required)
     return MappedPath(HostMapper(pool), required=required, chunk_bytes=host_mapper.CHUNK_BYTES)
 
 

@@ -107,6 +107,16 @@ class CudaMapper(Mapper):
         self._free_events: list[int] = []
         self._prepared: dict[Share, _Prepared] = {}
 
+    def compile(self, *, convert: bool) -> None:
+        """Before the first peer is met: has every kernel that one may need, see compile_kernels.
+        What cannot be compiled is told of here, and again when a peer needs it."""
+        try:
+            from kvcache.transfer.mapped_kernel import compile_kernels
+
+            compile_kernels(self._pool, convert=convert)
+        except Exception as error:  # whatever the driver or the compiler lacks
+            logger.warning("not every kernel that gathers KV can be compiled: %r", error)
+
     def bind_thread(self) -> None:
         torch.cuda.set_device(self._device)
         self._driver: Driver = driver()

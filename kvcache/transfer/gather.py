@@ -180,7 +180,7 @@ def _divisor(size: int) -> tuple[int, int, int]:
 @lru_cache(maxsize=1024)
 def _share(local: Endpoint, end: Endpoint, heads: range, copies: int, total: int) -> Share:
     source, target = end.layout, local.layout
-    elements, factors = _unit_elements(source, target), scale_factors(end, local)
+    elements, factors = unit_elements(source, target), scale_factors(end, local)
     units = (source.head_dim // elements) * len(heads) * source.num_layers
     units *= source.num_components * source.block_size
     if units >= _MAX_UNITS:
@@ -205,7 +205,7 @@ def _bits(factors: tuple[float, ...] | None) -> IntArray:
     return np.array(factors or (), np.float32).view(np.int32).astype(np.int64)
 
 
-def _unit_elements(source: KVLayout, target: KVLayout) -> int:
+def unit_elements(source: KVLayout, target: KVLayout) -> int:
     """The most elements, a power of two, that divide a head's and take 16 bytes on neither side."""
     fitting = UNIT_BYTES // max(source.itemsize, target.itemsize)
     return min(fitting, source.head_dim & -source.head_dim)

@@ -7,15 +7,17 @@ and the rest are the decode batch's.
 """
 
 import ctypes
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kvcache.pool import KVPool
 from kvcache.transfer.cuda_driver import driver
-from kvcache.transfer.gather import Share
+from kvcache.transfer.gather import Share, unit_elements
+from protocol.handshake import FP8
 
 TILE_UNITS = 2048  # 32 KiB
 CONVERTED_TILE_UNITS = 512
@@ -27,7 +29,7 @@ _DTYPES = {
     "float16": tl.float16,
     "float8_e4m3fn": tl.float8e4nv,
 }
-_compiled: dict[tuple[int, str, str, int, bool], tuple[Any, tuple[Any, ...]]] = {}
+_compiled: dict[tuple[int, "_Variant"], tuple[Any, tuple[Any, ...]]] = {}  # by device
 
 
 class _Numbers(ctypes.Structure):
@@ -97,6 +99,25 @@ class Kernel:
         )
 
 
+class _Variant(NamedTuple):
+    source_dtype: str
+    target_dtype: str
+    unit_elements: int
+    is_scaled: bool
+
+    @property
+    def types(self) -> tuple[Any, Any, int]:
+        if self.converts:
+            return _DTYPES[self.source_dtype], _DTYPES[self.target_dtype], self.unit_elements
+        itemsize = getattr(torch, self.source_dtype).itemsize
+        word, width = _WORDS[self.unit_elements * itemsize]
+        return word, word, width
+
+    @property
+    def converts(self) -> bool:
+        return self.is_scaled or self.source_dtype != self.target_dtype
+
+
 def kernel_for(share: Share, memory: int, stream: int) -> Kernel:
     """What gathers such a share on the current device, compiled if it has to be.
 
@@ -104,30 +125,39 @@ def kernel_for(share: Share, memory: int, stream: int) -> Kernel:
         memory, stream: an address on the device and CUDA's handle of a stream, where the kernel
             is tried with nothing to do.
     """
-    key = (
-        torch.cuda.current_device(),
-        share.source_dtype,
-        share.target_dtype,
-        share.unit_elements,
-        share.factors is not None,
-    )
+    dtypes = share.source_dtype, share.target_dtype
+    variant = _Variant(*dtypes, share.unit_elements, share.factors is not None)
+    return Kernel(*_compile(variant, memory, stream))
+
+
+def compile_kernels(pool: KVPool, *, convert: bool) -> None:
+    """Has ready, on the pool's device, all that any peer's KV may need to get into the pool.
+
+    Args:
+        convert: also KV of other dtypes and scales.
+    """
+    target = pool.layout
+    with torch.cuda.device(pool.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        for source in _DTYPES if convert else (target.dtype,):
+            units = unit_elements(replace(target, dtype=source), target)
+            may_scale = convert and FP8 in (source, target.dtype)
+            for is_scaled in (False, True)[: 1 + may_scale]:
+                variant = _Variant(source, target.dtype, units, is_scaled)
+                _compile(variant, pool.base_address, stream)
+
+
+def _compile(variant: _Variant, memory: int, stream: int) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel and its constants."""
+    key = torch.cuda.current_device(), variant
     if key not in _compiled:
-        tile = CONVERTED_TILE_UNITS if share.converts else TILE_UNITS
-        constants = (*_types(share), tile, share.factors is not None, 1)
+        tile = CONVERTED_TILE_UNITS if variant.converts else TILE_UNITS
+        constants = (*variant.types, tile, variant.is_scaled, 1)
         with torch.cuda.stream(torch.cuda.ExternalStream(stream)):  # type: ignore[no-untyped-call]
             numbers = [memory] * 5 + [0] * 4
             compiled = _kernel[(1,)](*numbers, *constants, num_warps=NUM_WARPS)
         _compiled[key] = compiled, constants
-    return Kernel(*_compiled[key])
-
-
-def _types(share: Share) -> tuple[Any, Any, int]:
-    source, target = _DTYPES[share.source_dtype], _DTYPES[share.target_dtype]
-    if share.converts:
-        return source, target, share.unit_elements
-    itemsize = getattr(torch, share.source_dtype).itemsize
-    word, width = _WORDS[share.unit_elements * itemsize]
-    return word, word, width
+    return _compiled[key]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -92,7 +92,9 @@ class PullWorker:
         self._pool = pool
         self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
         self._opens = self._kind == "VRAM" if opens is None else opens
-        self._staging = Staging(staging_bytes, pool, placing(pool)) if staging_bytes else None
+        self._staging = (
+            Staging(staging_bytes, pool, placing(pool, convert=convert)) if staging_bytes else None
+        )
         limits = limits or (GPU_LIMITS if self._kind == "VRAM" else PostLimits())
         self._mapped = mapped
         throttle = Throttle(busy, limits.max_bytes) if self._kind == "VRAM" else None

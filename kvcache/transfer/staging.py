@@ -35,12 +35,18 @@ _PROGRAMS = 132  # thread blocks: 1.2 TB/s on an H200, where 48 reach 0.57
 _MOST_SLOTS = 4  # on a CPU two threads read, another one places
 
 
-def placing(pool: KVPool) -> Mapper | None:
-    """What places chunks quickly in a pool on a GPU, where there is a compiler for its kernel."""
+def placing(pool: KVPool, *, convert: bool) -> Mapper | None:
+    """What places chunks quickly in a pool on a GPU, where there is a compiler for its kernel.
+
+    Args:
+        convert: chunks may be of another dtype or other scales.
+    """
     if pool.device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     # Every multiprocessor, for a tenth of the time that reading takes; no copy engines, which read.
-    return CudaMapper(pool, num_programs=_PROGRAMS, long_run_bytes=sys.maxsize)
+    mapper = CudaMapper(pool, num_programs=_PROGRAMS, long_run_bytes=sys.maxsize)
+    mapper.compile(convert=convert)
+    return mapper
 
 
 class Staging:

@@ -32,13 +32,16 @@ DIGEST := $(shell (cat pyproject.toml constraints.txt; echo '$(EXTRAS)') | cksum
 SERVE_STAMP := $(VENV)/.serve-$(DIGEST)
 TEST_STAMP := $(VENV)/.test-$(DIGEST)
 
-.PHONY: help serve setup test test-all test-gpu lint format bench eval clean
+.PHONY: help serve warm setup test test-all test-gpu lint format bench eval clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 serve: $(SERVE_STAMP)  ## a local cluster behind one endpoint (PORT= MODEL= ARGS=)
 	@exec $(VENV)/bin/baton up --port '$(PORT)' $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+warm: $(SERVE_STAMP)  ## compile and keep what `make serve` will need (MODEL= ARGS= of it)
+	@exec $(VENV)/bin/baton warm $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 setup: $(TEST_STAMP)  ## everything installed, nothing run
 

@@ -9,6 +9,7 @@ from protocol.standard_streams import open_standard_streams
 USAGE = """usage: baton <command> [options]
 
   up       a local cluster: prefill servers, decode servers and the proxy on this machine
+  warm     compile and keep what `up` with the same options needs, then end
   prefill  a prefill server
   decode   a decode server
   proxy    one endpoint in front of prefill and decode servers
@@ -19,11 +20,14 @@ baton <command> --help explains every option; each may also be given as BATON_* 
 the file named by --config. baton --version prints the version."""
 
 
-def _up(argv: Sequence[str]) -> int:
-    from deploy.local import up
-    from protocol.settings import UpSettings, parse
+def _up(name: str, *, only_warm: bool) -> Callable[[Sequence[str]], int]:
+    def run(argv: Sequence[str]) -> int:
+        from deploy.local import up
+        from protocol.settings import UpSettings, parse
 
-    return up(parse(UpSettings, argv, prog="baton up"))
+        return up(parse(UpSettings, argv, prog=f"baton {name}"), only_warm=only_warm)
+
+    return run
 
 
 def _program(module: str) -> Callable[[Sequence[str]], int]:
@@ -37,7 +41,8 @@ def _program(module: str) -> Callable[[Sequence[str]], int]:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "up": _up,
+    "up": _up("up", only_warm=False),
+    "warm": _up("warm", only_warm=True),
     "prefill": _program("prefill_server.__main__"),
     "decode": _program("decode_server.__main__"),
     "proxy": _program("proxy.__main__"),

@@ -1,4 +1,5 @@
-"""`baton up`: prefill servers, decode servers and the proxy as processes of this machine.
+"""`baton up`: prefill servers, decode servers and the proxy as processes of this machine; and
+`baton warm`, which ends once the servers are ready.
 
     start: port free? -> servers on free ports, all at once -> proxy with their URLs -> `ready`
     end:   Ctrl-C, SIGTERM, or any process ended -> all end; a second Ctrl-C kills
@@ -54,19 +55,31 @@ class _Stop:
     """A stop signal, as an event in the order of the others."""
 
 
-def up(settings: UpSettings, programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS) -> int:
+def up(
+    settings: UpSettings,
+    programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS,
+    *,
+    only_warm: bool = False,
+) -> int:
     """Runs a local cluster until told to end. Returns the exit status.
 
     Args:
         programs: the command of each kind of process.
+        only_warm: end once the servers are ready: what they make once is kept for the next start.
     """
     cluster = LocalCluster(settings, programs)
     reason: str | None = None
     with lifecycle.stop_signals(lambda _number, count: cluster.on_signal(count)):
         try:
-            cluster.start()
-            cluster.announce()
-            cluster.wait()
+            if not only_warm:
+                check_port(settings.host, settings.port)
+            servers = cluster.start_servers()
+            if only_warm:
+                say("what these servers need is kept: models and compiled kernels")
+            else:
+                cluster.start_proxy(servers)
+                cluster.announce()
+                cluster.wait()
         except StopRequested:
             say("ending")
         except (ClusterFailed, OSError) as error:
@@ -77,7 +90,8 @@ def up(settings: UpSettings, programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS
     if reason is None and not clean:
         reason = "some processes did not end in time and were killed"
     if reason is not None:
-        print(f"baton up: error: {reason}", file=sys.stderr, flush=True)
+        name = "warm" if only_warm else "up"
+        print(f"baton {name}: error: {reason}", file=sys.stderr, flush=True)
         return 1
     say("ended")
     return 0
@@ -100,6 +114,7 @@ class LocalCluster:
         # SimpleQueue: its put may interrupt its own get, as a signal handler does.
         self._events: queue.SimpleQueue[lifecycle.Event | _Stop] = queue.SimpleQueue()
         self._endpoint = ""
+        self._deadline = time.monotonic() + settings.start_timeout_s
 
     def on_signal(self, count: int) -> None:
         """The first signal asks for an end; any further one kills."""
@@ -109,8 +124,8 @@ class LocalCluster:
             for child in self.children:
                 child.kill()
 
-    def start(self) -> None:
-        """Starts everything; returns once the endpoint serves.
+    def start_servers(self) -> dict[Kind, list[str]]:
+        """Starts all prefill and decode servers; returns their URLs once all are ready.
 
         Raises:
             ClusterFailed, StopRequested
@@ -119,8 +134,6 @@ class LocalCluster:
         say(f"settings {describe(settings)}")
         for variable in unread_variables(type(settings)):
             say(f"not read here, but by other programs: {variable}")
-        check_port(settings.host, settings.port)
-        deadline = time.monotonic() + settings.start_timeout_s
         commands = server_commands(
             settings,
             secret=secrets.token_hex(32),
@@ -128,15 +141,25 @@ class LocalCluster:
             programs=self.programs,
         )
         servers = [self._spawn(command) for command in commands]
-        ready = self._await_ready(servers, deadline)
-        urls: dict[Kind, list[str]] = {"prefill": [], "decode": [], "proxy": []}
+        ready = self._await_ready(servers)
+        urls: dict[Kind, list[str]] = {"prefill": [], "decode": []}
         for command, child in zip(commands, servers, strict=True):
             urls[command.kind].append(f"http://{LOOPBACK}:{ready[child]['port']}")
-        command = proxy_command(settings, urls["prefill"], urls["decode"], programs=self.programs)
+        return urls
+
+    def start_proxy(self, urls: Mapping[Kind, list[str]]) -> None:
+        """Starts the proxy in front of these servers; returns once the endpoint serves.
+
+        Raises:
+            ClusterFailed, StopRequested
+        """
+        command = proxy_command(
+            self.settings, urls["prefill"], urls["decode"], programs=self.programs
+        )
         proxy = self._spawn(command)
-        port = self._await_ready([proxy], deadline)[proxy]["port"]
-        self._endpoint = f"http://{url_host(settings.host)}:{port}"
-        self._await_endpoint(deadline)
+        port = self._await_ready([proxy])[proxy]["port"]
+        self._endpoint = f"http://{url_host(self.settings.host)}:{port}"
+        self._await_endpoint()
 
     def _spawn(self, command: Command) -> lifecycle.Child:
         # A signal between fork and append would miss this child: it ends with us all the same.
@@ -155,11 +178,11 @@ class LocalCluster:
         return lambda text: renamed(text, lambda name: user_option(self.settings, kind, name))
 
     def _await_ready(
-        self, starting: Collection[lifecycle.Child], deadline: float
+        self, starting: Collection[lifecycle.Child]
     ) -> dict[lifecycle.Child, dict[str, int]]:
         ready: dict[lifecycle.Child, dict[str, int]] = {}
         doing = dict.fromkeys(starting, "starting")
-        notes = _Notes(deadline)
+        notes = _Notes(self._deadline)
         while doing:
             event = self._next_event(notes.timeout_s())
             match event:
@@ -171,9 +194,9 @@ class LocalCluster:
             notes.tell(", ".join(f"{child.name} ({text})" for child, text in doing.items()))
         return ready
 
-    def _await_endpoint(self, deadline: float) -> None:
+    def _await_endpoint(self) -> None:
         """Until the proxy has found its servers: GET /ready answers 200."""
-        notes = _Notes(deadline)
+        notes = _Notes(self._deadline)
         while _status(f"{self._endpoint}/ready") != 200:
             self._next_event(PROBE_INTERVAL_S)
             notes.tell("the proxy to find its servers")

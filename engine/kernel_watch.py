@@ -43,12 +43,19 @@ class KernelWatch:
 KERNELS = KernelWatch()
 
 
+def keep_kernels() -> None:
+    """Has compiled kernels kept under `~/.cache`, or where BATON_CACHE says; to be called before
+    anything imports their compilers. Both name what they keep by all that it depends on: Triton by
+    a digest, FlashInfer by its version and the GPU."""
+    with contextlib.suppress(OSError):  # no home: they find places of their own, or say so
+        folder = str(cache_dir())
+        os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
+        if "BATON_CACHE" in os.environ:  # else it is ~/.cache/flashinfer
+            os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", folder)
+
+
 def watch_kernels() -> None:
-    """Has KERNELS told of what Triton and FlashInfer compile or load in this process, and keeps
-    Triton's kernels where Baton keeps what it makes once. Triton names them by all that they
-    depend on, its own version included."""
-    with contextlib.suppress(OSError):  # no home: Triton finds a place of its own, or says so
-        os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
+    """Has KERNELS told of what Triton and FlashInfer compile or load in this process."""
     from triton import knobs  # only GPU machines have it
 
     from attention.registry import watch_modules

@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.host_memory import free_host_bytes
-from engine.kernel_watch import KERNELS, watch_kernels
+from engine.kernel_watch import KERNELS, keep_kernels, watch_kernels
 from engine.memory import MemoryTooSmall, PoolSize, size_pool
 from engine.ranks import Follower, Leader
 from engine.role import KVRole
@@ -117,6 +117,7 @@ def main(factory: RoleFactory) -> None:
         with _starting():
             check_devices(config)
         if config.device == "cuda":
+            keep_kernels()
             watch_kernels()
         _lead(config, factory) if rank == 0 else _follow(config, rank, factory)
     except SystemExit:

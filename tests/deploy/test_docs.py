@@ -32,7 +32,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # A pattern; docker's; argparse's; pip's.
 OTHERS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
-ALL_PROGRAMS = {**PROGRAMS, "baton plan": PlanSettings, "baton doctor": DoctorSettings}
+ALL_PROGRAMS = {
+    **PROGRAMS,
+    "baton warm": PROGRAMS["baton up"],
+    "baton plan": PlanSettings,
+    "baton doctor": DoctorSettings,
+}
 # The others name options of other programs.
 OF_BENCHMARKS = ("evaluation.md", "performance.md", "CONTRIBUTING.md")
 OF_BATON = [path for path in DOCS if path.name not in OF_BENCHMARKS]

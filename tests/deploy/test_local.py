@@ -22,13 +22,13 @@ FAKE = Path(__file__).with_name("fake_program.py")
 DEADLINE_S = 60.0
 
 LAUNCH = """
-import sys
+import os, sys
 from deploy.local import up
 from protocol.settings import UpSettings, load
 modes, argv = sys.argv[1].split(","), sys.argv[2:]
 programs = {{kind: (sys.executable, {fake!r}, kind, mode)
              for kind, mode in zip(("prefill", "decode", "proxy"), modes, strict=True)}}
-sys.exit(up(load(UpSettings, argv), programs))
+sys.exit(up(load(UpSettings, argv), programs, only_warm="ONLY_WARM" in os.environ))
 """
 
 
@@ -117,6 +117,19 @@ def test_it_starts_everything_says_so_and_ends_on_sigterm() -> None:
         assert launcher.lines[-2:] == ["baton | ending", "baton | ended"]
         assert "prefill-1 | prefill starts" in launcher.lines
         assert all(gone(member["pid"]) for member in members.values())
+
+
+def test_warming_ends_once_the_servers_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONLY_WARM", "1")
+    with socket.socket() as taken:  # a cluster that serves is no hindrance
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f"--port={taken.getsockname()[1]}"
+        with launched("serve,serve,never", port) as launcher:
+            assert launcher.end() == 0
+    told = "\n".join(launcher.lines)
+    assert "baton | what these servers need is kept" in told
+    assert "proxy |" not in told and "ready http" not in told
 
 
 def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(

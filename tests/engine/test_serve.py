@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import errno
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ import pytest
 from attention.support import UnsupportedPool
 from engine.client import ScriptedEngine
 from engine.config import EngineConfig
-from engine.http import ServerHooks
+from engine.http import ServerHooks, create_app
 from engine.serve import StartFailure, _devices, _Server, _told
 from engine.tokenizer import Tokenizer
 from model.config import load_config
@@ -83,12 +84,19 @@ def _serving(engine: _EndingEngine, **options: Any) -> tuple[_Server, _EndingEng
     return server, engine
 
 
+async def _serve(
+    server: _Server, listener: socket.socket, tokenizer: Tokenizer, engine: _EndingEngine
+) -> int:
+    app = create_app(engine, tokenizer, server.settings, server.hooks)
+    return await server._serve(listener, engine, app, READY)  # type: ignore[arg-type]
+
+
 async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokenizer) -> None:
     server, engine = _serving(_EndingEngine())
     server.stop.set()
     await engine.start()
     with bind("127.0.0.1", 0) as listener:
-        code = await server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
+        code = await _serve(server, listener, tokenizer, engine)
     assert server.failure is not None and server.failure.done()
     server.processes.stop(1.0)
     assert code == 0
@@ -102,9 +110,7 @@ async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
     await engine.start()
     engine.stats["baton_leases_held"] = 1.0
     with bind("127.0.0.1", 0) as listener:
-        serving = asyncio.create_task(
-            server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
-        )
+        serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
         ended, _ = await asyncio.wait({serving}, timeout=0.5)
         was_kept = not ended and engine.healthy
         engine.stats["baton_leases_held"] = 0.0
@@ -119,9 +125,7 @@ async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
     server, engine = _serving(_EndingEngine(), shutdown_grace_s=1.0)
     await engine.start()
     with bind("127.0.0.1", 0) as listener:
-        serving = asyncio.create_task(
-            server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
-        )
+        serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
         listener.listen()
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n"
@@ -145,7 +149,7 @@ async def test_an_engine_that_failed_and_does_not_end_is_given_up(
     await engine.start()
     engine.say(EngineFailed("rank 0 lost its device"))
     with bind("127.0.0.1", 0) as listener, pytest.raises(StartFailure, match="lost its device"):
-        await server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
+        await _serve(server, listener, tokenizer, engine)
     server.processes.stop(1.0)
 
 
@@ -248,9 +252,7 @@ async def test_open_requests_are_told_why_the_engine_died(tokenizer: Tokenizer) 
     await engine.start()
     with bind("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        serving = asyncio.create_task(
-            server._serve(listener, engine, tokenizer, READY, "fp_x")  # type: ignore[arg-type]
-        )
+        serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
         async with httpx.AsyncClient(
             base_url=url, timeout=30, trust_env=False, verify=False
         ) as http:

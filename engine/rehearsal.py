@@ -90,9 +90,10 @@ def _prompts(stage: Stage) -> Iterator[StepInput]:
 
 def _mixtures(stage: Stage) -> Iterator[StepInput]:
     """Sequences that decode, prompts that go on, and new ones, short and long, in one step."""
-    new = [_LONG] * max(1, stage.max_tokens // _LONG)
+    for decodes in (0, 3):
+        yield stage.step([1] * decodes + [_LONG] * max(1, stage.max_tokens // _LONG))
     for decodes in (0, 1, 3):
-        for prompts in ([40], [600], [1100], [3, 40], [40, 600], [3, 1100], new):
+        for prompts in ([40], [600], [1100], [3, 40], [40, 600], [3, 1100]):
             for stored in (0, stage.block_size + 1):
                 lens = [1] * decodes + prompts
                 yield stage.step(lens, [7] * decodes + [stored] * len(prompts))

@@ -1,13 +1,15 @@
 """Before a server is ready it runs every kind of step once."""
 
 import logging
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from engine.batch import StepInput
 from engine.core_stats import CoreStats
-from engine.kernel_watch import KernelWatch
+from engine.kernel_watch import KernelWatch, keep_kernels
 from engine.rehearsal import Stage, steps
 from tests.engine.rank_threads import ranks
 
@@ -90,3 +92,20 @@ def test_a_kernel_that_comes_after_ready_is_an_error_with_its_name(
     assert "kernel _forgotten is loaded" in caplog.text
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert CoreStats().totals()["baton_kernels_loaded_late"] == 1
+
+
+def test_kernels_are_kept_where_everything_else_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "BATON_CACHE")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that the end of the test takes back what is set below
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keep_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.cache/baton/triton"
+    assert "FLASHINFER_WORKSPACE_BASE" not in os.environ  # it is ~/.cache/flashinfer
+    monkeypatch.setenv("BATON_CACHE", "/kept")
+    keep_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.cache/baton/triton"  # as the user set it
+    assert os.environ["FLASHINFER_WORKSPACE_BASE"] == "/kept"

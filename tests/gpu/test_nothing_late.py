@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -51,6 +53,22 @@ _DRAWN: tuple[dict[str, Any], ...] = (
     {"prompt_logprobs": 0},
     {"prompt_logprobs": 5, "temperature": 0.9, "top_k": 40},
 )
+_NEW_KERNELS = """
+import torch
+from engine.kernel_watch import KERNELS, keep_kernels, watch_kernels
+keep_kernels()
+watch_kernels()
+KERNELS.ready()
+from flashinfer.page import get_page_module
+from model import fused_ops
+counts = [KERNELS.num_after]
+for rows in (3, 16):  # one variant for both
+    x = torch.ones(rows, 72, device="cuda", dtype=torch.bfloat16)
+    fused_ops.rms_norm(x, x[0], 1e-5)
+    counts.append(KERNELS.num_after)
+get_page_module()
+print(*counts, KERNELS.num_after)
+"""
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 4}, "old": {"type": "boolean"}},
@@ -111,6 +129,16 @@ def test_no_kernel_is_loaded_by_a_request(
             for server in servers:
                 seen = server.metrics()["baton_kernels_loaded_late_total"]
                 assert seen == late[server.name], (drive.__name__, server.name)
+
+
+def test_new_kernels_and_modules_are_seen() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NEW_KERNELS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "1", "1", "2"]
+    assert "kernel _rms_norm is loaded" in done.stderr
+    assert "kernel page is loaded" in done.stderr
 
 
 def _dummy(kind: str, folder: Path) -> Path:

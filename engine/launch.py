@@ -128,6 +128,12 @@ class EngineProcesses:
                 self._stopping = True
             self._on_failure(f"engine process {event.child.name}: {event.child.reason()}")
 
+    def kill(self) -> None:
+        """Ends every rank at once."""
+        for child in self._children:
+            child.kill()
+        self._folder.remove()
+
     def stop(self, grace_s: float) -> None:
         """Ends every rank, kindly first. Idempotent."""
         with self._lock:

@@ -57,6 +57,7 @@ _START_TIMEOUT_S = 600.0
 _LEASES = "baton_leases_held"  # among an engine's stats
 _LOOK_S = 0.02  # how often they are looked at by a server that ends
 _ENDING_S = 5.0  # for the processes of an engine that failed or hung up
+_KILLED = 130  # exit status, as of `baton up`
 _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
 
 HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
@@ -124,7 +125,7 @@ class _Server:
         self.failure = self.loop.create_future()
         self.stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
-            self.loop.add_signal_handler(number, self.stop.set)
+            self.loop.add_signal_handler(number, self._told_to_end)
         try:
             listener = bind(self.settings.host, self.settings.port)
             listener.listen(2048)
@@ -133,6 +134,14 @@ class _Server:
                 return await self._start_and_serve(listener)
         finally:
             await asyncio.to_thread(self.processes.stop, self.settings.shutdown_grace_s)
+
+    def _told_to_end(self) -> None:
+        """The first signal asks for an end in order; the next one waits for nothing."""
+        if self.stop.is_set():
+            self.processes.kill()
+            lifecycle.report_failure("told twice to end: killed")
+            os._exit(_KILLED)
+        self.stop.set()
 
     def _engine_ended(self, reason: str) -> None:
         def tell() -> None:

@@ -1,5 +1,6 @@
 """The secret that the servers of one cluster share: it signs who may read whose KV."""
 
+import ipaddress
 import os
 import secrets
 from pathlib import Path
@@ -34,6 +35,26 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
             f"{MIN_SECRET_BYTES} are needed: remove it, and the next start makes another"
         )
     return secret
+
+
+def check_is_local(address: str, told: str) -> None:
+    """For a server that has no configured secret, so that of this machine's file.
+
+    Args:
+        told: the address, as the error names it.
+
+    Raises:
+        ValueError: other machines, whose files hold other secrets, reach it at `address`.
+    """
+    try:
+        is_local = ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        is_local = address == "localhost"
+    if not is_local:
+        raise ValueError(
+            f"{told} lets in other machines, whose servers would have other secrets: "
+            "set BATON_CLUSTER_SECRET to the same text for all of them (openssl rand -hex 32)"
+        )
 
 
 def _make(path: Path) -> None:

@@ -28,7 +28,7 @@ from pydantic_settings import (
 )
 
 from protocol import settings_sources as sources
-from protocol.cluster_secret import MIN_SECRET_BYTES
+from protocol.cluster_secret import MIN_SECRET_BYTES, check_is_local
 from protocol.settings_kv import ContextParallelism, GeometryOptions, LinkOptions
 from protocol.settings_sources import ConfigError
 
@@ -253,7 +253,8 @@ class ServerOptions(ListenOptions):
         None,
         min_length=MIN_SECRET_BYTES,
         description="secret that the servers of a cluster share, better given as "
-        "BATON_CLUSTER_SECRET (None: the file ~/.cache/baton/cluster-secret, made at first use)",
+        "BATON_CLUSTER_SECRET (None, on one machine only: the file ~/.cache/baton/cluster-secret, "
+        "made at first use)",
     )
     threads: Threads | None = Field(
         None, description="CPU threads of one rank (threads; None: cores / tp)"
@@ -261,6 +262,15 @@ class ServerOptions(ListenOptions):
     hang_timeout_s: Seconds = Field(
         300.0, description="longest silence of a working engine before it is given up (s)"
     )
+
+    @field_validator("cluster_secret")
+    @classmethod
+    def _is_of_all_machines(
+        cls, secret: SecretStr | None, info: ValidationInfo
+    ) -> SecretStr | None:
+        if secret is None and (host := info.data.get("host")):
+            check_is_local(host, f"--host {host}")
+        return secret
 
 
 class BatonSettings(BaseSettings):
@@ -316,6 +326,8 @@ class PrefillSettings(PrefillOptions, EngineSettings):
                 f"decode servers cannot connect to {told}, which means every address of this "
                 "machine; give the name or address that they reach it at"
             )
+        if name and info.data.get("cluster_secret", ...) is None:
+            check_is_local(name, name)
         return name
 
     @property

@@ -89,6 +89,19 @@ def test_a_prefill_server_told_to_end_waits_until_its_kv_was_pulled(
         assert server.child.returncode == 0
 
 
+def test_a_server_told_twice_to_end_waits_for_nothing(tiny_model: Path, prompt: list[int]) -> None:
+    server = start_prefill(tiny_model, "--shutdown-grace-s", "600")
+    with running(server):
+        prefill(server.url, prompt)  # for whose KV it would wait
+        ranks = server.engine_pids()
+        server.child.signal(signal.SIGTERM)
+        wait_until(lambda: not _listens(server))
+        server.child.signal(signal.SIGTERM)
+        assert server.child.exited.wait(60)
+        assert server.child.returncode == 130
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+
+
 def _listens(server: Server) -> bool:
     try:
         http.get(f"{server.url}/health", timeout=10)

@@ -248,7 +248,10 @@ def test_up_starts_no_cluster_whose_shared_tokens_cannot_be_read() -> None:
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
-def test_decode_servers_are_never_told_to_connect_to_every_address(wildcard: str) -> None:
+def test_decode_servers_are_never_told_to_connect_to_every_address(
+    wildcard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "one of many machines")
     with pytest.raises(ConfigError, match="--side-channel-host: decode servers cannot connect"):
         load(PrefillSettings, ["--host", wildcard])
     settings = load(PrefillSettings, ["--host", wildcard, "--side-channel-host", "host-p"])
@@ -256,6 +259,27 @@ def test_decode_servers_are_never_told_to_connect_to_every_address(wildcard: str
     load(DecodeSettings, ["--host", wildcard])
     with pytest.raises(ConfigError, match="unrecognized arguments: --side-channel-port 1"):
         load(DecodeSettings, ["--side-channel-port", "1"])
+
+
+@pytest.mark.parametrize(
+    ("cls", "argv"),
+    [
+        (PrefillSettings, ["--host", "10.0.0.7"]),
+        (DecodeSettings, ["--host", "::"]),
+        (PrefillSettings, ["--side-channel-host", "host-p"]),
+    ],
+)
+def test_servers_of_several_machines_are_given_their_secret(
+    cls: type[BatonSettings], argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(cls, argv)
+    for words in (*argv, "set BATON_CLUSTER_SECRET to the same text for all"):
+        assert words in str(refused.value)
+    for local in ("localhost", "127.0.0.2", "::1"):
+        load(cls, [argv[0], local])
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "one of many machines")
+    load(cls, argv)
 
 
 def test_a_kv_cache_of_two_sizes_is_refused_naming_both() -> None:

@@ -40,9 +40,9 @@ from kvcache.transfer.pull import (
 )
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
-from protocol.errors import BatonError, InternalError, KVParamsRejected, Overloaded, RemoteKVError
+from protocol.errors import BatonError, InternalError, Overloaded, RemoteKVError
 from protocol.handshake import EngineMetadata
-from protocol.messages import AddRequest, RemotePrefill
+from protocol.messages import RemotePrefill
 from protocol.metrics import EngineHistogram, stat_key
 
 logger = logging.getLogger("baton.decode")
@@ -60,19 +60,6 @@ def _key(remote: RemotePrefill) -> _PeerKey:
     return remote.engine_id, remote.incarnation
 
 
-def _lack(request: AddRequest, remote: RemotePrefill) -> str | None:
-    """What of the request the prefill server did not answer."""
-    if len(remote.first_tokens) != request.num_choices:
-        return f"first_tokens holds {len(remote.first_tokens)} for {request.num_choices} choices"
-    wanted = request.num_prompt_logprobs
-    if wanted is None:
-        return None
-    rows = remote.prompt_logprobs
-    if rows is None or any(row is not None and len(row.top_ids) < wanted for row in rows):
-        return f"prompt_logprobs lacks the {wanted} of each token that the request asks for"
-    return None
-
-
 def _zeros(policy: FailurePolicy) -> dict[str, float]:
     """Counters that are exposed from the start: a rate does not show the event with which its
     counter appeared, and what should not happen may happen once."""
@@ -85,6 +72,7 @@ def _zeros(policy: FailurePolicy) -> dict[str, float]:
     )
     plain = (
         "baton_kv_params_rejected",
+        "baton_kv_first_tokens_redrawn",
         "baton_requests_locked_out",
         "baton_kv_transfer_bytes",
         "baton_kv_transfer_descriptors",
@@ -135,9 +123,10 @@ class DecodeRole(KVRole):
         if remote is None:
             self.core.enqueue(sequence)
             return
-        if problem := _lack(sequence.request, remote):
-            self._refuse_remote(sequence, problem)
-            return
+        # DecodeHooks sees to it that a reference says what the request asks for.
+        assert len(remote.first_tokens) in (0, len(sequence.choices)) and not sequence.is_scoring
+        if not remote.first_tokens and sequence.request.max_tokens:
+            self._totals["baton_kv_first_tokens_redrawn"] += 1
         self._remote[sequence.request_id] = sequence
         if self._coordinator.knows(remote):
             # Its first token goes out before the coordinator hears of it, mostly with the pull.
@@ -148,24 +137,9 @@ class DecodeRole(KVRole):
         self._connecting.setdefault(_key(remote), []).append(sequence)
         self._coordinator.connect(remote)
 
-    def _refuse_remote(self, sequence: Sequence, problem: str) -> None:
-        """A reference that does not say what this request asks for is as good as none."""
-        assert sequence.remote is not None
-        self.on_release(sequence.remote)
-        sequence.forget_remote()
-        self._totals["baton_kv_params_rejected"] += 1
-        error = KVParamsRejected(
-            f"kv_transfer_params.{problem}: prefill this request anew", param="kv_transfer_params"
-        )
-        logger.warning("request %s: %s", sequence.request_id, error.message)
-        if self._policy.recomputes(error):
-            self.core.enqueue(sequence)
-        else:
-            self.core.fail(sequence, error)
-
     def on_receive(self, sequence: Sequence) -> None:
         assert sequence.remote is not None
-        if sequence.num_computed >= sequence.num_prompt_tokens:
+        if sequence.num_computed >= sequence.num_to_receive:
             # Every block was cached here: nothing to read, so nothing to fence.
             self._release_remote(sequence)
             self.core.scheduler.received(sequence)
@@ -175,7 +149,7 @@ class DecodeRole(KVRole):
             sequence.request_id,
             sequence.remote,
             sequence.num_computed,
-            sequence.num_prompt_tokens,
+            sequence.num_to_receive,
             list(sequence.block_ids),
         )
 

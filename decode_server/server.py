@@ -1,25 +1,22 @@
 """The decode server's HTTP side: which references to remote KV are believed.
 
-A reference is used only if the cluster secret signed it and it belongs to this very prompt and
-this way of sampling; everything else about it (lease, peer, bytes) the engine finds out.
+A reference is used only if the cluster secret signed it and it belongs to this very prompt;
+everything else about it (lease, peer, bytes) the engine finds out. Its first tokens are used only
+if they were drawn as this request draws; otherwise the KV is pulled and they are drawn here.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NoReturn
 
-import msgspec
+from msgspec.structs import replace
 
 from decode_server.failure import FailurePolicy
 from engine.http_hooks import ServerHooks
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.kv_params import KVTransferParams
-from protocol.messages import (
-    EngineInput,
-    ReleaseRemote,
-    SamplingParams,
-)
+from protocol.messages import AddRequest, EngineInput, EngineReady, FirstToken, ReleaseRemote
 from protocol.openai import GenerationRequest
 
 
@@ -37,44 +34,33 @@ class DecodeHooks(ServerHooks):
     role: str = "decode"
 
     def prepare(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[list[int]],
-        sampling: SamplingParams,
-        stop_token_ids: Sequence[int] = (),
-    ) -> Sequence[Mapping[str, Any]]:
+        self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
+    ) -> list[AddRequest]:
         offered = request.kv_transfer_params
         if kv_params.is_absent(offered):
-            return [{} for _ in prompts]
-        params = kv_params.parse_list(offered, len(prompts))  # malformed is an error in any case
+            return adds
+        references = kv_params.parse_list(offered, len(adds))  # malformed: an error in any case
         lent = kv_params.sender_releases(offered)
         return [
-            self._prepare_one(one, lent, prompt, request, sampling, stop_token_ids)
-            for one, prompt in zip(params, prompts, strict=True)
+            self._with_reference(add, params, lent, request.seed)
+            for add, params in zip(adds, references, strict=True)
         ]
 
-    def _prepare_one(
-        self,
-        params: KVTransferParams,
-        lent: bool,
-        prompt: list[int],
-        request: GenerationRequest,
-        sampling: SamplingParams,
-        stop_token_ids: Sequence[int],
-    ) -> Mapping[str, Any]:
+    def _with_reference(
+        self, add: AddRequest, params: KVTransferParams, lent: bool, seed: int | None
+    ) -> AddRequest:
         remote = None
         try:
             params.verify(self.secret)
             remote = kv_params.to_remote_prefill(params, sender_releases=lent)
-            _check_belongs(params, prompt, request, sampling, stop_token_ids)
+            _check_belongs(params, add)
         except KVParamsRejected as error:
             if self.policy.recomputes(error):
-                return {"kv_rejected": error.message, "kv_unused": remote}
+                return replace(add, kv_rejected=error.message, kv_unused=remote)
             raise
-        return {
-            "remote": remote,
-            "sampling": msgspec.structs.replace(sampling, seed=params.seed),
-        }
+        if not _are_first_tokens_of(params, add, seed):
+            return replace(add, remote=replace(remote, first_tokens=[]))
+        return replace(add, remote=remote, sampling=replace(add.sampling, seed=params.seed))
 
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         offered = kv_transfer_params
@@ -90,31 +76,41 @@ class DecodeHooks(ServerHooks):
         return [ReleaseRemote(kv_params.to_remote_prefill(params)) for params in ours]
 
 
-def _check_belongs(
-    params: KVTransferParams,
-    prompt: list[int],
-    request: GenerationRequest,
-    sampling: SamplingParams,
-    stop_token_ids: Sequence[int],
-) -> None:
-    """Raises KVParamsRejected when the KV or the first token is of another request."""
-    if params.remote_num_tokens != len(prompt):
-        _reject("remote_num_tokens", f"is {params.remote_num_tokens}, the prompt has {len(prompt)}")
-    if params.prompt_digest != kv_params.prompt_digest(prompt):
+def _check_belongs(params: KVTransferParams, add: AddRequest) -> None:
+    """Raises KVParamsRejected where the KV is another prompt's, or what only a prefill finds out
+    about this one is missing."""
+    num_tokens = len(add.token_ids)
+    if params.remote_num_tokens != num_tokens:
+        _reject("remote_num_tokens", f"is {params.remote_num_tokens}, the prompt has {num_tokens}")
+    if params.prompt_digest != kv_params.prompt_digest(add.token_ids):
         _reject("prompt_digest", "is of another prompt")
-    if params.sampling_digest != kv_params.sampling_digest(sampling, stop_token_ids):
-        _reject("sampling_digest", "is of other sampling parameters")
-    if request.seed is not None and request.seed != params.seed:
-        _reject("seed", f"is {params.seed}, the request's is {request.seed}")
-    wanted = sampling.num_logprobs
-    if wanted is not None and any(_lacks_logprobs(t.logprobs, wanted) for t in params.first_tokens):
-        _reject("first_tokens", f"lack the {wanted} logprobs that the request asks for")
+    wanted, rows = add.num_prompt_logprobs, params.prompt_logprobs
+    if wanted is not None and (rows is None or any(r and len(r.top_ids) < wanted for r in rows)):
+        _reject("prompt_logprobs", f"lacks the {wanted} of each token that the request asks for")
 
 
-def _lacks_logprobs(logprobs: Any, wanted: int) -> bool:
-    return logprobs is None or len(logprobs.top_ids) < wanted
+def _are_first_tokens_of(params: KVTransferParams, add: AddRequest, seed: int | None) -> bool:
+    """Whether this request would draw the same first tokens here, and they tell all that it asks.
+
+    Args:
+        seed: the client's own, if any.
+    """
+    sampling, wanted = add.sampling, add.sampling.num_logprobs
+    return (
+        add.max_tokens > 0
+        and len(params.first_tokens) == add.num_choices
+        and params.sampling_digest == kv_params.sampling_digest(sampling, add.stop_token_ids)
+        and (sampling.temperature <= 0 or seed in (None, params.seed))
+        and (wanted is None or all(_tells(token, wanted) for token in params.first_tokens))
+    )
 
 
-def _reject(field: str, problem: str) -> None:
+def _tells(token: FirstToken, num_logprobs: int) -> bool:
+    return token.logprobs is not None and len(token.logprobs.top_ids) >= num_logprobs
+
+
+def _reject(field: str, problem: str) -> NoReturn:
     name = f"kv_transfer_params.{field}"
-    raise KVParamsRejected(f"{name} {problem}: prefill this request anew", param=name)
+    raise KVParamsRejected(
+        f"{name} {problem}: the router must ask both servers for the same prompt", param=name
+    )

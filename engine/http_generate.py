@@ -241,22 +241,20 @@ class Api:
         sampling = parsed.sampling(seed)
         end_ids = [] if parsed.ignore_eos else list(self.tokenizer.eos_ids)
         stop_token_ids = [*end_ids, *(i for i in parsed.stop_token_ids if i not in end_ids)]
-        extras = self.hooks.prepare(parsed, prompts, sampling, stop_token_ids)
         digest = text_digest(parsed, self.tokenizer) if parsed.is_prefill else None
         # Unique even where a client uses one X-Request-Id twice, and short whatever it sent.
         unique = f"{(current_request_id() or '')[:64]}-{secrets.token_hex(6)}"
-        common = {
-            "sampling": sampling,
-            "stop_token_ids": stop_token_ids,
-            "num_choices": parsed.num_candidates,
-            "num_prompt_logprobs": parsed.num_prompt_logprobs,
-            "text_digest": digest,
-        }
-        return [
+        adds = [
             AddRequest(
                 request_id=f"{unique}-{index}",
                 token_ids=ids,
-                **{**common, "max_tokens": limits[index], **extras[index]},
+                sampling=sampling,
+                max_tokens=limits[index],
+                stop_token_ids=stop_token_ids,
+                num_choices=parsed.num_candidates,
+                num_prompt_logprobs=parsed.num_prompt_logprobs,
+                text_digest=digest,
             )
             for index, ids in enumerate(prompts)
         ]
+        return self.hooks.prepare(parsed, adds, ready)

@@ -1,9 +1,9 @@
 """What engine/http.py needs to be told by the server that it serves."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from protocol.messages import AddRequest, EngineInput, EngineReady, SamplingParams, TokenDelta
+from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai import GenerationRequest
 
 
@@ -30,18 +30,14 @@ class ServerHooks:
     role: str = "both"
 
     def prepare(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[list[int]],
-        sampling: SamplingParams,
-        stop_token_ids: Sequence[int] = (),
-    ) -> Sequence[Mapping[str, Any]]:
-        """Per prompt, members of its AddRequest (retain_kv, remote, kv_rejected, sampling, ...).
+        self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
+    ) -> list[AddRequest]:
+        """The engine's requests, one per prompt, with what `kv_transfer_params` asks for.
 
         Raises:
             KVParamsRejected: the request's kv_transfer_params cannot be honoured.
         """
-        return [{} for _ in prompts]
+        return adds
 
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         """The text digest and the token ids of the one prompt, where a holder of the cluster

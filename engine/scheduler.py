@@ -247,7 +247,7 @@ class Scheduler:
         """Takes cached blocks and allocates the rest, or changes nothing and answers False."""
         num_tokens = len(sequence.token_ids)
         if sequence.remote is not None:
-            num_tokens = sequence.num_prompt_tokens  # what there is to receive
+            num_tokens = sequence.num_prompt_tokens  # what needs blocks now
         hits = self._match(sequence)
         self.allocator.share(hits)
         needed = -(-num_tokens // self.limits.block_size) - len(hits)
@@ -301,8 +301,8 @@ class Scheduler:
     def received(self, sequence: Sequence) -> None:
         """The pull is done and fenced: the bytes are the prompt's, and may be used."""
         self.allocator.received(self._fresh_blocks(sequence))
-        sequence.num_transferred = sequence.num_prompt_tokens - sequence.num_computed
-        sequence.num_computed = sequence.num_prompt_tokens
+        sequence.num_transferred = sequence.num_to_receive - sequence.num_computed
+        sequence.num_computed = sequence.num_to_receive
         self._leave_receiving(sequence)
         self.publish(sequence)
         self.fork_choices(sequence)
@@ -424,12 +424,9 @@ class Scheduler:
         sequence.num_launched -= item.num_tokens
         sequence.num_computed += item.num_tokens
         sequence.num_awaited -= bool(item.draws)
-        if (
-            was_prompt
-            and sequence.num_computed >= sequence.num_prompt_tokens
-            and not sequence.num_transferred
-        ):
-            sequence.num_recomputed = sequence.num_prompt_tokens - sequence.num_skipped
+        if was_prompt and sequence.num_computed >= sequence.num_prompt_tokens:
+            found = sequence.num_skipped + sequence.num_transferred
+            sequence.num_recomputed = sequence.num_prompt_tokens - found
         self.publish(sequence)
 
     def publish(self, sequence: Sequence) -> None:

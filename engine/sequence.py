@@ -121,6 +121,13 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_to_receive(self) -> int:
+        """Prompt tokens whose KV is pulled, while that is to come: all of them, but for the last
+        where the first token is drawn here, from its logits."""
+        assert self.remote is not None
+        return self.num_prompt_tokens - (not self.remote.first_tokens)
+
+    @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) + self.num_awaited - self.num_computed - self.num_launched
 
@@ -221,14 +228,11 @@ class Sequence:
         return None
 
     def usage(self) -> KVUsage:
-        """Where the prompt's KV came from. Tokens computed on either server are not cached:
-        a recompute here touches [num_skipped, prompt), the prefill server's work [its hit, prompt).
-        """
+        """Where the prompt's KV came from. Tokens computed on either server are not cached: what
+        is computed here ends the prompt, and so does the prefill server's work, after its hit."""
         cached = self.num_skipped
         if self.num_cached_remotely is not None:
-            cached = self.num_cached_remotely
-            if self.num_recomputed:
-                cached = min(cached, self.num_skipped)
+            cached = min(self.num_cached_remotely, self.num_prompt_tokens - self.num_recomputed)
         return KVUsage(
             transferred=self.num_transferred,
             recomputed=self.num_recomputed,

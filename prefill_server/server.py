@@ -1,7 +1,9 @@
 """The prefill server's HTTP side: which requests keep their KV, and what the answer adds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine.http_hooks import ServerHooks, nothing
 from engine.http_middleware import KV_PARAMS_BYTES, LOGPROB_BYTES
@@ -13,7 +15,6 @@ from protocol.messages import (
     AddRequest,
     EngineInput,
     EngineReady,
-    SamplingParams,
     TokenDelta,
 )
 from protocol.openai import GenerationRequest
@@ -34,14 +35,10 @@ class PrefillHooks(ServerHooks):
         self._num_batch_blocks = 0  # of unanswered requests with several prompts
 
     def prepare(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[list[int]],
-        sampling: SamplingParams,
-        stop_token_ids: Sequence[int] = (),
-    ) -> Sequence[Mapping[str, Any]]:
+        self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
+    ) -> list[AddRequest]:
         if not kv_params.is_prefill_request(request.kv_transfer_params):
-            return [{} for _ in prompts]
+            return adds
         if request.token_limit != 1 or request.stream:
             limit = shown(request.token_limit)
             raise InvalidRequest(
@@ -49,7 +46,7 @@ class PrefillHooks(ServerHooks):
                 f"stream false; it has max_tokens {limit}, stream {shown(request.stream)}",
                 param="kv_transfer_params.do_remote_decode",
             )
-        return [{"retain_kv": True} for _ in prompts]
+        return [replace(add, retain_kv=True) for add in adds]
 
     def admit(
         self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None

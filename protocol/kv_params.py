@@ -13,7 +13,6 @@ import hmac
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -194,47 +193,38 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
 
 
 def sampling_digest(sampling: SamplingParams, stop_token_ids: Sequence[int] = ()) -> str:
-    """SHA-256 over what shapes the distribution the first token was drawn from.
+    """SHA-256 over what the first token depends on, beside the prompt's logits and the seed, which
+    travels. This is where it says what that is; tests/engine/test_first_token.py holds it to it.
 
-    The seed is not in it (it travels), nor what only changes the report (logprobs).
+    Greedy draws know no shape of a distribution. Presence and frequency penalties begin with the
+    second token. Stop tokens matter while they are banned, and to a grammar, which allows only
+    those of them. Samplers compute in float32, so that is what numbers are compared in.
 
     Args:
-        stop_token_ids: of the request; no first token may be one of them where min_tokens is set.
+        stop_token_ids: of the request, ends of sequence included.
     """
-    numbers = (
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty,
-    )
-    return _shape_digest(
-        numbers,
-        sampling.top_k,
-        tuple(sorted(sampling.logit_bias.items())),
-        tuple(sorted(set(stop_token_ids))) if sampling.min_tokens > 0 else (),
-        None if sampling.grammar is None else (sampling.grammar.kind, sampling.grammar.text),
-    )
-
-
-@lru_cache(maxsize=64)  # most requests of a client, and all that give nothing, have one shape
-def _shape_digest(
-    numbers: tuple[float, ...],
-    top_k: int,
-    logit_bias: tuple[tuple[int, float], ...],
-    stop_token_ids: tuple[int, ...],
-    grammar: tuple[str, str] | None,
-) -> str:
+    is_greedy = sampling.temperature <= 0
+    drawn_from = (sampling.temperature, sampling.top_p, sampling.min_p)
+    bias = ((token, *float_bits([value])) for token, value in sampling.logit_bias.items())
+    stop = sorted(set(stop_token_ids))
+    is_banned = sampling.min_tokens > 0 and bool(stop)
+    grammar = sampling.grammar
     shape = [
-        [_float_text(value) for value in numbers],
-        top_k,
-        [[token, _float_text(bias)] for token, bias in logit_bias],
-        stop_token_ids,
-        grammar,
+        None if is_greedy else [*float_bits(drawn_from), sampling.top_k],
+        float_bits([sampling.repetition_penalty]),
+        sorted((token, bits) for token, bits in bias if bits),
+        is_banned,
+        stop if is_banned or grammar else [],
+        grammar and [grammar.kind, grammar.text],
     ]
     text = json.dumps(shape, separators=(",", ":"))
     return hashlib.sha256(b"baton sampling\0" + text.encode()).hexdigest()
+
+
+def float_bits(values: Sequence[float]) -> tuple[int, ...]:
+    """Float32 bit patterns; -0.0 is 0.0, as some languages write it."""
+    packed = struct.pack(f"<{len(values)}f", *[value + 0.0 for value in values])
+    return struct.unpack(f"<{len(values)}I", packed)
 
 
 def to_remote_prefill(params: KVTransferParams, *, sender_releases: bool = False) -> RemotePrefill:

@@ -72,7 +72,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int  # tokens whose KV the blocks hold: the whole prompt
     cached_tokens: int  # of those, what the prefill server did not compute
     tp_size: int
-    first_tokens: list[FirstToken]  # one per choice
+    first_tokens: list[FirstToken]  # one per choice, or none: the decode server draws them itself
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # of every prompt token, if asked for
     sender_releases: bool = False  # ends the lease itself where nothing was read; kv_params
 

@@ -102,6 +102,8 @@ TABLE = (
          "Failed pulls by the error's code.", ("code",)),
     Spec("baton_kv_params_rejected", "counter", "engine",
          "Offered kv_transfer_params that were not used."),
+    Spec("baton_kv_first_tokens_redrawn", "counter", "engine",
+         "First tokens not taken over with the KV: P had drawn them in another way."),
     Spec("baton_requests_locked_out", "counter", "engine",
          "Requests refused because hanging reads held the KV blocks they needed."),
     Spec("baton_kv_recoveries", "counter", "engine",

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from decode_server.failure import FailurePolicy
 from decode_server.role import DecodeRole
@@ -254,21 +255,22 @@ class Pair:
         sampling: SamplingParams | None = None,
         *,
         aborted: bool = False,
+        redrawn: bool = False,
         **members: Any,
     ) -> str:
-        """Gives D the request with its reference, and an abort at once if told so; returns its
-        name."""
+        """Gives D the request with its reference (`redrawn`: without first tokens), and an abort
+        at once if told so; returns its name."""
         name = f"d{next(_names)}"
         parsed = kv_params.parse(params)
         parsed.verify(SECRET)
+        lent = kv_params.sender_releases(params)
+        remote = kv_params.to_remote_prefill(parsed, sender_releases=lent)
         request = AddRequest(
             request_id=name,
             token_ids=list(prompt),
             sampling=sampling or SamplingParams(temperature=0.0),
             max_tokens=max_tokens,
-            remote=kv_params.to_remote_prefill(
-                parsed, sender_releases=kv_params.sender_releases(params)
-            ),
+            remote=replace(remote, first_tokens=[]) if redrawn else remote,
             **members,
         )
         self.d.core.round([request, AbortRequest(name)] if aborted else [request])

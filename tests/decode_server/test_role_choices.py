@@ -117,30 +117,54 @@ def test_prompt_logprobs_come_with_the_reference(make_pair: MakePair, num_top: i
     pair.settle()
 
 
+@pytest.mark.parametrize("num_top", [None, 1])
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("length", [1, 4, 5, 8, 9, 14])
+def test_first_tokens_are_drawn_from_kv_that_was_pulled(
+    make_pair: MakePair, length: int, num_choices: int, num_top: int | None
+) -> None:
+    pair, prompt = make_pair(), PROMPT[:length]
+    for skipped in (0, (length - 1) // 4 * 4):
+        params = pair.prefill(prompt, num_choices=2, num_prompt_logprobs=num_top)
+        steps = pair.d.executor.num_tokens
+        name = pair.ask(
+            prompt, params, redrawn=True, num_choices=num_choices, num_prompt_logprobs=num_top
+        )
+        assert pair.answers(name, num_choices) == _expected(prompt, num_choices)
+        assert pair.usage(name) == (length - 1 - skipped, 1, skipped)
+        num_outputs = num_choices * 5
+        assert pair.d.executor.num_tokens == steps + 1 + num_outputs, "and the last of the prompt"
+        if num_top is not None:
+            assert pair.d.out.prompt_logprobs(name) == expected_scores(prompt, num_top)
+        pair.settle()
+    assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 2
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize(
-    ("asked", "wanted"),
-    [
-        ({}, {"num_prompt_logprobs": 0}),
-        ({"num_prompt_logprobs": 1}, {"num_prompt_logprobs": 2}),
-        ({"num_choices": 2}, {"num_choices": 3}),
-        ({"num_choices": 2}, {}),
-    ],
-)
-def test_a_reference_that_lacks_what_is_asked_for_is_not_used(
-    make_pair: MakePair, asked: dict[str, int], wanted: dict[str, int], policy: str
+def test_a_failed_pull_of_a_request_that_draws_its_first_token(
+    make_pair: MakePair, policy: str
 ) -> None:
     pair = make_pair(policy=policy)
-    num_choices = wanted.get("num_choices", 1)
-    name = pair.ask(PROMPT, pair.prefill(PROMPT, **asked), **wanted)
+    params = pair.prefill(PROMPT)
+    pair.d.agent.fail(1)
+    name = pair.ask(PROMPT, params, redrawn=True)
+    pair.until(lambda: bool(pair.d.out.terminals(name)))
     if policy == "recompute":
-        assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
-        if "num_prompt_logprobs" in wanted:
-            expected = expected_scores(PROMPT, wanted["num_prompt_logprobs"])
-            assert pair.d.out.prompt_logprobs(name) == expected
+        assert pair.answer(name) == expected_output(PROMPT, 6)
+        assert pair.usage(name) == (0, 14, 0)
     else:
         (end,) = pair.d.out.terminals(name)
-        assert end.error is not None and end.error.code == "kv_transfer_params_rejected"
+        assert end.error is not None and end.error.code == "transfer_failed"
+    pair.settle()
+
+
+def test_a_request_that_only_scores_takes_no_token_from_elsewhere(make_pair: MakePair) -> None:
+    pair = make_pair()
+    params = pair.prefill(PROMPT, num_prompt_logprobs=1)
+    name = pair.ask(PROMPT, params, 0, redrawn=True, num_prompt_logprobs=1)
+    assert pair.answer(name) == []
+    assert pair.d.out.prompt_logprobs(name) == expected_scores(PROMPT, 1)
+    assert pair.usage(name) == (13, 1, 0)
     pair.settle()
 
 

@@ -221,7 +221,7 @@ class _Mixture:
             stop_token_ids=rng.choices(range(50), k=rng.randint(0, 4)),
             num_prompt_logprobs=num_scores,
         )
-        has_remote = request.max_tokens and not self._is_refused(request) and rng.random() < 0.7
+        has_remote = not self._is_refused(request) and rng.random() < 0.7
         return self._with_remote(request) if has_remote else request
 
     def _is_refused(self, request: AddRequest) -> bool:
@@ -235,8 +235,8 @@ class _Mixture:
         firsts = [_expected(self.compiler, request, choice, 1)[0] for choice in choices]
         if not all(firsts):
             return request
-        scores = None
-        if request.num_prompt_logprobs is not None and rng.random() < 0.9:
+        scores, redrawn = None, not request.max_tokens or rng.random() < 0.2
+        if request.num_prompt_logprobs is not None:
             scores = expected_scores(prompt, request.num_prompt_logprobs)
         remote = RemotePrefill(
             host="h",
@@ -251,7 +251,7 @@ class _Mixture:
             num_tokens=len(prompt),
             cached_tokens=rng.randrange(len(prompt)),
             tp_size=1,
-            first_tokens=[FirstToken(token) for (token,) in firsts][rng.random() < 0.05 :],
+            first_tokens=[FirstToken(token) for (token,) in firsts if not redrawn],
             prompt_logprobs=scores,
             sender_releases=rng.random() < 0.5,
         )

@@ -10,11 +10,19 @@ from decode_server.failure import FailurePolicy
 from decode_server.server import DecodeHooks
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
-from protocol.messages import FirstToken, ReleaseRemote, SamplingParams
-from protocol.openai import GenerationRequest, parse_completion
+from protocol.messages import (
+    AddRequest,
+    EngineReady,
+    FirstToken,
+    ReleaseRemote,
+    SamplingParams,
+    TokenLogprobs,
+)
+from protocol.openai import parse_completion
 
 _SECRET = b"the cluster's secret"
 _PROMPT = [5, 6, 7, 8, 9]
+_READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=50)
 
 
 def _params(**changes: Any) -> dict[str, Any]:
@@ -40,30 +48,73 @@ def _params(**changes: Any) -> dict[str, Any]:
     return kv_params.build(_SECRET, **{**fields, **changes}).to_json()
 
 
-def _request(offered: object, **members: Any) -> GenerationRequest:
+def _prepare(offered: object, policy: str = "recompute", **members: Any) -> AddRequest:
     body = {"model": "m", "prompt": _PROMPT, "temperature": 0.5, "kv_transfer_params": offered}
-    return parse_completion({**body, **members})
-
-
-def _prepare(offered: object, policy: str = "recompute", **members: Any) -> dict[str, Any]:
-    request = _request(offered, **members)
-    seed = 99 if request.seed is None else request.seed
+    request = parse_completion({**body, **members})
+    add = AddRequest(
+        request_id="r",
+        token_ids=_PROMPT,
+        sampling=request.sampling(99 if request.seed is None else request.seed),
+        max_tokens=request.token_limit if request.token_limit is not None else 9,
+        stop_token_ids=[2, *request.stop_token_ids],
+        num_choices=request.num_candidates,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+    )
     hooks = DecodeHooks(_SECRET, FailurePolicy(policy))
-    (extra,) = hooks.prepare(request, [_PROMPT], request.sampling(seed))
-    return dict(extra)
+    (prepared,) = hooks.prepare(request, [add], _READY)
+    return prepared
 
 
 def test_a_signed_reference_of_this_request_is_used_with_its_seed() -> None:
-    extra = _prepare(_params())
-    assert extra["remote"].block_ids == [3, 4]
-    assert extra["remote"].first_tokens == [FirstToken(42)]
-    assert extra["sampling"].seed == 7, "without a seed of its own the request takes the prefill's"
-    assert "kv_rejected" not in extra
+    prepared = _prepare(_params())
+    assert prepared.remote and prepared.remote.block_ids == [3, 4]
+    assert prepared.remote.first_tokens == [FirstToken(42)]
+    assert prepared.sampling.seed == 7, "without a seed of its own it takes the prefill's"
+    assert prepared.kv_rejected is None
+
+
+_LOGPROBS = [FirstToken(42, TokenLogprobs(-0.5, [42], [-0.5]))]
+_OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another temperature": ({}, {"temperature": 0.6}),
+    "another seed": ({}, {"seed": 8}),
+    "greedy here": ({}, {"temperature": 0}),
+    "its ends banned here": ({}, {"min_tokens": 1}),
+    "a grammar here": ({}, {"guided_regex": "a*"}),
+    "no logprobs": ({}, {"logprobs": 0}),
+    "too few logprobs": ({"first_tokens": _LOGPROBS}, {"logprobs": 2}),
+    "more choices here": ({}, {"n": 2}),
+    "fewer choices here": ({"first_tokens": [FirstToken(42), FirstToken(43)]}, {}),
+    "no token wanted": ({}, {"max_tokens": 0}),
+}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("name", _OTHERWISE)
+def test_a_first_token_drawn_in_another_way_is_drawn_here_and_the_kv_is_used(
+    name: str, policy: str
+) -> None:
+    fields, members = _OTHERWISE[name]
+    prepared = _prepare(_params(**fields), policy, **members)
+    assert prepared.remote and prepared.remote.block_ids == [3, 4]
+    assert prepared.remote.first_tokens == [] and prepared.kv_rejected is None
+    assert prepared.sampling.seed == members.get("seed", 99), "its own, as if it came alone"
+
+
+@pytest.mark.parametrize(
+    "members",
+    [{"presence_penalty": 1}, {"logit_bias": {"5": 0}}, {"top_k": -1}, {"max_tokens": 1}],
+)
+def test_what_begins_with_the_second_token_leaves_the_first_one_alone(
+    members: dict[str, Any],
+) -> None:
+    remote = _prepare(_params(), **members).remote
+    assert remote and remote.first_tokens == [FirstToken(42)]
 
 
 @pytest.mark.parametrize("absent", [None, {}, {"do_remote_prefill": False}])
 def test_no_reference_means_a_request_of_ones_own(absent: object) -> None:
-    assert _prepare(absent) == {}
+    prepared = _prepare(absent)
+    assert prepared.remote is None and prepared.kv_rejected is None
 
 
 def _forge(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -72,16 +123,16 @@ def _forge(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     return params
 
 
-_WRONG = {
+_ROWS = [None, *[TokenLogprobs(-0.5, [1], [-0.5])] * 4]
+_WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another host": (_forge(lambda p: p.update(remote_host="10.9.9.9")), {}),
     "another block": (_forge(lambda p: p["remote_block_ids"].__setitem__(0, 1)), {}),
     "another first token": (_forge(lambda p: p["first_tokens"][0].update(id=1)), {}),
     "another secret": (_forge(lambda p: p.update(signature="00" * 32)), {}),
     "another prompt": (_params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 1])), {}),
     "another length": (_params(remote_num_tokens=6), {}),
-    "another temperature": (_params(), {"temperature": 0.6}),
-    "another seed": (_params(), {"seed": 8}),
-    "too few logprobs": (_params(), {"logprobs": 2}),
+    "no logprobs of the prompt": (_params(), {"prompt_logprobs": 0}),
+    "too few logprobs of the prompt": (_params(prompt_logprobs=_ROWS), {"prompt_logprobs": 2}),
 }
 
 
@@ -92,11 +143,11 @@ def _signed(offered: object) -> list[kv_params.KVTransferParams]:
 @pytest.mark.parametrize("name", _WRONG)
 def test_a_wrong_reference_is_computed_here_or_refused(name: str) -> None:
     offered, members = _WRONG[name]
-    extra = _prepare(offered, **members)
-    assert "remote" not in extra and extra["kv_rejected"]
+    prepared = _prepare(offered, **members)
+    assert prepared.remote is None and prepared.kv_rejected
     # Who signed it can be told that it is of no use; a forged one names nobody to be told.
-    is_forged = isinstance(offered, dict) and kv_params.parse(offered) not in _signed(offered)
-    assert (extra["kv_unused"] is None) == is_forged
+    is_forged = kv_params.parse(offered) not in _signed(offered)
+    assert (prepared.kv_unused is None) == is_forged
     with pytest.raises(KVParamsRejected) as refused:
         _prepare(offered, policy="fail", **members)
     assert refused.value.param and refused.value.param.startswith("kv_transfer_params")
@@ -113,7 +164,8 @@ def test_the_authentic_references_of_a_refused_request_are_released() -> None:
 @pytest.mark.parametrize("said", [True, False, None, "yes"])
 def test_a_lease_is_the_senders_to_end_where_they_say_so(said: object) -> None:
     lent = {**_params(), "sender_releases": said}
-    assert _prepare(lent)["remote"].sender_releases is (said is True)
+    remote = _prepare(lent).remote
+    assert remote and remote.sender_releases is (said is True)
     assert kv_params.sender_releases([lent, lent]) is (said is True)
     assert not kv_params.sender_releases([lent, _params()])
     assert not any(kv_params.sender_releases(other) for other in (None, [], {}, "x", [None]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 
 from engine.http import ServerHooks
 from engine.tokenizer import Tokenizer
@@ -196,10 +197,10 @@ async def test_the_openai_client_understands_us(tokenizer: Tokenizer) -> None:
 class RecordingHooks(ServerHooks):
     role = "prefill"
 
-    def prepare(self, request: Any, prompts: Any, sampling: Any, stop_token_ids: Any) -> Any:
+    def prepare(self, request: Any, adds: Any, ready: Any) -> Any:
         if request.kv_transfer_params == {"bad": True}:
             raise KVParamsRejected("`kv_transfer_params.bad` is true.", param="kv_transfer_params")
-        return [{"retain_kv": request.kv_transfer_params is not None} for _ in prompts]
+        return [replace(add, retain_kv=request.kv_transfer_params is not None) for add in adds]
 
     def finish(self, finals: Any) -> dict[str, Any]:
         return {"kv_transfer_params": [final.usage.transferred for final in finals]}

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.http import ServerHooks
 from engine.http_generate import Api
@@ -340,8 +341,8 @@ async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(
     """The KV of a call's first prompts is leased while its last one is still computed."""
 
     class Retaining(ServerHooks):
-        def prepare(self, request: Any, prompts: Any, sampling: Any, ids: Any = ()) -> Any:
-            return [{"retain_kv": True} for _ in prompts]
+        def prepare(self, request: Any, adds: Any, ready: Any) -> Any:
+            return [replace(add, retain_kv=True) for add in adds]
 
     told = asyncio.Event()
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.http import ServerHooks
 from engine.tokenizer import Tokenizer
@@ -20,8 +21,8 @@ class Retaining(ServerHooks):
     def __init__(self, num_bytes: int | None) -> None:
         self._num_bytes = num_bytes
 
-    def prepare(self, request: Any, prompts: Any, sampling: Any, ids: Any = ()) -> Any:
-        return [{"retain_kv": True} for _ in prompts]
+    def prepare(self, request: Any, adds: Any, ready: Any) -> Any:
+        return [replace(add, retain_kv=True) for add in adds]
 
     def finish(self, finals: Any) -> dict[str, Any]:
         return {} if self._num_bytes is None else {"kv_transfer_params": "x" * self._num_bytes}

@@ -23,19 +23,19 @@ _ASK = {
 }
 
 
-def _prepare(**members: Any) -> list[dict[str, Any]]:
+def _prepare(**members: Any) -> list[bool]:
     body = {"model": "m", "prompt": [[1, 2], [3]], "max_tokens": 1, "kv_transfer_params": _ASK}
     request = parse_completion({**body, **members})
-    extras = PrefillHooks(b"secret").prepare(request, [[1, 2], [3]], SamplingParams())
-    return [dict(extra) for extra in extras]
+    adds = _adds(2, 1, retain_kv=False)
+    return [add.retain_kv for add in PrefillHooks(b"secret").prepare(request, adds, _READY)]
 
 
 def test_do_remote_decode_retains_the_kv_of_every_prompt() -> None:
-    assert _prepare() == [{"retain_kv": True}, {"retain_kv": True}]
+    assert _prepare() == [True, True]
 
 
 def test_an_ordinary_request_retains_nothing() -> None:
-    assert _prepare(kv_transfer_params=None, max_tokens=9) == [{}, {}]
+    assert _prepare(kv_transfer_params=None, max_tokens=9) == [False, False]
 
 
 @pytest.mark.parametrize("members", [{"max_tokens": 2}, {"stream": True}])

@@ -18,7 +18,7 @@ from protocol.kv_params import (
     sampling_digest,
     to_remote_prefill,
 )
-from protocol.messages import FirstToken, Grammar, SamplingParams, TokenLogprobs
+from protocol.messages import FirstToken, SamplingParams, TokenLogprobs
 
 SECRET = b"cluster secret"
 
@@ -288,26 +288,3 @@ def test_prompt_logprobs_of_a_wrong_shape_are_refused(rows: object) -> None:
 def test_prompt_digest_tells_prompts_apart() -> None:
     prompts = [[], [0], [0, 0], [1, 2], [2, 1], [258], [1 << 40]]
     assert len({prompt_digest(prompt) for prompt in prompts}) == len(prompts)
-
-
-def test_sampling_digest_covers_the_distribution_and_nothing_else() -> None:
-    base = sampling_digest(SamplingParams())
-    changes: list[dict[str, Any]] = [
-        {"temperature": 0.5},
-        {"top_p": 0.9},
-        {"top_k": 3},
-        {"min_p": 0.1},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": 0.1},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": {5: 1.0}},
-        {"logit_bias": {5: 2.0}},
-        {"grammar": Grammar("json_object")},
-        {"grammar": Grammar("regex", "a*")},
-    ]
-    digests = {sampling_digest(SamplingParams(**changed)) for changed in changes}
-    assert len(digests - {base}) == len(changes)
-    assert sampling_digest(SamplingParams(), [2]) == base, "ends are banned by min_tokens only"
-    banned = {sampling_digest(SamplingParams(min_tokens=1), ends) for ends in ([2], [3], [2, 3])}
-    assert len(banned) == 3 and base not in banned
-    assert sampling_digest(SamplingParams(seed=5, num_logprobs=3, choice_index=1)) == base

@@ -1,0 +1,124 @@
+"""Routers that nobody here wrote, between a prefill and a decode server of ours: all KV moves, and
+answers are those of the decode server alone."""
+
+import itertools
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from protocol import lifecycle
+from tests.e2e.client import MODEL, TIMEOUT_S, complete_all, parse_kv, stream, streamed_token_ids
+from tests.e2e.cluster import Cluster, Server, running, wait_until
+from tests.e2e.plain_http import http
+from tests.e2e.test_equality import make_prompt
+from tests.ports import kept_ports
+
+pytestmark = pytest.mark.usefixtures("all_blocks_return")
+
+_ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent)) or "vllm-router"
+_seeds = itertools.count(20_000)
+
+
+@pytest.fixture(scope="module")
+def vllm_router(tiny_cluster: Cluster) -> Iterator[str]:
+    (p,), (d,) = tiny_cluster.prefill, tiny_cluster.decode
+    with kept_ports(2) as (port, metrics_port):
+        argv = [_ROUTER, "--vllm-pd-disaggregation", "--prefill", p.url, "--decode", d.url]
+        argv += ["--port", str(port), "--prometheus-port", str(metrics_port)]
+        argv += ["--policy", "round_robin", "--log-level", "warning"]
+        router = Server("vllm-router", lifecycle.spawn(argv, name="vllm-router"), port, {})
+        with running(router):
+            wait_until(lambda: _is_up(router), 60)
+            yield router.url
+
+
+def _is_up(router: Server) -> bool:
+    assert not router.child.exited.is_set(), router.child.reason()
+    try:
+        return http.get(f"{router.url}/health", timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _prompt(length: int = 70) -> list[int]:
+    """That no server has seen."""
+    return make_prompt(next(_seeds), length)
+
+
+def _post(url: str, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    response = http.post(f"{url}{path}", json={"model": MODEL, **body}, timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    return response.json(), parse_kv(response.headers["x-baton-kv"])
+
+
+def _choices(answer: dict[str, Any]) -> list[Any]:
+    """Without numbers that computing a prompt in other pieces may round in another way."""
+    return [
+        (choice.get("text"), choice.get("message"), choice["finish_reason"])
+        for choice in answer["choices"]
+    ]
+
+
+_DRAWN = {"temperature": 1.2, "seed": 7}
+_ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "drawn": _DRAWN,
+    "drawn, choices": {**_DRAWN, "n": 3},
+    "ends banned": {"temperature": 0, "min_tokens": 5},
+    "penalties": {**_DRAWN, "repetition_penalty": 1.3, "logit_bias": {"65": 2.5}},
+    "a grammar": {**_DRAWN, "guided_regex": "[a-z ]{3,9}"},
+    "ends ignored": {"temperature": 0, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("name", _ASKED)
+def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
+    vllm_router: str, tiny_cluster: Cluster, name: str
+) -> None:
+    prompt = _prompt()
+    body = {"prompt": prompt, "max_tokens": 12, **_ASKED[name]}
+    through, kv = _post(vllm_router, "/v1/completions", body)
+    assert kv["transferred"] >= len(prompt) - 1 and kv["skipped"] == 0
+    alone, _ = _post(tiny_cluster.decode[0].url, "/v1/completions", body)
+    assert _choices(through) == _choices(alone)
+    for counted in ("prompt_tokens", "completion_tokens"):
+        assert through["usage"][counted] == alone["usage"][counted]
+
+
+def test_vllm_router_chats(vllm_router: str, tiny_cluster: Cluster) -> None:
+    messages = [{"role": "user", "content": f"Tell me of number {next(_seeds)}."}]
+    body = {"messages": messages, "max_tokens": 12, **_DRAWN}
+    through, kv = _post(vllm_router, "/v1/chat/completions", body)
+    assert kv["transferred"] > 0 and kv["recomputed"] <= 1
+    alone, _ = _post(tiny_cluster.decode[0].url, "/v1/chat/completions", body)
+    assert _choices(through) == _choices(alone)
+
+
+def test_vllm_router_streams(vllm_router: str, tiny_cluster: Cluster) -> None:
+    prompt = _prompt()
+    events = stream(vllm_router, prompt, 9, **_DRAWN)
+    alone = stream(tiny_cluster.decode[0].url, prompt, 9, **_DRAWN)
+    assert streamed_token_ids(events) == streamed_token_ids(alone)
+    kv = next(e["baton_kv"] for e in reversed(events[:-1]) if "baton_kv" in e)
+    assert kv == {"transferred": 70, "recomputed": 0, "skipped": 0}, "no end is banned on either"
+
+
+def test_vllm_router_has_every_prompt_transferred(vllm_router: str, tiny_cluster: Cluster) -> None:
+    before = tiny_cluster.decode[0].metrics()
+    prompts = [_prompt(20 + 3 * index) for index in range(24)]
+    for start in range(0, len(prompts), 8):
+        complete_all(vllm_router, prompts[start : start + 8], ignore_eos=False)
+
+    def grown(name: str) -> float:
+        after = tiny_cluster.decode[0].metrics()
+        return sum(after[series] - before.get(series, 0) for series in after if name in series)
+
+    wait_until(lambda: grown("baton_kv_first_tokens_redrawn") >= 24)
+    assert grown('baton_kv_transfers_total{outcome="done"') == 24
+    assert grown("baton_kv_params_rejected") == 0
+    assert grown('source="recomputed"') == 24, "the last token of each"

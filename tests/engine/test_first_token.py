@@ -1,0 +1,163 @@
+"""What the sampling digest covers is what the first token depends on, as engines draw it.
+
+The oracle is the drawing itself: book, shaper, grammar masks and sampler over random logits.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.grammar import GrammarCompiler
+from engine.sampler import SamplingBatch, sample
+from engine.sequence import Phase, Sequence
+from engine.shaping import LogitShaper, ShapeBook
+from protocol.kv_params import sampling_digest
+from protocol.messages import AddRequest, Grammar, SamplingParams
+from tests.make_models import ensure_model
+
+_VOCAB = 512
+_ROWS = 24
+_PROMPT = [5, 300, 7]
+_END = 2  # of sequence, in the tests' models
+_SCALES = torch.linspace(0.5, 6.0, _ROWS)[:, None]
+_LOGITS = _SCALES * torch.randn(_ROWS, _VOCAB, generator=torch.Generator().manual_seed(3))
+_LOGITS[:, [_END, 5, 9]] += 2 * _SCALES  # so that bans, penalties and biases meet them
+_LOGITS[:, 4] -= 3 * _SCALES.squeeze(1)
+_OPTIONS: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.7, 0.7 + 1e-12, 1.5],
+    "top_p": [1.0, 0.6],
+    "top_k": [0, 3],
+    "min_p": [0.0, 0.2],
+    "presence_penalty": [0.0, 1.5],
+    "frequency_penalty": [0.0, -1.5],
+    "repetition_penalty": [1.0, 3.0],
+    "logit_bias": [{}, {9: 0.0}, {9: -50.0}, {9: -50.0, 4: 1.0}],
+    "min_tokens": [0, 1, 4],
+    "grammar": [None, Grammar("regex", "[a-z0-9]*"), Grammar("regex", "[A-Z]+")],
+    "num_logprobs": [None, 2],
+}
+_STOPS = [[], [_END], [_END, _END, 9], [9, _END]]
+_params = st.fixed_dictionaries({name: st.sampled_from(some) for name, some in _OPTIONS.items()})
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(ensure_model("gqa"), _VOCAB, lambda: None)
+    yield made
+    made.close()
+
+
+def _first_tokens(
+    compiler: GrammarCompiler, params: dict[str, Any], stop: list[int], max_tokens: int = 9
+) -> list[int]:
+    """Drawn from each row of logits, with a seed of its own."""
+    rows = []
+    for seed in range(_ROWS):
+        request = AddRequest(
+            request_id=str(seed),
+            token_ids=_PROMPT,
+            sampling=SamplingParams(seed=seed, **params),
+            max_tokens=max_tokens,
+            stop_token_ids=stop,
+        )
+        row = Sequence.from_request(request)
+        row.phase = Phase.RUNNING
+        if request.sampling.grammar is not None:
+            row.grammar = compiler.state(request)
+        rows.append(row)
+    positions = [len(_PROMPT)] * _ROWS
+    shaper = LogitShaper(_VOCAB)
+    shaping = shaper.prepare(ShapeBook().plan(rows, positions))
+    if params["grammar"] is not None:
+        masks = compiler.masks([row.grammar for row in rows]).result()
+        shaping = shaper.masked(shaping, np.ascontiguousarray(masks))
+    batch = SamplingBatch.from_params([row.sampling for row in rows], positions)
+    tokens: list[int] = sample(_LOGITS.clone(), batch, shaping).token_ids.tolist()
+    return tokens
+
+
+@given(
+    one=_params, changed=_params, stops=st.tuples(*[st.sampled_from(_STOPS)] * 2), data=st.data()
+)
+@settings(deadline=None, max_examples=150)
+def test_property_equal_digests_mean_equal_first_tokens(
+    compiler: GrammarCompiler, one: Any, changed: Any, stops: Any, data: st.DataObject
+) -> None:
+    names = data.draw(st.sets(st.sampled_from(sorted(one)), max_size=3))
+    other = {**one, **{name: changed[name] for name in names}}
+    digests = [
+        sampling_digest(SamplingParams(**params), stop)
+        for params, stop in zip((one, other), stops, strict=True)
+    ]
+    if digests[0] == digests[1]:
+        drawn = _first_tokens(compiler, one, stops[0], max_tokens=1)
+        assert drawn == _first_tokens(compiler, other, stops[1])
+
+
+_PLAIN = {name: some[0] for name, some in _OPTIONS.items()}
+_WARM = {**_PLAIN, "temperature": 1.5}
+_LETTERS = {**_WARM, "grammar": Grammar("regex", "[a-z0-9]*")}
+_ENDS, _BANNED = ([_END], [_END]), {**_PLAIN, "min_tokens": 1}
+_CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[list[int], list[int]]]] = {
+    "temperature": (_PLAIN, _WARM, _ENDS),
+    "another temperature": (_WARM, {**_WARM, "temperature": 0.7}, _ENDS),
+    "top_p": (_WARM, {**_WARM, "top_p": 0.6}, _ENDS),
+    "top_k": (_WARM, {**_WARM, "top_k": 3}, _ENDS),
+    "min_p": (_WARM, {**_WARM, "min_p": 0.2}, _ENDS),
+    "repetition_penalty": (_PLAIN, {**_PLAIN, "repetition_penalty": 3.0}, _ENDS),
+    "logit_bias": (_PLAIN, {**_PLAIN, "logit_bias": {9: -50.0}}, _ENDS),
+    "min_tokens, as some routers set it": (_PLAIN, _BANNED, _ENDS),
+    "the ends that min_tokens bans": (_BANNED, _BANNED, ([_END], [_END, 9])),
+    "the ends that a grammar allows": (_LETTERS, _LETTERS, ([_END], [])),
+    "grammar": (_PLAIN, {**_PLAIN, "grammar": Grammar("regex", "[A-Z]+")}, _ENDS),
+    "a grammar's text": (_LETTERS, {**_LETTERS, "grammar": Grammar("regex", "[A-Z]+")}, _ENDS),
+}
+
+
+@pytest.mark.parametrize("name", _CHANGES)
+def test_what_changes_the_first_token_changes_the_digest(
+    compiler: GrammarCompiler, name: str
+) -> None:
+    one, other, stops = _CHANGES[name]
+    drawn = [_first_tokens(compiler, one, stops[0]), _first_tokens(compiler, other, stops[1])]
+    assert drawn[0] != drawn[1]
+    digests = [
+        sampling_digest(SamplingParams(**params), stop)
+        for params, stop in zip((one, other), stops, strict=True)
+    ]
+    assert digests[0] != digests[1]
+
+
+_COLD = {**_PLAIN, "top_p": 0.6, "top_k": 3, "min_p": 0.2}
+_NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[list[int], list[int]]]] = {
+    "what shapes a distribution, where the draw is greedy": (_PLAIN, _COLD, _ENDS),
+    "penalties on outputs": (
+        _PLAIN,
+        {**_PLAIN, "presence_penalty": 1.5, "frequency_penalty": -1.5},
+        _ENDS,
+    ),
+    "a bias of nothing": (_PLAIN, {**_PLAIN, "logit_bias": {9: 0.0}}, _ENDS),
+    "how long ends are banned": (_BANNED, {**_PLAIN, "min_tokens": 4}, _ENDS),
+    "a ban of nothing": (_PLAIN, _BANNED, ([], [])),
+    "ends that nothing bans": (_PLAIN, _PLAIN, ([_END], [9])),
+    "ends in another order": (_BANNED, _BANNED, ([_END, 9, 9], [9, _END])),
+    "a number as another language prints it": (
+        {**_WARM, "temperature": 0.7},
+        {**_WARM, "temperature": 0.7 + 1e-12},
+        _ENDS,
+    ),
+    "logprobs": (_PLAIN, {**_PLAIN, "num_logprobs": 2}, _ENDS),
+}
+
+
+@pytest.mark.parametrize("name", _NEUTRAL)
+def test_what_cannot_change_the_first_token_leaves_the_digest_alone(name: str) -> None:
+    one, other, stops = _NEUTRAL[name]
+    assert sampling_digest(SamplingParams(**one), stops[0]) == sampling_digest(
+        SamplingParams(**other, seed=5, choice_index=1), stops[1]
+    )

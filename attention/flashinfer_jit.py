@@ -8,7 +8,7 @@ the home directory in that.
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -25,9 +25,9 @@ logger = logging.getLogger("baton.engine")
 _BYTES_OF_A_COMPILER: Final = 4 * 2**30  # of memory, ample
 
 
-def modules_for(wanted: Wanted, device: torch.device, *, appends: bool) -> list[Any]:
-    """What steps over such a pool load, as FlashInfer's JitSpecs. One that is forgotten here is
-    compiled all the same, later and by itself.
+def modules_for(wanted: Wanted, device: torch.device, *, appends: bool) -> dict[str, Any]:
+    """What steps over such a pool load: FlashInfer's JitSpecs, by short names of ours. One that is
+    forgotten here is compiled all the same, later and by itself.
 
     Args:
         appends: whether FlashInfer stores keys and values, not a kernel of ours.
@@ -35,44 +35,46 @@ def modules_for(wanted: Wanted, device: torch.device, *, appends: bool) -> list[
     q, kv = (getattr(torch, name) for name in (wanted.dtype, wanted.kv_dtype))
     hopper = is_sm90a_supported(device)
     if wanted.is_latent:
-        backend = "fa3" if hopper else "fa2"
-        sizes = (LATENT_DIM, ROPE_DIM, False)
-        return [gen_batch_mla_module(backend, q, q, q, torch.int32, *sizes), gen_page_module()]
+        backend, sizes = "fa3" if hopper else "fa2", (LATENT_DIM, ROPE_DIM, False)
+        attention = gen_batch_mla_module(backend, q, q, q, torch.int32, *sizes)
+        return {f"{backend} for latents": attention, "page": gen_page_module()}
     # Position encoding, window, soft cap and 16-bit products of queries and keys: none of them.
     options = (torch.int32, wanted.head_dim, wanted.head_dim, 0, False, False, False)
-    specs = [generators._gen_batch_prefill_primary_module("fa2", q, kv, q, *options)]
+    found = {"fa2": generators._gen_batch_prefill_primary_module("fa2", q, kv, q, *options)}
     if hopper:
-        specs.append(gen_batch_prefill_module("fa3", q, q, q, *options))
-    return [*specs, gen_page_module()] if appends else specs
+        found["fa3"] = gen_batch_prefill_module("fa3", q, q, q, *options)
+    if appends:
+        found["page"] = gen_page_module()
+    return found
 
 
-def compile_missing(specs: Sequence[Any], free_bytes: int) -> None:
+def compile_missing(modules: Mapping[str, Any], free_bytes: int) -> None:
     """Compiles, all at once, those that are not there yet. Other processes may do the same: each
     module is compiled by one of them.
 
     Args:
         free_bytes: of this machine's memory.
     """
-    missing = [spec for spec in specs if not spec.is_compiled]
+    missing = [name for name, spec in modules.items() if not spec.is_compiled]
     if not missing:
         return
     logger.info(
-        "compiling %d attention modules into %s, once (minutes; `baton warm` does it ahead): %s",
-        len(missing),
+        "compiling the attention modules %s into %s, once: this takes a minute or two, and "
+        "`baton warm` does it ahead",
+        ", ".join(missing),
         env.FLASHINFER_JIT_DIR,
-        ", ".join(spec.name for spec in missing),
     )
     jobs = max(1, free_bytes // _BYTES_OF_A_COMPILER // len(missing))
     if jobs < (os.cpu_count() or 1):
         os.environ.setdefault("MAX_JOBS", str(jobs))  # of each module
     with ThreadPoolExecutor(len(missing), "compile") as pool:
-        list(pool.map(_compile, missing))
+        list(pool.map(lambda name: _compile(name, modules[name]), missing))
 
 
-def _compile(spec: Any) -> None:
+def _compile(name: str, spec: Any) -> None:
     started_s = time.monotonic()
     spec.build(need_lock=True)
-    logger.info("compiled %s in %.0f s", spec.name, time.monotonic() - started_s)
+    logger.info("compiled %s in %.0f s", name, time.monotonic() - started_s)
 
 
 def on_load(told: Callable[[str], None]) -> None:

@@ -118,9 +118,24 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be captured in CUDA graphs")
 
-    @abstractmethod
+    @property
+    def rotates(self) -> bool:
+        """Whether `forward` takes q and k before rope, with `cos_sin`."""
+        return False
+
+    def always_with_lse(self) -> None:
+        """Only forwards with `lse` will follow: some kernels must know when they are planned."""
+        return None
+
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cos_sin: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes the step's K and V of `layer`, then attends causally.
 
@@ -128,58 +143,34 @@ class AttentionBackend(ABC):
             q: [T, num_q_heads, head_dim], rope applied.
             k, v: [T, num_kv_heads, head_dim], rope applied to k; perhaps changed in place to
                 what is stored of them.
+            cos_sin: float32 [T, head_dim], what to rotate halves of q and k by, cosines, then
+                sines; both may be changed in place. Only where the backend `rotates`.
+            lse: float32 [T, num_q_heads], to be filled with the natural log-sum-exp of the scaled
+                scores.
 
         Returns:
             [T, num_q_heads, head_dim] in q's dtype.
         """
+        raise NotImplementedError(f"{type(self).__name__} serves MLA models only")
 
-    @property
-    def rotates(self) -> bool:
-        """Whether there is `forward_rotating`."""
-        return False
-
-    def forward_rotating(
+    def forward_latent(
         self,
         layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos_sin: torch.Tensor,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        *,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`forward` of q and k before rope; both may be changed in place.
-
-        Args:
-            cos_sin: float32 [T, head_dim], what to rotate halves by: cosines, then sines.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not rotate")
-
-    def forward_with_lse(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward`, and the natural log-sum-exp of the scaled scores, float32 [T, num_q_heads]."""
-        raise NotImplementedError(f"{type(self).__name__} does not return log-sum-exp")
-
-    def always_with_lse(self) -> None:
-        """Only forwards "with_lse" will follow: some kernels must know when they are planned."""
-        return None
-
-    def forward_mla(
-        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
-    ) -> torch.Tensor:
-        """Writes the step's latents of `layer`, then attends over them (weights absorbed).
+        """Writes the step's latents of `layer`, then attends over them (MLA, weights absorbed).
 
         Args:
             q_latent: [T, num_q_heads, R], the query times the key up-projection.
             q_rope: [T, num_q_heads, P].
             latent: [T, R + P], the normed KV latent and the roped shared key.
+            lse: as of `forward`.
 
         Returns:
             [T, num_q_heads, R] in q_latent's dtype, to be multiplied by the value up-projection.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not serve MLA models")
-
-    def forward_mla_with_lse(
-        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward_mla`, and what `forward_with_lse` returns besides the output."""
         raise NotImplementedError(f"{type(self).__name__} does not serve MLA models")

@@ -236,13 +236,22 @@ class ContextParallelBackend(AttentionBackend):
     # -- attention ---------------------------------------------------------------------------
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cos_sin: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert cos_sin is None and lse is None
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if count := self._num_decodes:
             queries = self._gather_heads(q[:count])
-            part, lse = self._shared.forward_with_lse(layer, queries, k[:count], v[:count])
-            out[:count] = self._merge(part, lse)
+            found = self._new_lse(queries)
+            part = self._shared.forward(layer, queries, k[:count], v[:count], lse=found)
+            out[:count] = self._merge(part, found)
         for prompts in self._filled(layer):
             rows = slice(prompts.start, prompts.stop)
             own_k, own_v = (self._own_heads(x[rows]) for x in (k, v))
@@ -250,22 +259,33 @@ class ContextParallelBackend(AttentionBackend):
         self._store(layer, (k, v))
         return out
 
-    def forward_mla(
-        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
+    def forward_latent(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        *,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert lse is None
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         if count := self._num_decodes:
             rank = q_latent.shape[-1]
             queries = self._gather_heads(torch.cat([q_latent[:count], q_rope[:count]], -1))
-            part, lse = self._shared.forward_mla_with_lse(
-                layer, queries[..., :rank], queries[..., rank:], latent[:count]
+            found = self._new_lse(queries)
+            part = self._shared.forward_latent(
+                layer, queries[..., :rank], queries[..., rank:], latent[:count], lse=found
             )
-            out[:count] = self._merge(part, lse)
+            out[:count] = self._merge(part, found)
         for prompts in self._filled(layer):
             rows = slice(prompts.start, prompts.stop)
-            out[rows] = self._alone.forward_mla(0, q_latent[rows], q_rope[rows], latent[rows])
+            out[rows] = self._alone.forward_latent(0, q_latent[rows], q_rope[rows], latent[rows])
         self._store(layer, (latent[:, None],))
         return out
+
+    def _new_lse(self, queries: torch.Tensor) -> torch.Tensor:
+        return torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
 
     def _gather_heads(self, q: torch.Tensor) -> torch.Tensor:
         """[n, heads, D] of this rank -> [n, size * heads, D] of the group."""

@@ -222,52 +222,39 @@ class FlashInferBackend(FlashInferBase):
         )
         self._parts = [_Part(0, batch.num_seqs, kernel)]
 
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        self._append(layer, k, v)
-        return self._attend(layer, q, k, v)
-
     @property
     def rotates(self) -> bool:
         return self.dtype == self.pool.tensor.dtype
 
-    def forward_rotating(
+    def forward(
         self,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        cos_sin: torch.Tensor,
+        *,
+        cos_sin: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        slots = self.append_indices()[1]
-        rotate_kernel.rotate_and_store(
-            q, k, v, cos_sin, slots, *self._caches[layer], also_k=self._any_fresh
-        )
-        return self._attend(layer, q, k, v)
+        if cos_sin is None:
+            self._append(layer, k, v)
+        else:
+            slots = self.append_indices()[1]
+            rotate_kernel.rotate_and_store(
+                q, k, v, cos_sin, slots, *self._caches[layer], also_k=self._any_fresh
+            )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for part in self._parts:
+            rows = slice(part.start, part.stop)
+            wanted = {} if lse is None else {"lse": lse[rows], "return_lse": True}
+            self._run(part, layer, q, k, v, out=out[rows], **wanted)
+        if lse is not None:
+            lse.mul_(LN_2)  # the kernels count in powers of two
+        return out
 
     @property
     def _any_fresh(self) -> bool:
         return any(part.is_fresh for part in self._parts)
-
-    def _attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for part in self._parts:
-            self._run(part, layer, q, k, v, out=out[part.start : part.stop])
-        return out
-
-    def forward_with_lse(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._append(layer, k, v)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for part in self._parts:
-            rows = slice(part.start, part.stop)
-            self._run(part, layer, q, k, v, out=out[rows], lse=lse[rows], return_lse=True)
-        return out, lse.mul_(LN_2)  # the kernels count in powers of two
 
     def _run(
         self,

@@ -104,31 +104,14 @@ class FlashInferMLABackend(FlashInferBase):
     def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
         self._plan(kernel, batch, pages)
 
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        raise NotImplementedError("this backend serves MLA models only: call forward_mla")
-
-    def forward_mla(
-        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
-    ) -> torch.Tensor:
-        return self._forward_mla(layer, q_latent, q_rope, latent)
-
-    def forward_mla_with_lse(
-        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse = torch.empty(q_latent.shape[:2], dtype=torch.float32, device=q_latent.device)
-        found = lse[: self._num_rows]
-        out = self._forward_mla(layer, q_latent, q_rope, latent, lse=found, return_lse=True)
-        return out, lse.mul_(LN_2)  # the kernels count in powers of two
-
-    def _forward_mla(
+    def forward_latent(
         self,
         layer: int,
         q_latent: torch.Tensor,
         q_rope: torch.Tensor,
         latent: torch.Tensor,
-        **options: Any,
+        *,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         cache = self._caches[layer]
         append_paged_mla_kv_cache(
@@ -140,9 +123,12 @@ class FlashInferMLABackend(FlashInferBase):
         )
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         rows = slice(0, self._num_rows)
+        wanted = {} if lse is None else {"lse": lse[rows], "return_lse": True}
         self._planned.run(
-            query=(q_latent[rows], q_rope[rows]), kv_cache=cache, out=out[rows], **options
+            query=(q_latent[rows], q_rope[rows]), kv_cache=cache, out=out[rows], **wanted
         )
+        if lse is not None:
+            lse.mul_(LN_2)  # the kernels count in powers of two
         return out
 
 

@@ -127,76 +127,67 @@ class TorchBackend(AttentionBackend):
         return torch.from_numpy(array.reshape(-1)).to(self._device)
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cos_sin: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._forward(layer, q, k, v, with_lse=False)[0]
+        assert cos_sin is None and q.shape == (self._num_tokens, self.num_q_heads, self.head_dim)
+        cache = self._caches[layer]
+        k = self._write(cache.k_rows, k, cache.k_scale)
+        v = k if cache.v_rows is cache.k_rows else self._write(cache.v_rows, v, cache.v_scale)
+        out = self._attend(cache, q, k, v, lse)
+        return out if cache.v_scale == 1.0 else out.mul_(cache.v_scale)
 
-    def forward_with_lse(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self._forward(layer, q, k, v, with_lse=True)
-        assert lse is not None
-        return out, lse
-
-    def forward_mla(
-        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
-    ) -> torch.Tensor:
-        return self._forward_mla(layer, q_latent, q_rope, latent, with_lse=False)[0]
-
-    def forward_mla_with_lse(
-        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self._forward_mla(layer, q_latent, q_rope, latent, with_lse=True)
-        assert lse is not None
-        return out, lse
-
-    def _forward_mla(
+    def forward_latent(
         self,
         layer: int,
         q_latent: torch.Tensor,
         q_rope: torch.Tensor,
         latent: torch.Tensor,
         *,
-        with_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         # With the up-projections absorbed, the cached row is the one key and, but for its rope
         # part, the one value of all heads.
-        rank = q_latent.shape[-1]
         q, row = torch.cat([q_latent, q_rope], -1), latent.unsqueeze(1)
-        out, lse = self._forward(layer, q, row, row, with_lse=with_lse)
-        return out[..., :rank], lse
-
-    def _forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, with_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert q.shape == (self._num_tokens, self.num_q_heads, self.head_dim), q.shape
-        cache = self._caches[layer]
-        k = self._write(cache.k_rows, k, cache.k_scale)
-        v = k if cache.v_rows is cache.k_rows else self._write(cache.v_rows, v, cache.v_scale)
-        out, lse = self._attend(cache, q, k, v, with_lse=with_lse)
-        return out if cache.v_scale == 1.0 else out.mul_(cache.v_scale), lse
+        return self.forward(layer, q, row, row, lse=lse)[..., : q_latent.shape[-1]]
 
     def _attend(
-        self, cache: _Cache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, with_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self,
+        cache: _Cache,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Attention of all rows; k and v as stored, and so the output."""
+        with_lse = lse is not None
         if self._is_decode_in_order:
-            return self._attend_decodes(cache, q, with_lse=with_lse)
+            out, found = self._attend_decodes(cache, q, with_lse=with_lse)
+            if lse is not None and found is not None:
+                lse.copy_(found)
+            return out
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_zeros(q.shape[:2], dtype=torch.float32) if with_lse else None
+        if lse is not None:
+            lse.zero_()
         if self._decode_rows is not None:
-            part, part_lse = self._attend_decodes(
+            part, found = self._attend_decodes(
                 cache, q.index_select(0, self._decode_rows), with_lse=with_lse
             )
             out.index_copy_(0, self._decode_rows, part)
-            if lse is not None and part_lse is not None:
-                lse.index_copy_(0, self._decode_rows, part_lse)
+            if lse is not None and found is not None:
+                lse.index_copy_(0, self._decode_rows, found)
         for chunk in self._chunks:
             part, chunk_lse = self._attend_chunk(chunk, cache, q, k, v)
             out[chunk.start : chunk.stop] = part.flatten(0, 1).transpose(0, 1)
             if lse is not None:
                 lse[chunk.start : chunk.stop] = chunk_lse.flatten(0, 1).transpose(0, 1)
-        return out, lse
+        return out
 
     def _attend_decodes(
         self, cache: _Cache, q: torch.Tensor, *, with_lse: bool

@@ -17,7 +17,7 @@ class AttentionSpec(NamedTuple):
     num_kv_heads: int  # of this rank
     head_dim: int  # elements per head in the KV cache
     scale: float  # of the scores, before the softmax
-    mla: bool  # the model calls forward_mla
+    mla: bool  # the model calls forward_latent
 
 
 class CausalLM(ABC):

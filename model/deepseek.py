@@ -112,7 +112,7 @@ class LatentAttention:
             ),
             dim=-1,
         )
-        attended = attention.forward_mla(
+        attended = attention.forward_latent(
             self._layer, q_latent, self._rope.rotate(q_rope, angles), latent
         )
         if rows is not None:
@@ -122,7 +122,7 @@ class LatentAttention:
 
 
 class DeepseekV2ForCausalLM(Decoder):
-    """See CausalLM. Calls AttentionBackend.forward_mla."""
+    """See CausalLM. Calls AttentionBackend.forward_latent."""
 
     def make_attention(self, loader: WeightLoader, layer: int, rope: Rope) -> AttentionLayer:
         return LatentAttention(loader, self.config, layer, self.parallel, rope)

@@ -72,11 +72,9 @@ class LlamaAttention:
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
         cos_sin = self._rope.cos_sin(angles)
-        if cos_sin is not None and attention.rotates:
-            attended = attention.forward_rotating(self._layer, q, k, v, cos_sin)
-        else:
-            q, k = self._rope.rotate_pair(q, k, angles)
-            attended = attention.forward(self._layer, q, k, v)
+        if cos_sin is None or not attention.rotates:
+            (q, k), cos_sin = self._rope.rotate_pair(q, k, angles), None
+        attended = attention.forward(self._layer, q, k, v, cos_sin=cos_sin)
         attended = attended.reshape(num_tokens, -1)
         if rows is not None:
             attended, hidden = attended[rows], hidden[rows]

@@ -177,7 +177,7 @@ class Bench:
     def _forward(self, backend, layer, q, k, v) -> torch.Tensor:
         if self.is_mla:
             rank = self.setting.latent_dim
-            return backend.forward_mla(layer, q[..., :rank], q[..., rank:], k[:, 0].clone())
+            return backend.forward_latent(layer, q[..., :rank], q[..., rank:], k[:, 0].clone())
         return backend.forward(layer, q, k.clone(), v.clone())
 
 

@@ -17,6 +17,7 @@ from tests.attention.test_torch_backend import (
     make_sequences,
     reference,
     run_step,
+    with_lse,
 )
 
 SCALES = [0.02, 0.5, 0.003, 1.0]  # K and V of two layers; the third cuts the largest keys off
@@ -89,7 +90,7 @@ def test_log_sum_exp_counts_the_keys_scale() -> None:
     backend = fp8_backend(shape, SCALES)
     run_step(backend, shape, exact, [(0, 0, 8)])
     backend.plan(make_batch(shape, exact, [(0, 8, 9)]))
-    _, lse = backend.forward_with_lse(0, *(x[0][0, 8:9] for x in (exact.q, exact.k, exact.v)))
+    _, lse = with_lse(backend, 0, *(x[0][0, 8:9] for x in (exact.q, exact.k, exact.v)))
     keys = seqs.k[0][0].transpose(0, 1).repeat_interleave(3, 0)  # [Hq, n, D]
     scores = exact.q[0][0, 8][:, None] @ keys.mT / math.sqrt(shape.head_dim)
     torch.testing.assert_close(lse, scores.logsumexp(-1).transpose(0, 1), atol=1e-5, rtol=1e-5)
@@ -107,7 +108,7 @@ def test_latents_have_one_scale_as_keys_and_as_values() -> None:
             q, k = (
                 torch.cat([x[seq][layer, a:b] for seq, a, b in spans]) for x in (exact.q, exact.k)
             )
-            out = backend.forward_mla(layer, q[..., :rank], q[..., rank:], k[:, 0])
+            out = backend.forward_latent(layer, q[..., :rank], q[..., rank:], k[:, 0])
             expected = torch.cat([reference(shape, seqs, *span)[layer] for span in spans])
             torch.testing.assert_close(out.double(), expected[..., :rank], atol=5e-6, rtol=5e-6)
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.base import AttentionBatch
+from attention.base import AttentionBackend, AttentionBatch
 from attention.torch_backend import TorchBackend
 from kvcache.layout import NAMED_ORDERS, KVLayout
 from kvcache.pool import KVPool
@@ -88,6 +88,14 @@ def make_sequences(shape: Shape, lens: list[int], seed: int = 0) -> Sequences:
     k = draw(shape.num_kv_heads)
     v = draw(shape.num_kv_heads) if shape.num_components == 2 else k
     return Sequences(draw(shape.num_q_heads), k, v, tables)
+
+
+def with_lse(
+    backend: AttentionBackend, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A forward of the backend, and the log-sum-exps that it fills."""
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return backend.forward(layer, q, k, v, lse=lse), lse
 
 
 def make_batch(
@@ -353,7 +361,7 @@ def test_log_sum_exp(decode: str) -> None:
         q, k, v = (
             torch.cat([x[seq][0, a:b] for seq, a, b in step]) for x in (seqs.q, seqs.k, seqs.v)
         )
-        out, lse = backend.forward_with_lse(0, q, k, v)
+        out, lse = with_lse(backend, 0, q, k, v)
         torch.testing.assert_close(out, backend.forward(0, q, k, v))
         expected = torch.cat([_reference_lse(shape, seqs, *span) for span in step])
         torch.testing.assert_close(lse, expected, atol=1e-5, rtol=1e-5)
@@ -378,7 +386,7 @@ def test_mla_attends_over_its_latents() -> None:
             q, k = (
                 torch.cat([x[seq][layer, a:b] for seq, a, b in spans]) for x in (seqs.q, seqs.k)
             )
-            out = backend.forward_mla(layer, q[..., :rank], q[..., rank:], k[:, 0])
+            out = backend.forward_latent(layer, q[..., :rank], q[..., rank:], k[:, 0])
             expected = torch.cat([reference(shape, seqs, *span)[layer] for span in spans])
             torch.testing.assert_close(out.double(), expected[..., :rank], atol=2e-6, rtol=2e-6)
 

@@ -26,6 +26,7 @@ from tests.attention.test_torch_backend import (
     make_sequences,
     reference,
     run_step,
+    with_lse,
 )
 
 pytestmark = pytest.mark.gpu
@@ -181,7 +182,7 @@ def test_log_sum_exp_is_that_of_the_torch_backend(num_tokens: int) -> None:
         results = []
         for backend in (ours, plain):
             backend.plan(batch)
-            results.append(backend.forward_with_lse(0, q, k, v))
+            results.append(with_lse(backend, 0, q, k, v))
         (out, lse), (expected_out, expected_lse) = results
         torch.testing.assert_close(out, expected_out, atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(lse, expected_lse, atol=1e-2, rtol=1e-2)
@@ -352,7 +353,7 @@ def test_latent_attention_is_that_of_the_torch_backend(order: str, num_heads: in
         results = []
         for backend in backends:
             backend.plan(batch)
-            results.append(backend.forward_mla(0, q[..., :512], q[..., 512:], latent)[:-2])
+            results.append(backend.forward_latent(0, q[..., :512], q[..., 512:], latent)[:-2])
         torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
 
 

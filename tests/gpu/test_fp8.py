@@ -16,6 +16,7 @@ from tests.attention.test_torch_backend import (
     make_batch,
     make_pool,
     make_sequences,
+    with_lse,
 )
 from tests.gpu.test_runner import MODELS, SERVED, assert_same_but_for_ties, decode, runner_for
 
@@ -62,7 +63,7 @@ def test_flashinfer_stores_and_reads_what_torch_does(
             results = []
             for backend in backends:
                 backend.plan(batch)
-                results.append(backend.forward_with_lse(layer, *rows_of(seqs, layer, spans)))
+                results.append(with_lse(backend, layer, *rows_of(seqs, layer, spans)))
             (out, lse), (expected, expected_lse) = results
             torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=TOLERANCE)
             torch.testing.assert_close(lse, expected_lse, atol=2e-2, rtol=2e-2)

@@ -9,19 +9,21 @@ from model.base import AttentionSpec
 class DenseAttention:
     """Stands in for an AttentionBackend; the sequence grows with every forward of layer 0."""
 
+    rotates = False
+
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cos_sin: None
     ) -> torch.Tensor:
         keys = self._append(self._keys, layer, k)
         values = self._append(self._values, layer, v)
         return self._attend(q, keys, values)
 
-    def forward_mla(
+    def forward_latent(
         self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
     ) -> torch.Tensor:
         keys = self._append(self._keys, layer, latent[:, None])

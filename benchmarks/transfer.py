@@ -35,10 +35,8 @@ from kvcache.layout import NAMED_ORDERS, KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.copy_thread import copy_thread
 from kvcache.transfer.gather import launches, make_gathers
 from kvcache.transfer.host_mapper import CHUNK_BYTES, HostMapper, make_chunk
-from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.mapper import offer
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan import (
@@ -53,6 +51,7 @@ from kvcache.transfer.posts import Post, PostLimits
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull_job import PullJob, Step
 from kvcache.transfer.staging import Staging
+from kvcache.transfer.threads import use_one_core
 from kvcache.transfer.topology import IntArray
 from protocol.handshake import RankMetadata
 
@@ -235,7 +234,7 @@ class Puller:
 
     def __init__(self, size: Size, staging_bytes: int, peer: RankMetadata, transfer: str) -> None:
         self.size = size
-        self.agent = LanedAgent([NixlAgent("bench"), NixlAgent("bench")])
+        self.agent = NixlAgent("bench")
         self.memory = Memory(buffer_bytes(size), self.agent)
         self.pool = self.memory.buffer
         self.view = View(self.pool)
@@ -248,7 +247,7 @@ class Puller:
         if transfer == "auto":
             memory = (ctypes.c_ubyte * peer.nbytes).from_address(self.mapper.map(peer).address)
             self.mapped = torch.frombuffer(memory, dtype=torch.uint8)
-        self.copier = copy_thread("copy")
+        use_one_core()  # as in a server's worker
         self.peer = self.agent.add_peer(peer.agent_metadata)
         self.costs = DEFAULT_COSTS["cpu"]
 
@@ -257,7 +256,7 @@ class Puller:
         self.view.tensor = self.pool_of(local.layout)
         job = ProbeJob("probe", local, remote, self.staging, PostLimits())
         self.drive(job, [0] * remote.tp)
-        self.costs = job.costs(self.copier.submit(reformat.measure).result()) or self.costs
+        self.costs = job.costs(reformat.measure()) or self.costs
 
     def drive(self, job: PullJob, offsets: list[int]) -> None:
         """Carries out a job, as a server's worker does."""
@@ -267,7 +266,7 @@ class Puller:
             if found is not None:
                 step, post = found
                 started = time.perf_counter()
-                handle = self.post(job, step, post, offsets)
+                handle = self.post(step, post, offsets)
                 job.read_posted(step, handle)
                 active.append((handle, step, started))
             ended = [each for each in active if self.agent.poll(each[0]) is not ReadState.ACTIVE]
@@ -280,10 +279,10 @@ class Puller:
                 time.sleep(NAP_S)
         job.leave()
 
-    def post(self, job: PullJob, step: Step, post: Post, offsets: list[int]) -> ReadHandle:
+    def post(self, step: Step, post: Post, offsets: list[int]) -> ReadHandle:
         local = post.local_offsets + step.base_address
         remote = post.remote_offsets + (self.peer_base + offsets[post.remote_rank])
-        return job.read_with(self.agent, step)(self.peer, local, remote, post.lengths)
+        return self.agent.read(self.peer, local, remote, post.lengths)
 
     def release(self, handle: ReadHandle) -> None:
         if handle.state is not ReadState.DONE:
@@ -306,7 +305,7 @@ class Puller:
             theirs = source[offsets[gather.share.remote_rank] :]
             for first, count in launches(gather, CHUNK_BYTES):
                 chunk = make_chunk(gather, transfer, first, count)
-                self.copier.submit(reformat.apply, chunk, theirs, pool).result()
+                reformat.apply(chunk, theirs, pool)
         return Pulled("mapped", 0, transfer.useful_bytes)
 
     def pull_reads(self, case: Case) -> Pulled:
@@ -354,12 +353,11 @@ class Puller:
         target = torch.zeros(nbytes, dtype=torch.uint8)
 
         def copy() -> None:
-            self.copier.submit(target.copy_, self.pool[:nbytes]).result()
+            target.copy_(self.pool[:nbytes])
 
         return nbytes / best_s(copy, repeat) / 1e9
 
     def close(self) -> None:
-        self.copier.shutdown()
         self.staging.close()
         self.agent.close()
 

@@ -28,13 +28,13 @@ from kvcache.transfer.cuda_mapper import CudaMapper
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.mapper import offer
 from kvcache.transfer.nixl_agent import NixlAgent
-from kvcache.transfer.pace import allow_short_naps
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.processes import own_record
 from kvcache.transfer.pull import Event, PeerReady, PullDone
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
 from kvcache.transfer.side_channel import LeaseServer
+from kvcache.transfer.threads import allow_short_naps
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import FirstToken, RemotePrefill
 

@@ -20,14 +20,11 @@ from engine.transport import EngineTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
 from kvcache.stripe import Stripe
 from kvcache.transfer import host_mapper
-from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.cost import COPYING_THREADS, CostModel
+from kvcache.transfer.cost import CostModel
 from kvcache.transfer.cuda_mapper import CudaMapper
 from kvcache.transfer.host_mapper import HostMapper
-from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.pull import (
     PATHS,
     PeerFailed,
@@ -366,14 +363,6 @@ def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:
     return MappedPath(HostMapper(pool), required=required, chunk_bytes=host_mapper.CHUNK_BYTES)
 
 
-def _agent(context: RankContext) -> TransferAgent:
-    """The rank's agent; between CPUs, where READs copy, with threads that post beside it."""
-    if context.pool.device.type == "cuda":
-        return context.agent
-    name = f"{context.config.engine_id}-{context.rank}"
-    return LanedAgent([context.agent, *(NixlAgent(name) for _ in range(1, COPYING_THREADS))])
-
-
 def _staging_bytes(config: EngineConfig) -> int | None:
     """None where nothing is ever staged."""
     return None if config.transfer == "mapped" else config.staging_bytes
@@ -393,7 +382,7 @@ class DecodeRoleFactory(RoleFactory):
                 context.rank,
                 config.tp,
                 context.compat.total_kv_heads,
-                _agent(context),
+                context.agent,
                 context.pool,
                 config.transfer_address,
                 dcp=config.dcp,

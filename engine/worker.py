@@ -37,8 +37,8 @@ from kvcache.stepping import Stepping
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.mapper import offer
 from kvcache.transfer.nixl_agent import NixlAgent
-from kvcache.transfer.pace import allow_short_naps
 from kvcache.transfer.processes import own_record
+from kvcache.transfer.threads import allow_short_naps
 from model.config import ModelConfig, load_config
 from model.fingerprint import fingerprint
 from model.parallel import Parallel

@@ -6,7 +6,7 @@ on CPU does), so readers post from a thread of their own, in bounded chunks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -114,23 +114,6 @@ class TransferAgent(ABC):
         Raises:
             TransferFailed: nothing was posted, or the transport refused it.
         """
-
-    def read_beside(
-        self,
-        lane: int,
-        peer: str,
-        local_addresses: Addresses,
-        remote_addresses: Addresses,
-        lengths: Addresses,
-        then: Callable[[ReadState], None],
-        **options: Any,
-    ) -> ReadHandle:
-        """As `read`, posted by thread `lane` of an agent that has such, where posting copies.
-
-        That thread then calls `then` with the READ's state; it has not ended before. An agent
-        without such threads posts at once and calls nothing.
-        """
-        return self.read(peer, local_addresses, remote_addresses, lengths, **options)
 
     @abstractmethod
     def poll(self, handle: ReadHandle) -> ReadState:

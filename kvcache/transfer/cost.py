@@ -11,8 +11,7 @@ class CostModel:
     per_descriptor_s: float
     bytes_per_s: float
     reformat_bytes_per_s: float
-    # Where READs are copies, threads that read and place in turn are this much faster than one.
-    shared_speedup: float = 1.0
+    overlaps: bool = True  # chunks are read while others are placed: not where READs are copies
 
     def __post_init__(self) -> None:
         for name in ("per_descriptor_s", "bytes_per_s", "reformat_bytes_per_s"):
@@ -35,8 +34,8 @@ class CostModel:
         if not numbers:
             return None
         per_descriptor_us, read, place = numbers
-        speedup = DEFAULT_COSTS[device].shared_speedup
-        return cls(per_descriptor_us * 1e-6, read * 1e9, place * 1e9, speedup)
+        overlaps = DEFAULT_COSTS[device].overlaps
+        return cls(per_descriptor_us * 1e-6, read * 1e9, place * 1e9, overlaps)
 
     def read_s(self, descriptors: int, nbytes: int) -> float:
         """Seconds to read `nbytes` in `descriptors` pieces."""
@@ -46,11 +45,6 @@ class CostModel:
         """Seconds to place `nbytes` out of staging memory."""
         return nbytes / self.reformat_bytes_per_s
 
-    @property
-    def overlaps(self) -> bool:
-        """Something else reads while a chunk is placed."""
-        return self.shared_speedup <= 1
-
     def staged_s(self, read_s: float, place_s: float, chunks: int, last_share: float) -> float:
         """Seconds of a staged transfer whose parts take so long alone.
 
@@ -58,15 +52,12 @@ class CostModel:
             last_share: of the last chunk in all bytes.
         """
         if not self.overlaps:
-            return (read_s + place_s) / min(self.shared_speedup, chunks)
+            return read_s + place_s
         # Reading and placing overlap, but for the first chunk's read or the last one's placing.
         return max(read_s + place_s * last_share, place_s + read_s / chunks)
 
 
-COPYING_THREADS = 2  # see lanes.py
-# Measured on two cores, which share their memory's bandwidth.
-COPYING_SPEEDUP = 1.5
 DEFAULT_COSTS = {
-    "cpu": CostModel(3e-6, 8e9, 8e9, COPYING_SPEEDUP),
+    "cpu": CostModel(3e-6, 8e9, 8e9, overlaps=False),
     "cuda": CostModel(6e-6, 300e9, 1.2e12),
 }

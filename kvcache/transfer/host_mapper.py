@@ -7,7 +7,6 @@ run one after another in a thread of their own, without the interpreter's lock.
 """
 
 import ctypes
-from concurrent.futures import Future
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +16,6 @@ from kvcache.pool import KVPool
 from kvcache.shared_memory import NotShared, OpenedMemory
 from kvcache.transfer import reformat
 from kvcache.transfer.boxes import Transfer, cut_tokens
-from kvcache.transfer.copy_thread import copy_thread
 from kvcache.transfer.gather import Gather
 from kvcache.transfer.mapper import MappedMemory, Mapper, NotMappable, Work, offered
 from kvcache.transfer.staged import Chunk, Move, Region
@@ -32,7 +30,6 @@ class HostMapper(Mapper):
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._opened: dict[int, OpenedMemory] = {}  # by address
-        self._thread = copy_thread("gather")
 
     def map(self, rank: RankMetadata) -> MappedMemory:
         record = offered(rank)
@@ -52,22 +49,16 @@ class HostMapper(Mapper):
     def begin(self, work: Work) -> Work:
         return work
 
-    def launch(self, work: Work, index: int, first: int, count: int) -> "Future[None]":
+    def launch(self, work: Work, index: int, first: int, count: int) -> None:
         gather = work.gathers[index]
         chunk = make_chunk(gather, work.transfer, first, count)
         nbytes = work.transfer.remote[gather.share.remote_rank].layout.nbytes
         memory = (ctypes.c_ubyte * nbytes).from_address(work.sources[index].address)
         source = torch.frombuffer(memory, dtype=torch.uint8)
-        return self._thread.submit(reformat.apply, chunk, source, self._pool.tensor)
+        reformat.apply(chunk, source, self._pool.tensor)
 
-    def finished(self, token: "Future[None]") -> bool:
-        if not token.done():
-            return False
-        token.result()
+    def finished(self, token: None) -> bool:
         return True
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
 
 
 def make_chunk(gather: Gather, transfer: Transfer, first: int, count: int) -> Chunk:

@@ -6,20 +6,18 @@ from kvcache.transfer.chunks import Chunks
 from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.link_log import log_measured
 from kvcache.transfer.mapped import MappedJob, MappedPath
-from kvcache.transfer.opening import Opening
-from kvcache.transfer.pace import Throttle
 from kvcache.transfer.plan import (
     DEFAULT_COSTS,
     CostModel,
     Endpoint,
     PlanError,
     Planner,
-    TransferPlan,
 )
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import Pull
-from kvcache.transfer.pull_job import Opened, PullJob
+from kvcache.transfer.pull_job import PullJob
+from kvcache.transfer.read_throttle import Throttle
 from kvcache.transfer.staging import Staging
 from kvcache.transfer.topology import head_groups
 from kvcache.transfer.ucx_log import UcxRead
@@ -108,35 +106,16 @@ class JobMaker:
         between_gpus = self._between_gpus(peer)
         log_measured(peer.metadata.engine_id, costs, way, between_gpus=between_gpus)
 
-    def opening(self, pull: Pull, peer: JobPeer) -> Opening | None:
-        """What a pull of this peer reads first; if into staging memory, only if that is free."""
-        if peer.planner is None:
-            return None
-        tokens = (pull.token_start, pull.token_stop)
-        tables = (pull.local_block_ids, pull.remote_block_ids)
-        found = peer.planner.opening(tokens, *tables, lease_hash=pull.lease_hash)
-        if found is None or not found.is_staged:
-            return found
-        return found if self._staging is not None and self._staging.owner is None else None
-
-    def make(self, pull: Pull, peer: JobPeer, opened: Opened | None = None) -> Job:
+    def make(self, pull: Pull, peer: JobPeer) -> Job:
         """The job of a pull, of which D's block table may not have been checked yet: see `check`.
-
-        Args:
-            opened: the READ of its opening.
 
         Raises:
             PeerIncompatible: no plan bridges the geometries, or the mapped path is required.
         """
         try:
-            return self._make(pull, peer, opened)
+            return self._make(pull, peer)
         except PlanError as error:
             raise PeerIncompatible(str(error)) from error
-
-    def failed(self, pull: Pull, opened: Opened) -> PullJob:
-        """The job of a pull that cannot be made, but has been opened: waits for that."""
-        plan = TransferPlan("staged", (), (), 0, 0, 0.0, "it failed")
-        return self._job(pull.pull_id, plan, opened)
 
     def check(self, job: Job) -> None:
         """What `make` left for when the link is busy, and before anything is placed.
@@ -164,7 +143,7 @@ class JobMaker:
         elif self._staging is not None:
             self._staging.prepare(transfer)
 
-    def _make(self, pull: Pull, peer: JobPeer, opened: Opened | None) -> Job:
+    def _make(self, pull: Pull, peer: JobPeer) -> Job:
         planner = peer.planner = peer.planner or self._planner(peer)
         transfer = planner.take(
             (pull.token_start, pull.token_stop),
@@ -172,23 +151,14 @@ class JobMaker:
             pull.remote_block_ids,
             lease_hash=pull.lease_hash,
         )
-        if self._mapped is not None and opened is None:
+        if self._mapped is not None:
             mapped = self._mapped.job(pull.pull_id, peer.metadata, transfer)
             if mapped is not None:
                 return mapped
         usual = DEFAULT_COSTS["cuda" if self._between_gpus(peer) else "cpu"]
-        opening = None if opened is None else opened.opening
-        plan = planner.plan(transfer, self._costs or peer.costs or usual, opening)
-        job = self._job(pull.pull_id, plan, opened)
-        job.pace.expected_s = peer.speed.expected_s(plan.bytes_read)
-        if job.pace.expected_s and self._throttle is not None:
-            least_s = self._throttle.least_s(plan.bytes_read, staged=bool(plan.chunks))
-            job.pace.expected_s = max(job.pace.expected_s, least_s)
-        return job
-
-    def _job(self, pull_id: str, plan: TransferPlan, opened: Opened | None) -> PullJob:
+        plan = planner.plan(transfer, self._costs or peer.costs or usual)
         pool, staging = self._pool.base_address, self._staging
-        return PullJob(pull_id, plan, pool, staging, self._limits, self._throttle, opened)
+        return PullJob(pull.pull_id, plan, pool, staging, self._limits, self._throttle)
 
     def _planner(self, peer: JobPeer) -> Planner:
         return Planner(

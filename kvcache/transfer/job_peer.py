@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.pace import Speed
 from kvcache.transfer.plan import CostModel, Endpoint, Planner
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import PeerKey
@@ -19,7 +18,7 @@ class JobPeer:
     probe: ProbeJob | None = None  # measuring them
     names: dict[int, str] = field(default_factory=dict)  # of its agents, by rank, once read from
     users: int = 0  # jobs
-    speed: Speed = field(default_factory=Speed)
+    speed_told: bool = False
     stale: bool = False  # connect anew when nobody uses it
     dropped: bool = False  # forget when nobody uses it
 

@@ -17,7 +17,6 @@ from typing import Any
 from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.gather import launches, make_gathers
 from kvcache.transfer.mapper import MappedMemory, Mapper, NotMappable, Work
-from kvcache.transfer.pace import Pace
 from kvcache.transfer.plan import TransferPlan
 from kvcache.transfer.pull import PeerKey
 from protocol.errors import BatonError, PeerIncompatible
@@ -131,7 +130,7 @@ class MappedJob:
         self.pull_id = pull_id
         self.error: BatonError | None = None
         self.failure_told = False
-        self.pace = Pace(time.perf_counter(), watched=False)
+        self.began = time.perf_counter()
         self.stopping = False
         self._mapper = mapper
         self._work = work
@@ -188,7 +187,6 @@ class MappedJob:
         before = len(self._tokens)
         while self._tokens and self._has_ended(self._tokens[0]):
             self._tokens.popleft()
-        self.pace.watched |= bool(self._tokens)
         progressed = len(self._tokens) < before
         while self._pending and not self.stopping and len(self._tokens) < MAX_ACTIVE:
             if not self._launch():

@@ -25,7 +25,6 @@ import numpy as np
 from kvcache.transfer.boxes import BlockTable, Transfer, direct_boxes, split_ends
 from kvcache.transfer.chunks import Chunks
 from kvcache.transfer.cost import DEFAULT_COSTS, CostModel
-from kvcache.transfer.opening import Opening, Openings
 from kvcache.transfer.runs import RankRead, count_runs, find_runs
 from kvcache.transfer.staged import (
     Chunk,
@@ -199,8 +198,6 @@ class Planner:
         self._long_runs = whole if whole and whole.run_bytes >= _LONG_RUN_BYTES else None
         self._decided_by: CostModel | None = None
         self._decisions: dict[tuple[int, ...], _Decision] = {}
-        self._openings = Openings(self._sizes[1], self._num_blocks)
-        self._opens_whole = False  # a pull of whole blocks has been planned
 
     def take(
         self,
@@ -243,44 +240,13 @@ class Planner:
             self._kept,
         )
 
-    def opening(
-        self,
-        tokens: tuple[int, int],
-        local_block_ids: list[int],
-        remote_block_ids: list[int],
-        *,
-        lease_hash: int = 0,
-    ) -> Opening | None:
-        """What the plan of a pull reads first, if that is known; `plan` is told what became of it.
-        Arguments as of `take`."""
-        if self._stripe is not None:
-            return None
-        turn = self._local.rank + lease_hash
-        if self._long_runs is None or not self._opens_whole or not self._is_whole(*tokens):
-            return self._openings.find(self._ends(*tokens), *tokens, remote_block_ids, turn)
-        first, last = (token // self._sizes[0] for token in tokens)
-        if not 0 <= first < last <= min(len(local_block_ids), len(remote_block_ids)):
-            return None
-        tables = local_block_ids, remote_block_ids
-        read, num_blocks = self._long_runs.first_read(first, last, *tables, turn)
-        if not num_blocks:  # of a head's copies the first one in turn has none of few blocks
-            return None
-        opening = Opening(read, num_blocks=num_blocks)
-        ends = self._local.layout.nbytes, self._remote[read.remote_rank].layout.nbytes
-        return opening if opening.stays_inside(*ends) else None
-
     def _turned(self, turn: int) -> tuple[HeadGroup, ...]:
         if not self._takes_turns:
             return self._groups
         return tuple(replace(group, turn=turn) for group in self._groups)
 
-    def plan(
-        self, transfer: Transfer, costs: CostModel, opened: Opening | None = None
-    ) -> TransferPlan:
+    def plan(self, transfer: Transfer, costs: CostModel) -> TransferPlan:
         """The cheapest plan of what `take` returned.
-
-        Args:
-            opened: is being read; the first of the plan's reads, unless staged.
 
         Raises:
             PlanError: a dtype to convert in too little staging memory.
@@ -290,7 +256,7 @@ class Planner:
         if self._long_runs is not None and self._is_whole(
             transfer.token_start, transfer.token_stop
         ):
-            return self._whole_blocks(self._long_runs, transfer, costs, opened)
+            return self._whole_blocks(self._long_runs, transfer, costs)
         decision = self._decide(transfer, costs)
         seconds = decision.seconds_per_token * (transfer.token_stop - transfer.token_start)
         spans = [transfer]
@@ -301,21 +267,15 @@ class Planner:
             (span, None if way is None else stage(span, way, costs, self._staging_bytes or 0))
             for span, way in zip(spans, decision.ways, strict=True)
         ]
-        alone = parts[0][1] if len(parts) == 1 else None
-        self._openings.learn(self._ends(transfer.token_start, transfer.token_stop), alone)
         return self._build(parts, seconds, decision.reason)
 
     def _whole_blocks(
-        self, long_runs: WholeBlocks, transfer: Transfer, costs: CostModel, opened: Opening | None
+        self, long_runs: WholeBlocks, transfer: Transfer, costs: CostModel
     ) -> TransferPlan:
         """What costs more time to compare than it could save."""
         size, nbytes = self._sizes[0], transfer.useful_bytes
         first, last = transfer.token_start // size, transfer.token_stop // size
-        if opened is None or opened.is_staged:
-            reads = long_runs.reads(transfer, first, last)
-        else:
-            reads = (opened.read, *long_runs.reads(transfer, first, last, opened.num_blocks))
-        self._opens_whole = True
+        reads = long_runs.reads(transfer, first, last)
         seconds = costs.read_s(sum(len(read.lengths) for read in reads), nbytes)
         reason = "no way reads longer runs"
         return TransferPlan("direct", reads, (), nbytes, nbytes, seconds, reason)
@@ -331,7 +291,6 @@ class Planner:
         if costs is not self._decided_by or len(self._decisions) >= _MAX_DECISIONS:
             self._decided_by = costs
             self._decisions.clear()
-            self._openings.forget()
         key = self._kind(transfer)
         found = self._decisions.get(key)
         if found is None:

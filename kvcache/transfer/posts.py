@@ -45,12 +45,6 @@ class Post(NamedTuple):
     def nbytes(self) -> int:
         return total(self.lengths)
 
-    def is_of(self, read: RankRead) -> bool:
-        """Whether it is all of a read, and nothing else."""
-        theirs = (read.local_offsets, read.remote_offsets, read.lengths)
-        ours = (self.local_offsets, self.remote_offsets, self.lengths)
-        return self.remote_rank == read.remote_rank and all(map(np.array_equal, ours, theirs))
-
 
 def cut(
     reads: Iterable[RankRead], limits: PostLimits, most_now: Callable[[], int] | None = None

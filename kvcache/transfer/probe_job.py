@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 
 from kvcache.transfer.calibrate import Sample, fit_costs, probe_reads
-from kvcache.transfer.cost import COPYING_SPEEDUP
 from kvcache.transfer.plan import CostModel, Endpoint, TransferPlan
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import Pull
@@ -70,10 +69,9 @@ class ProbeJob(PullJob):
             return costs
         # Placing is such a copy as well; what was measured of it was in the cache.
         place = min(costs.reformat_bytes_per_s, costs.bytes_per_s)
-        return replace(costs, reformat_bytes_per_s=place, shared_speedup=COPYING_SPEEDUP)
+        return replace(costs, reformat_bytes_per_s=place, overlaps=False)
 
     def _begin(self, step: Step) -> Step:
-        step.lane = None
         self._steps.append(step)
         return super()._begin(step)
 

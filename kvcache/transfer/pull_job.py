@@ -1,24 +1,19 @@
 """One pull on one rank: which posts go out next, which READs are active, when it has ended."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
-from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.agent import ReadHandle
 from kvcache.transfer.chunks import Chunks
-from kvcache.transfer.opening import Opening
-from kvcache.transfer.pace import Pace, Throttle
 from kvcache.transfer.plan import TransferPlan
 from kvcache.transfer.posts import Post, PostLimits, cut
+from kvcache.transfer.read_throttle import Throttle
 from kvcache.transfer.runs import RankRead
 from kvcache.transfer.staged import Chunk
 from kvcache.transfer.staging import Staging
 from protocol.errors import BatonError
 
-# On a GPU. The transport wants to be called now and then; a slot that has filled waits to be placed
-# and filled again, and the link with it.
-_READ_NAP_S, _STAGED_NAP_S = 0.00005, 0.00001
 _HANGS_S = 1.0  # without the end of any READ
 
 
@@ -30,32 +25,15 @@ class Step:
     base_address: int  # of the memory that local offsets count from
     chunk: Chunk | None = None
     slot: int = -1  # of staging memory, where there is a chunk
-    lane: int | None = None  # of the agent; None: the worker's own thread posts
     at_once: bool = True  # every READ had ended when it was posted
-    left: int = 0  # posts that a lane has not made yet
-    placed: bool = False  # by a lane
     prepared: bool = False  # where the chunk goes has been worked out
     active: int = 0
     posted: bool = False  # all of them
     seconds: float = 0.0  # from each post to its end, together
 
 
-@dataclass
-class Opened:
-    """A READ that was posted before there was a plan."""
-
-    opening: Opening
-    step: Step
-    handle: ReadHandle
-    began: float  # by time.perf_counter
-
-
 class PullJob:
-    """Mutable; driven by the worker, which owns the agent.
-
-    Args:
-        opened: what was read of it so far; if that is staged, nobody else has staging memory.
-    """
+    """Mutable; driven by the worker, which owns the agent."""
 
     def __init__(
         self,
@@ -65,20 +43,16 @@ class PullJob:
         staging: Staging | None,
         limits: PostLimits,
         throttle: Throttle | None = None,
-        opened: Opened | None = None,
     ) -> None:
         self.pull_id = pull_id
         self.plan = plan
         self.error: BatonError | None = None
         self.failure_told = False
-        nap_s = _STAGED_NAP_S if plan.chunks else _READ_NAP_S
-        began = opened.began if opened is not None else time.perf_counter()
-        self.pace = Pace(began, longest_nap_s=nap_s)
+        self.began = time.perf_counter()
         self._pool_address = pool_address
         self._limits = limits
         self._most_now = throttle.post_bytes if throttle is not None else None
-        opens_staged = opened is not None and opened.opening.is_staged
-        self._staging = staging if plan.chunks or opens_staged else None
+        self._staging = staging if plan.chunks else None
         self.stopping = False
         self._chunks = enumerate(plan.chunks)
         self._open: list[Step] = []  # begun, not yet all ended and placed
@@ -90,14 +64,11 @@ class PullJob:
         self._slot_bytes = plan.slot_bytes
         self._num_slots = 0
         if self._staging is not None:
-            self._num_slots = self._staging.num_slots(self._slot_bytes) if plan.chunks else 0
+            self._num_slots = self._staging.num_slots(self._slot_bytes)
             self._staging.enter(pull_id)
         self._unstaged: tuple[RankRead, ...] = ()
-        reads = plan.reads if opened is None else opened.opening.rest(plan.reads)
-        if reads:  # first: they wait for no slot
-            self._read_into_pool(reads)
-        if opened is not None:
-            self._adopt(opened)
+        if plan.reads:  # first: they wait for no slot
+            self._read_into_pool(plan.reads)
 
     @property
     def active(self) -> int:
@@ -166,28 +137,6 @@ class PullJob:
         if self._staging is not None:
             self._staging.leave(self.pull_id)
 
-    def _adopt(self, opened: Opened) -> None:
-        """What was staged first is the first chunk's if that wants just this; else it is waited for
-        and left where it is: the slot is used when nothing is read into it any more."""
-        step, opening = opened.step, opened.opening
-        self._open.append(step)
-        if opening.is_staged:
-            self._waiting = next(self._chunks, None)
-        fits = opening.slot_bytes == self._slot_bytes
-        if self._waiting is not None and self._posting is None and fits:
-            _, chunk = self._waiting
-            first, *others = cut(chunk.reads, self._limits, self._most_now)
-            if first.is_of(opening.read):
-                self._waiting = None
-                step.chunk, step.posts, step.left, step.posted = (
-                    chunk,
-                    iter(others),
-                    len(others),
-                    False,
-                )
-                self._posting = step
-        self._finish(step)
-
     def _read_into_pool(self, reads: tuple[RankRead, ...]) -> Step:
         return self._begin(Step(cut(reads, self._limits, self._most_now), self._pool_address))
 
@@ -213,30 +162,12 @@ class PullJob:
             return None
         self._waiting = None
         base = self._staging.base_address + slot * self._slot_bytes
-        posts = list(cut(chunk.reads, self._limits, self._most_now))
-        step = Step(iter(posts), base, chunk, slot, lane=slot, left=len(posts))
-        return self._begin(step)
-
-    def read_with(self, agent: TransferAgent, step: Step) -> Callable[..., ReadHandle]:
-        """The agent's `read` for the posts of a step."""
-        if step.lane is None:
-            return agent.read
-        return partial(agent.read_beside, step.lane, then=partial(self._lane_posted, step))
+        return self._begin(Step(cut(chunk.reads, self._limits, self._most_now), base, chunk, slot))
 
     def read_posted(self, step: Step, handle: ReadHandle) -> None:
         step.active += 1
         self._moved_at = time.monotonic()
-        if step.lane is None:
-            step.at_once &= handle.ended
-
-    def _lane_posted(self, step: Step, state: ReadState) -> None:
-        """Places a chunk whose READs ended while the calling thread, a lane, posted them."""
-        step.left -= 1
-        step.at_once &= state is ReadState.DONE
-        placing = step.at_once and not step.left and not self.stopping
-        if placing and self._staging is not None and step.chunk is not None:
-            self._staging.place_now(step.chunk, step.slot, self._slot_bytes)
-            step.placed = True
+        step.at_once &= handle.ended
 
     def prepare(self) -> bool:
         """Works out one thing that will soon be wanted, as nothing else is to be done; whether
@@ -265,7 +196,7 @@ class PullJob:
         if not step.posted or step.active:
             return
         self._open.remove(step)
-        if step.chunk is None or self._staging is None or self.stopping or step.placed:
+        if step.chunk is None or self._staging is None or self.stopping:
             return
         self._staging.place(step.chunk, step.slot, self._slot_bytes)
 

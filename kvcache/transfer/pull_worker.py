@@ -11,12 +11,10 @@ from collections.abc import Callable
 
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, TransferAgent
-from kvcache.transfer.copy_thread import use_one_core
 from kvcache.transfer.job_maker import Job, JobMaker
 from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.link_log import log_first_pull
 from kvcache.transfer.mapped import MappedJob, MappedPath
-from kvcache.transfer.pace import Throttle, allow_short_naps
 from kvcache.transfer.plan import CostModel, Endpoint
 from kvcache.transfer.posts import GPU_LIMITS, PostLimits
 from kvcache.transfer.probe_job import ProbeJob
@@ -31,11 +29,13 @@ from kvcache.transfer.pull import (
     StopPull,
     error_info,
 )
-from kvcache.transfer.pull_job import Opened, PullJob
+from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.rank_links import InsideLink, OutsideLink, WorkerLink
+from kvcache.transfer.read_throttle import Throttle
 from kvcache.transfer.reads import Reads
 from kvcache.transfer.staging import Staging, placing
 from kvcache.transfer.starved import starved
+from kvcache.transfer.threads import allow_short_naps, use_one_core
 from kvcache.transfer.ucx_log import UcxRead
 from kvcache.transfer.watch import Watch
 from protocol.errors import BatonError, InternalError, TransferFailed
@@ -45,7 +45,8 @@ from protocol.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 
-_POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.0001)}  # shortest and longest nap
+_POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.00005)}  # shortest and longest nap
+_SAMPLE_BYTES = 1 << 20  # less says nothing about speed
 _MAX_FAILURES = 100  # rounds in a row, which take two seconds
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
@@ -64,8 +65,6 @@ class PullWorker:
         mapped: takes the pulls from peers that it can map; the agent moves the others.
         inside: the link to the coordinator, where that is in this process.
         busy: whether this rank's engine computes: READs between GPUs then leave it room.
-        opens: READs of pulls begin before these are planned; None: where the pool is on a GPU. On
-            CPUs a READ copies in the thread that posts it.
     """
 
     def __init__(
@@ -85,13 +84,11 @@ class PullWorker:
         mapped: MappedPath | None = None,
         inside: InsideLink | None = None,
         busy: Callable[[], bool] = lambda: False,
-        opens: bool | None = None,
     ) -> None:
         self._endpoint = Endpoint(pool.layout, rank, tp_size, pool.scales, dcp)
         self._agent = agent
         self._pool = pool
         self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
-        self._opens = self._kind == "VRAM" if opens is None else opens
         self._staging = (
             Staging(staging_bytes, pool, placing(pool, convert=convert)) if staging_bytes else None
         )
@@ -200,12 +197,8 @@ class PullWorker:
             self._link.wait(None)
 
     def _nap_s(self) -> float:
-        now = time.perf_counter()
-        naps = [job.pace.nap_s(now) for job, _ in self._jobs.values() if not job.stopping]
-        if self._kind == "VRAM" and (known := [nap for nap in naps if nap is not None]):
-            return min(known)
-        nap_s = self._idle_s
-        self._idle_s = min(nap_s * 1.5, self._poll_max_s if naps else _POLL_STUCK_S)
+        nap_s, is_wanted = self._idle_s, not all(job.stopping for job, _ in self._jobs.values())
+        self._idle_s = min(nap_s * 1.5, self._poll_max_s if is_wanted else _POLL_STUCK_S)
         return nap_s
 
     def _obey(self, command: Command) -> None:
@@ -271,50 +264,24 @@ class PullWorker:
             return
         if peer.probe is not None and peer.probe.delays(pull):
             return
-        opened = None
         try:
-            opened = self._open(pull, peer)
-            job = self._maker.make(pull, peer, opened)
+            job = self._maker.make(pull, peer)
         except BatonError as error:
-            self._refuse(pull, peer, opened, error)
+            self._tell_end(pull.pull_id, None, error)
         except Exception as error:
             logger.exception("planning pull %s", pull.pull_id)
-            self._refuse(pull, peer, opened, InternalError(f"planning failed: {error!r}"))
+            self._tell_end(pull.pull_id, None, InternalError(f"planning failed: {error!r}"))
         else:
-            self._add(pull, job, peer, opened)
+            peer.users += 1
+            self._jobs[pull.pull_id] = (job, peer)
             self._start(job, peer)
             if not job.stopping:
                 self._pool.use(max(pull.local_block_ids, default=-1))
-
-    def _open(self, pull: Pull, peer: JobPeer) -> Opened | None:
-        """Posts what it reads first, if nothing else is going on."""
-        opening = self._maker.opening(pull, peer) if self._opens and not self._jobs else None
-        if opening is None:
-            return None
-        memory = self._staging if opening.is_staged else self._pool
-        assert memory is not None
-        return self._reads.open(peer, opening, memory.base_address)
-
-    def _refuse(self, pull: Pull, peer: JobPeer, opened: Opened | None, error: BatonError) -> None:
-        """A pull that cannot be planned; what was opened has to end before it is over."""
-        if opened is None:
-            self._tell_end(pull.pull_id, None, error)
-            return
-        job = self._maker.failed(pull, opened)
-        self._add(pull, job, peer, opened)
-        self._fail(job, error)
-
-    def _add(self, pull: Pull, job: Job, peer: JobPeer, opened: Opened | None) -> None:
-        peer.users += 1
-        self._jobs[pull.pull_id] = (job, peer)
-        if opened is not None and isinstance(job, PullJob):
-            self._reads.adopt(opened, job, peer)
 
     def _start(self, job: Job, peer: JobPeer) -> None:
         """Before all else: the link idles."""
         if isinstance(job, MappedJob):
             self._advance_one(job)
-            job.pace.expected_s = peer.speed.expected_s(job.plan.bytes_read)
             return
         self._reads.post_one([(job, peer)])
         try:
@@ -364,7 +331,7 @@ class PullWorker:
     def _end(self, job: Job) -> None:
         _, peer = self._jobs.pop(job.pull_id)
         peer.users -= 1
-        seconds = time.perf_counter() - job.pace.began
+        seconds = time.perf_counter() - job.began
         is_read = job.complete and not isinstance(job, ProbeJob)
         if is_read:  # first of all: the fence waits for it
             self._tell_end(job.pull_id, job, None)
@@ -376,15 +343,12 @@ class PullWorker:
                 self._probed(job, peer)
             elif not is_read:
                 self._tell_end(job.pull_id, job, job.error)
-        if is_read and not job.pace.throttled:
-            self._learn_speed(job, peer, seconds)
-
-    def _learn_speed(self, job: Job, peer: JobPeer, seconds: float) -> None:
-        was_known = peer.speed.bytes_per_s > 0
-        peer.speed.learn(job.plan.bytes_read, seconds, watched=job.pace.watched)
-        if not was_known and peer.speed.bytes_per_s > 0:
+        if is_read and not peer.speed_told and job.plan.bytes_read >= _SAMPLE_BYTES:
+            peer.speed_told = True
             way = self._way_of_reading(peer) if isinstance(job, PullJob) else None
-            log_first_pull(peer.metadata.engine_id, job.plan.path, way, peer.speed.bytes_per_s)
+            log_first_pull(
+                peer.metadata.engine_id, job.plan.path, way, job.plan.bytes_read / seconds
+            )
 
     def _way_of_reading(self, peer: JobPeer) -> UcxRead | None:
         on_gpu = peer.metadata.ranks[0].device_kind == "cuda"

@@ -9,11 +9,10 @@ from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.job_maker import Job
 from kvcache.transfer.job_peer import JobPeer
-from kvcache.transfer.opening import Opening
-from kvcache.transfer.pace import Throttle
-from kvcache.transfer.posts import Post, PostLimits, total
+from kvcache.transfer.posts import Post, PostLimits
 from kvcache.transfer.pull import PeerKey
-from kvcache.transfer.pull_job import Opened, PullJob, Step
+from kvcache.transfer.pull_job import PullJob, Step
+from kvcache.transfer.read_throttle import Throttle
 from protocol.errors import BatonError, TransferFailed
 
 
@@ -78,33 +77,6 @@ class Reads:
                 return job
         return None
 
-    def open(self, peer: JobPeer, opening: Opening, base_address: int) -> Opened | None:
-        """Posts what a pull reads first, `adopt` follows; None where it has to wait for its job.
-
-        Args:
-            base_address: of the memory that is read into.
-        """
-        read, began, limits = opening.read, time.perf_counter(), self._limits
-        if self._active or read.remote_rank not in peer.names:
-            return None
-        if self._throttle is not None and not self._throttle.is_idle(began):
-            return None
-        if len(read.lengths) > limits.max_runs or total(read.lengths) > limits.max_bytes:
-            return None
-        post = Post(read.remote_rank, read.local_offsets, read.remote_offsets, read.lengths)
-        try:
-            handle = self._read(peer, self._agent.read, base_address, post)
-        except BatonError:
-            return None
-        self._counters["posts"] += 1
-        slot = 0 if opening.is_staged else -1
-        step = Step(iter(()), base_address, slot=slot, at_once=False, active=1, posted=True)
-        return Opened(opening, step, handle, began)
-
-    def adopt(self, opened: Opened, job: PullJob, peer: JobPeer) -> None:
-        """The READ is that of a job now."""
-        self._active.append(_Read(opened.handle, peer, job, opened.step, opened.began))
-
     def _full_peers(self) -> set[PeerKey]:
         """Those from which nothing more may be read for now."""
         if len(self._active) < self._limits.max_active:
@@ -115,7 +87,7 @@ class Reads:
     def _post(self, job: PullJob, peer: JobPeer, step: Step, post: Post) -> None:
         try:
             started = time.perf_counter()
-            handle = self._read(peer, job.read_with(self._agent, step), step.base_address, post)
+            handle = self._read(peer, step.base_address, post)
         except BatonError as error:
             self._failed(job, error)
             return
@@ -123,21 +95,19 @@ class Reads:
         self._counters["posts"] += 1
         if self._throttle is not None:
             staged = step.chunk is not None
-            job.pace.throttled |= self._throttle.posted(post.nbytes, started, staged=staged)
+            self._throttle.posted(post.nbytes, started, staged=staged)
         read = _Read(handle, peer, job, step, started)
         if handle.ended:
             self._end(read)
         else:
             self._active.append(read)
 
-    def _read(
-        self, peer: JobPeer, read: Callable[..., ReadHandle], base_address: int, post: Post
-    ) -> ReadHandle:
+    def _read(self, peer: JobPeer, base_address: int, post: Post) -> ReadHandle:
         remote = peer.metadata.ranks[post.remote_rank]
         name = peer.names.get(remote.rank)
         if name is None:
             name = peer.names[remote.rank] = self._agent.add_peer(remote.agent_metadata)
-        return read(
+        return self._agent.read(
             name,
             post.local_offsets + base_address,
             post.remote_offsets + remote.base_address,

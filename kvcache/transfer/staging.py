@@ -1,10 +1,10 @@
 """A rank's staging memory: slots that fill and empty in turn, for one pull at a time.
 
 READs bring a peer's KV into a slot as it lies there; `place` then copies it to its places in the
-pool while other slots fill: on a GPU by a low-priority stream beside the decode batch, on a CPU
-in a thread of its own, since a READ there copies in the thread that posts it. Pulls that need
-staging queue up: the memory is bounded, whatever the number of pulls (I8: a slot is reused only
-after the copies out of it have finished).
+pool, on a GPU by a low-priority stream beside the decode batch while other slots fill, on a CPU in
+the calling thread, which a READ copies in as well. Pulls that need staging queue up: the memory is
+bounded, whatever the number of pulls (I8: a slot is reused only after the copies out of it have
+finished).
 """
 
 import importlib.util
@@ -12,7 +12,6 @@ import mmap
 import sys
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
 from kvcache.transfer.boxes import Transfer
-from kvcache.transfer.copy_thread import copy_thread
 from kvcache.transfer.cuda_mapper import CudaMapper
 from kvcache.transfer.mapper import Mapper
 from kvcache.transfer.slot_gather import SlotGather
@@ -32,7 +30,7 @@ logger = get_logger(__name__)
 
 _HUGE_PAGE_BYTES = 2 << 20
 _PROGRAMS = 132  # thread blocks: 1.2 TB/s on an H200, where 48 reach 0.57
-_MOST_SLOTS = 4  # on a CPU two threads read, another one places
+_MOST_SLOTS = 4
 
 
 def placing(pool: KVPool, *, convert: bool) -> Mapper | None:
@@ -64,13 +62,10 @@ class Staging:
         self._gathers = mapper is not None
         self._mapper = mapper
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
-        # Of the last copies out of each slot: CUDA events, futures, or what a gather told
+        # Of the last copies out of each slot: CUDA events, or what a gather told
         self._copies: list[Any] = [None] * _MOST_SLOTS
         self._stream: Any = None
-        self._thread: ThreadPoolExecutor | None = None
-        if pool.device.type == "cpu":
-            self._thread = copy_thread("place")
-        else:
+        if pool.device.type != "cpu":
             self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
 
     def bind_thread(self) -> None:
@@ -126,16 +121,11 @@ class Staging:
                 self._queue.remove(pull_id)
 
     def is_free(self, slot: int) -> bool:
-        """True when every copy out of the slot has finished. Raises what one has failed with."""
+        """True when every copy out of the slot has finished."""
         copies = self._copies[slot]
         if isinstance(copies, list):
             return self._gather is None or self._gather.finished(copies)
-        if not isinstance(copies, Future):
-            return copies is None or bool(copies.query())
-        if copies.done():
-            self._copies[slot] = None
-            copies.result()
-        return copies.done()
+        return copies is None or bool(copies.query())
 
     def place(self, chunk: Chunk, slot: int, slot_bytes: int) -> None:
         """Begins to copy what was read into the slot to the pool; see `is_free`."""
@@ -144,27 +134,18 @@ class Staging:
             begun = self._copies[slot] = []  # some may run though another cannot begin
             self._gather.place(chunk.span, address, begun)
             return
-        if self._thread is not None:
-            self._copies[slot] = self._thread.submit(self.place_now, chunk, slot, slot_bytes)
+        memory = self._memory[slot * slot_bytes : (slot + 1) * slot_bytes]
+        if self.on_cpu:
+            reformat.apply(chunk, memory, self._pool.tensor)
             return
-        memory = self._slot(slot, slot_bytes)
         with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
             reformat.apply(chunk, memory, self._pool.tensor)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._copies[slot] = event
 
-    def place_now(self, chunk: Chunk, slot: int, slot_bytes: int) -> None:
-        """The same on a CPU, in the calling thread."""
-        reformat.apply(chunk, self._slot(slot, slot_bytes), self._pool.tensor)
-
-    def _slot(self, slot: int, slot_bytes: int) -> torch.Tensor:
-        return self._memory[slot * slot_bytes : (slot + 1) * slot_bytes]
-
     def close(self) -> None:
-        """Waits for the copy that runs; nothing is placed any more."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        """Waits for the copies that run; nothing is placed any more."""
         if self._mapper is not None:
             self._mapper.close()
 

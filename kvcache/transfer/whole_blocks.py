@@ -17,7 +17,6 @@ from kvcache.transfer.runs import Axis, RankRead, grow
 from kvcache.transfer.topology import Endpoint, HeadGroup, IntArray, byte_strides
 
 _FEW_BLOCKS = 256
-_FIRST_BYTES, _FIRST_BLOCKS = 64 << 20, 16  # take as long to read as a plan to be made
 _HIGH = 32  # bits for a block id
 _LOW_BITS = (1 << _HIGH) - 1
 _NEXT = (1 << _HIGH) + 1  # from a pair of block ids to that of the blocks behind both
@@ -68,36 +67,13 @@ class WholeBlocks:
             return None
         return cls(shares)
 
-    def first_read(
-        self, first: int, last: int, local: list[int], remote: list[int], turn: int
-    ) -> tuple[RankRead, int]:
-        """The first of `reads` where these shall begin with a few blocks, for all but the checks of
-        the block tables, and how many blocks it reads.
-
-        Args:
-            turn: of the head groups, see topology.HeadGroup.
-        """
-        share = self._shares[0]
-        begin = first + (share.copy - first - turn) % share.copies
-        count = max(1, min(_FIRST_BLOCKS, _FIRST_BYTES // share.run_bytes))
-        mine = slice(begin, min(last, begin + count * share.copies), share.copies)
-        return _read_few(share, local[mine], remote[mine]), len(local[mine])
-
-    def reads(
-        self, transfer: Transfer, first: int, last: int, num_read: int = 0
-    ) -> tuple[RankRead, ...]:
-        """The fewest runs of blocks [first, last) of the sequence, by rank of P.
-
-        Args:
-            num_read: blocks that `first_read` has read.
-        """
+    def reads(self, transfer: Transfer, first: int, last: int) -> tuple[RankRead, ...]:
+        """The fewest runs of blocks [first, last) of the sequence, by rank of P."""
         transfer.local_table.check()
         is_few = last - first <= _FEW_BLOCKS
         found = []
         for share in self._shares:
             begin = first + (share.copy - first - transfer.groups[share.group].turn) % share.copies
-            if share is self._shares[0]:
-                begin += num_read * share.copies
             if begin >= last:
                 continue
             mine = slice(begin, last, share.copies)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.memory_agent import MemoryAgent
 from protocol.errors import TransferFailed
 from tests import stopping
@@ -122,23 +121,18 @@ def processes() -> Iterator[list[ProcessPeer]]:
         peer.close()
 
 
-def make_agent(kind: str) -> TransferAgent:
-    lanes = kind.startswith("lanes")
-    return LanedAgent([nixl_agent(), nixl_agent()]) if lanes else nixl_agent()
-
-
-@pytest.fixture(params=["memory", "nixl", "nixl-processes", "lanes", "lanes-processes"])
+@pytest.fixture(params=["memory", "nixl", "nixl-processes"])
 def reader(request: pytest.FixtureRequest, processes: list[ProcessPeer]) -> Iterator[Reader]:
     agent: TransferAgent
     peer: Any
     if request.param == "memory":
         agent, peer = MemoryAgent(), LocalPeer(MemoryAgent())
-    elif request.param in ("nixl", "lanes"):
-        agent, peer = make_agent(request.param), LocalPeer(nixl_agent())
+    elif request.param == "nixl":
+        agent, peer = nixl_agent(), LocalPeer(nixl_agent())
     else:
         if not processes or processes[-1].process.poll() is not None:
             processes.append(ProcessPeer())
-        agent, peer = make_agent(request.param), processes[-1]
+        agent, peer = nixl_agent(), processes[-1]
     yield Reader(agent, peer)
     agent.close()
     if not request.param.endswith("processes"):

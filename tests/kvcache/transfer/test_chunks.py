@@ -11,7 +11,7 @@ from tests.kvcache.transfer.test_plan import scattered, side, simple
 TOKENS = 4096
 BLOCK_BYTES = 16 * 8 * 2 * 2 * 4 * 4  # of P
 BETWEEN_GPUS = CostModel(1e-7, 1e9, 4e9)
-ON_A_CPU = CostModel(1e-7, 1e9, 4e9, shared_speedup=1.5)
+ON_A_CPU = CostModel(1e-7, 1e9, 4e9, overlaps=False)
 
 
 def sizes(costs: CostModel, staging_blocks: int, order: str = "BHLCND") -> list[int]:

@@ -42,9 +42,9 @@ def planned_with(monkeypatch: Any) -> list[CostModel]:
     found: list[CostModel] = []
     plan = Planner.plan
 
-    def noted(planner: Planner, transfer: Transfer, costs: CostModel, opened: Any) -> Any:
+    def noted(planner: Planner, transfer: Transfer, costs: CostModel) -> Any:
         found.append(costs)
-        return plan(planner, transfer, costs, opened)
+        return plan(planner, transfer, costs)
 
     monkeypatch.setattr(Planner, "plan", noted)
     return found

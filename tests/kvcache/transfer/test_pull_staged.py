@@ -1,22 +1,18 @@
 """Pulls through staging memory, alone or beside direct reads."""
 
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcache.transfer import pull_job, reformat
-from kvcache.transfer.agent import TransferAgent
-from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed, PullStuck
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import (
-    DEADLINE_S,
     ENDINGS,
     PATIENT,
     Decode,
@@ -44,17 +40,12 @@ def test_staged_pulls_share_one_small_buffer(rig: Any, make_agent: Any) -> None:
     assert prefill.outcomes(5) == ["completed"] * 5
 
 
-def laned_agent() -> TransferAgent:
-    return LanedAgent([nixl_agent(), nixl_agent()])
-
-
-@pytest.mark.parametrize("make_agent", [MemoryAgent, laned_agent])
+@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_many_requests_at_once_wait_for_staging_memory_and_none_fails(
     rig: Any, make_agent: Any
 ) -> None:
     pools = {"num_blocks": 256, "block_size": 16}
-    transport = MemoryAgent if make_agent is MemoryAgent else nixl_agent
-    prefill = rig(Prefill, transport, order="LBCNHD", **pools)
+    prefill = rig(Prefill, make_agent, order="LBCNHD", **pools)
     # Room for two blocks of P, where 48 pulls of three blocks each are under way.
     staging_bytes = 2 * 16 * layout().token_bytes
     decode = rig(Decode, make_agent, staging_bytes=staging_bytes, **pools)
@@ -86,29 +77,6 @@ def test_a_partly_filled_last_block_is_one_descriptor_too(
     assert done.descriptors == 3 * max(p_tp, d_tp)
     assert_pulled(decode, remote, [3, 1, 7], 0, 21)
     assert (decode.pools[0].canonical[7, :, :, :, 5:] == -1).all()  # nothing past the last token
-
-
-def test_one_slot_fills_while_the_other_is_placed(rig: Any, monkeypatch: Any) -> None:
-    prefill = rig(Prefill, order="LBCNHD", num_blocks=64, block_size=16)
-    decode = rig(Decode, num_blocks=64, staging_bytes=2 * 16 * layout().token_bytes)
-    placing, may_place, apply = threading.Event(), threading.Event(), reformat.apply
-
-    def slow(*args: Any) -> None:
-        placing.set()
-        assert may_place.wait(DEADLINE_S)
-        apply(*args)
-
-    monkeypatch.setattr(reformat, "apply", slow)
-    remote = prefill.lease([7, 4, 9, 2], 64)
-    blocks = [3, 1, 7, 2, 9, 8, 12, 11]
-    decode.coordinator.pull("a", remote, 0, 64, blocks)
-    assert placing.wait(DEADLINE_S)
-    while decode.workers[0].counters["posts"] < 2:  # the second chunk's, beside the first's copy
-        decode.woken.wait(0.01)
-    may_place.set()
-    done = decode.wait(*ENDINGS)
-    assert isinstance(done, PullDone) and done.path == "staged", done
-    assert_pulled(decode, remote, blocks, 0, 64)
 
 
 def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:

@@ -13,7 +13,6 @@ from kvcache.transfer import pull_worker, watch
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.job_maker import JobMaker
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.pace import Speed
 from kvcache.transfer.plan import DEFAULT_COSTS
 from kvcache.transfer.pull import (
     AddPeer,
@@ -197,7 +196,13 @@ def test_who_could_not_be_made_keeps_staging_memory_from_no_other(
     rank = Rank(staging_bytes=1 << 18, costs=DEFAULT_COSTS["cuda"])
     rank.worker.start()
     rank.link.send(AddPeer(prefill.metadata))
-    monkeypatch.setattr(Speed, "expected_s", lambda *args: 1 / 0)
+    make = PullJob.__init__
+
+    def broken(*args: Any) -> None:
+        make(*args)
+        raise RuntimeError("it cannot be made")
+
+    monkeypatch.setattr(PullJob, "__init__", broken)
     rank.link.send(order(prefill, "a"))
     ended = rank.report()
     assert isinstance(ended, RankEnded) and ended.error is not None

@@ -15,7 +15,6 @@ import pytest
 from kvcache.pool import KVPool
 from kvcache.transfer import reformat
 from kvcache.transfer.agent import ReadHandle, ReadState
-from kvcache.transfer.lanes import LanedAgent
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.plan import DEFAULT_COSTS
 from kvcache.transfer.posts import PostLimits
@@ -89,20 +88,18 @@ class Rank:
         self._told = threading.Event()
         self.link.on_report = self._told.set
         self.pool = KVPool(layout())
-        agents = [FaultyAgent(faults) for _ in range(2)]
-        self.agents = agents
+        self.agent = FaultyAgent(faults)
         self.worker = PullWorker(
             0,
             1,
             HEADS,
-            LanedAgent(agents) if seed % 5 == 0 else agents[0],
+            self.agent,
             self.pool,
             "",
             inside=self.link,
             limits=PostLimits(1 << 16 if seed % 4 == 1 else 2048, max_runs=64, max_active=3),
             staging_bytes=1 << 18 if seed % 2 else None,
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
-            opens=bool(seed % 3),
         )
         self._free = [[1 + BLOCKS * i + j for j in range(BLOCKS)] for i in range(10)]
         self._reading: dict[str, tuple[Any, list[int]]] = {}
@@ -110,8 +107,7 @@ class Rank:
 
     def pull(self, pull_id: str, prefill: Prefill) -> None:
         while not self._free:
-            for agent in self.agents:
-                agent.resume()
+            self.agent.resume()
             self._take_reports()
         blocks = self._free.pop(self._rng.randrange(len(self._free)))
         self._rng.shuffle(blocks)
@@ -158,26 +154,20 @@ def test_every_pull_ends_and_none_is_wrong(
         faults.odds = 0.01 * (1 + seed % 4)
         for number in range(60):
             prefill = rng.choice(prefills)
-            if seed % 4 == 1:  # one after the other: they are opened before they are planned
-                for agent in rank.agents:
-                    agent.resume()
-                rank.wait()
             rank.pull(str(number), prefill)
             if rng.random() < 0.3:
                 rank.link.send(StopPull(str(rng.randint(0, number))))
             if rng.random() < 0.1:
                 key = prefill.metadata.engine_id, prefill.metadata.incarnation
                 rank.link.send(DropPeer(*key))
-            for agent in rank.agents:
-                if rng.random() < 0.1:
-                    agent.stall(prefill.agents[0].name)
-                if rng.random() < 0.2:
-                    agent.resume()
+            if rng.random() < 0.1:
+                rank.agent.stall(prefill.agents[0].name)
+            if rng.random() < 0.2:
+                rank.agent.resume()
             if rng.random() < 0.4:
                 time.sleep(0.001)  # else most would be stopped before they begin
         faults.odds = 0.0
-        for agent in rank.agents:
-            agent.resume()
+        rank.agent.resume()
         rank.wait()
         for prefill in prefills * 2:  # the first ones may meet with what has failed
             rank.num_complete = 0
@@ -185,7 +175,7 @@ def test_every_pull_ends_and_none_is_wrong(
             rank.wait()
         assert rank.num_complete == 1
         assert all(peer.users == 0 for peer in rank.worker._peers.values())
-        assert sum(agent.active for agent in rank.agents) == 0
+        assert rank.agent.active == 0
     finally:
         faults.odds = 0.0
         rank.worker.close()

@@ -5,11 +5,18 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
+import threading
 import torch
-from kvcache.transfer.copy_thread import copy_thread
+from kvcache.transfer.threads import use_one_core
 torch.set_num_threads(2)
-thread = copy_thread("copy")
-print(thread.submit(torch.get_num_threads).result(), torch.get_num_threads())
+torch.get_num_threads()
+def copy():
+    use_one_core()
+    print(torch.get_num_threads())
+thread = threading.Thread(target=copy)
+thread.start()
+thread.join()
+print(torch.get_num_threads())
 """
 
 

@@ -1,5 +1,6 @@
 """How many KV blocks an engine gets, and what to say when that is too few."""
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import EngineConfig
+
+logger = logging.getLogger("baton.engine")
 
 # Without an option, the pool takes this share of the memory that is free once the weights are
 # mapped: two servers, their page caches and their activations share a CPU host.
@@ -131,6 +134,26 @@ def size_pool(
             f"{max_len} tokens"
         ),
     )
+
+
+def longest_sequence(
+    config: EngineConfig, size: PoolSize, num_blocks: int, model_max_len: int
+) -> int:
+    """Tokens of the longest sequence in `num_blocks`, the fewest that a rank of this size has; logs
+    them, and warns where nobody asked for fewer than the model takes."""
+    logger.info("%s", size.explanation)
+    max_len = min(size.max_model_len, (num_blocks - 1) * config.tokens_per_block)
+    if max_len < (config.max_model_len or model_max_len):
+        logger.warning(
+            "requests of more than %d tokens, prompt and output, are refused, and the model takes "
+            "%d: the KV pool holds no more; raise %s, or say that it is meant with "
+            "--max-model-len %d",
+            max_len,
+            model_max_len,
+            _more_memory(config),
+            max_len,
+        )
+    return max_len
 
 
 def _capacity(

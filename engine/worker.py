@@ -23,7 +23,7 @@ from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.host_memory import free_host_bytes
 from engine.kernel_watch import KERNELS, keep_kernels, watch_kernels
-from engine.memory import MemoryTooSmall, PoolSize, size_pool
+from engine.memory import MemoryTooSmall, PoolSize, longest_sequence, size_pool
 from engine.ranks import Follower, Leader
 from engine.role import KVRole
 from engine.runner import ModelRunner, check_devices
@@ -191,7 +191,7 @@ def _build_leader(
     runner = ModelRunner(config, model_config, parallel)
     size = _pool_size(config, model_config, runner, factory)
     num_blocks = leader.agree_on_blocks(size.num_blocks)
-    logger.info("%s", size.explanation)
+    max_len = longest_sequence(config, size, num_blocks, model_config.max_position)
     compat = _compat(config, model_config)
     context, service, own = _allocate(config, 0, runner, num_blocks, compat, factory)
     leader.runner = runner
@@ -206,7 +206,6 @@ def _build_leader(
     )
     service.start()
     role = factory.make_role(context, metadata, transport)
-    max_len = min(size.max_model_len, (num_blocks - 1) * config.tokens_per_block)
     core = EngineCore(_scheduler(config, num_blocks, max_len), leader, role, transport, grammars)
     ready = EngineReady(
         num_blocks=num_blocks - 1,

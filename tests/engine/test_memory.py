@@ -9,7 +9,7 @@ import torch
 from attention.support import UnsupportedPool
 from engine.config import EngineConfig
 from engine.host_memory import free_host_bytes
-from engine.memory import MemoryTooSmall, check_weights_fit, size_pool
+from engine.memory import MemoryTooSmall, check_weights_fit, longest_sequence, size_pool
 from engine.runner import ModelRunner
 from engine.worker import CannotStart, _reason, _starting
 from model.config import load_config
@@ -52,6 +52,27 @@ def test_a_small_pool_shortens_the_longest_sequence_unless_it_was_asked_for() ->
     assert _size(kv_cache_tokens=64) == (5, 64)
     with pytest.raises(MemoryTooSmall, match=r"holds 64 tokens .* 136 tokens are missing"):
         _size(kv_cache_tokens=64, max_model_len=200)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "told"),
+    [(16, None, None), (4, 64, None), (4, None, 64), (16, 200, None), (5, None, 80)],
+)
+def test_a_pool_that_shortens_sequences_unasked_is_warned_of(
+    num_blocks: int, max_model_len: int | None, told: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"kv_cache_tokens": 256, "max_model_len": max_model_len}
+    config = msgspec.structs.replace(_BASE, **options)
+    size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=10**9)
+    length = longest_sequence(config, size, num_blocks + 1, 256)  # another rank had less room
+    assert length == min(num_blocks * 16, max_model_len or 256)
+    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    if told is None:
+        assert warnings == []
+        return
+    (warning,) = warnings
+    for words in (f"more than {told} tokens", "takes 256", "--kv-cache-tokens", f"-len {told}"):
+        assert words in warning
 
 
 def test_a_context_beyond_the_models_is_refused() -> None:

@@ -117,5 +117,8 @@ def _download(name: str, revision: str | None) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision!r}" if revision else ""
         hint = "check the name, the revision, the network and HF_TOKEN"
-        raise ModelNotAvailable(f"model {name!r}{at} is not available ({hint}): {error}") from error
+        reason = str(error).partition("\n")[0].removeprefix("Got: ")  # what follows advises
+        raise ModelNotAvailable(
+            f"model {name!r}{at} is not available ({hint}): {reason}"
+        ) from error
     return Path(folder)

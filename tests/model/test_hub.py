@@ -3,6 +3,9 @@
 import json
 import multiprocessing
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from model.config import load_config
 from model.errors import ModelNotAvailable
 from model.files import build_once
 from model.hub import DEFAULT_MODEL, resolve_model
+from tests.ports import kept_ports
 
 
 def test_a_directory_is_itself(tmp_path):
@@ -63,6 +67,31 @@ def test_a_hub_that_has_no_such_model_is_reported_without_the_token(monkeypatch)
     ) as failed:
         resolve_model("owner/name", "v2")
     assert "very-secret" not in str(failed.value)
+
+
+_ASK = """
+from model.errors import ModelNotAvailable
+from model.hub import resolve_model
+try:
+    resolve_model("owner/name")
+except ModelNotAvailable as error:
+    print(error)
+"""
+
+
+def test_a_hub_that_cannot_be_reached_is_told_in_one_line(tmp_path):
+    with kept_ports(1) as (port,):  # where nobody listens
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+    assert re.fullmatch(r"model 'owner/name' .* HF_TOKEN\): \w+: .* refused\n", done.stdout)
+    assert done.stderr == ""
 
 
 def count_build(target: str, log: str) -> None:

@@ -21,6 +21,12 @@ TORCH_INDEX ?=
 # What pyproject.toml calls `gpu` (FlashInfer), where there is an NVIDIA driver.
 EXTRAS ?= $(if $(shell command -v nvidia-smi),gpu)
 
+# `port=8031` would otherwise be taken and mean nothing.
+VARIABLES := VENV PORT MODEL ARGS TASKS LIMIT URL TORCH_INDEX EXTRAS PYTHON
+GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
+UNKNOWN := $(filter-out $(VARIABLES),$(GIVEN))
+$(if $(UNKNOWN),$(error no variable here: $(UNKNOWN); these are, in capitals: $(VARIABLES)))
+
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --progress-bar off -c constraints.txt \
        $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))

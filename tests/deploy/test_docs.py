@@ -5,6 +5,7 @@ import ast
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,15 @@ def test_the_arguments_of_make_are_accepted() -> None:
         load(UpSettings, argv)
     for argv in evaluate:
         make_parser().parse_args(["--tasks", "piqa", *argv])
+
+
+@pytest.mark.parametrize(("given", "code"), [("PORT=8031", 0), ("port=8031", 2)])
+def test_make_refuses_variables_that_it_would_not_read(given: str, code: int) -> None:
+    command = ["make", "--dry-run", "serve", given, "ARGS=--decode.count 2 --prefill.tp=2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    told = done.stderr if code else done.stdout
+    assert ("--port '8031'" if code == 0 else "no variable here: port; ") in told
 
 
 def test_the_requests_of_the_readme_are_accepted() -> None:

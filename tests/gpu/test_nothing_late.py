@@ -28,6 +28,7 @@ _LENGTHS = (
     *(1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 200, 255, 256, 257, 300, 383, 511, 512, 513),
     *(700, 1000, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 3000, 4096, 5000),
 )
+_LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 8}
 _SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {
         "hidden_size": 512,
@@ -36,7 +37,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 128,
     },
-    "mla": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 8},
+    "mla": _LATENTS,
+    "moe": _LATENTS,
 }
 _DRAWN: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8},
@@ -105,6 +107,7 @@ def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
         pytest.param("gqa", _FP8, _FP8, id="fp8"),
         pytest.param("gqa", (*_FP8, *_NHD), ("--kv-convert",), id="fp8 to bfloat16"),
         pytest.param("mla", (), (), id="latents"),
+        pytest.param("moe", (), (), id="experts"),
         pytest.param("gqa", _TWO, _TWO, id="tp 2", marks=_gpus(2)),
         pytest.param("gqa", (), (*_TWO, "--dcp", "2"), id="shared tokens", marks=_gpus(2)),
         pytest.param("mla", (), (*_TWO, "--dcp", "2"), id="shared latents", marks=_gpus(2)),

@@ -2,17 +2,16 @@
 
 All it decides is in pull_state.py (one pull) and peers.py (handshakes); here are the sockets, the
 clock and the bookkeeping of who is waiting for which answer.
-
-What an engine or a worker in this process has to say is obeyed in their own threads, in turns
-(turns.py): a pull of 128 tokens takes less time than waking a thread twice.
 """
 
+import select
+import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvcache.stripe import Stripe
-from kvcache.transfer.event_queue import EventQueue
 from kvcache.transfer.peers import (
     Peer,
     PeerStatus,
@@ -29,7 +28,9 @@ from kvcache.transfer.pull import (
     PeerFailed,
     PeerKey,
     PeerReady,
+    Pull,
     PullDrained,
+    PullFailed,
     PullSettings,
     RankEnded,
     Report,
@@ -38,6 +39,7 @@ from kvcache.transfer.pull import (
 )
 from kvcache.transfer.pull_state import (
     Action,
+    Deadlines,
     Emit,
     EndedPulls,
     FanOut,
@@ -49,31 +51,46 @@ from kvcache.transfer.pull_state import (
     StopRanks,
     SuspectPeer,
 )
-from kvcache.transfer.questions import OpenQuestions
 from kvcache.transfer.rank_links import InsideLink, RankLinks
 from kvcache.transfer.side_channel import new_id
 from kvcache.transfer.side_client import Address, SideChannelClient
-from kvcache.transfer.turns import Turns
+from kvcache.transfer.waker import Waker
 from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable
-from protocol.handshake import CompatRecord, Gone, Metadata, Ok, Refused, Reply
+from protocol.handshake import (
+    CompatRecord,
+    GetMetadata,
+    Gone,
+    Metadata,
+    Ok,
+    Refused,
+    Reply,
+)
 from protocol.logging import get_logger
 from protocol.messages import RemotePrefill
+from protocol.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 
 _CLOSE_LINGER_S = 0.2
-_LOOK_S = 0.25
-_Span = tuple[int, int, list[int]]  # of a pull: first token, the one after the last, D's blocks
+_COUNTERS = (
+    "pulls",
+    "pulls_failed",
+    "peer_restarts",
+    "connections_lost",
+    "refused",
+    "internal_errors",
+)
 
 
 class PullCoordinator:
-    """Handshakes, renewals, fan-out, the fence. All public methods may be called by any thread.
+    """Handshakes, renewals, fan-out, the fence. All public methods may be called by any thread;
+    what they ask for is done by the coordinator's own.
 
     Args:
         worker_address: to listen on for the ranks' workers: `ipc://PATH` in a directory of this
             user's own, or `tcp://127.0.0.1:0` for a free port.
         compat: of this engine.
-        on_event: called from any thread when `drain` has something; must not block.
+        on_event: called from the thread when `drain` has something; must not block.
         convert: accept peers with another KV dtype.
         stripe: of any rank, where ranks share tokens: peers must have blocks to cut it from.
         inside: links to the workers of this process, by rank.
@@ -99,26 +116,28 @@ class PullCoordinator:
         self._num_ranks = num_ranks
         self._settings = settings or PullSettings()
         self._clock = clock
-        self._events = EventQueue(on_event)
-        self._counters = self._events.counters
+        self._on_event = on_event or (lambda: None)
+        self._events: deque[Event] = deque()
+        self._untold = False  # an event has come since `on_event` was called
+        self._counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self._ranks = RankLinks(worker_address, num_ranks, inside or {})
         self._side_channel = SideChannelClient(secret, clock)
-        self._turns = Turns(
-            "pull-coordinator",
-            (self._ranks, self._side_channel),
-            turn=self._turn,
-            failed=self._survive,
-            after=(self._events.tell,),
-            deadline=self._deadline,
-            clock=clock,
-        )
+        self._calls: deque[Callable[[], None]] = deque()
+        self._waker = Waker()
+        self._epoll = select.epoll()
+        for source in (self._waker, self._ranks, self._side_channel):
+            self._epoll.register(source.fileno(), select.EPOLLIN)
+        self._stopping = threading.Event()
+        self._thread = VitalThread(self._run, "pull-coordinator")
         for link in (inside or {}).values():
-            link.on_report = self._turns.take
+            link.on_report = self._waker.wake
         self._peers = PeerTable(compat, self._settings, convert, stripe)
         self._pulls: dict[str, PullState] = {}
-        self._spans: dict[str, _Span] = {}  # of pulls begun
+        self._attempts: dict[str, PullState] = {}  # by attempt id: whose answer it is
+        self._orders: dict[str, Pull] = {}  # of pulls begun
+        self._deadlines = Deadlines()
         self._ended = EndedPulls()
-        self._questions = OpenQuestions()
+        self._metadata_asked: dict[Address, str] = {}  # the nonce
         self._awaiting_connect: set[PeerKey] = set()
         self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
 
@@ -128,7 +147,7 @@ class PullCoordinator:
         return self._ranks.address
 
     def start(self) -> None:
-        self._turns.start()
+        self._thread.start()
 
     def knows(self, remote: RemotePrefill) -> bool:
         """Whether hands were shaken with its engine, so that `connect` would tell PeerReady."""
@@ -137,11 +156,11 @@ class PullCoordinator:
 
     def connect(self, remote: RemotePrefill) -> None:
         """Shakes hands unless that was done; PeerReady or PeerFailed tells the outcome."""
-        self._turns.call(lambda: self._do_connect(remote))
+        self._call(lambda: self._do_connect(remote))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
         """Keeps the lease alive from now on, before there are blocks to read into."""
-        self._turns.call(lambda: self._do_hold(pull_id, remote))
+        self._call(lambda: self._do_hold(pull_id, remote))
 
     def pull(
         self,
@@ -157,16 +176,16 @@ class PullCoordinator:
             local_block_ids: from token 0 of the sequence on, each of this engine's block size
                 times its dcp.
         """
-        span = (token_start, token_stop, list(local_block_ids))
-        self._turns.call(lambda: self._do_pull(pull_id, remote, span))
+        order = pull_command(pull_id, remote, token_start, token_stop, list(local_block_ids))
+        self._call(lambda: self._do_pull(remote, order))
 
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:
         """Gives up a pull in any state; one PullDrained follows. `lend`: see PullState.cancel."""
-        self._turns.call(lambda: self._do_cancel(pull_id, lend))
+        self._call(lambda: self._do_cancel(pull_id, lend))
 
     def drain(self) -> list[Event]:
         """Events since the last call, in order."""
-        return self._events.drain()
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def counters(self) -> dict[str, int]:
         return {**self._counters, **self._side_channel.counters, "pulls_open": len(self._pulls)}
@@ -178,35 +197,54 @@ class PullCoordinator:
     def close(self) -> None:
         """Ends the thread; open pulls' leases, unless untouched, are aborted without an answer."""
 
-        def last() -> None:
-            for state in filter(lambda pull: not pull.is_untouched, self._states()):
-                self._send(state, SendAbort())
-            self._side_channel.close(_CLOSE_LINGER_S)
-            self._ranks.close()
+        if self._epoll.closed:
+            return
+        self._stopping.set()
+        self._waker.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        for state in filter(lambda pull: not pull.is_untouched, self._states()):
+            self._send(state, SendAbort())
+        self._side_channel.close(_CLOSE_LINGER_S)
+        self._ranks.close()
+        self._epoll.close()
+        self._waker.close()
 
-        self._turns.close(last)
+    # -- the thread
 
-    def _deadline(self) -> float:
-        """When there will be something to do, whatever comes; infinity for never."""
-        in_use_s = _LOOK_S if self._pulls else float("inf")  # no waking for each new timeout then
-        due = self._clock() + min(self._side_channel.retry_in_s(), in_use_s)
-        due = min(due, self._peers.deadline(), *(s.deadline() for s in self._pulls.values()))
-        if self._side_channel.all_connected:
-            return due
+    def _call(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        self._waker.wake()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            wait_s = self._wait_s()
+            self._epoll.poll(None if wait_s == float("inf") else wait_s)
+            self._waker.clear()
+            self._round()
+
+    def _wait_s(self) -> float:
+        """Until there is something to do, whatever comes; infinity for ever."""
+        due = min(self._peers.deadline(), self._deadlines.next)
         lost_s = self._settings.connection_timeout_s
-        unconnected = {**self._unconnected_in_use(), **self._gone_peers()}
-        return min([due, *(since + lost_s for since in unconnected.values())])
+        due = min([due, *(since + lost_s for since in self._cut_off().values())])
+        return max(0.0, min(due - self._clock(), self._side_channel.retry_in_s()))
 
-    def _turn(self) -> None:
+    def _round(self) -> None:
+        """All that there is to do now."""
+        for _ in range(len(self._calls)):
+            self._try(self._calls.popleft())
         for report in self._try(self._ranks.receive) or ():
             self._try(self._take_report, report)
-        self._events.tell()  # a passed fence: what follows can wait, the engine need not
         for address, reply in self._try(self._side_channel.receive_all) or ():
             self._try(self._take_reply, address, reply)
         self._try(self._tick)
+        if self._untold:
+            self._untold = False
+            self._on_event()
 
     def _try(self, part: Callable[..., Any], *what: Any) -> Any:
-        """A part of a turn. If it fails the others are done: nobody says again what has come."""
+        """A part of a round. If it fails the others are done: nobody says again what has come."""
         try:
             return part(*what)
         except Exception:
@@ -227,61 +265,61 @@ class PullCoordinator:
         now, lost_s = self._clock(), self._settings.connection_timeout_s
         asking, late = self._peers.due(now)
         for peer in asking:
-            self._ask_metadata(peer)
+            nonce = self._metadata_asked.setdefault(peer.address, new_id())
+            self._side_channel.post(peer.address, GetMetadata(nonce=nonce))
         for peer in late:
             self._peer_decided(peer)
-        for address, since in self._unconnected_in_use().items():
+        for address, since in self._cut_off().items():
             if now - since >= lost_s:
                 self._lost(address)
-        for address, since in self._gone_peers().items():
-            if now - since >= lost_s:
-                self._bury(address)
-        for state in self._states():
-            if state.deadline() <= now:
+        for pull_id in self._deadlines.due(now):
+            if state := self._pulls.get(pull_id):
                 self._perform(state, state.tick(now))
 
-    def _unconnected_in_use(self) -> dict[Address, float]:
-        """Addresses that somebody waits for and that have no connection, and since when."""
-        found = self._side_channel.unconnected()
-        used = {address_of(state.remote) for state in self._pulls.values()} if found else set()
-        return {a: t for a, t in found.items() if a in used or self._peers.fetching_from(a)}
+    def _emit(self, event: Event) -> None:
+        self._counters["pulls_failed"] += isinstance(event, PullFailed)
+        self._events.append(event)
+        self._untold = True
 
-    def _gone_peers(self) -> dict[Address, float]:
-        """Addresses of peers that the ranks know and that have no connection, and since when."""
-        known = set(self._announced.values())
-        return {a: t for a, t in self._side_channel.unconnected().items() if a in known}
+    # -- connections
 
-    def _bury(self, address: Address) -> None:
-        """Lets the ranks forget a peer that is gone: its memory is not freed while it is mapped."""
-        for key in [key for key, at in self._announced.items() if at == address]:
-            del self._announced[key]
-            self._peers.forget(key)
-            self._ranks.broadcast(DropPeer(*key))
-        self._side_channel.forget(address)
+    def _is_used(self, address: Address) -> bool:
+        """Whether somebody waits for what will come from there."""
+        pulled = any(address_of(state.remote) == address for state in self._pulls.values())
+        return pulled or bool(self._peers.fetching_from(address))
+
+    def _cut_off(self) -> dict[Address, float]:
+        """Addresses without a connection that are used or that the ranks know, and since when."""
+        found, known = self._side_channel.unconnected(), set(self._announced.values())
+        return {a: since for a, since in found.items() if a in known or self._is_used(a)}
 
     def _refresh_connection(self, address: Address) -> None:
         """A connection lost while nobody used it must not be held against its next user."""
-        unconnected = self._side_channel.unconnected()
-        if address in unconnected and address not in self._unconnected_in_use():
-            unused_s = self._clock() - unconnected[address]
-            if unused_s > self._settings.connection_timeout_s / 2:  # else an abort may be queued
-                self._side_channel.forget(address)
+        since = self._side_channel.unconnected().get(address)
+        if since is not None and not self._is_used(address):
+            if self._clock() - since > self._settings.connection_timeout_s / 2:
+                self._side_channel.forget(address)  # sooner, an abort may be queued
 
     def _lost(self, address: Address) -> None:
-        """Nothing listens there: whatever waits for an answer from there fails now."""
+        """Nothing listens there: whatever waits for an answer from there fails now, and the ranks
+        forget the peer, whose memory is not freed while it is mapped."""
         self._counters["connections_lost"] += 1
-        self._bury(address)
-        self._fail_address(address, unreachable(address, "cannot be connected to"))
-
-    def _fail_address(self, address: Address, error: PeerUnreachable) -> None:
-        now = self._clock()
+        now, error = self._clock(), unreachable(address, "cannot be connected to")
+        for key in [key for key, at in self._announced.items() if at == address]:
+            self._forget(key)
+        self._side_channel.forget(address)
         for state in self._states():
             if address_of(state.remote) == address:
-                self._peers.forget(key_of(state.remote))
+                self._forget(key_of(state.remote))
                 self._perform(state, state.fail(error, now))
         for peer in self._peers.fetching_from(address):
             self._peers.fail(peer, error, now)
             self._peer_decided(peer)
+
+    def _forget(self, key: PeerKey) -> None:
+        self._peers.forget(key)
+        if self._announced.pop(key, None):
+            self._ranks.broadcast(DropPeer(*key))
 
     # -- what the engine asks for
 
@@ -292,48 +330,37 @@ class PullCoordinator:
         self._peer_decided(peer)
 
     def _do_hold(self, pull_id: str, remote: RemotePrefill) -> None:
-        if pull_id not in self._ended and pull_id not in self._pulls:
-            self._refresh_connection(address_of(remote))
-            self._pulls[pull_id] = PullState(
-                pull_id,
-                remote,
-                self._num_ranks,
-                self._settings,
-                new_id(),
-                self._clock(),
-            )
-            self._counters["pulls"] += 1
+        if pull_id in self._ended or pull_id in self._pulls:
+            return
+        self._refresh_connection(address_of(remote))
+        now, attempt_id = self._clock(), new_id()
+        state = PullState(pull_id, remote, self._num_ranks, self._settings, attempt_id, now)
+        self._pulls[pull_id] = self._attempts[attempt_id] = state
+        self._counters["pulls"] += 1
+        self._perform(state, state.tick(now))
 
-    def _do_pull(self, pull_id: str, remote: RemotePrefill, span: _Span) -> bool:
-        """Whether nothing is due sooner than before."""
-        if not (was_held := pull_id in self._pulls):
-            self._do_hold(pull_id, remote)
-        if (state := self._pulls.get(pull_id)) is None or pull_id in self._spans:
-            return False
+    def _do_pull(self, remote: RemotePrefill, order: Pull) -> None:
+        self._do_hold(order.pull_id, remote)
+        if (state := self._pulls.get(order.pull_id)) is None or order.pull_id in self._orders:
+            return
         now = self._clock()
-        self._spans[pull_id] = span
+        self._orders[order.pull_id] = order
         state.pull(now)
         if state.phase is Phase.WAITING:
             self._offer(state, self._peers.connect(remote, now))
-        return was_held and state.phase is Phase.READING
 
     def _do_cancel(self, pull_id: str, lend: bool) -> None:
         state = self._pulls.get(pull_id)
         if state is not None:
-            self._counters["cancelled"] += 1
             self._perform(state, state.cancel(self._clock(), lend=lend))
         elif not self._ended.drained_told(pull_id):
             self._ended.add(pull_id, drained_told=True)
-            self._events.append(PullDrained(pull_id))
+            self._emit(PullDrained(pull_id))
 
     # -- peers
 
-    def _ask_metadata(self, peer: Peer) -> None:
-        self._side_channel.post(peer.address, self._questions.metadata(peer.address))
-
-    def _take_metadata(self, reply: Metadata) -> None:
-        address = self._questions.metadata_answered(reply.nonce)
-        if address is None:
+    def _take_metadata(self, address: Address, reply: Metadata) -> None:
+        if reply.nonce != self._metadata_asked.get(address):
             return
         self._supersede((reply.engine.engine_id, reply.engine.incarnation), address)
         for peer in self._peers.fetching_from(address):
@@ -353,9 +380,7 @@ class PullCoordinator:
 
     def _drop(self, key: PeerKey) -> None:
         self._counters["peer_restarts"] += 1
-        self._peers.forget(key)
-        if self._announced.pop(key, None):
-            self._ranks.broadcast(DropPeer(*key))
+        self._forget(key)
         gone = LeaseGone(f"prefill server {key[0]} was restarted")
         for state in self._states():
             if key_of(state.remote) == key:
@@ -368,13 +393,13 @@ class PullCoordinator:
         """Tells whoever waits for this peer, if there is something to tell."""
         if peer.status is PeerStatus.FETCHING:
             return
-        self._questions.forget_metadata(peer.address)
+        self._metadata_asked.pop(peer.address, None)
         if peer.key in self._awaiting_connect:
             self._awaiting_connect.discard(peer.key)
             if peer.error is not None:
-                self._events.append(PeerFailed(*peer.key, peer.error))
+                self._emit(PeerFailed(*peer.key, peer.error))
             else:
-                self._events.append(PeerReady(*peer.key))
+                self._emit(PeerReady(*peer.key))
         for state in self._states():
             if key_of(state.remote) == peer.key:
                 self._offer(state, peer)
@@ -407,26 +432,27 @@ class PullCoordinator:
             for action in actions:
                 self._send(state, action)
         finally:
-            if state.phase is Phase.ENDED and self._pulls.pop(state.pull_id, None) is not None:
-                self._spans.pop(state.pull_id, None)
-                self._questions.forget_pull(state.pull_id)
+            if state.phase is not Phase.ENDED:
+                self._deadlines.plan(state.pull_id, state.deadline())
+            elif self._pulls.pop(state.pull_id, None) is not None:
+                del self._attempts[state.attempt_id]
+                self._orders.pop(state.pull_id, None)
+                self._deadlines.forget(state.pull_id)
                 self._ended.add(state.pull_id, state.drained_told)
 
     def _send(self, state: PullState, action: Action) -> None:
         remote = state.remote
         match action:
             case SendRenew() | SendComplete() | SendAbort():
-                request = self._questions.lease(state.pull_id, remote, action)
-                self._side_channel.post(address_of(remote), request)
+                self._side_channel.post(address_of(remote), state.request(action))
             case FanOut():
-                span = self._spans[state.pull_id]
-                self._ranks.broadcast(pull_command(state.pull_id, remote, *span))
+                self._ranks.broadcast(self._orders[state.pull_id])
             case StopRanks():
                 self._ranks.broadcast(StopPull(state.pull_id))
             case SuspectPeer():
                 self._peers.forget(key_of(remote))
             case Emit(event):
-                self._events.append(event)
+                self._emit(event)
 
     # -- what comes in
 
@@ -440,7 +466,7 @@ class PullCoordinator:
 
     def _take_reply(self, address: Address, reply: Reply) -> None:
         if isinstance(reply, Metadata):
-            self._take_metadata(reply)
+            self._take_metadata(address, reply)
         elif isinstance(reply, Refused):
             self._refused(address, reply)
         else:
@@ -454,10 +480,7 @@ class PullCoordinator:
             self._peer_decided(peer)
 
     def _lease_answered(self, reply: Ok | Gone) -> None:
-        asked = self._questions.lease_answered(reply.nonce)
-        state = self._pulls.get(asked[1]) if asked else None
-        if asked is None or state is None:
-            return
-        reason = reply.reason if isinstance(reply, Gone) else ""
-        answered = state.renew_answered if asked[0] == "renew" else state.fence_answered
-        self._perform(state, answered(isinstance(reply, Ok), reason, self._clock()))
+        if state := self._attempts.get(reply.nonce.partition("-")[2]):
+            reason = reply.reason if isinstance(reply, Gone) else ""
+            answered = state.answered(reply.nonce, isinstance(reply, Ok), reason, self._clock())
+            self._perform(state, answered)

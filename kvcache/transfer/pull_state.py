@@ -9,6 +9,7 @@
 The fence is P's answer to COMPLETE.
 """
 
+import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
@@ -25,6 +26,7 @@ from kvcache.transfer.pull import (
     error_from,
 )
 from protocol.errors import BatonError, LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
+from protocol.handshake import AbortLease, Complete, Renew, Request
 from protocol.messages import RemotePrefill
 
 _MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
@@ -92,11 +94,11 @@ class PullState:
     ) -> None:
         self.pull_id = pull_id
         self.remote = remote
+        self.attempt_id = attempt_id
         self.phase = Phase.HELD
         self.drained_told = False  # PullDrained was emitted
         self._num_ranks = num_ranks
         self._settings = settings
-        self._attempt_id = attempt_id
         self._reading: set[int] = set()  # ranks that have not ended
         self._reports: list[RankEnded] = []
         self._error: BatonError | None = None
@@ -125,6 +127,26 @@ class PullState:
         """When `tick` next has something to do; infinity for never."""
         renewal = self._next_renewal if self._renews else float("inf")
         return min(renewal, self._timeout, self._next_retry)
+
+    def request(self, action: SendRenew | SendComplete | SendAbort) -> Request:
+        """What says this of the lease. Its answer is known by the nonce; nobody waits for that to
+        an abort."""
+        about = {"incarnation": self.remote.incarnation, "lease_id": self.remote.lease_id}
+        match action:
+            case SendRenew():
+                return Renew(nonce=f"renew-{self.attempt_id}", **about)
+            case SendComplete(attempt_id):
+                return Complete(nonce=f"complete-{attempt_id}", attempt_id=attempt_id, **about)
+            case SendAbort():
+                return AbortLease(nonce=f"abort-{self.attempt_id}", **about)
+
+    def answered(self, nonce: str, ok: bool, reason: str, now: float) -> list[Action]:
+        """P's answer to the request of this nonce."""
+        if nonce == f"renew-{self.attempt_id}":
+            return self.renew_answered(ok, reason, now)
+        if nonce == f"complete-{self.attempt_id}":
+            return self.fence_answered(ok, reason, now)
+        return []
 
     def pull(self, now: float) -> None:
         """The engine has blocks to read into."""
@@ -166,7 +188,7 @@ class PullState:
         self.phase = Phase.FENCING
         self._timeout = now + self._settings.fence_timeout_s
         self._next_retry = now + self._settings.fence_retry_s
-        return [SendComplete(self._attempt_id)]
+        return [SendComplete(self.attempt_id)]
 
     def renew_answered(self, ok: bool, reason: str, now: float) -> list[Action]:
         if ok or not self._renews:
@@ -207,7 +229,7 @@ class PullState:
             return actions + self._timed_out(now)
         if now >= self._next_retry:
             self._next_retry = now + self._settings.fence_retry_s
-            actions.append(SendComplete(self._attempt_id))
+            actions.append(SendComplete(self.attempt_id))
         return actions
 
     @property
@@ -272,6 +294,37 @@ class PullState:
         path, *others = {report.path for report in self._reports} - {"none"} or {"none"}
         path = "mixed" if others else path
         return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path)
+
+
+class Deadlines:
+    """When each pull has something to do next."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._planned: dict[str, float] = {}
+
+    def plan(self, pull_id: str, at: float) -> None:
+        """The pull is due then, or when it was to be before if that is sooner."""
+        if at < self._planned.get(pull_id, float("inf")):
+            self._planned[pull_id] = at
+            heapq.heappush(self._heap, (at, pull_id))
+
+    def due(self, now: float) -> list[str]:
+        """Pulls whose time has come; they are to be planned anew."""
+        found: list[str] = []
+        while self.next <= now:
+            at, pull_id = heapq.heappop(self._heap)
+            if self._planned.get(pull_id) == at:
+                del self._planned[pull_id]
+                found.append(pull_id)
+        return found
+
+    @property
+    def next(self) -> float:
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def forget(self, pull_id: str) -> None:
+        self._planned.pop(pull_id, None)
 
 
 class EndedPulls:

@@ -1,51 +1,7 @@
-"""Waking a thread that blocks in a poll: at once, from any other thread, or at a time."""
+"""Waking a thread that blocks in a poll, from any other thread."""
 
-import ctypes
 import os
 import threading
-import time
-
-_libc = ctypes.PyDLL(None, use_errno=True)  # these calls take a microsecond
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-class _TimerSpec(ctypes.Structure):
-    _fields_ = (("interval", _Timespec), ("value", _Timespec))
-
-
-class Alarm:
-    """`set` from any thread makes `fileno` readable after a while; the polling thread then calls
-    `clear`. Until then the polling thread is not woken (timerfd; Python has it from 3.13 on)."""
-
-    def __init__(self) -> None:
-        self._spec = _TimerSpec()
-        self._fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
-        if self._fd < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_create")
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def set(self, wait_s: float) -> None:
-        """In so many seconds, instead of what was set before; infinity for never. One thread at a
-        time."""
-        nanoseconds = 0 if wait_s == float("inf") else max(1, int(wait_s * 1e9))
-        value = self._spec.value
-        value.seconds, value.nanoseconds = divmod(nanoseconds, 1_000_000_000)
-        if _libc.timerfd_settime(self._fd, 0, ctypes.byref(self._spec), None):
-            raise OSError(ctypes.get_errno(), "timerfd_settime")
-
-    def clear(self) -> None:
-        try:
-            os.read(self._fd, 8)
-        except BlockingIOError:
-            pass  # it is not time, or was set anew
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 class Waker:

@@ -26,6 +26,7 @@ from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.pull import PullSettings
 from kvcache.transfer.pull_worker import PullWorker
@@ -41,7 +42,7 @@ from tests.engine.shadow import (
     assert_all_blocks_home,
     make_core,
 )
-from tests.kvcache.transfer.pull_rig import Clock
+from tests.kvcache.transfer.pull_rig import Clock, take_a_round
 from tests.ports import kept_ports
 
 SECRET = b"in-process secret"
@@ -154,6 +155,9 @@ class Pair:
     def make_executor(self, pool: KVPool) -> Any:
         return PoolExecutor(pool, self.depth)
 
+    def make_mapped(self, pool: KVPool) -> MappedPath | None:
+        return None
+
     def shown(self, pool: KVPool, **members: Any) -> RankMetadata:
         """What P tells of its rank: nothing that others on its host could open."""
         return RankMetadata(**members)
@@ -218,7 +222,14 @@ class Pair:
         self.coordinator.start()
         address = self.coordinator.worker_address
         self.worker = PullWorker(
-            0, 1, self.compat.total_kv_heads, agent, pool, address, staging_bytes=2**20
+            0,
+            1,
+            self.compat.total_kv_heads,
+            agent,
+            pool,
+            address,
+            staging_bytes=2**20,
+            mapped=self.make_mapped(pool),
         )
         self.worker.start()
         role = DecodeRole(self.coordinator, FailurePolicy(policy), self._quarantine_timeout_s)
@@ -279,7 +290,7 @@ class Pair:
     def skip(self, seconds: float) -> None:
         """Pulls that take longer by the coordinator's clock take too long."""
         self.clock.skip(seconds)
-        self.coordinator._turns.take()
+        take_a_round(self.coordinator)
 
     def until(
         self,

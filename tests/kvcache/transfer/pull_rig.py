@@ -136,6 +136,14 @@ class Clock:
         self._skipped_s += seconds
 
 
+def take_a_round(coordinator: PullCoordinator) -> None:
+    """A whole one, after all that was said to it."""
+    for _ in range(2):
+        begun = threading.Event()
+        coordinator._call(begun.set)
+        assert begun.wait(DEADLINE_S)
+
+
 class Prefill:
     """P: pools, agents, the side channel."""
 
@@ -306,15 +314,12 @@ class Decode:
     def skip(self, seconds: float) -> None:
         """Whatever takes longer by the coordinator's clock is over."""
         self.clock.skip(seconds)
-        self.coordinator._turns.take()
+        take_a_round(self.coordinator)
 
     def settle(self) -> list[Event]:
         """All events left, once every command given so far has been obeyed and every answer that
         has come was taken."""
-        barrier = threading.Event()
-        self.coordinator._turns.call(barrier.set)
-        assert barrier.wait(DEADLINE_S)
-        self.coordinator._turns.take()
+        take_a_round(self.coordinator)
         self.events += self.coordinator.drain()
         events, self.events = self.events, []
         return events

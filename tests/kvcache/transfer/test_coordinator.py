@@ -1,5 +1,6 @@
 """The coordinator by itself; this test plays the ranks."""
 
+import os
 from typing import Any
 
 import pytest
@@ -30,21 +31,47 @@ def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(
         for pull_id in ("broken", "fine"):
             coordinator.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
         while coordinator.handshakes()["ok"] == 0:
-            coordinator._turns.take()
+            coordinator._round()
         assert len(link.receive()) == 3  # AddPeer and both pulls
         for pull_id in ("broken", "fine"):
             link._reports.append(RankEnded(pull_id=pull_id, rank=0, complete=True))
-        link.on_report()
+        coordinator._round()
         (failed,) = coordinator.drain()
         assert isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
         assert isinstance(failed.error, InternalError)
         stopped = [c.pull_id for c in link.receive() if isinstance(c, StopPull)]
         assert "broken" in stopped  # a rank answers this in any case
         link.report(RankEnded(pull_id="broken", rank=0, complete=False))
+        coordinator._round()
         (failed,) = coordinator.drain()
         assert isinstance(failed, PullFailed) and failed.pull_id == "broken" and failed.drained
         coordinator.cancel("broken")
+        coordinator._round()
         assert coordinator.drain() == [PullDrained("broken")]
         assert coordinator.counters()["pulls_open"] == 0
     finally:
         coordinator.close()
+
+
+def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once() -> None:
+    told: list[int] = []
+    on_event = lambda: told.append(1)  # noqa: E731
+    coordinator = PullCoordinator("", 0, compat(), SECRET, on_event=on_event)
+    coordinator._call(lambda: 1 // 0)
+    coordinator.cancel("a")
+    coordinator.cancel("b")
+    coordinator._round()
+    coordinator._round()
+    assert coordinator.counters()["internal_errors"] == 1 and len(told) == 1
+    assert coordinator.drain() == [PullDrained("a"), PullDrained("b")]
+    assert coordinator.drain() == []
+    coordinator.close()
+
+
+def test_a_coordinator_leaves_no_descriptor_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    coordinator = PullCoordinator("tcp://127.0.0.1:0", 1, compat(), SECRET)
+    coordinator.start()
+    coordinator.close()
+    coordinator.cancel("a")  # is nobody's any more
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -28,7 +28,17 @@ from protocol.errors import (
 from protocol.handshake import Complete, Ok, open_request
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import ENDINGS, PATIENT, SECRET, Decode, Prefill, assert_pulled, layout, nixl_agent
+from pull_rig import (
+    ENDINGS,
+    PATIENT,
+    SECRET,
+    Decode,
+    Prefill,
+    assert_pulled,
+    layout,
+    nixl_agent,
+    take_a_round,
+)
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
@@ -428,9 +438,13 @@ def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(
     first.close()
     while not decode.coordinator._side_channel.unconnected():
         decode.woken.wait(0.001)
-    with decode.coordinator._turns._lock:
+
+    def wait_for_a_user() -> None:  # or there may be a new one by then
         for link in decode.coordinator._side_channel._links.values():
-            link.retry_at = float("inf")  # or there may be a new one by then
+            link.retry_at = float("inf")
+
+    decode.coordinator._call(wait_for_a_user)
+    take_a_round(decode.coordinator)
     second = rig(Prefill, port=port)
     decode.clock.skip(12.0)  # in all of which nobody waited
     decode.coordinator.pull("b", fresh := second.lease([6], 8), 0, 8, [4])

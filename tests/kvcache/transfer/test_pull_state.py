@@ -17,6 +17,7 @@ from kvcache.transfer.pull import (
 from kvcache.transfer.pull import RankFailing as Failing
 from kvcache.transfer.pull_state import (
     Action,
+    Deadlines,
     Emit,
     FanOut,
     Phase,
@@ -223,6 +224,18 @@ def test_a_cancel_takes_the_verdict_away() -> None:
     pull.rank_failing(Failing("a", 0, ERROR), now=2.0)
     assert pull.cancel(2.1) == [] and pull.tick(2.3) == [Emit(PullStuck("a"))]
     assert events(pull.rank_ended(ended(0, complete=False), now=2.4)) == [PullDrained("a")]
+
+
+def test_deadlines_come_in_order_and_the_soonest_counts() -> None:
+    deadlines = Deadlines()
+    assert deadlines.next == float("inf") and deadlines.due(1e9) == []
+    for pull_id, at in (("a", 5.0), ("b", 3.0), ("a", 4.0), ("b", 9.0), ("c", 3.0)):
+        deadlines.plan(pull_id, at)
+    deadlines.forget("c")
+    assert deadlines.due(2.9) == [] and deadlines.due(4.0) == ["b", "a"]
+    deadlines.plan("a", 8.0)
+    assert deadlines.due(7.0) == [] and deadlines.next == 8.0
+    assert deadlines.due(8.0) == ["a"] and deadlines.next == float("inf")
 
 
 class PullMachine(RuleBasedStateMachine):

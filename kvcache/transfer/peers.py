@@ -116,8 +116,8 @@ class PeerTable:
     def metadata_came(self, peer: Peer, metadata: EngineMetadata, now: float) -> None:
         """Decides whether the peer is usable."""
         try:
+            _check_identity(peer, metadata)
             check_consistent(metadata)
-            self._check_identity(peer, metadata)
             check_compatible(self._local, metadata.compat, self._allow_convert)
             self._check_tokens(metadata)
         except BatonError as error:
@@ -147,18 +147,6 @@ class PeerTable:
         peer.status, peer.error, peer.next_ask = PeerStatus.FETCHING, None, now
         peer.deadline = now + self._settings.handshake_timeout_s
 
-    def _check_identity(self, peer: Peer, metadata: EngineMetadata) -> None:
-        engine_id, incarnation = peer.key
-        where = f"{peer.address[0]}:{peer.address[1]}"
-        if metadata.engine_id != engine_id:
-            raise PeerIncompatible(
-                f"engine_id is {metadata.engine_id!r} at {where}, not {engine_id!r}: two prefill "
-                "servers may have exchanged addresses",
-                param="engine_id",
-            )
-        if metadata.incarnation != incarnation:
-            raise LeaseGone(f"prefill server {engine_id} at {where} was restarted")
-
     def _check_tokens(self, metadata: EngineMetadata) -> None:
         """Every rank of the peer has all tokens, in blocks that our stripe can be cut from."""
         if metadata.dcp_size != 1:
@@ -179,6 +167,15 @@ class PeerTable:
         failed = [key for key, p in self._peers.items() if p.status is PeerStatus.FAILED]
         for key in failed[: max(0, len(failed) - _MAX_FAILED)]:
             del self._peers[key]
+
+
+def _check_identity(peer: Peer, metadata: EngineMetadata) -> None:
+    """A restarted server has a new incarnation, and a new engine id unless it was given one."""
+    if peer.key != (metadata.engine_id, metadata.incarnation):
+        where = f"{peer.address[0]}:{peer.address[1]}"
+        raise LeaseGone(
+            f"prefill server {peer.key[0]} was restarted: {metadata.engine_id} is at {where} now"
+        )
 
 
 def _is_fetching(peer: Peer) -> bool:

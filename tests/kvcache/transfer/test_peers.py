@@ -112,7 +112,8 @@ def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound() -> 
     ("answer", "error"),
     [
         (metadata(incarnation="j"), LeaseGone),
-        (metadata(engine_id="Q"), PeerIncompatible),
+        (metadata(engine_id="Q"), LeaseGone),
+        (metadata(engine_id="Q", ranks=[]), LeaseGone),
         (metadata(compat=msgspec.structs.replace(COMPAT, rope="x")), PeerIncompatible),
         (metadata(ranks=[]), PeerIncompatible),
     ],

@@ -6,18 +6,23 @@ if they were drawn as this request draws; otherwise the KV is pulled and they ar
 """
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 from msgspec.structs import replace
 
 from decode_server.failure import FailurePolicy
+from decode_server.refusals import RefusalAlarm
 from engine.http_hooks import ServerHooks
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
-from protocol.kv_params import KVTransferParams
-from protocol.messages import AddRequest, EngineInput, EngineReady, FirstToken, ReleaseRemote
+from protocol.kv_params import FirstTokenBits, KVTransferParams
+from protocol.logging import get_logger
+from protocol.messages import AddRequest, EngineInput, EngineReady, ReleaseRemote
 from protocol.openai import GenerationRequest
+
+logger = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +36,7 @@ class DecodeHooks(ServerHooks):
 
     secret: bytes
     policy: FailurePolicy
+    alarm: RefusalAlarm = dataclasses.field(default_factory=RefusalAlarm)
     role: str = "decode"
 
     def prepare(
@@ -39,28 +45,43 @@ class DecodeHooks(ServerHooks):
         offered = request.kv_transfer_params
         if kv_params.is_absent(offered):
             return adds
-        references = kv_params.parse_list(offered, len(adds))  # malformed: an error in any case
+        try:
+            references = kv_params.parse_list(offered, len(adds))
+        except KVParamsRejected as error:
+            self._heard(error)
+            raise  # what is malformed is an error under any policy
         lent = kv_params.sender_releases(offered)
         return [
-            self._with_reference(add, params, lent, request.seed)
+            self._with_reference(add, params, lent, request.seed, ready.vocab_size)
             for add, params in zip(adds, references, strict=True)
         ]
 
+    def _heard(self, refusal: KVParamsRejected | None) -> None:
+        if warning := self.alarm.heard(refusal, time.monotonic()):
+            logger.warning("%s", warning)
+
     def _with_reference(
-        self, add: AddRequest, params: KVTransferParams, lent: bool, seed: int | None
+        self,
+        add: AddRequest,
+        params: KVTransferParams,
+        lent: bool,
+        seed: int | None,
+        vocab_size: int,
     ) -> AddRequest:
         remote = None
         try:
             params.verify(self.secret)
             remote = kv_params.to_remote_prefill(params, sender_releases=lent)
-            _check_belongs(params, add)
+            _check_belongs(params, add, vocab_size)
         except KVParamsRejected as error:
+            self._heard(error)
             if self.policy.recomputes(error):
                 return replace(add, kv_rejected=error.message, kv_unused=remote)
             raise
+        self._heard(None)
         if not _are_first_tokens_of(params, add, seed):
             return replace(add, remote=replace(remote, first_tokens=[]))
-        return replace(add, remote=remote, sampling=replace(add.sampling, seed=params.seed))
+        return replace(add, remote=remote, sampling=replace(add.sampling, seed=int(params.seed)))
 
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         offered = kv_transfer_params
@@ -76,9 +97,9 @@ class DecodeHooks(ServerHooks):
         return [ReleaseRemote(kv_params.to_remote_prefill(params)) for params in ours]
 
 
-def _check_belongs(params: KVTransferParams, add: AddRequest) -> None:
-    """Raises KVParamsRejected where the KV is another prompt's, or what only a prefill finds out
-    about this one is missing."""
+def _check_belongs(params: KVTransferParams, add: AddRequest, vocab_size: int) -> None:
+    """Raises KVParamsRejected where the KV is another prompt's or another model's, or what only a
+    prefill finds out about this one is missing."""
     num_tokens = len(add.token_ids)
     if params.remote_num_tokens != num_tokens:
         _reject("remote_num_tokens", f"is {params.remote_num_tokens}, the prompt has {num_tokens}")
@@ -87,6 +108,12 @@ def _check_belongs(params: KVTransferParams, add: AddRequest) -> None:
     wanted, rows = add.num_prompt_logprobs, params.prompt_logprobs
     if wanted is not None and (rows is None or any(r and len(r.top_ids) < wanted for r in rows)):
         _reject("prompt_logprobs", f"lacks the {wanted} of each token that the request asks for")
+    told = [row for row in (*(t.logprobs for t in params.first_tokens), *(rows or ())) if row]
+    ids = [token.id for token in params.first_tokens]
+    largest = max(*ids, *(max(row.top_ids, default=0) for row in told), 0)
+    if largest >= vocab_size:
+        problem = f"have the id {largest} and this model {vocab_size} ids"
+        _reject("first_tokens", problem, "serve the same model on both servers")
 
 
 def _are_first_tokens_of(params: KVTransferParams, add: AddRequest, seed: int | None) -> bool:
@@ -100,17 +127,17 @@ def _are_first_tokens_of(params: KVTransferParams, add: AddRequest, seed: int | 
         add.max_tokens > 0
         and len(params.first_tokens) == add.num_choices
         and params.sampling_digest == kv_params.sampling_digest(sampling, add.stop_token_ids)
-        and (sampling.temperature <= 0 or seed in (None, params.seed))
+        and (sampling.temperature <= 0 or seed in (None, int(params.seed)))
         and (wanted is None or all(_tells(token, wanted) for token in params.first_tokens))
     )
 
 
-def _tells(token: FirstToken, num_logprobs: int) -> bool:
+def _tells(token: FirstTokenBits, num_logprobs: int) -> bool:
     return token.logprobs is not None and len(token.logprobs.top_ids) >= num_logprobs
 
 
-def _reject(field: str, problem: str) -> NoReturn:
+def _reject(
+    field: str, problem: str, fix: str = "the router must ask both servers for the same prompt"
+) -> NoReturn:
     name = f"kv_transfer_params.{field}"
-    raise KVParamsRejected(
-        f"{name} {problem}: the router must ask both servers for the same prompt", param=name
-    )
+    raise KVParamsRejected(f"{name} {problem}: {fix}", param=name)

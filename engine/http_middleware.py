@@ -16,8 +16,8 @@ from protocol.logging import request_context
 
 CLIENT_GONE = 499  # what proxies log for it; nobody reads it
 # kv_transfer_params, which a proxy adds to a request, do not count as the client's. They carry a
-# prompt's logprobs where those are wanted: 27 bytes each, 20 of them at every token.
-LOGPROB_BYTES = 27
+# prompt's logprobs where those are wanted: 20 bytes each, 20 of them at every token.
+LOGPROB_BYTES = 20
 KV_PARAMS_BYTES = 2**26
 _DRAIN_LIMIT_BYTES = 256 * 2**20
 _DRAIN_TIMEOUT_S = 10.0

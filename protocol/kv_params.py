@@ -1,112 +1,191 @@
 """`kv_transfer_params`: the reference to a prompt's KV that travels P -> proxy -> D.
 
 Keys and flow are the field's convention, so that any proxy that relays the object untouched can
-drive these servers. Proxies decode and encode JSON in other languages, therefore the signature
-covers the *typed* values in a normal form of our own: `30` or `30.0`, `1e-05` or `0.00001`, an
-absent member or `null` all verify alike. Integers that may exceed 2**53 travel as text. Members
-this version does not know are ignored and not signed.
+drive these servers. Proxies decode and encode JSON in other languages, which print numbers in
+other ways and keep some of them only nearly. Therefore there is no fraction in it: logprobs are
+float32 bit patterns, integers that may exceed 2**53 are text. `30` and `30.0`, an absent member
+and `null` mean the same. Members this version does not know are ignored and not signed.
 """
 
 import contextlib
 import hashlib
 import hmac
 import json
+import re
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, NoReturn
 
 import msgspec
+from msgspec import Meta, Struct
 
 from protocol.errors import KVParamsRejected
-from protocol.kv_fields import as_object, optional_bool, read_fields, reject
 from protocol.messages import FirstToken, RemotePrefill, SamplingParams, TokenLogprobs
+from protocol.shown import shown
 
-_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
-_UNSIGNED = ("signature", "prompt_token_ids")
+_UNSIGNED = ("signature", "checksums", "prompt_token_ids")
 _MAX_TRANSFER_ID = 128  # characters
 SENDER_RELEASES = "sender_releases"  # see sender_releases
-_LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+_LOWEST_LOGPROB = -9999.0  # of a token that cannot be: nobody expects an infinity
+_MAX_TOKENS = 1 << 24
+_MAX_CHOICES = 128
+_MAX_LOGPROBS = 1000
+_DEPTH = 5  # of an object, at most
+
+_Bits = Annotated[int, Meta(ge=0, lt=1 << 32)]  # of a float32, see float_bits
+_TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Tokens = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
+_Text = Annotated[str, Meta(min_length=1, max_length=128)]
+_Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
-class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
+class LogprobBits(Struct, frozen=True, array_like=True):
+    """TokenLogprobs as a reference has them: `[logprob, [top ids], [top logprobs]]`."""
+
+    logprob: _Bits
+    top_ids: Annotated[list[_TokenId], Meta(max_length=_MAX_LOGPROBS)]
+    top_logprobs: Annotated[list[_Bits], Meta(max_length=_MAX_LOGPROBS)]
+
+
+class FirstTokenBits(Struct, frozen=True):
+    """A FirstToken as a reference has it."""
+
+    id: _TokenId
+    logprobs: LogprobBits | None = None
+
+
+class KVTransferParams(Struct, frozen=True, kw_only=True):
     """One prompt's KV on a prefill server: where it lies, until when, and what it belongs to."""
 
-    remote_engine_id: str
-    remote_request_id: str
-    remote_block_ids: tuple[int, ...]  # exactly those that hold remote_num_tokens
-    remote_host: str  # of the side channel
-    remote_port: int
-    tp_size: int
-    lease_id: str  # 32 hex digits
-    lease_s: float  # until expiry unless renewed, by the prefill server's clock
-    incarnation: str
-    remote_num_tokens: int  # the whole prompt
-    remote_block_size: int  # tokens
-    remote_cached_tokens: int  # of the prompt, what the prefill server did not compute
-    prompt_digest: str
-    sampling_digest: str
-    seed: int  # what the first token was drawn with; the decode server goes on with it
-    first_tokens: tuple[FirstToken, ...]  # one per choice
+    remote_engine_id: _Text
+    remote_request_id: Annotated[str, Meta(min_length=1, max_length=1024)]
+    # Exactly those that hold remote_num_tokens.
+    remote_block_ids: Annotated[
+        list[Annotated[int, Meta(ge=0, le=1 << 32)]],
+        Meta(min_length=1, max_length=_MAX_TOKENS),
+    ]
+    remote_host: Annotated[str, Meta(min_length=1, max_length=255)]  # of the side channel
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    tp_size: Annotated[int, Meta(ge=1, le=4096)]
+    lease_id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    # Until expiry unless renewed, by the prefill server's clock.
+    lease_ms: Annotated[int, Meta(ge=1, le=86_400_000)]
+    incarnation: _Text
+    remote_num_tokens: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]  # the whole prompt
+    remote_block_size: Annotated[int, Meta(ge=1, le=256)]  # tokens
+    remote_cached_tokens: _Tokens  # of the prompt, what the prefill server did not compute
+    prompt_digest: _Digest
+    sampling_digest: _Digest
+    # What the first token was drawn with; the decode server goes on with it.
+    seed: Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")]
+    # One per choice.
+    first_tokens: Annotated[list[FirstTokenBits], Meta(min_length=1, max_length=_MAX_CHOICES)]
     # One per prompt token, None for the first; None altogether when nobody asked.
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_logprobs: (
+        Annotated[list[LogprobBits | None], Meta(min_length=1, max_length=_MAX_TOKENS)] | None
+    ) = None
     # Of a prompt that came as text: what was tokenized, and the result (see engine/http_text.py).
-    text_digest: str | None = None
-    prompt_token_ids: tuple[int, ...] | None = None  # not signed: prompt_digest vouches for them
-    signature: str = ""
+    text_digest: _Digest | None = None
+    # Not signed: prompt_digest vouches for them.
+    prompt_token_ids: (
+        Annotated[list[_TokenId], Meta(min_length=1, max_length=_MAX_TOKENS)] | None
+    ) = None
+    # CRC-16s of the signed members, in this order: which of them somebody altered. Not signed.
+    checksums: Annotated[str, Meta(max_length=128)] | None = None
+    signature: _Digest
 
     def sign(self, secret: bytes) -> "KVTransferParams":
-        return msgspec.structs.replace(self, signature=_signature(self, secret))
+        texts = list(self._signed_texts().values())
+        return msgspec.structs.replace(
+            self, checksums="".join(map(_checksum, texts)), signature=_mac(texts, secret)
+        )
 
     def verify(self, secret: bytes) -> None:
         """Raises KVParamsRejected unless a holder of the cluster secret signed these values."""
         try:
-            ours = _signature(self, secret)
+            texts = self._signed_texts()
         except UnicodeEncodeError:  # half a surrogate pair: nobody signs that
-            ours = ""
-        if not hmac.compare_digest(self.signature.encode(), ours.encode()):
+            reject("signature", "does not match: it is of no text that can be encoded")
+        if hmac.compare_digest(self.signature, _mac(list(texts.values()), secret)):
+            return
+        told = re.findall("....", self.checksums or "")
+        if len(told) != len(texts):
+            altered = ["checksums"]
+        else:
+            pairs = zip(texts.items(), told, strict=True)
+            altered = [name for (name, text), sum_ in pairs if _checksum(text) != sum_]
+        if altered:
             reject(
                 "signature",
-                "does not match: the object was altered, or who signed it has another cluster "
-                "secret (give all servers one BATON_CLUSTER_SECRET)",
+                f"does not match: {', '.join(altered)} changed between the prefill server and this "
+                "one (whatever relays kv_transfer_params must leave their values alone)",
             )
+        reject(
+            "signature",
+            "does not match: who signed the object has another cluster secret (give all servers "
+            "one BATON_CLUSTER_SECRET)",
+        )
+
+    def _signed_texts(self) -> dict[str, bytes]:
+        """Each signed member in a normal form, which is JSON without fractions."""
+        members = msgspec.structs.asdict(self)
+        return {
+            name: msgspec.json.encode(value)
+            for name, value in members.items()
+            if name not in _UNSIGNED
+        }
 
     def tokenized(self) -> tuple[str, list[int]] | None:
         """The text digest and its token ids, where both are told and the ids are those of the
         prompt digest."""
         if self.text_digest is None or self.prompt_token_ids is None:
             return None
-        ids = list(self.prompt_token_ids)
+        ids = self.prompt_token_ids
         return (self.text_digest, ids) if prompt_digest(ids) == self.prompt_digest else None
 
     def to_json(self) -> dict[str, Any]:
         """The object for the response body: JSON types only."""
-        values = msgspec.structs.asdict(self)
-        values["remote_block_ids"] = list(self.remote_block_ids)
-        if self.prompt_token_ids is not None:
-            values["prompt_token_ids"] = list(self.prompt_token_ids)
-        values["seed"] = str(self.seed)
-        values["first_tokens"] = [_token_to_json(token) for token in self.first_tokens]
-        if self.prompt_logprobs is not None:
-            values["prompt_logprobs"] = [_row_to_json(row) for row in self.prompt_logprobs]
+        values = msgspec.to_builtins(self)
         return {"do_remote_decode": False, "do_remote_prefill": True, **values}
 
 
-def build(secret: bytes, **values: Any) -> KVTransferParams:
-    """Signed params from the fields of KVTransferParams (lists for tuples are fine).
+def _mac(texts: Sequence[bytes], secret: bytes) -> str:
+    message = b"\n".join([b"baton kv_transfer_params", *texts])
+    return hmac.digest(secret, message, hashlib.sha256).hex()
+
+
+def _checksum(text: bytes) -> str:
+    return f"{zlib.crc32(text) & 0xFFFF:04x}"
+
+
+def build(
+    secret: bytes,
+    *,
+    lease_s: float,
+    seed: int,
+    first_tokens: Sequence[FirstToken],
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None,
+    prompt_token_ids: Sequence[int] | None = None,
+    remote_block_ids: Sequence[int],
+    **values: Any,
+) -> KVTransferParams:
+    """Signed params from the fields of KVTransferParams, in the units of the engine.
 
     Raises:
         KVParamsRejected: the values do not fit each other. Each is the engine's own and within its
             range: settings and requests are.
     """
-    values["remote_block_ids"] = tuple(values["remote_block_ids"])
-    values["first_tokens"] = tuple(
-        FirstToken(token.id, _all_finite(token.logprobs)) for token in values["first_tokens"]
+    unsigned = KVTransferParams(
+        remote_block_ids=list(remote_block_ids),
+        lease_ms=max(1, round(lease_s * 1000)),
+        seed=str(seed),
+        first_tokens=[FirstTokenBits(token.id, _bits_of(token.logprobs)) for token in first_tokens],
+        prompt_logprobs=[*map(_bits_of, prompt_logprobs)] if prompt_logprobs else None,
+        prompt_token_ids=list(prompt_token_ids) if prompt_token_ids else None,
+        signature="",
+        **values,
     )
-    if values.get("prompt_logprobs") is not None:
-        values["prompt_logprobs"] = tuple(map(_all_finite, values["prompt_logprobs"]))
-    if values.get("prompt_token_ids") is not None:
-        values["prompt_token_ids"] = tuple(values["prompt_token_ids"])
-    unsigned = KVTransferParams(**values)
     _check_together(unsigned)
     return unsigned.sign(secret)
 
@@ -181,9 +260,40 @@ def parse(obj: object) -> KVTransferParams:
         reject("do_remote_decode", "must be false or null in a request to a decode server")
     if not optional_bool(members, "do_remote_prefill"):
         reject("do_remote_prefill", "must be true: there is a reference but no order to use it")
-    params = KVTransferParams(**read_fields(members))
+    params = _read({name: members.get(name) for name in KVTransferParams.__struct_fields__})
     _check_together(params)
     return params
+
+
+def _read(members: dict[str, Any]) -> KVTransferParams:
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(members, KVTransferParams)
+    members = _with_integers(members)  # some JSON writers know floats only
+    try:
+        return msgspec.convert(members, KVTransferParams)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$.")
+        path = path.rstrip("`")
+        wanted = re.sub("^Expected ", "must be ", problem.partition(", got ")[0])
+        reject(path, f"{wanted}, got {shown(_at(members, path))}")
+
+
+def _with_integers(value: Any, depth: int = _DEPTH) -> Any:
+    match value:
+        case float() if value.is_integer() and abs(value) < 2**53:
+            return int(value)
+        case list() if depth:
+            return [_with_integers(item, depth - 1) for item in value]
+        case dict() if depth:
+            return {name: _with_integers(item, depth - 1) for name, item in value.items()}
+    return value
+
+
+def _at(value: Any, path: str) -> Any:
+    """What is at a path such as `first_tokens[0].id`."""
+    for key in re.findall(r"\w+", path):
+        value = value.get(key) if isinstance(value, dict) else value[int(key)]
+    return value
 
 
 def prompt_digest(token_ids: Sequence[int]) -> str:
@@ -236,66 +346,34 @@ def to_remote_prefill(params: KVTransferParams, *, sender_releases: bool = False
         incarnation=params.incarnation,
         request_id=params.remote_request_id,
         lease_id=params.lease_id,
-        lease_s=params.lease_s,
-        block_ids=list(params.remote_block_ids),
+        lease_s=params.lease_ms / 1000,
+        block_ids=params.remote_block_ids,
         block_size=params.remote_block_size,
         num_tokens=params.remote_num_tokens,
         cached_tokens=params.remote_cached_tokens,
         tp_size=params.tp_size,
-        first_tokens=list(params.first_tokens),
-        prompt_logprobs=None if params.prompt_logprobs is None else list(params.prompt_logprobs),
+        first_tokens=[
+            FirstToken(token.id, _logprobs_of(token.logprobs)) for token in params.first_tokens
+        ],
+        prompt_logprobs=[*map(_logprobs_of, params.prompt_logprobs or ())] or None,
         sender_releases=sender_releases,
     )
 
 
-def _signature(params: KVTransferParams, secret: bytes) -> str:
-    message = b"baton kv_transfer_params\0" + _normal_form(params)
-    return hmac.digest(secret, message, hashlib.sha256).hex()
-
-
-def _normal_form(params: KVTransferParams) -> bytes:
-    """Canonical JSON without a single float: those are written as the hex of their bits."""
-    values = msgspec.structs.asdict(params)
-    for name in _UNSIGNED:
-        del values[name]
-    values["lease_s"] = _float_text(params.lease_s)
-    values["first_tokens"] = [
-        [token.id, token.logprobs and _logprobs_text(token.logprobs)]
-        for token in params.first_tokens
-    ]
-    if params.prompt_logprobs is not None:
-        values["prompt_logprobs"] = [row and _logprobs_text(row) for row in params.prompt_logprobs]
-    return _encode_sorted(values)
-
-
-def _logprobs_text(logprobs: TokenLogprobs) -> list[Any]:
-    tops = [_float_text(value) for value in logprobs.top_logprobs]
-    return [_float_text(logprobs.logprob), logprobs.top_ids, tops]
-
-
-def _float_text(value: float) -> str:
-    return (float(value) + 0.0).hex()  # + 0.0: some languages write -0.0 as 0
-
-
-def _token_to_json(token: FirstToken) -> dict[str, Any]:
-    if token.logprobs is None:
-        return {"id": token.id, "logprobs": None}
-    return {"id": token.id, "logprobs": msgspec.structs.asdict(token.logprobs)}
-
-
-def _row_to_json(row: TokenLogprobs | None) -> list[Any] | None:
-    return None if row is None else [row.logprob, row.top_ids, row.top_logprobs]
-
-
-def _all_finite(logprobs: TokenLogprobs | None) -> TokenLogprobs | None:
-    if logprobs is None:
+def _bits_of(found: TokenLogprobs | None) -> LogprobBits | None:
+    if found is None:
         return None
-    tops = [_finite(value) for value in logprobs.top_logprobs]
-    return TokenLogprobs(_finite(logprobs.logprob), logprobs.top_ids, tops)
+    values = [max(value, _LOWEST_LOGPROB) for value in (found.logprob, *found.top_logprobs)]
+    logprob, *tops = float_bits(values)
+    return LogprobBits(logprob, found.top_ids, tops)
 
 
-def _finite(value: float) -> float:
-    return max(float(value), _LOWEST_LOGPROB)
+def _logprobs_of(found: LogprobBits | None) -> TokenLogprobs | None:
+    if found is None:
+        return None
+    bits = (found.logprob, *found.top_logprobs)
+    logprob, *tops = struct.unpack(f"<{len(bits)}f", struct.pack(f"<{len(bits)}I", *bits))
+    return TokenLogprobs(logprob, found.top_ids, tops)
 
 
 def _check_together(params: KVTransferParams) -> None:
@@ -315,3 +393,21 @@ def _check_together(params: KVTransferParams) -> None:
         reject("prompt_token_ids", f"must hold {tokens} ids")
     if params.remote_cached_tokens > tokens:
         reject("remote_cached_tokens", f"exceeds remote_num_tokens, {tokens}")
+
+
+def reject(name: str, problem: str) -> NoReturn:
+    param = f"kv_transfer_params.{name}" if name else "kv_transfer_params"
+    raise KVParamsRejected(f"{param} {problem}.", param=param)
+
+
+def as_object(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        reject(name, f"must be an object, got {shown(value)}")
+    return value
+
+
+def optional_bool(members: dict[str, Any], name: str) -> bool:
+    value = members.get(name)
+    if value is not None and not isinstance(value, bool):
+        reject(name, f"must be true, false or null, got {shown(value)}")
+    return bool(value)

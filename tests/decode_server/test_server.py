@@ -123,6 +123,7 @@ def _forge(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     return params
 
 
+_LACKED = [FirstToken(42, TokenLogprobs(-0.5, [50], [-0.5]))]
 _ROWS = [None, *[TokenLogprobs(-0.5, [1], [-0.5])] * 4]
 _WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another host": (_forge(lambda p: p.update(remote_host="10.9.9.9")), {}),
@@ -131,6 +132,8 @@ _WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another secret": (_forge(lambda p: p.update(signature="00" * 32)), {}),
     "another prompt": (_params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 1])), {}),
     "another length": (_params(remote_num_tokens=6), {}),
+    "a token that this model lacks": (_params(first_tokens=[FirstToken(50)]), {}),
+    "another that this model lacks": (_params(first_tokens=_LACKED), {"logprobs": 1}),
     "no logprobs of the prompt": (_params(), {"prompt_logprobs": 0}),
     "too few logprobs of the prompt": (_params(prompt_logprobs=_ROWS), {"prompt_logprobs": 2}),
 }
@@ -184,6 +187,6 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
     for _ in range(2 * sys.getrecursionlimit()):
         deep = [deep]
     offered = {**_params(), "remote_engine_id": deep}
-    with pytest.raises(KVParamsRejected, match=r"remote_engine_id must be text .*, got \[\[\["):
+    with pytest.raises(KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["):
         _prepare(offered)
     assert list(DecodeHooks(_SECRET, FailurePolicy("recompute")).refused(offered)) == []

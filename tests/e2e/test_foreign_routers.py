@@ -2,17 +2,29 @@
 answers are those of the decode server alone."""
 
 import itertools
+import json
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from protocol import lifecycle
-from tests.e2e.client import MODEL, TIMEOUT_S, complete_all, parse_kv, stream, streamed_token_ids
+from tests.e2e.client import (
+    ASK,
+    MODEL,
+    TIMEOUT_S,
+    complete_all,
+    parse_kv,
+    stream,
+    streamed_token_ids,
+)
 from tests.e2e.cluster import Cluster, Server, running, wait_until
 from tests.e2e.plain_http import http
 from tests.e2e.test_equality import make_prompt
@@ -70,6 +82,9 @@ _ASKED: dict[str, dict[str, Any]] = {
     "drawn": _DRAWN,
     "drawn, choices": {**_DRAWN, "n": 3},
     "ends banned": {"temperature": 0, "min_tokens": 5},
+    "logprobs": {**_DRAWN, "logprobs": 5},
+    "logprobs of the prompt": {"temperature": 0, "prompt_logprobs": 2},
+    "nothing, the prompt is scored": {"max_tokens": 0, "echo": True, "logprobs": 1},
     "penalties": {**_DRAWN, "repetition_penalty": 1.3, "logit_bias": {"65": 2.5}},
     "a grammar": {**_DRAWN, "guided_regex": "[a-z ]{3,9}"},
     "ends ignored": {"temperature": 0, "ignore_eos": True},
@@ -92,7 +107,7 @@ def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
 
 def test_vllm_router_chats(vllm_router: str, tiny_cluster: Cluster) -> None:
     messages = [{"role": "user", "content": f"Tell me of number {next(_seeds)}."}]
-    body = {"messages": messages, "max_tokens": 12, **_DRAWN}
+    body = {"messages": messages, "max_tokens": 12, **_DRAWN, "logprobs": True, "top_logprobs": 3}
     through, kv = _post(vllm_router, "/v1/chat/completions", body)
     assert kv["transferred"] > 0 and kv["recomputed"] <= 1
     alone, _ = _post(tiny_cluster.decode[0].url, "/v1/chat/completions", body)
@@ -122,3 +137,70 @@ def test_vllm_router_has_every_prompt_transferred(vllm_router: str, tiny_cluster
     assert grown('baton_kv_transfers_total{outcome="done"') == 24
     assert grown("baton_kv_params_rejected") == 0
     assert grown('source="recomputed"') == 24, "the last token of each"
+
+
+class _Reprinting(BaseHTTPRequestHandler):
+    """A router that knows numbers as doubles only, and prints them by `form`; with "" by orjson."""
+
+    prefill_url: str
+    decode_url: str
+    form: str
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        first = {**asked, "max_tokens": 1, "kv_transfer_params": ASK}
+        prefilled = http.post(f"{self.prefill_url}{self.path}", json=first, timeout=TIMEOUT_S)
+        told = json.loads(prefilled.content, parse_int=float if self.form else int)
+        body = json.dumps(asked).removesuffix("}")
+        body += f', "kv_transfer_params": {self._printed(told["kv_transfer_params"])}}}'
+        answer = http.post(f"{self.decode_url}{self.path}", content=body, timeout=TIMEOUT_S)
+        self.send_response(answer.status_code)
+        for name in ("x-baton-kv", "content-length"):
+            self.send_header(name, answer.headers[name])
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    def _printed(self, value: Any) -> str:
+        if not self.form:
+            return orjson.dumps(value).decode()
+        match value:
+            case dict():
+                return (
+                    f"{{{','.join(f'{json.dumps(k)}:{self._printed(value[k])}' for k in value)}}}"
+                )
+            case list():
+                return f"[{','.join(map(self._printed, value))}]"
+            case float():
+                return self.form % value
+        return json.dumps(value)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module", params=["", "%.15g", "%f"])
+def reprinting(request: pytest.FixtureRequest, tiny_cluster: Cluster) -> Iterator[str]:
+    (p,), (d,) = tiny_cluster.prefill, tiny_cluster.decode
+    members = {"prefill_url": p.url, "decode_url": d.url, "form": request.param}
+    handler = type("Handler", (_Reprinting,), members)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as router:
+        threading.Thread(target=router.serve_forever).start()
+        yield f"http://127.0.0.1:{router.server_port}"
+        router.shutdown()
+
+
+@pytest.mark.parametrize("num_top", [0, 5, 20])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_router_that_prints_numbers_in_its_own_way_loses_no_kv(
+    reprinting: str, tiny_cluster: Cluster, path: str, num_top: int
+) -> None:
+    body: dict[str, Any] = {"max_tokens": 6, **_DRAWN}
+    if "chat" in path:
+        messages = [{"role": "user", "content": f"Tell me of number {next(_seeds)}."}]
+        body |= {"messages": messages, "logprobs": True, "top_logprobs": num_top}
+    else:
+        body |= {"prompt": _prompt(), "logprobs": num_top}
+    through, kv = _post(reprinting, path, body)
+    assert kv["transferred"] == through["usage"]["prompt_tokens"] and not kv["recomputed"]
+    alone, _ = _post(tiny_cluster.decode[0].url, path, body)
+    assert _choices(through) == _choices(alone)

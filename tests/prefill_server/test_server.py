@@ -60,7 +60,7 @@ def test_one_prompt_answers_with_an_object_and_several_with_a_list() -> None:
 def test_kv_that_nobody_will_come_for_is_let_go() -> None:
     params = kv_params.build(b"secret", **values(remote_request_id="r-1")).to_json()
     hooks = PrefillHooks(b"secret")
-    assert hooks.refused([params, {**params, "lease_s": 9.0}, None, 3]) == [AbortRequest("r-1")]
+    assert hooks.refused([params, {**params, "lease_ms": 9000}, None, 3]) == [AbortRequest("r-1")]
     assert hooks.refused(_ASK) == []
 
 
@@ -146,9 +146,9 @@ def test_one_prompt_or_an_ordinary_request_may_take_what_there_is() -> None:
 
 def test_logprobs_that_no_request_could_carry_are_left_to_the_decode_server() -> None:
     hooks, ready = PrefillHooks(b"secret"), msgspec.structs.replace(_READY, num_blocks=10**6)
-    hooks.admit(_adds(59_000, 59_000, prompt_logprobs=20), ready)()
-    hooks.admit(_adds(130_000), ready)()
-    hooks.admit(_adds(130_000, retain_kv=False, prompt_logprobs=20), ready)()
-    for lengths in ((60_000, 60_000), (130_000,)):
+    hooks.admit(_adds(79_000, 79_000, prompt_logprobs=20), ready)()
+    hooks.admit(_adds(160_000), ready)()
+    hooks.admit(_adds(160_000, retain_kv=False, prompt_logprobs=20), ready)()
+    for lengths in ((80_000, 80_000), (160_000,)):
         with pytest.raises(Overloaded, match="logprobs of prompts"):
             hooks.admit(_adds(*lengths, prompt_logprobs=20), ready)

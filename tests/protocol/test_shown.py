@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected
-from protocol.kv_fields import read_fields
 from protocol.openai import parse_chat, parse_completion, parse_json_object
 from protocol.openai_tokenize import parse_tokenize
 from protocol.responses_request import parse_responses
@@ -123,11 +123,14 @@ def test_bodies_that_are_no_objects_are_shown(raw: bytes, quoted: str) -> None:
 )
 def test_so_are_members_of_kv_transfer_params(member: str, value: Any, quoted: str) -> None:
     with pytest.raises(KVParamsRejected) as caught:
-        read_fields({"remote_engine_id": "e", "remote_request_id": "r", **_SOME, member: value})
+        kv_params.parse({**_SOME, member: value})
     assert quoted in caught.value.message
 
 
 _SOME: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
     "remote_block_ids": [1],
     "remote_host": "h",
 }

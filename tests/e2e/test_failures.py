@@ -282,7 +282,7 @@ def test_the_fail_policy_answers_with_a_typed_error(
         url = f"{decode.url}/v1/completions"
         assert http.post(url, json=body, timeout=60).status_code == 200
         complete(decode.url, make_prompt(next(_seeds), 600), 1)
-        stale = {**body, "prompt": [*prompt[:-1], 3]}
+        stale = {**body, "prompt": [*prompt[:-1], prompt[-1] ^ 1]}
         refused = http.post(url, json=stale, timeout=60)
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "kv_transfer_params_rejected"

@@ -89,6 +89,7 @@ def server_argv(settings: UpSettings, kind: ServerKind, *, cores: int) -> list[s
         "--port=0",
         f"--threads={threads}",
         f"--max-body-bytes={settings.max_body_bytes}",
+        f"--max-unfinished-bytes={settings.max_unfinished_bytes}",
         f"--client-timeout-s={settings.client_timeout_s}",  # a slow client makes the proxy slow
         f"--shutdown-grace-s={settings.shutdown_grace_s}",
     ]

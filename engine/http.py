@@ -24,7 +24,6 @@ from engine.http_generate import CHAT, COMPLETIONS, RESPONSES, Api
 from engine.http_hooks import HttpSettings, ServerHooks
 from engine.http_middleware import (
     CLIENT_GONE,
-    ClientDisconnected,
     RequestIdMiddleware,
     error_response,
     plain_error,
@@ -37,6 +36,7 @@ from engine.tokenizer import Tokenizer
 from protocol import openapi
 from protocol.cors import cors_options
 from protocol.errors import BatonError, InternalError, ModelNotFound
+from protocol.http_body import ClientDisconnected
 from protocol.logging import get_logger
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.openai import RELEASE_PATH, parse_json_object

@@ -17,7 +17,6 @@ from engine.http_choice import Choice
 from engine.http_hooks import ServerHooks
 from engine.http_middleware import (
     CLIENT_GONE,
-    ClientDisconnected,
     cancelled_on_disconnect,
     error_response,
 )
@@ -26,6 +25,7 @@ from engine.http_tally import Tally
 from protocol import sse
 from protocol.connections import is_closing
 from protocol.errors import BatonError, InternalError, from_code
+from protocol.http_body import ClientDisconnected
 from protocol.logging import get_logger
 from protocol.messages import TokenDelta
 from protocol.openai import ChoicePiece, GenerationRequest, ResponseWriter, Usage, kv_header

@@ -29,7 +29,6 @@ from engine.http_limits import (
 )
 from engine.http_middleware import (
     CLIENT_GONE,
-    ClientDisconnected,
     error_response,
     read_body,
     refusal_of,
@@ -43,6 +42,7 @@ from protocol.errors import (
     BatonError,
     NoServerAvailable,
 )
+from protocol.http_body import ClientDisconnected
 from protocol.kv_params import sender_releases
 from protocol.logging import current_request_id
 from protocol.messages import AddRequest, EngineReady

@@ -11,7 +11,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from protocol import http_body
+from protocol.connections import refusal
 from protocol.errors import BatonError, InvalidRequest, NoServerAvailable, PayloadTooLarge
+from protocol.http_body import ClientDisconnected
 from protocol.logging import request_context
 
 CLIENT_GONE = 499  # what proxies log for it; nobody reads it
@@ -19,12 +22,6 @@ CLIENT_GONE = 499  # what proxies log for it; nobody reads it
 # prompt's logprobs where those are wanted: 20 bytes each, 20 of them at every token.
 LOGPROB_BYTES = 20
 KV_PARAMS_BYTES = 2**26
-_DRAIN_LIMIT_BYTES = 256 * 2**20
-_DRAIN_TIMEOUT_S = 10.0
-
-
-class ClientDisconnected(Exception):
-    """The client has gone; nobody reads an answer."""
 
 
 class RequestIdMiddleware:
@@ -70,6 +67,9 @@ class RequestIdMiddleware:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+        if answer is None and (error := refusal(scope)):
+            await error_response(error)(scope, receive, send)
+            return
         if answer is None:
             await self._app(scope, receive, send)
             return
@@ -84,9 +84,12 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         PayloadTooLarge: it is longer; at most KV_PARAMS_BYTES more were kept in memory.
         ClientDisconnected: the client went away before it was complete.
     """
-    data = await _read(request, max_bytes, max_bytes + KV_PARAMS_BYTES)
+    limit_bytes = max_bytes + KV_PARAMS_BYTES
+    data = await http_body.read_body(request.scope, request.receive, limit_bytes)
     if len(data) > max_bytes and len(data) - _params_bytes(data) > max_bytes:
-        raise _too_large(max_bytes)
+        raise PayloadTooLarge(
+            f"the body has {len(data)} bytes, the limit is {max_bytes} bytes; send less at once"
+        )
     return data
 
 
@@ -101,32 +104,9 @@ def _params_bytes(body: bytes) -> int:
         return 0
 
 
-async def _read(request: Request, max_bytes: int, limit_bytes: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit_bytes:
-        raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    num_bytes = 0
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        chunks.append(message.get("body", b""))
-        num_bytes += len(chunks[-1])
-        if num_bytes > limit_bytes:
-            raise _too_large(max_bytes)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
-
-
-def _too_large(max_bytes: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"The body is longer than {max_bytes} bytes; send less at once.")
-
-
 def error_response(error: BatonError) -> Response:
     """An error as an HTTP response in OpenAI's shape."""
-    kind = DrainingResponse if isinstance(error, PayloadTooLarge) else JSONResponse
-    return kind(error.to_openai(), status_code=error.status)
+    return JSONResponse(error.to_openai(), status_code=error.status)
 
 
 def refusal_of(raised: BatonError | RecursionError) -> BatonError:
@@ -151,34 +131,6 @@ def plain_error(
         "retryable": False,
     }
     return JSONResponse({"error": body}, status_code=status, headers=headers)
-
-
-class DrainingResponse(JSONResponse):
-    """Answers at once, then discards what the client is still sending.
-
-    Closing a socket with unread input resets the connection, and a client that is still writing
-    would see that instead of the answer.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [*self.raw_headers, (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        try:
-            async with asyncio.timeout(_DRAIN_TIMEOUT_S):
-                await _drain(receive)
-        except TimeoutError:
-            pass
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _drain(receive: Receive) -> None:
-    num_bytes = 0
-    while num_bytes < _DRAIN_LIMIT_BYTES:
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if message["type"] == "http.disconnect" or not message.get("more_body", False):
-            return
 
 
 @asynccontextmanager

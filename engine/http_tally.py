@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-from engine.http_middleware import ClientDisconnected, now_s
+from engine.http_middleware import now_s
 from protocol.errors import BatonError, RequestError
+from protocol.http_body import ClientDisconnected
 from protocol.logging import get_logger
 from protocol.metrics import Metrics
 from protocol.openai import Usage, kv_header

@@ -32,6 +32,7 @@ from engine.config import EngineConfig
 from engine.generation_config import read_generation_config
 from engine.geometry import check_attention, check_geometry, check_staging, check_weights
 from engine.http import ServerHooks, create_app
+from engine.http_middleware import KV_PARAMS_BYTES
 from engine.launch import EngineProcesses, new_incarnation
 from engine.tokenizer import Tokenizer
 from model.config import ModelConfig, load_config
@@ -213,7 +214,7 @@ class _Server:
         server = _HttpServer(
             uvicorn.Config(
                 app,
-                http=bounded_protocol(self.settings.client_timeout_s),
+                http=bounded_protocol(self.settings, KV_PARAMS_BYTES),
                 ws="none",
                 log_level="warning",
                 access_log=False,

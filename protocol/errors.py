@@ -7,7 +7,9 @@ BatonError
 |  |- KVParamsRejected     400, a kv_transfer_params that cannot be honoured
 |  |- GrammarFailed        400, an output that cannot match what the request demands
 |  |- ModelNotFound        404
-|  `- PayloadTooLarge      413
+|  |- RequestTimeout       408, the body came too slowly
+|  |- PayloadTooLarge      413
+|  `- TargetTooLong        414
 |- RemoteKVError           502/504: the KV of a prefill server could not be used
 |  |- PeerUnreachable      502
 |  |- PeerIncompatible     502, names the field and both values
@@ -90,6 +92,17 @@ class ModelNotFound(RequestError):
 class PayloadTooLarge(RequestError):
     status = 413
     code = "payload_too_large"
+
+
+class RequestTimeout(RequestError):
+    status = 408
+    retryable = True
+    code = "request_timeout"
+
+
+class TargetTooLong(RequestError):
+    status = 414
+    code = "target_too_long"
 
 
 class RemoteKVError(BatonError):

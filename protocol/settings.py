@@ -232,6 +232,12 @@ class ListenOptions(BaseModel):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     max_body_bytes: int = Field(10_000_000, ge=1, description="largest request body (bytes)")
+    max_unfinished_bytes: int = Field(
+        2**28,
+        ge=1,
+        description="most of all request bodies together that are not all there yet (bytes); "
+        "beyond it the one that began first is refused",
+    )
     client_timeout_s: Seconds = Field(
         60.0, description="how long a client may neither send nor read what is due (s)"
     )
@@ -239,6 +245,14 @@ class ListenOptions(BaseModel):
     cors_origin: sources.Listed[str] = Field(
         (), description="origin of web pages that may call this server (repeatable; *: any)"
     )
+
+    @field_validator("max_unfinished_bytes")
+    @classmethod
+    def _holds_a_body(cls, num_bytes: int, info: ValidationInfo) -> int:
+        one = info.data.get("max_body_bytes", 0)
+        if num_bytes < one:
+            raise ValueError(f"{num_bytes} is less than one body, see --max-body-bytes {one}")
+        return num_bytes
 
     @field_validator("cors_origin")
     @classmethod

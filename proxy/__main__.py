@@ -56,7 +56,7 @@ def make_server(app: ProxyApp) -> ProxyServer:
         served = CORSMiddleware(served, **cors_options(origins))
     config = uvicorn.Config(
         served,
-        http=bounded_protocol(settings.client_timeout_s),
+        http=bounded_protocol(settings),
         loop="uvloop",
         ws="none",
         lifespan="on",

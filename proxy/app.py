@@ -9,7 +9,9 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from protocol.errors import BatonError, InternalError, InvalidRequest, PayloadTooLarge
+from protocol.connections import refusal
+from protocol.errors import BatonError, InternalError, InvalidRequest
+from protocol.http_body import ClientDisconnected, read_body
 from protocol.logging import get_logger, request_context
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.near_names import suggestion
@@ -39,12 +41,7 @@ DOCUMENT_PATHS = ("/openapi.json", "/docs")
 # What else of the client's headers the servers get: who asks, and which trace it belongs to.
 FORWARDED_HEADERS = (b"authorization", b"traceparent", b"tracestate")
 MAX_ID_BYTES = 4096  # servers echo it, and an answer's head has a limit of its own
-DISCARD_FACTOR = 8  # of max_body_bytes: what is read of a body that is too large, to answer it
 STOP_TIMEOUT_S = 1.0  # for the last bytes to clients whose requests shutting down ends
-
-
-class ClientGone(Exception):
-    """The client closed its connection: nobody is there to be told anything."""
 
 
 class _Running:
@@ -69,7 +66,7 @@ class _Running:
         """Stops it when the client goes."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.stop(ClientGone())
+        self.stop(ClientDisconnected())
 
 
 class ProxyApp:
@@ -138,8 +135,10 @@ class ProxyApp:
     async def _http(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         path, trace = scope["path"], Trace()
         try:
+            if error := refusal(scope):
+                raise error
             await self._route(scope, receive, reply, trace)
-        except ClientGone:
+        except ClientDisconnected:
             if not reply.finished:
                 self.metrics.inc("baton_proxy_client_disconnects")
                 logger.info("client gone, phase %s", trace.phase)
@@ -216,7 +215,7 @@ class ProxyApp:
         """Awaits `work`, cancelling it when the client goes or this process has to end.
 
         Raises:
-            ClientGone, ShuttingDown: it was cancelled.
+            ClientDisconnected, ShuttingDown: it was cancelled.
         """
         if self.shutting_down:
             work.close()
@@ -284,34 +283,6 @@ class ProxyApp:
 
     def _on_silence(self, server: Server, is_long: bool) -> None:
         self._flow.on_silence(server, is_long)
-
-
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The request's body.
-
-    A body that is too large is read on for a while: a client that is still sending would not see
-    the answer.
-
-    Raises:
-        PayloadTooLarge: more than `limit_bytes`.
-        ClientGone: it did not send all of it.
-    """
-    parts: list[bytes] = []
-    total = 0
-    more = True
-    while more and total <= limit_bytes * DISCARD_FACTOR:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        total += len(part)
-        if total <= limit_bytes:
-            parts.append(part)
-        more = message.get("more_body", False)
-    if total > limit_bytes:
-        shown = f"more than {total}" if more else str(total)
-        raise PayloadTooLarge(f"the body has {shown} bytes, the limit is {limit_bytes} bytes")
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _expect(method: str, *allowed: str) -> None:

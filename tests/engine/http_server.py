@@ -12,11 +12,13 @@ import uvicorn
 
 from engine.client import ScriptedEngine, count_up
 from engine.http import ServerHooks, create_app
+from engine.http_middleware import KV_PARAMS_BYTES
 from engine.tokenizer import Tokenizer
 from protocol.connections import bounded_protocol
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai_sampling import GenerationConfig
+from protocol.settings import ListenOptions
 from protocol.sse import SSEParser
 
 WAIT_S = 120.0
@@ -69,10 +71,12 @@ async def serving(
     await engine.start()
     settings = Settings(max_body_bytes=max_body, cors_origin=origins)
     app = create_app(engine, tokenizer, settings, hooks or ServerHooks(), fingerprint, config)
-    http = bounded_protocol(WAIT_S)
+    options = ListenOptions(max_body_bytes=max_body, client_timeout_s=WAIT_S)
+    http = bounded_protocol(options, KV_PARAMS_BYTES)
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", http=http)
     server = uvicorn.Server(config)
     listener = config.bind_socket()
+    listener.listen()
     task = asyncio.create_task(server.serve(sockets=[listener]))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:

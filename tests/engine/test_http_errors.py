@@ -1,6 +1,7 @@
 """What the HTTP application refuses, and how failures and clients that leave end a request."""
 
 import asyncio
+import json
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -53,7 +54,7 @@ from tests.engine.http_server import (
         ({"n": 129}, 400, "`n`"),
         ({"min_tokens": 17}, 400, "`min_tokens` is 17, and without `max_tokens` at most 16 "),
         ({"prompt": "x" * 60, "min_tokens": 5}, 400, "`min_tokens` is 5, .* at most 4 tokens"),
-        ({"prompt": "x" * MAX_BODY}, 413, f"longer than {MAX_BODY} bytes"),
+        ({"prompt": "x" * MAX_BODY}, 413, f"limit is {MAX_BODY} bytes"),
     ],
 )
 async def test_bad_input_is_a_clear_refusal(
@@ -127,7 +128,40 @@ async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer: Tokenizer) 
         assert (await server.http.post("/release_kv", json=handed_back)).status_code == 200
         response = await server.post(kv_transfer_params=added, user="x" * MAX_BODY)
         assert response.status_code == 413
-        assert f"longer than {MAX_BODY} bytes" in response.json()["error"]["message"]
+        assert f"limit is {MAX_BODY} bytes" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
+            400,
+        ),
+        (b"? ? ?\r\n\r\n", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+            b"Content-Length: 100000000\r\n\r\n",
+            413,
+        ),
+    ],
+)
+async def test_what_the_connection_refuses_is_an_error_like_any_other(
+    tokenizer: Tokenizer, raw: bytes, status: int
+) -> None:
+    async with serving(tokenizer) as server:
+        url = server.http.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(raw)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d" % status)
+        assert b"x-request-id: " in head
+        found = re.search(rb"content-length: (\d+)", head)
+        assert found
+        body = json.loads(await reader.readexactly(int(found[1])))
+        assert body["error"]["type"] == "invalid_request_error"
+        writer.close()
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,14 @@ async def test_a_client_that_owes_a_request_and_is_silent_is_let_go(sent: bytes)
     async with Rig(client_timeout_s=TIMEOUT_S) as rig:
         reader, writer = await connect(rig)
         writer.write(sent)
-        assert await reader.read() == b""
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408") if b"\r\n\r\n" in sent else answer == b""
         writer.close()
         assert rig.prefill[0].calls == []
 
 
-async def test_a_head_that_comes_in_drops_has_one_timeout_and_a_body_one_for_each_drop() -> None:
+async def test_a_head_that_comes_in_drops_has_one_timeout() -> None:
     async with Rig(client_timeout_s=TIMEOUT_S) as rig:
-        started = asyncio.get_running_loop().time()
         reader, writer = await connect(rig)
         for byte in HEAD:
             if reader.at_eof():
@@ -45,16 +45,6 @@ async def test_a_head_that_comes_in_drops_has_one_timeout_and_a_body_one_for_eac
             writer.write(bytes([byte]))
             await asyncio.sleep(TIMEOUT_S / 10)
         assert reader.at_eof(), "a byte now and then is not enough"
-        writer.close()
-        reader, writer = await connect(rig)
-        data = request(stream=True)
-        cut = data.index(b"\r\n\r\n") + 4
-        writer.write(data[:cut])
-        for byte in data[cut:]:
-            writer.write(bytes([byte]))
-            await asyncio.sleep(TIMEOUT_S / 10)
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        assert asyncio.get_running_loop().time() - started > 2 * TIMEOUT_S
         writer.close()
 
 

@@ -127,9 +127,9 @@ TABLE = (
          "Failed calls to a server by leg and reason: unreachable, lost, timeout, busy (503), died "
          "(503 as its engine died), error (other 5xx).", ("leg", "reason")),
     Spec("baton_proxy_upstream_ready", "gauge", "proxy",
-         "1 while the server is ready.", ("role", "url")),
+         "1 while the server is ready.", ("role", "server")),
     Spec("baton_proxy_upstream_in_flight", "gauge", "proxy",
-         "Requests in flight to a server.", ("role", "url")),
+         "Requests in flight to a server.", ("role", "server")),
     Spec("baton_proxy_stripped_kv_transfer_params", "counter", "proxy",
          "Requests whose client had sent kv_transfer_params, which were dropped."),
     Spec("baton_proxy_client_disconnects", "counter", "proxy",

@@ -89,8 +89,8 @@ class ProxyApp:
         self._running: set[_Running] = set()
         self.shutting_down = False
         for server in (
-            *(Server(Kind.PREFILL, url) for url in settings.prefill),
-            *(Server(Kind.DECODE, url) for url in settings.decode),
+            *(Server(Kind.PREFILL, url, i) for i, url in enumerate(settings.prefill)),
+            *(Server(Kind.DECODE, url, i) for i, url in enumerate(settings.decode)),
         ):
             self.fleet.join(server)
             self._show_ready(server, self.fleet.health(server))
@@ -247,7 +247,7 @@ class ProxyApp:
         if self.shutting_down:
             missing.append("shutting down")
         ready = bool(counts["decode"]["ready"]) and not self.shutting_down
-        servers = [_describe(server, self.fleet.health(server)) for server in self.fleet.servers()]
+        servers = {s.name: self.fleet.health(s).ready for s in self.fleet.servers()}
         status = {"status": "ready" if ready else "not_ready", "missing": missing}
         await reply.answer_json(200 if ready else 503, {**status, **counts, "servers": servers})
 
@@ -267,8 +267,7 @@ class ProxyApp:
         )  # fmt: skip
 
     def _show_ready(self, server: Server, health: Health) -> None:
-        labels = {"role": server.kind.value, "url": server.url}
-        self.metrics.set("baton_proxy_upstream_ready", float(health.ready), **labels)
+        self.metrics.set("baton_proxy_upstream_ready", float(health.ready), **server.labels)
 
     def _on_change(self, server: Server, old: Health, new: Health) -> None:
         self._show_ready(server, new)
@@ -315,8 +314,3 @@ def _with_json(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
-
-
-def _describe(server: Server, health: Health) -> dict[str, object]:
-    shown: dict[str, object] = {"kind": server.kind.value, "url": server.url, "ready": health.ready}
-    return shown if health.ready else {**shown, "reason": health.reason}

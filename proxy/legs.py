@@ -66,7 +66,12 @@ WorkT = TypeVar("WorkT")
 
 
 class LegFailed(Exception):
-    """No server of a kind did the work. `answer`: the error response of the last one, if any."""
+    """No server of a kind did the work.
+
+    Args:
+        message: for the client, without addresses.
+        answer: the error response of the last one, if any.
+    """
 
     def __init__(
         self, kind: Kind, failures: list[Failure], message: str, answer: Answer | None
@@ -130,16 +135,19 @@ class Legs:
             try:
                 result = await self._attempt(server, send)
             except UpstreamError as error:
-                failure, answer, message = failure_of(error), None, f"{server}: {error}"
+                failure, answer, detail = failure_of(error), None, str(error)
+                has_address = isinstance(error, Unreachable | Exhausted)
+                message = f"{server.name}: {error.reason if has_address else detail}"
             else:
                 status_failure = _failure_of_answer(result)
                 if status_failure is None:
                     return server, result
                 self.release(server)
                 assert isinstance(result, Answer)
-                failure, answer, message = status_failure, result, f"{server}: {result.status}"
+                failure, answer, detail = status_failure, result, str(result.status)
+                message = f"{server.name}: {detail}"
             failures.append(failure)
-            self.failed(server, failure, answer, message)
+            self.failed(server, failure, answer, f"{server}: {detail}")
             if not retry.may_retry(kind, failures, self._policy):
                 break
         raise LegFailed(kind, failures, message, answer)
@@ -177,8 +185,7 @@ class Legs:
         self._in_flight(server, -1)
 
     def _in_flight(self, server: Server, change: int) -> None:
-        labels = {"role": server.kind.value, "url": server.url}
-        self._metrics.inc("baton_proxy_upstream_in_flight", change, **labels)
+        self._metrics.inc("baton_proxy_upstream_in_flight", change, **server.labels)
 
     def failed(self, server: Server, failure: Failure, answer: Answer | None, message: str) -> None:
         """Counts a failure and lets the fleet know."""

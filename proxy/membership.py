@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from proxy import health, routing
 from proxy.health import Health, HealthPolicy, Room
@@ -11,11 +11,27 @@ from proxy.retry import Kind
 
 @dataclass(frozen=True)
 class Server:
+    """One server. Clients are told its name; its URL is for the log alone.
+
+    Args:
+        index: its place among those of its kind, as the operator gave them.
+    """
+
     kind: Kind
     url: str
+    index: int = field(default=0, compare=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.value}-{self.index}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of its metrics."""
+        return {"role": self.kind.value, "server": self.name}
 
     def __str__(self) -> str:
-        return f"{self.kind.value} {self.url}"
+        return f"{self.name} {self.url}"
 
 
 class Fleet:
@@ -70,9 +86,10 @@ class Fleet:
                 a client that asks in a rhythm would give one server all of its long requests.
         """
         now = self._clock()
-        known = {s.url: self._health[s] for s in self.servers(kind) if s not in exclude}
+        servers = {server.url: server for server in self.servers(kind)}
+        known = {url: self._health[s] for url, s in servers.items() if s not in exclude}
         url = routing.choose(
-            [server.url for server in self.servers(kind)],
+            list(servers),
             self._last.get((kind, rotation)),
             ready=lambda url: url in known and known[url].ready,
             admits=lambda url: url in known and health.admits(known[url], now),
@@ -80,9 +97,8 @@ class Fleet:
         if url is None:
             return None
         self._last[kind, rotation] = url
-        server = Server(kind, url)
-        self._set(server, health.began(known[url], now, self._policy))
-        return server
+        self._set(servers[url], health.began(known[url], now, self._policy))
+        return servers[url]
 
     def context(self, kind: Kind) -> int | None:
         """The longest context of the ready servers of a kind; None unless all have said theirs."""

@@ -26,8 +26,7 @@ def expose_from_start(metrics: Metrics, servers: Iterable[Server]) -> None:
         for failure in Failure:
             metrics.begin("baton_proxy_upstream_failures", leg=kind.value, reason=failure.value)
     for server in servers:
-        labels = {"role": server.kind.value, "url": server.url}
-        metrics.begin("baton_proxy_upstream_in_flight", **labels)
+        metrics.begin("baton_proxy_upstream_in_flight", **server.labels)
 
 
 def _ways() -> Iterator[tuple[str, str]]:

@@ -135,14 +135,13 @@ def start_proxy(prefill: Sequence[Server], decode: Sequence[Server], *argv: str)
     urls = [a for s in prefill for a in ("--prefill", s.url)]
     urls += [a for s in decode for a in ("--decode", s.url)]
     proxy = start("proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *argv)
-    for server in (*prefill, *decode):  # its first look at them comes after it is up itself
-        wait_until(lambda url=server.url: is_ready(proxy, url))
+    wait_until(lambda: all_ready(proxy))  # its first look at them comes after it is up itself
     return proxy
 
 
-def is_ready(proxy: Server, url: str) -> bool:
-    servers = http.get(f"{proxy.url}/ready", timeout=10).json()["servers"]
-    return any(server["url"] == url and server["ready"] for server in servers)
+def all_ready(proxy: Server) -> bool:
+    """Whether the proxy has found each of its servers ready."""
+    return all(http.get(f"{proxy.url}/ready", timeout=10).json()["servers"].values())
 
 
 @contextlib.contextmanager

@@ -246,8 +246,8 @@ def test_a_prefill_server_that_comes_back_is_used_again(
     assert complete(own_cluster.url, before, 5).kv["transferred"] == 90
     prefiller.kill()
     with running(start_prefill(tiny_model, *prefill_ports(*ports))):
-        url = f'baton_proxy_upstream_ready{{role="prefill",url="{prefiller.url}"}}'
-        wait_until(lambda: own_cluster.proxy.metrics()[url] == 1)
+        ready = 'baton_proxy_upstream_ready{role="prefill",server="prefill-0"}'
+        wait_until(lambda: own_cluster.proxy.metrics()[ready] == 1)
         answer = complete(own_cluster.url, after, 5)
         assert answer.token_ids == tiny_reference.generate(after, 5)
         assert answer.kv["transferred"] == 90

@@ -155,7 +155,7 @@ def test_a_decode_server_killed_in_mid_stream_ends_the_stream_with_an_error(
     assert json.loads(stream.events[-1])["error"]["code"] == "decode_server_lost"
     _assert_home(cluster.prefill[0])
     with running(start_decode(tiny_model, *decode_port)):
-        ready = f'baton_proxy_upstream_ready{{role="decode",url="{decode.url}"}}'
+        ready = 'baton_proxy_upstream_ready{role="decode",server="decode-0"}'
         wait_until(lambda: cluster.proxy.metrics()[ready] == 1)
         _assert_serves(cluster, tiny_reference)
 
@@ -222,7 +222,7 @@ def test_kv_goes_home_when_the_client_of_a_stopped_decode_server_leaves(
         _assert_home(prefiller)
     finally:
         _stop(decode, signal.SIGCONT)
-    ready = f'baton_proxy_upstream_ready{{role="decode",url="{decode.url}"}}'
+    ready = 'baton_proxy_upstream_ready{role="decode",server="decode-0"}'
     wait_until(lambda: slow_cluster.proxy.metrics()[ready] == 1)
     _assert_serves(slow_cluster, tiny_reference)
     _assert_home(prefiller, decode)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.client import complete
-from tests.e2e.cluster import ENGINE_ARGV, Cluster, is_ready, wait_until
+from tests.e2e.cluster import ENGINE_ARGV, Cluster, all_ready, wait_until
 from tests.e2e.hosts import Hosts, why_not
 from tests.e2e.load import Load
 from tests.e2e.reference import Reference
@@ -39,8 +39,7 @@ def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_
     x = hosts.start("x", "proxy", "--prefill", p.url, "--decode", d.url)
     with hosts.inside("x"):
         cluster = Cluster([p], [d], x, tiny_model)
-        for server in (p, d):
-            wait_until(lambda url=server.url: is_ready(x, url))
+        wait_until(lambda: all_ready(x))
         assert complete(x.url, prompts[0], 12).kv["transferred"] == len(prompts[0])
         try:
             load += [

@@ -50,8 +50,10 @@ def _restart_all(model: Path, reference: Reference, ports: list[int]) -> None:
                 wait_until(
                     lambda before=before: sum(c.num_right for c in load) >= before + 4 * _CLIENTS
                 )
-                role = "prefill" if server in servers[:2] else "decode"
-                ready = f'baton_proxy_upstream_ready{{role="{role}",url="{server.url}"}}'
+                at = servers.index(server)
+                role = "prefill" if at < 2 else "decode"
+                name = f"{role}-{at % 2}"
+                ready = f'baton_proxy_upstream_ready{{role="{role}",server="{name}"}}'
                 assert server.stop() == 0
                 successors.append(start())
                 wait_until(lambda ready=ready: proxy.metrics()[ready] == 1)

@@ -85,7 +85,7 @@ async def test_what_is_too_long_for_the_prefill_servers_alone_is_computed_by_a_d
                 assert (response.status_code, response.json()) == (400, TOO_LONG)
                 assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400")
         assert decode[0].calls == []
-        labels = {"role": "prefill", "url": prefill[0].url}
+        labels = {"role": "prefill", "server": "prefill-0"}
         assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
 
 
@@ -101,7 +101,7 @@ async def test_a_body_too_long_for_a_prefill_server_goes_to_a_decode_server_alon
         assert (await rig.complete(**asked)).json() == {"text": "onetwo"}
         assert "kv_transfer_params" not in rig.decode[0].calls[0].body
         assert rig.decode_only("prefill_body") == 1
-        labels = {"role": "prefill", "url": rig.prefill[0].url}
+        labels = {"role": "prefill", "server": "prefill-0"}
         assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
         rig.decode[0].behave = refuses
         assert (await rig.complete(**asked)).status_code == 413

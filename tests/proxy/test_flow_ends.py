@@ -106,8 +106,8 @@ async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not
         stopped.silent = True
         assert (await request).status_code == 200
         assert rig.decode_only("lost") == (not others)
-        for fake in fakes:
-            labels = {"role": "prefill", "url": fake.url}
+        for server in rig.app.fleet.servers(Kind.PREFILL):
+            labels = server.labels
             assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
 
 
@@ -135,8 +135,8 @@ async def test_a_decode_server_that_answers_no_health_checks_for_long_is_not_wai
             assert '"decode_server_lost"' in answer.text
             assert "health checks" in answer.text
             assert "[DONE]" not in answer.text
-        for fake in fakes:
-            labels = {"role": "decode", "url": fake.url}
+        for server in rig.app.fleet.servers(Kind.DECODE):
+            labels = server.labels
             assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
 
 
@@ -185,9 +185,8 @@ async def test_a_client_that_goes_away_ends_the_leg_in_flight(leg: str) -> None:
         while rig.metric("baton_proxy_client_disconnects") == 0:
             await asyncio.sleep(0.002)
         assert rig.metric("baton_proxy_requests_in_progress") == 0
-        for kind, fake in (("prefill", rig.prefill[0]), ("decode", rig.decode[0])):
-            name = "baton_proxy_upstream_in_flight"
-            assert rig.metric(name, role=kind, url=fake.url) == 0
+        for server in rig.app.fleet.servers():
+            assert rig.metric("baton_proxy_upstream_in_flight", **server.labels) == 0
         assert all(rig.app.fleet.health(server).ready for server in rig.app.fleet.servers())
 
 

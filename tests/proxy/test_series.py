@@ -67,10 +67,9 @@ async def test_no_request_that_servers_have_no_room_for_adds_a_series() -> None:
 
 async def test_a_fleet_that_was_never_seen_has_its_series() -> None:
     async with Rig(prefill=[], decode=[Fake(prefills, ready=False)]) as rig:
-        url = rig.decode[0].url
         assert {
-            f'baton_proxy_upstream_ready{{role="decode",url="{url}"}}',
-            f'baton_proxy_upstream_in_flight{{role="decode",url="{url}"}}',
+            'baton_proxy_upstream_ready{role="decode",server="decode-0"}',
+            'baton_proxy_upstream_in_flight{role="decode",server="decode-0"}',
             'baton_proxy_upstream_failures_total{leg="prefill",reason="unreachable"}',
             'baton_proxy_requests_total{path="decode_only",reason="no_prefill_server"}',
             'baton_proxy_responses_total{status="503"}',

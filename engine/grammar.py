@@ -74,16 +74,16 @@ class GrammarState:
         self._stop_ids = list(stop_ids)
         self._silent_ids = [i for i in end_ids if i not in stop_ids]
 
-    def follow(self, token_ids: Sequenceable[int], num_prompt_tokens: int) -> Ending | None:
+    def follow(self, token_ids: Sequenceable[int], first_output: int) -> Ending | None:
         """Catches up with a sequence's outputs, none of which was to end it.
 
         Returns:
             `ending`: how the sequence ends after them, or None when it may go on.
         """
-        if len(token_ids) - num_prompt_tokens < self._num_consumed:  # a first token was taken back
+        if len(token_ids) - first_output < self._num_consumed:  # a first token was taken back
             self._matcher.reset()
             self._num_consumed, self.ending = 0, None
-        news = list(token_ids[num_prompt_tokens + self._num_consumed :])
+        news = list(token_ids[first_output + self._num_consumed :])
         if news and self.ending is None:
             try:
                 self._matcher.consume_tokens(news)

@@ -22,6 +22,7 @@ from engine.http_hooks import HttpSettings, ServerHooks
 from engine.http_limits import (
     check_against_server,
     check_model,
+    check_size,
     check_token_ids,
     fill_in_model,
     prompt_param,
@@ -156,9 +157,12 @@ class Api:
         check_against_server(parsed, ready.vocab_size, self.settings.max_num_seqs)
         await check_demands(parsed)
         prompts = await self._tokenize(parsed, ready)
+        asked, room = parsed, ready.max_model_len
         if behind is not None and context is not None:
-            for ids in prompts:
-                token_limit(behind, len(ids), context, self.generation_config.max_new_tokens)
+            asked, room = behind, context
+        default = self.generation_config.max_new_tokens
+        lengths = [len(ids) + token_limit(asked, len(ids), room, default) for ids in prompts]
+        check_size(parsed, lengths, room, self.settings.max_num_seqs)
         adds = self._plan(parsed, prompts, ready)
         tally.on_end(self.hooks.admit(adds, ready, parsed.kv_transfer_params))
         subscription = self.client.submit(adds)

@@ -10,6 +10,11 @@ from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from protocol.openai import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest
 from protocol.shown import shown
 
+# Of all sequences of one request, prompts and outputs. What --max-num-seqs sequences of the whole
+# context have is never too much.
+MAX_REQUEST_TOKENS = 1 << 22
+MIN_CHOICE_TOKENS = 256  # which a choice counts as: it takes some memory however short it is
+
 
 def prompt_param(parsed: GenerationRequest) -> str:
     """The field that the prompt came in, for error messages."""
@@ -119,6 +124,27 @@ def token_limit(
             param=field,
         )
     return asked
+
+
+def check_size(
+    parsed: GenerationRequest, lengths: Sequence[int], max_model_len: int, max_num_seqs: int
+) -> None:
+    """Raises InvalidRequest for more tokens than one request may have.
+
+    Args:
+        lengths: of each prompt with one output.
+    """
+    choices = parsed.num_candidates
+    size = choices * sum(max(length, MIN_CHOICE_TOKENS) for length in lengths)
+    limit = max(MAX_REQUEST_TOKENS, max_num_seqs * max(max_model_len, MIN_CHOICE_TOKENS))
+    if size > limit:
+        param = "best_of" if choices > parsed.n else "n" if choices > 1 else prompt_param(parsed)
+        raise InvalidRequest(
+            f"`{param}`: {len(lengths)} prompts with {choices} choices each may have {size} tokens "
+            f"in all, prompts and outputs, and a choice counts as {MIN_CHOICE_TOKENS} at least; "
+            f"ask for at most {limit} at once.",
+            param=param,
+        )
 
 
 def _unasked_limit(parsed: GenerationRequest, room: int, unasked: int | None) -> int:

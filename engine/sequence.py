@@ -10,6 +10,7 @@ and can be computed by the next step, but only the device knows it.
 
 A request of several choices is one sequence while its prompt is computed or pulled: choice 0
 carries the others, which fork off it, sharing its blocks, as soon as the prompt's KV is there.
+Until then these have no copy of the prompt: many may wait, and only a few ever run.
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ class Sequence:
 
     request: AddRequest
     sampling: SamplingParams  # the request's, without what travels once (engine/shaping.py)
-    token_ids: list[int]
+    token_ids: list[int]  # of a choice that has not forked off yet, its outputs alone
     num_prompt_tokens: int
     remote: RemotePrefill | None  # set until its KV was pulled or given up
     first_token: FirstToken | None  # drawn elsewhere and not yet sent to the client
@@ -94,6 +95,7 @@ class Sequence:
     ) -> "Sequence":
         remote = request.remote
         first_tokens = remote.first_tokens[index : index + 1] if remote else []
+        prompt = [] if index else request.token_ids
         return cls(
             request=request,
             sampling=replace(
@@ -102,7 +104,7 @@ class Sequence:
                 logit_bias={},
                 grammar=None,
             ),
-            token_ids=[*request.token_ids, *[token.id for token in first_tokens]],
+            token_ids=[*prompt, *[token.id for token in first_tokens]],
             num_prompt_tokens=len(request.token_ids),
             remote=None,
             first_token=first_tokens[0] if first_tokens else None,
@@ -117,8 +119,13 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def first_output(self) -> int:
+        """Where in `token_ids` the outputs begin."""
+        return self.num_prompt_tokens if self.is_forked else 0
+
+    @property
     def num_outputs(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) - self.first_output
 
     @property
     def num_to_receive(self) -> int:
@@ -200,6 +207,7 @@ class Sequence:
 
     def fork_from(self, carrier: "Sequence") -> None:
         """Takes over what is known of the prompt; the blocks are the scheduler's business."""
+        self.token_ids[:0] = carrier.request.token_ids
         self.is_forked = True
         self.num_skipped = carrier.num_skipped
         self.num_transferred = carrier.num_transferred
@@ -219,11 +227,12 @@ class Sequence:
         if self.num_outputs and self.token_ids[-1] in self.request.stop_token_ids:
             return "stop"
         if self.grammar is not None:
-            if self.grammar.follow(self.token_ids, self.num_prompt_tokens) is COMPLETE:
+            if self.grammar.follow(self.token_ids, self.first_output) is COMPLETE:
                 return "stop"
         if self.request.max_tokens == 0:
             return "length" if self.num_computed >= self.num_prompt_tokens else None
-        if self.num_outputs >= self.request.max_tokens or len(self.token_ids) >= max_model_len:
+        num_tokens = self.num_prompt_tokens + self.num_outputs
+        if self.num_outputs >= self.request.max_tokens or num_tokens >= max_model_len:
             return "length"
         return None
 

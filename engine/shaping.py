@@ -125,7 +125,7 @@ def _has_penalties(sampling: SamplingParams) -> bool:
 
 
 def _setup(sequence: Sequence, row: int) -> RowSetup:
-    sampling, num_prompt = sequence.request.sampling, sequence.num_prompt_tokens
+    sampling = sequence.request.sampling
     penalised = _has_penalties(sampling)
     penalties = (
         sampling.presence_penalty,
@@ -134,8 +134,8 @@ def _setup(sequence: Sequence, row: int) -> RowSetup:
     )
     return RowSetup(
         row=row,
-        prompt_ids=sequence.token_ids[:num_prompt] if penalised else [],
-        output_ids=sequence.token_ids[num_prompt:] if penalised else [],
+        prompt_ids=sequence.request.token_ids if penalised else [],
+        output_ids=sequence.token_ids[sequence.first_output :] if penalised else [],
         penalties=penalties if penalised else None,
         bias=sampling.logit_bias,
         stop_token_ids=sequence.request.stop_token_ids if sampling.min_tokens > 0 else [],

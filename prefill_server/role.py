@@ -77,7 +77,7 @@ class PrefillRole(KVRole):
             sampling_digest=kv_params.sampling_digest(sampling, sequence.request.stop_token_ids),
             seed=sampling.seed,
             first_tokens=[
-                FirstToken(choice.token_ids[choice.num_prompt_tokens], choice.first_logprobs)
+                FirstToken(choice.token_ids[choice.first_output], choice.first_logprobs)
                 for choice in sequence.choices
             ],
             prompt_logprobs=sequence.prompt_logprobs,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler import Plan
-from engine.sequence import Phase
+from engine.sequence import Phase, Sequence
 from kvcache.blocks import BlockState
 from protocol.errors import InternalError
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, SamplingParams
@@ -53,6 +53,16 @@ def test_full_blocks_are_shared_and_only_the_last_is_copied() -> None:
     tables = [sequence.block_ids for sequence in core.scheduler.running]
     assert all(table[:2] == tables[0][:2] for table in tables)
     assert len({table[2] for table in tables}) == 4
+
+
+def test_a_prompt_is_held_once_for_all_choices_that_wait() -> None:
+    request = add("a", PROMPT, 20, num_choices=8)
+    first = Sequence.from_request(request)
+    for choice in first.choices:
+        choice.append_output(7)  # as those that come with a reference
+    held = sum(len(choice.token_ids) for choice in first.choices)
+    assert held == len(PROMPT) + 8
+    assert [choice.num_outputs for choice in first.choices] == [1] * 8
 
 
 def test_first_tokens_come_in_the_order_of_the_choices() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine import http_limits
 from engine.tokenizer import Tokenizer
 from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs
 from tests.engine.http_server import USAGE, chunks, serving
@@ -235,4 +236,30 @@ async def test_more_than_the_server_has_is_refused(
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param)
         assert re.search(words, error["message"])
+        assert server.engine.added == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ["a"] * 3, "n": 4}, "n"),
+        ({"prompt": ["a"] * 3, "best_of": 4}, "best_of"),
+        ({"prompt": ["a"] * 9}, "prompt"),
+        ({"prompt": ["a"] * 8}, None),
+        ({"prompt": "a", "n": 8, "max_tokens": 60}, None),
+    ],
+)
+async def test_prompts_times_choices_times_tokens_are_bounded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], param: str | None
+) -> None:
+    monkeypatch.setattr(http_limits, "MAX_REQUEST_TOKENS", 0)  # so what 8 sequences may have
+    script = scripted(*(end(choice) for choice in range(fields.get("n", 1))))
+    async with serving(tokenizer, script) as server:
+        response = await server.post(**fields)
+        if param is None:
+            assert response.status_code == 200
+            return
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert f"at most {8 * http_limits.MIN_CHOICE_TOKENS} at once" in error["message"]
         assert server.engine.added == []

@@ -37,6 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     max_model_len: int | None = None
+    grammar_timeout_s: float = 2.0
     enable_prefix_caching: bool = True
     threads: int | None = None
     http_address: str

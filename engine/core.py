@@ -328,7 +328,9 @@ class EngineCore(CoreServices):
             return True
         if self.grammars is None:
             raise GrammarFailed("this engine follows no grammars")
-        compiled = self._compiling.get(sequence) or self.grammars.compiled(grammar)
+        compiled = self._compiling.get(sequence) or self.grammars.compiled(
+            grammar, sequence.request.grammar_bytes
+        )
         if not compiled.done():
             self._compiling[sequence] = compiled
             return False

@@ -1,6 +1,6 @@
 """Outputs that must match a grammar: compiled once, followed by each sequence, as token masks.
 
-    request -> GrammarCompiler (a thread, a cache) -> GrammarState of a sequence -> StepMasks
+    request -> GrammarCompiler (threads, a cache) -> GrammarState of a sequence -> StepMasks
 
 A state is a function of the sequence's outputs, so preemption, recompute and a first token drawn
 on the prefill server change nothing: it catches up with whatever outputs the sequence has. Rank 0
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.grammar_text import GrammarError, compiling_thread, make_matcher
+from engine.grammar_text import GrammarError, compiling_threads, make_matcher
 from engine.tokenizer import Tokenizer
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar
@@ -35,7 +35,8 @@ logger = logging.getLogger("baton.engine")
 
 Int32s = npt.NDArray[np.int32]
 
-_MAX_CACHED = 64
+_MAX_CACHED_BYTES = 256 * 2**20
+_NUM_COMPILING = 2  # as one takes long, others do not wait: slow ones come one at a time
 _BITS = 32
 
 
@@ -162,8 +163,8 @@ class GrammarCompiler:
         self._on_compiled = on_compiled
         self._num_words = 0  # of the tokenizer's masks, which may be wider than the model's
         self._end_ids: tuple[int, ...] = ()
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._compiling = compiling_thread("grammar-compiler")
+        self._compiled: OrderedDict[Grammar, tuple[Future[LLMatcher], int]] = OrderedDict()
+        self._compiling = compiling_threads("grammar-compiler", _NUM_COMPILING)
         self._filling = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         # At once: it takes about a second for a large vocabulary, and nobody waits for it yet.
         self._tokenizer = self._compiling.submit(self._load)
@@ -176,10 +177,21 @@ class GrammarCompiler:
         end_ids = list(tokenizer.eos_ids) or None
         return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids)
 
-    def compiled(self, grammar: Grammar) -> Future[LLMatcher]:
+    def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[LLMatcher]:
         """The grammar, perhaps still on its way. Who waits for it keeps it: there may be more that
-        wait than the cache holds."""
-        return self._future(grammar)
+        wait than the cache holds.
+
+        Args:
+            nbytes: what it takes, as far as its text does not tell.
+        """
+        future, nbytes = self._compiled.pop(grammar, (None, max(nbytes, len(grammar.text))))
+        if future is None:
+            future = self._compiling.submit(lambda: make_matcher(self._tokenizer.result(), grammar))
+            future.add_done_callback(lambda _: self._on_compiled())
+        self._compiled[grammar] = future, nbytes
+        while sum(kept for _, kept in self._compiled.values()) > _MAX_CACHED_BYTES:
+            self._compiled.popitem(last=False)
+        return future
 
     def state(self, request: AddRequest, compiled: Future[LLMatcher] | None = None) -> GrammarState:
         """A state at the beginning of the request's grammar; waits where it is not compiled.
@@ -193,7 +205,7 @@ class GrammarCompiler:
         grammar = request.sampling.grammar
         assert grammar is not None
         try:
-            matcher = (compiled or self._future(grammar)).result().deep_copy()
+            matcher = (compiled or self.compiled(grammar)).result().deep_copy()
         except Exception as error:
             if not isinstance(error, GrammarError):
                 logger.exception("a grammar could not be compiled", exc_info=error)
@@ -204,17 +216,6 @@ class GrammarCompiler:
             stop_ids=request.stop_token_ids,
             min_tokens=request.sampling.min_tokens,
         )
-
-    def _future(self, grammar: Grammar) -> Future[LLMatcher]:
-        future = self._compiled.get(grammar)
-        if future is None:
-            future = self._compiling.submit(lambda: make_matcher(self._tokenizer.result(), grammar))
-            future.add_done_callback(lambda _: self._on_compiled())
-            self._compiled[grammar] = future
-            if len(self._compiled) > _MAX_CACHED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return future
 
     def masks(self, states: Sequenceable[GrammarState | None]) -> "StepMasks":
         """Begins to fill the masks of a step's rows; a None may draw anything."""

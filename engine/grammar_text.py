@@ -1,5 +1,5 @@
-"""What an output must match, as llguidance reads it. Used where requests are validated and where
-masks are made; no torch here.
+"""What an output must match, as llguidance reads it. Used where grammars are tried
+(grammar_process.py) and where masks are made; no torch here.
 
 JSON may have whitespace between its tokens, but only so much of it at a place: a model that has
 begun to write blanks would otherwise go on until `max_tokens`.
@@ -8,8 +8,8 @@ begun to write blanks would otherwise go on until `max_tokens`.
 import json
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -28,8 +28,11 @@ _JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{_MAX_WHITESPACE}}}"
 }
 
-# A state of the lexer takes 1 to 2 kB and is made as outputs reach it. Errors go to clients.
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# A state of the lexer takes 1 to 2 kB and is made as outputs reach it. A mask's time grows with the
+# square of its items: a choice of 1,024 texts has fewer than these. Errors go to clients.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, step_max_items=10_000, verbose_errors=False)
+
+MAX_MASK_S = 0.5  # of a core, for the tokens that may be drawn at one place
 
 
 # What llguidance takes for Lark's form. Its own pattern takes minutes over 100,000 empty lines.
@@ -37,14 +40,16 @@ _LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 
 # Rules that refer to one another in a row of thousands are followed by recursion, in Rust, where
 # an overflow ends the process. A text of the largest size takes a third of this.
-_STACK_BYTES = 64 * 2**20
+STACK_BYTES = 64 * 2**20
 
 
-def compiling_thread(name: str) -> ThreadPoolExecutor:
-    """One thread that may call `make_matcher` and `find_mistake`."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-    usual = threading.stack_size(_STACK_BYTES)
-    pool.submit(int).result()  # the thread is there
+def compiling_threads(name: str, count: int) -> ThreadPoolExecutor:
+    """Threads that may call `make_matcher`."""
+    pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+    all_there = threading.Barrier(count)
+    usual = threading.stack_size(STACK_BYTES)
+    for made in [pool.submit(all_there.wait) for _ in range(count)]:
+        made.result()
     threading.stack_size(usual)
     return pool
 
@@ -54,7 +59,8 @@ class GrammarError(ValueError):
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """A matcher at the beginning of `grammar`, made on a `compiling_thread`. Other threads may run
+    """A matcher at the beginning of `grammar`, made on one of `compiling_threads`, or on one
+    with as large a stack. Other threads may run
     meanwhile.
 
     Raises:
@@ -68,25 +74,23 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     return matcher
 
 
-@lru_cache(maxsize=256)
-def find_mistake(grammar: Grammar) -> str | None:
-    """Why `grammar` cannot be used, whatever the vocabulary, or None. On a `compiling_thread`;
-    takes milliseconds, for one of the largest allowed size a second or two."""
-    try:
-        matcher = make_matcher(_byte_tokenizer(), grammar)
-    except GrammarError as error:
-        return str(error)
+def check_matcher(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+    """Raises GrammarError where a matcher at the beginning says that nothing, or nothing in time,
+    can be drawn."""
+    began_s = time.thread_time()
     can_begin = int.from_bytes(matcher.compute_bitmask(), "little")
+    seconds = time.thread_time() - began_s
     if matcher.is_error():
-        return "no text matches it"
-    if can_begin == 1 << _byte_tokenizer().eos_token:
-        return "no text but the empty one matches it"
-    return None
-
-
-@lru_cache(maxsize=1)
-def _byte_tokenizer() -> LLTokenizer:
-    return LLTokenizer("byte")
+        reason = _one_line(matcher.get_error().partition("\n")[0])
+        too_much = "too many" in reason.lower() or "too complex" in reason.lower()
+        raise GrammarError(reason if too_much else "no text matches it")
+    if seconds > MAX_MASK_S:
+        raise GrammarError(
+            f"it is too ambiguous: finding what its first token may be takes {seconds:.2f} s, at "
+            f"most {MAX_MASK_S:g}"
+        )
+    if can_begin == 1 << tokenizer.eos_token:
+        raise GrammarError("no text but the empty one matches it")
 
 
 def _source(grammar: Grammar) -> str:

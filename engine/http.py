@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from engine.client import Engine
+from engine.grammar_check import GrammarChecker
 from engine.http_generate import CHAT, COMPLETIONS, RESPONSES, Api
 from engine.http_hooks import HttpSettings, ServerHooks
 from engine.http_middleware import (
@@ -66,7 +67,8 @@ def create_app(
 ) -> FastAPI:
     """The application of one server; its metrics are `app.state.metrics`.
 
-    Starting and closing `client` is the caller's part, on the loop that serves the application.
+    Starting and closing `client` and `app.state.grammars` is the caller's part, on the loop that
+    serves the application.
 
     Args:
         fingerprint: the `system_fingerprint` of answers.
@@ -75,9 +77,11 @@ def create_app(
     metrics = Metrics("server")
     expose_from_start(metrics, (endpoint.name for _, endpoint in _ENDPOINTS))
     texts, config = Texts(tokenizer), config or GenerationConfig()
-    api = Api(client, tokenizer, settings, hooks, metrics, texts, config, fingerprint)
+    grammars = GrammarChecker(tokenizer, settings.grammar_timeout_s)
+    api = Api(client, tokenizer, settings, hooks, metrics, texts, grammars, config, fingerprint)
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.metrics = metrics
+    app.state.grammars = grammars
     generating = {path: partial(api.respond, endpoint=endpoint) for path, endpoint in _ENDPOINTS}
     app.add_middleware(RequestIdMiddleware, direct=generating)
     _add_error_handlers(app)

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.client import Engine
+from engine.grammar_check import GrammarChecker
 from engine.http_call import Call, Generation, Group
 from engine.http_choice import Choice
 from engine.http_hooks import HttpSettings, ServerHooks
@@ -30,6 +31,7 @@ from engine.http_limits import (
 )
 from engine.http_middleware import (
     CLIENT_GONE,
+    cancelled_on_disconnect,
     error_response,
     read_body,
     refusal_of,
@@ -37,7 +39,7 @@ from engine.http_middleware import (
 from engine.http_prompt import Namer, Prompt
 from engine.http_tally import Tally
 from engine.http_text import Texts, given_texts, text_digest
-from engine.http_tools import check_demands, new_tool_parser
+from engine.http_tools import demands_of, new_tool_parser
 from engine.tokenizer import Tokenizer
 from protocol.errors import (
     BatonError,
@@ -101,6 +103,7 @@ class Api:
     hooks: ServerHooks
     metrics: Metrics
     texts: Texts
+    grammars: GrammarChecker
     generation_config: GenerationConfig  # what requests get where they do not say
     fingerprint: str | None = None  # `system_fingerprint` of every answer
 
@@ -121,7 +124,8 @@ class Api:
                 parsed, behind = await asyncio.to_thread(_parse, endpoint, members, config)
             else:
                 parsed, behind = _parse(endpoint, members, config)
-            call = await self._start(parsed, endpoint, tally, behind, decode_context(members))
+            context = decode_context(members)
+            call = await self._start(request, parsed, endpoint, tally, behind, context)
         except (BatonError, RecursionError) as raised:
             error = refusal_of(raised)
             offered = members.get("kv_transfer_params")
@@ -140,6 +144,7 @@ class Api:
 
     async def _start(
         self,
+        request: Request,
         parsed: GenerationRequest,
         endpoint: Endpoint,
         tally: Tally,
@@ -155,7 +160,9 @@ class Api:
         check_model(parsed.model, self.model_names)
         ready = self.require_ready()
         check_against_server(parsed, ready.vocab_size, self.settings.max_num_seqs)
-        await check_demands(parsed)
+        if demands := demands_of(parsed):
+            async with cancelled_on_disconnect(request.receive):
+                await self.grammars.check(demands)
         prompts = await self._tokenize(parsed, ready)
         asked, room = parsed, ready.max_model_len
         if behind is not None and context is not None:
@@ -164,6 +171,7 @@ class Api:
         lengths = [len(ids) + token_limit(asked, len(ids), room, default) for ids in prompts]
         check_size(parsed, lengths, room, self.settings.max_num_seqs)
         adds = self._plan(parsed, prompts, ready)
+        tally.on_end(self.grammars.hold(adds[0].sampling.grammar))
         tally.on_end(self.hooks.admit(adds, ready, parsed.kv_transfer_params))
         subscription = self.client.submit(adds)
         try:  # all else is made while the engine has begun
@@ -258,6 +266,7 @@ class Api:
                 num_choices=parsed.num_candidates,
                 num_prompt_logprobs=parsed.num_prompt_logprobs,
                 text_digest=digest,
+                grammar_bytes=self.grammars.nbytes(sampling.grammar),
             )
             for index, ids in enumerate(prompts)
         ]

@@ -1,17 +1,14 @@
-"""What a request demands of its output, checked before any work, and tools in the prompt.
+"""What a request demands of its output, to be tried before any work, and tools in the prompt.
 
 A chat template that knows `tools` writes them itself. To a model whose template does not, a system
 message says what there is and how to call it, in the form that engine/tool_parser.py reads.
 """
 
-import asyncio
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
-from engine.grammar_text import MAX_GRAMMAR_CHARS, compiling_thread, find_mistake
+from engine.grammar_text import MAX_GRAMMAR_CHARS
 from engine.tokenizer import Tokenizer
 from engine.tool_parser import Syntax, ToolParser, create_tool_parser, detect_syntax
 from protocol.errors import InvalidRequest
@@ -31,22 +28,14 @@ _HOW_TO_CALL = {
 }
 
 
-async def check_demands(parsed: GenerationRequest) -> None:
-    """Looks for mistakes in what the output must match, and in the schemas of tools.
+def demands_of(parsed: GenerationRequest) -> list[Demand]:
+    """What the output must match, and the schemas of tools, called or not.
 
     Raises:
-        InvalidRequest: names the field and says what is wrong with it.
+        InvalidRequest: the schemas of the tools are too long.
     """
     demands = list(_tool_schemas(parsed.toolset)) if isinstance(parsed, ChatRequest) else []
-    if parsed.demand is not None:
-        demands.append(parsed.demand)
-    if demands:
-        await asyncio.get_running_loop().run_in_executor(_checker(), _check_all, demands)
-
-
-@lru_cache(maxsize=1)
-def _checker() -> ThreadPoolExecutor:
-    return compiling_thread("grammar-checker")
+    return demands if parsed.demand is None else [*demands, parsed.demand]
 
 
 def _tool_schemas(tools: Tools) -> Sequence[Demand]:
@@ -67,13 +56,6 @@ def _tool_schemas(tools: Tools) -> Sequence[Demand]:
             param="tools",
         )
     return found
-
-
-def _check_all(demands: Sequence[Demand]) -> None:
-    for demand in demands:
-        mistake = find_mistake(demand.grammar)
-        if mistake is not None:
-            raise InvalidRequest(f"`{demand.field}` cannot be used: {mistake}", param=demand.field)
 
 
 def with_tools(

@@ -174,8 +174,12 @@ class _Server:
             tokenizer = await asyncio.to_thread(Tokenizer.from_directory, model_dir)
             told = await asyncio.to_thread(self._fingerprint, model_config, model_dir)
             app = create_app(client, tokenizer, self.settings, self.hooks, told, defaults)
-            ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
-            return await self._serve(listener, client, app, ready)
+            try:
+                await app.state.grammars.start()
+                ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
+                return await self._serve(listener, client, app, ready)
+            finally:
+                app.state.grammars.close()
         finally:
             await client.close()
 

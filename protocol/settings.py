@@ -80,6 +80,11 @@ class ModelOptions(BaseModel):
         description="sampling values and output limit of requests that do not say; auto: those of "
         "the model's generation_config.json; none: OpenAI's",
     )
+    grammar_timeout_s: Seconds = Field(
+        2.0,
+        description="longest time that a schema or grammar may take to compile, and its answer "
+        "may wait for the next token's choices (s)",
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto: read the weights; dummy: make them from the config and --seed"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.grammar import GrammarCompiler
+from engine.grammar import _NUM_COMPILING, GrammarCompiler
 from engine.tokenizer import Tokenizer
 from protocol import kv_params
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
@@ -22,7 +22,8 @@ class Waiting:
     def __init__(self, pair: Pair, compiler: GrammarCompiler) -> None:
         self.pair = pair
         self.go_on = threading.Event()
-        compiler._compiling.submit(self.go_on.wait)
+        for _ in range(_NUM_COMPILING):
+            compiler._compiling.submit(self.go_on.wait)
         pair.d.core.grammars = compiler
 
     def ask(self, prompt: list[int], grammar: Grammar) -> str:

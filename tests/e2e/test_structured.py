@@ -151,6 +151,22 @@ def test_what_cannot_be_satisfied_within_max_tokens_ends_with_length(
     assert answer.usage is not None and answer.usage.completion_tokens == 7
 
 
+def test_what_never_ends_compiling_is_refused_beside_others(client: openai.OpenAI) -> None:
+    endless = {"type": "integer", "multipleOf": 4_999_999}
+    extra = {"structured_outputs": {"json": endless}}
+    with ThreadPoolExecutor() as pool:
+        hostile = pool.submit(
+            lambda: client.completions.create(model=MODEL, prompt="a", extra_body=extra)
+        )
+        good = client.completions.create(
+            model=MODEL, prompt="a", extra_body={"structured_outputs": {"choice": ["a key"]}}
+        )
+        assert good.choices[0].text == "a key"
+        with pytest.raises(openai.BadRequestError, match="grammar-timeout-s") as refused:
+            hostile.result()
+    assert refused.value.param == "structured_outputs.json"
+
+
 def test_required_tools_are_called_and_streamed_the_same(client: openai.OpenAI) -> None:
     options: Any = {
         "model": MODEL,

@@ -35,6 +35,7 @@ class Settings:
     max_num_seqs: int = 8
     cors_origin: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
+    grammar_timeout_s: float = 2.0
 
 
 class Server:
@@ -88,6 +89,7 @@ async def serving(
         server.should_exit = True
         await engine.close()
         await task
+        app.state.grammars.close()
         listener.close()
 
 

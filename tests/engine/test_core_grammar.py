@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
+import engine.grammar
 from engine.core import EngineCore
-from engine.grammar import GrammarCompiler
+from engine.grammar import _NUM_COMPILING, GrammarCompiler
 from engine.tokenizer import Tokenizer
 from protocol.errors import LeaseGone
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
@@ -72,7 +73,12 @@ def choice(*texts: str) -> Grammar:
 
 def compiled(compiler: GrammarCompiler, *grammars: Grammar) -> None:
     for grammar in grammars:
-        compiler._future(grammar).exception()
+        compiler.compiled(grammar).exception()
+
+
+def keep_busy(compiler: GrammarCompiler, go_on: threading.Event) -> None:
+    for _ in range(_NUM_COMPILING):
+        compiler._compiling.submit(go_on.wait)
 
 
 def test_a_constrained_and_a_free_sequence_share_steps(
@@ -93,7 +99,7 @@ def test_a_sequence_waits_for_its_grammar_and_holds_up_nobody(
 ) -> None:
     go_on = threading.Event()
     core, out = core_with(compiler, depth)
-    compiler._compiling.submit(go_on.wait)  # the compiler is busy
+    keep_busy(compiler, go_on)
     core.round([constrained("a", choice(*CHOICES)), add("b", [4, 5, 6], 9)])
     run_until_idle(core)
     assert out.tokens("b") == expected_output([4, 5, 6], 9) and out.tokens("a") == []
@@ -106,7 +112,7 @@ def test_a_sequence_waits_for_its_grammar_and_holds_up_nobody(
 def test_an_abort_while_the_grammar_is_compiled(depth: int, compiler: GrammarCompiler) -> None:
     go_on = threading.Event()
     core, out = core_with(compiler, depth)
-    compiler._compiling.submit(go_on.wait)
+    keep_busy(compiler, go_on)
     core.round([constrained("a", choice(*CHOICES))])
     core.round([AbortRequest("a")])
     go_on.set()
@@ -121,7 +127,7 @@ def test_a_failure_while_the_grammar_is_compiled_is_the_only_one(
 ) -> None:
     go_on = threading.Event()
     core, out = core_with(compiler, depth)
-    compiler._compiling.submit(go_on.wait)
+    keep_busy(compiler, go_on)
     mistaken = Grammar("regex", "[a")
     core.round([constrained("a", mistaken)])
     core.fail(core.sequences["a"], LeaseGone("the lease is gone"))
@@ -257,12 +263,14 @@ def test_a_dead_end_of_one_choice_is_one_error_of_the_request(
 
 
 def test_more_grammars_may_be_waited_for_than_are_kept(
-    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
+    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine.grammar, "_MAX_CACHED_BYTES", 100)
     core, out = core_with(compiler, depth)
     texts = [f"text {number}" for number in range(150)]
     core.round([constrained(text, choice(text)) for text in texts])
-    compiler._compiling.submit(int).result()  # after all that was asked for
+    for compiling in list(core._compiling.values()):
+        compiling.exception()
     run_until_idle(core)
     for text in texts:
         assert tokenizer.decode(out.tokens(text)) == text

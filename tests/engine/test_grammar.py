@@ -224,6 +224,14 @@ def test_compiling_happens_elsewhere_and_once(model_dir: Path) -> None:
     compiler.close()
 
 
+def test_grammars_are_kept_for_so_many_bytes(compiler: GrammarCompiler) -> None:
+    large, larger = Grammar("regex", "a+b"), Grammar("regex", "b+a")
+    first = compiler.compiled(large, nbytes=150 << 20)
+    assert compiler.compiled(large) is first
+    compiler.compiled(larger, nbytes=150 << 20)
+    assert compiler.compiled(large) is not first
+
+
 def test_a_grammar_that_cannot_be_compiled_fails_its_requests_only(
     compiler: GrammarCompiler,
 ) -> None:

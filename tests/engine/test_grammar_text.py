@@ -3,14 +3,17 @@
 import json
 
 import pytest
+from llguidance import LLTokenizer
 
+from engine.grammar_process import judge
 from engine.grammar_text import (
     MAX_GBNF_CHARS,
     MAX_GRAMMAR_CHARS,
-    compiling_thread,
-    find_mistake,
+    compiling_threads,
 )
 from protocol.messages import Grammar
+
+BYTES = LLTokenizer("byte")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,7 @@ from protocol.messages import Grammar
     ids=lambda grammar: grammar.kind,
 )
 def test_what_can_be_used(grammar: Grammar) -> None:
-    assert find_mistake(grammar) is None
+    assert judge(BYTES, grammar).mistake is None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,7 @@ def test_what_can_be_used(grammar: Grammar) -> None:
     ],
 )
 def test_a_mistake_is_named_in_one_line(kind: str, text: str, said: str) -> None:
-    mistake = find_mistake(Grammar(kind, text))  # type: ignore[arg-type]
+    mistake = judge(BYTES, Grammar(kind, text)).mistake  # type: ignore[arg-type]
     assert mistake is not None
     assert said in mistake and "\n" not in mistake and len(mistake) <= 300
 
@@ -65,7 +68,7 @@ def test_rules_in_a_long_row_do_not_end_the_process() -> None:
     lark = Grammar("grammar", f'start: r0\n{rules}\nr{length}: "z"')
     ends = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
     schema = {"$ref": "#/$defs/d0", "$defs": {**ends, "d3000": {"type": "string"}}}
-    with compiling_thread("test") as pool:
+    with compiling_threads("test", 1) as pool:
         for grammar in (lark, Grammar("json_schema", json.dumps(schema))):
             assert len(grammar.text) <= MAX_GRAMMAR_CHARS
-            assert pool.submit(find_mistake, grammar).result() is None
+            assert pool.submit(judge, BYTES, grammar).result().mistake is None

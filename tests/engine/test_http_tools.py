@@ -1,6 +1,5 @@
 """Tools and demands over HTTP: what reaches the prompt and the engine, what the client gets."""
 
-import asyncio
 import json
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from msgspec.structs import replace
 
 from engine.chat_template import ChatTemplate
 from engine.grammar_text import MAX_GRAMMAR_CHARS
-from engine.http_tools import check_demands, tool_syntax, with_tools
+from engine.http_tools import demands_of, tool_syntax, with_tools
 from engine.tokenizer import Tokenizer
 from engine.tool_parser import create_tool_parser
 from protocol.errors import InvalidRequest
@@ -154,7 +153,7 @@ def test_schemas_of_tools_have_a_limit_together() -> None:
     ]
     asked = {"model": "m", "messages": [USER], "tools": tools}
     with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)) as caught:
-        asyncio.run(check_demands(parse_chat(asked)))
+        demands_of(parse_chat(asked))
     assert caught.value.param == "tools"
 
 

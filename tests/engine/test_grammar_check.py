@@ -1,0 +1,139 @@
+"""Grammars that would stop a server are refused in time, and hold up nobody else's."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine.grammar_check
+from engine.grammar_check import GrammarChecker
+from engine.tokenizer import Tokenizer
+from protocol.errors import InvalidRequest, Overloaded
+from protocol.messages import Grammar, GrammarKind
+from protocol.openai_structured import Demand
+from tests.engine.http_server import saying, serving
+
+ENDLESS = {"type": "integer", "multipleOf": 4_999_999}  # a state of its automaton for each number
+TOOL = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
+
+
+def schema(number: int) -> Demand:
+    return Demand(Grammar("json_schema", f'{{"type": "integer", "multipleOf": {number}}}'), "here")
+
+
+def regex(text: str) -> Demand:
+    return Demand(Grammar("regex", text), "there")
+
+
+@asynccontextmanager
+async def checking(tokenizer: Tokenizer, timeout_s: float) -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(tokenizer, timeout_s)
+    await checker.start()
+    try:
+        yield checker
+    finally:
+        checker.close()
+
+
+def chain(length: int) -> str:
+    rules = "\n".join(f'r{i}: "a"?' for i in range(length))
+    return f"start: {' '.join(f'r{i}' for i in range(length))}\n{rules}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", schema(999_999_937).grammar.text),
+        ("json_schema", schema(4_999_999).grammar.text),
+        ("grammar", chain(4500)),
+        ("grammar", "start: T\nT: " + " ".join(["/[a-z]/?"] * 9000)),
+        ("regex", "(" * 60_000 + ")" * 60_000),
+    ],
+    ids=["numbers", "fewer", "chain", "terminals", "nested"],
+)
+async def test_what_takes_too_much_is_refused_and_named(
+    tokenizer: Tokenizer, kind: GrammarKind, text: str
+) -> None:
+    async with checking(tokenizer, 1.0) as checker:
+        with pytest.raises(InvalidRequest, match="`here`") as caught:
+            await checker.check([regex("a"), Demand(Grammar(kind, text), "here")])
+        assert caught.value.param == "here"
+
+
+async def test_memory_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.grammar_check, "MEMORY_BYTES", 16 << 20)
+    async with checking(tokenizer, 60.0) as checker:
+        with pytest.raises(InvalidRequest, match="16 MB"):
+            await checker.check([schema(4_999_999)])
+        await checker.check([regex("a")])
+
+
+async def test_others_get_their_turn_beside_slow_ones(tokenizer: Tokenizer) -> None:
+    async with checking(tokenizer, 1.0) as checker:
+        slow = [asyncio.create_task(checker.check([schema(4_999_999 + 2 * i)])) for i in range(4)]
+        await asyncio.gather(*(checker.check([regex(f"a{i}")]) for i in range(20)))
+        assert not all(task.done() for task in slow)
+        refused = await asyncio.gather(*slow, return_exceptions=True)
+        assert {type(error) for error in refused} <= {InvalidRequest, Overloaded}
+
+
+async def test_a_killed_process_is_replaced(tokenizer: Tokenizer) -> None:
+    async with checking(tokenizer, 30.0) as checker:
+        before = checker.pid
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        await checker.check([regex("a")])
+        assert checker.pid != before
+
+
+async def test_nothing_goes_on_for_a_client_that_has_gone(tokenizer: Tokenizer) -> None:
+    async with checking(tokenizer, 60.0) as checker:
+        children = Path(f"/proc/{checker.pid}/task/{checker.pid}/children")
+        task = asyncio.create_task(checker.check([schema(4_999_999)]))
+        while not children.read_text():
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        while children.read_text():
+            await asyncio.sleep(0)
+
+
+async def test_open_requests_grammars_have_a_limit_together(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with checking(tokenizer, 30.0) as checker:
+        one, other = regex("a+"), regex("b+")
+        await checker.check([one, other])
+        monkeypatch.setattr(engine.grammar_check, "MAX_HELD_BYTES", checker.nbytes(one.grammar))
+        assert checker.nbytes(other.grammar) > 0
+        ends = [checker.hold(one.grammar) for _ in range(2)]
+        for end in ends:
+            with pytest.raises(Overloaded):
+                checker.hold(other.grammar)
+            end()
+        checker.hold(other.grammar)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"json": ENDLESS}}, "structured_outputs.json"),
+        ({"tools": [TOOL]}, "tools[0].function.parameters"),
+    ],
+)
+async def test_a_server_refuses_one_and_answers_the_other(
+    tokenizer: Tokenizer, fields: dict[str, Any], param: str
+) -> None:
+    async with serving(tokenizer, saying(tokenizer, "ab")) as server:
+        asked = asyncio.create_task(server.chat(**fields))
+        good = await server.post(structured_outputs={"regex": "ab"})
+        assert good.status_code == 200 and good.json()["choices"][0]["text"] == "ab"
+        refused = await asked
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+        assert "2 s" in refused.json()["error"]["message"]
+        assert len(server.engine.added) == 1

@@ -40,5 +40,6 @@ async def read_body(
             )
         more = message.get("more_body", False)
     if error := refusal(scope):
+        parts.clear()  # the connection keeps the error, which keeps this frame
         raise error
     return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -28,6 +28,13 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _BLANKS = " \t\r\n"
 
+# Texts are read in runs, so that none is looked at again however long it gets.
+_BLANK_RUN = re.compile("[ \t\r\n]+")
+_PLAIN_RUN = re.compile(r'[ \t\r\n]+|["{}\[\],:]|[^"{}\[\],: \t\r\n]+')  # of JSON
+_STRING_RUN = re.compile(r'["\\]|[^"\\]+')  # inside a string of it
+_TEXT_RUN = re.compile("[^< \t\r\n]+")  # in which no tag begins, nor the blanks before one
+_BETWEEN_RUN = re.compile(r"[ \t\r\n\[\],;]+")
+
 
 @dataclass
 class Parsed:
@@ -117,102 +124,154 @@ class NamedParser(ToolParser):
 
 
 class _CallReader:
-    """Reads a JSON object {"name": ..., "arguments" or "parameters": ...}, one character a time.
+    """Reads a JSON object {"name": ..., "arguments" or "parameters": ...}, one run a time.
 
     Attributes:
-        text: all that was read.
         name: once it is there.
         done: the object is complete.
         failed: it is no call.
     """
 
     def __init__(self) -> None:
-        self.text = ""
         self.name: str | None = None
         self.done = self.failed = False
-        self._arguments = ""
+        self._text: list[str] = []
+        self._arguments: list[str] = []  # not taken yet
+        self._blanks: list[str] = []  # after them
         self._depth = 0
         self._in_string = self._escaped = False
         self._key: str | None = None
-        self._value = ""  # of the current member, or its key while that is read
-        self._saw_arguments = self._has_taken = False
+        self._value: list[str] = []  # of the current member, or its key while that is read
+        self._is_object = False  # the value is no string
+        self._saw_arguments = self._has_arguments = False
+
+    @property
+    def text(self) -> str:
+        """All that was read."""
+        return "".join(self._text)
 
     def take(self) -> str:
         """The arguments' text since the last call, without the blanks around them."""
-        text = self._arguments if self._has_taken else self._arguments.lstrip()
-        solid = text.rstrip()
-        self._arguments = text[len(solid) :]
-        self._has_taken = self._has_taken or bool(solid)
-        return solid
+        text = "".join(self._arguments)
+        self._arguments = []
+        return text
 
-    def feed(self, char: str) -> None:
-        self.text += char
+    def feed(self, text: str, at: int) -> int:
+        """Reads one run from `at` on; where it ends."""
+        run = self._run(text, at)
+        self._text.append(run)
         if self._in_string:
-            self._feed_string(char)
+            self._feed_string(run)
         elif self._depth == 0:
-            if char == "{":
+            if run == "{":
                 self._depth = 1
-            elif char not in _BLANKS:
+            elif run[0] not in _BLANKS:
                 self.failed = True
         else:
-            self._feed_plain(char)
+            self._feed_plain(run)
+        return at + len(run)
 
-    def _feed_string(self, char: str) -> None:
-        self._add(char)
+    def _run(self, text: str, at: int) -> str:
+        pattern = _STRING_RUN if self._in_string else _PLAIN_RUN if self._depth else _BLANK_RUN
+        found = None if self._escaped else pattern.match(text, at)
+        return found[0] if found else text[at]
+
+    def _feed_string(self, run: str) -> None:
+        self._add(run)
         if self._escaped:
             self._escaped = False
-        elif char == "\\":
+        elif run == "\\":
             self._escaped = True
-        elif char == '"':
+        elif run == '"':
             self._in_string = False
 
-    def _feed_plain(self, char: str) -> None:
-        if self._depth == 1 and char == ":" and self._key is None:
-            self._key = _json_string(self._value)
-            self._value = ""
+    def _feed_plain(self, run: str) -> None:
+        if self._depth == 1 and run == ":" and self._key is None:
+            self._key = _json_string("".join(self._value))
+            self._value = []
             self.failed = self._key is None
             return
-        if self._depth == 1 and char in ",}":
-            self._end_member(is_last=char == "}")
+        if self._depth == 1 and run in (",", "}"):
+            self._end_member(is_last=run == "}")
             return
-        if char in "[{":
+        if run in ("[", "{"):
             self._depth += 1
-        elif char in "]}":
+        elif run in ("]", "}"):
             self._depth -= 1
-        self._in_string = char == '"'
-        self._add(char)
+        self._in_string = run == '"'
+        self._add(run)
 
-    def _add(self, char: str) -> None:
-        self._value += char
-        is_object = not self._value.lstrip().startswith('"')  # some write them as a string
-        if is_object and self._key in ("arguments", "parameters"):
-            self._arguments += char
+    def _add(self, run: str) -> None:
+        is_blank = run[0] in _BLANKS and not self._in_string
+        if not self._value:
+            if is_blank:
+                return
+            self._is_object = run != '"'  # some write the arguments as a string
+        if not (self._is_object and self._key in ("arguments", "parameters")):
+            self._value.append(run)
+            return
+        self._value = [run]
+        if is_blank:
+            self._blanks.append(run)
+            return
+        self._arguments += [*self._blanks, run]
+        self._blanks = []
 
     def _end_member(self, *, is_last: bool) -> None:
+        value = "".join(self._value)
         if self._key == "name":
-            self.name = _json_string(self._value)
+            self.name = _json_string(value)
             self.failed = self.name is None
         elif self._key in ("arguments", "parameters"):
             self._saw_arguments = True
-            self._arguments += _json_string(self._value) or ""
-        elif self._key is None and (self._value.strip() or not is_last):
+            if not self._is_object:
+                self._arguments.append((_json_string(value) or "").strip())
+        elif self._key is None and (value or not is_last):
             self.failed = True
-        self._key, self._value = None, ""
+        self._key, self._value, self._blanks = None, [], []
         if is_last:
             self.done = True
             self.failed = self.failed or self.name is None
             if not self._saw_arguments:
-                self._arguments = "{}"
+                self._arguments.append("{}")
 
 
 def _json_string(text: str) -> str | None:
-    if not text.lstrip().startswith('"'):  # nor parsed: a model may nest brackets without end
+    if not text.startswith('"'):  # nor parsed: a model may nest brackets without end
         return None
     try:
         value = json.loads(text)
     except ValueError:
         return None
     return value if isinstance(value, str) else None
+
+
+class _Awaited:
+    """A tag behind characters of `before`: held back while it may still come."""
+
+    def __init__(self, tag: str, before: str) -> None:
+        self._tag = tag
+        self._before = re.compile(f"[{re.escape(before)}]+")
+        self._held: list[str] = []
+        self._num_found = 0
+
+    def feed(self, text: str, at: int) -> tuple[int, bool | None]:
+        """Reads on from `at`: where that ends, and whether the tag is there; None: it may come."""
+        while at < len(text):
+            run = None if self._num_found else self._before.match(text, at)
+            if run is None and text[at] != self._tag[self._num_found]:
+                return at, False
+            self._num_found += run is None
+            self._held.append(run[0] if run else text[at])
+            at += len(self._held[-1])
+            if self._num_found == len(self._tag):
+                return at, True
+        return at, None
+
+    def take(self) -> str:
+        """What was held back; it is awaited anew."""
+        held, self._held, self._num_found = "".join(self._held), [], 0
+        return held
 
 
 class _ObjectsParser(ToolParser):
@@ -224,26 +283,46 @@ class _ObjectsParser(ToolParser):
         self._reader: _CallReader | None = None
         self._begun = False  # the call's name is out
 
+    def feed(self, text: str) -> Parsed:
+        parsed, at = Parsed(), 0
+        while at < len(text):
+            if self._reader is not None:
+                at = self._feed_reader(self._reader, text, at, parsed)
+            else:
+                text, at = self._feed_text(text, at, parsed)
+        return parsed
+
+    @abstractmethod
+    def _feed_text(self, text: str, at: int, parsed: Parsed) -> tuple[str, int]:
+        """Reads some text outside of objects; what is to be read then, and from where."""
+
+    @abstractmethod
+    def _ended(self, *, is_call: bool) -> None:
+        """An object is complete, or turned out to be no call."""
+
     def _as_content(self, text: str) -> str:
         """An object that is no call, as the model wrote it."""
         return text
 
-    def _feed_reader(self, reader: _CallReader, char: str, parsed: Parsed) -> None:
-        reader.feed(char)
+    def _feed_reader(self, reader: _CallReader, text: str, at: int, parsed: Parsed) -> int:
+        at = reader.feed(text, at)
         is_call = reader.name is None or self._begun or self._is_tool(reader.name)
         if (reader.failed and not self._begun) or not is_call:
             parsed.content += self._as_content(reader.text)
             self._reader = None
-            return
+            self._ended(is_call=False)
+            return at
         if reader.name is not None and not self._begun:
             self._begun = True
             parsed.calls.append(self._begin_call(reader.name))
-        if self._begun and (text := reader.take()):
+        if self._begun and (arguments := reader.take()):
             if not parsed.calls or parsed.calls[-1].index != self.num_calls - 1:
                 parsed.calls.append(self._more(""))
-            parsed.calls[-1].arguments += text
+            parsed.calls[-1].arguments += arguments
         if reader.done:
             self._reader, self._begun = None, False
+            self._ended(is_call=True)
+        return at
 
     def finish(self) -> Parsed:
         """A call that was cut off after its name stays a call."""
@@ -258,42 +337,35 @@ class JsonParser(_ObjectsParser):
 
     def __init__(self, is_tool: Callable[[str], bool]) -> None:
         super().__init__(is_tool)
-        self._held = ""  # the very beginning: blanks, or the tag that announces calls
+        self._beginning = _Awaited(_PYTHON_TAG, _BLANKS + "[")  # the tag that announces calls
         self._is_content = False
 
-    def feed(self, text: str) -> Parsed:
-        parsed = Parsed()
-        for char in text:
-            if self._reader is not None:
-                self._feed_reader(self._reader, char, parsed)
-                self._is_content = self._is_content or bool(parsed.content)
-            elif self._is_content:
-                parsed.content += char
-            elif char == "{":
-                self._held = ""
-                self._reader = _CallReader()
-                self._reader.feed(char)
-            else:
-                self._feed_between(char, parsed)
-        return parsed
+    def _ended(self, *, is_call: bool) -> None:
+        self._is_content = not is_call
 
-    def _feed_between(self, char: str, parsed: Parsed) -> None:
+    def _feed_text(self, text: str, at: int, parsed: Parsed) -> tuple[str, int]:
+        if self._is_content:
+            parsed.content += text[at:]
+            return text, len(text)
+        if text[at] == "{":
+            self._beginning.take()
+            self._reader = _CallReader()
+            return text, at
         if self.num_calls:
-            if char not in _BLANKS + "[],;":
-                self._is_content = True
-                parsed.content += char
-            return
-        self._held += char
-        begin = self._held.lstrip(_BLANKS + "[")
-        if not _PYTHON_TAG.startswith(begin):
+            between = _BETWEEN_RUN.match(text, at)
+            self._is_content = between is None
+            return text, between.end() if between else at
+        at, is_there = self._beginning.feed(text, at)
+        if is_there:
+            self._beginning.take()
+        elif is_there is False and text[at] != "{":
+            parsed.content += self._beginning.take()
             self._is_content = True
-            parsed.content, self._held = parsed.content + self._held, ""
-        elif begin == _PYTHON_TAG:
-            self._held = ""
+        return text, at
 
     def finish(self) -> Parsed:
         parsed = super().finish()
-        parsed.content = self._held + parsed.content
+        parsed.content = self._beginning.take() + parsed.content
         return parsed
 
 
@@ -302,50 +374,37 @@ class HermesParser(_ObjectsParser):
 
     def __init__(self) -> None:
         super().__init__(lambda _: True)
-        self._held = ""  # perhaps a tag, or the blanks before one
         self._inside = False  # between a call's end and the closing tag
+        self._tag = _Awaited(_OPEN, _BLANKS)
 
-    def feed(self, text: str) -> Parsed:
-        parsed = Parsed()
-        for char in text:
-            if self._reader is not None:
-                num_before = self.num_calls - self._begun
-                self._feed_reader(self._reader, char, parsed)
-                self._inside = self._reader is None and self.num_calls > num_before
-            elif self._inside:
-                self._feed_after(char, parsed)
-            else:
-                self._feed_text(char, parsed)
-        return parsed
+    def _ended(self, *, is_call: bool) -> None:
+        self._await_tag(inside=is_call)
 
-    def _feed_text(self, char: str, parsed: Parsed) -> None:
-        self._held += char
-        tag = self._held.lstrip(_BLANKS)
-        while not _OPEN.startswith(tag):
-            # Give out the first character that cannot be the beginning of blanks and a tag.
-            cut = len(self._held) - len(tag) + 1
-            parsed.content += self._held[:cut]
-            self._held = self._held[cut:]
-            tag = self._held.lstrip(_BLANKS)
-        if tag == _OPEN:
-            self._held = ""
+    def _await_tag(self, *, inside: bool) -> None:
+        self._inside = inside
+        self._tag = _Awaited(_CLOSE if inside else _OPEN, _BLANKS)
+
+    def _feed_text(self, text: str, at: int, parsed: Parsed) -> tuple[str, int]:
+        at, is_there = self._tag.feed(text, at)
+        if is_there is None:
+            return text, at
+        held, was_inside = self._tag.take(), self._inside
+        self._await_tag(inside=False)
+        if is_there and not was_inside:
             self._reader = _CallReader()
-
-    def _feed_after(self, char: str, parsed: Parsed) -> None:
-        self._held += char
-        tag = self._held.lstrip(_BLANKS)
-        if tag == _CLOSE:
-            self._held, self._inside = "", False
-        elif not _CLOSE.startswith(tag):
-            held, self._held, self._inside = self._held, "", False
-            for one in held:
-                self._feed_text(one, parsed)
+        elif not is_there and was_inside:  # another tag may begin in what was held back
+            return held + text[at:], 0
+        elif not is_there:
+            plain = _TEXT_RUN.match(text, at)
+            parsed.content += held + (plain[0] if plain else "")
+            at = plain.end() if plain else at
+        return text, at
 
     def _as_content(self, text: str) -> str:
         return _OPEN + text
 
     def finish(self) -> Parsed:
-        parsed = super().finish()
-        if not self._inside and (self._held.strip() or not self.num_calls):
-            parsed.content += self._held
+        parsed, held = super().finish(), self._tag.take()
+        if not self._inside and (held.strip() or not self.num_calls):
+            parsed.content += held
         return parsed

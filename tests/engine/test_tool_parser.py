@@ -117,6 +117,24 @@ def test_brackets_nested_without_end_are_text_like_any_other(kind: str, nested: 
     assert read(new(kind), [begin + text]) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "begin"),
+    [
+        ("hermes", ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": '),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}'),
+        ("llama3_json", ""),
+        ("required", '[{"name": "add", "x": "'),
+    ],
+)
+def test_blanks_without_end_are_looked_at_once(kind: str, begin: str) -> None:
+    """As many as here would take half an hour if each were looked at again with the next."""
+    parser = new(kind)
+    parser.feed(begin)
+    given = [parser.feed(" ") for _ in range(400_000)]
+    assert not any(parsed.content or parsed.calls for parsed in given)
+
+
 def test_arguments_come_as_they_are_written() -> None:
     """The name first, then pieces of the arguments, not all at the end."""
     parser = new("hermes")

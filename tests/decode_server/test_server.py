@@ -73,12 +73,15 @@ def test_a_signed_reference_of_this_request_is_used_with_its_seed() -> None:
     assert prepared.kv_rejected is None
 
 
+_ENDS_BANNED = SamplingParams(temperature=0.5, seed=7, min_tokens=3)
+_BANNED = {"sampling_digest": kv_params.sampling_digest(_ENDS_BANNED, [2])}
 _LOGPROBS = [FirstToken(42, TokenLogprobs(-0.5, [42], [-0.5]))]
 _OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another temperature": ({}, {"temperature": 0.6}),
     "another seed": ({}, {"seed": 8}),
     "greedy here": ({}, {"temperature": 0}),
     "its ends banned here": ({}, {"min_tokens": 1}),
+    "other ends banned here": (_BANNED, {"min_tokens": 1, "stop_token_ids": [9]}),
     "a grammar here": ({}, {"guided_regex": "a*"}),
     "no logprobs": ({}, {"logprobs": 0}),
     "too few logprobs": ({"first_tokens": _LOGPROBS}, {"logprobs": 2}),
@@ -98,6 +101,11 @@ def test_a_first_token_drawn_in_another_way_is_drawn_here_and_the_kv_is_used(
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
     assert prepared.remote.first_tokens == [] and prepared.kv_rejected is None
     assert prepared.sampling.seed == members.get("seed", 99), "its own, as if it came alone"
+
+
+def test_a_first_token_drawn_with_the_same_ends_banned_is_used() -> None:
+    remote = _prepare(_params(**_BANNED), min_tokens=1).remote
+    assert remote and remote.first_tokens == [FirstToken(42)]
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,9 @@ class _LateGrammars:
         self._open: list[tuple[Future[LLMatcher], Grammar]] = []
         self.state, self.masks = compiler.state, compiler.masks
 
-    def compiled(self, grammar: Grammar) -> Future[LLMatcher]:
+    def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[LLMatcher]:
         if self._rng.random() < 0.5:
-            return self._compiler.compiled(grammar)
+            return self._compiler.compiled(grammar, nbytes)
         self._open.append((Future(), grammar))
         return self._open[-1][0]
 

@@ -155,7 +155,7 @@ def test_tokens_that_cannot_be_drawn_under_a_grammar_end_one_request(
     core, _, out = make_core(executor=_Undrawn(depth, length))
     core.grammars = compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     grammar = Grammar("regex", "([a-z]{3} ){12}")
-    compiler._future(grammar).exception()
+    compiler.compiled(grammar).exception()
     ruled = SamplingParams(temperature=0.0, grammar=grammar)
     penalties = SamplingParams(presence_penalty=0.5, repetition_penalty=1.2)  # counted exactly once
 
@@ -290,7 +290,7 @@ def test_a_matcher_that_raises_ends_its_request(depth: int) -> None:
     core, _, out = make_core(depth=depth)
     core.grammars = compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     grammar = Grammar("regex", "([a-z]{3} ){12}")
-    compiler._future(grammar).exception()
+    compiler.compiled(grammar).exception()
     request = add("x", [1, 2], 20, SamplingParams(temperature=0.0, grammar=grammar))
     core.round([request, add("b", [5], 12)])
     state = core.sequences["x"].grammar

@@ -41,7 +41,7 @@ def _compiler() -> Iterator[GrammarCompiler]:
     """Has compiled GRAMMARS."""
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     for grammar in GRAMMARS:
-        compiler._future(grammar).exception()
+        compiler.compiled(grammar).exception()
     yield compiler
     compiler.close()
 

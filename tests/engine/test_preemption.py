@@ -65,7 +65,7 @@ def _answers(num_blocks: int, compiler: GrammarCompiler) -> tuple[dict[Any, list
 @pytest.mark.parametrize("num_blocks", [9, 15, 24])
 def test_draws_are_the_same_with_and_without_preemption(num_blocks: int) -> None:
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
-    compiler._future(_GRAMMAR).exception()
+    compiler.compiled(_GRAMMAR).exception()
     expected, none = _answers(120, compiler)
     told, some = _answers(num_blocks, compiler)
     compiler.close()

@@ -16,7 +16,6 @@ The last line is one JSON document.
 """
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import sys
@@ -33,26 +32,20 @@ import torch
 
 from kvcache.layout import NAMED_ORDERS, KVLayout
 from kvcache.pool import KVPool
-from kvcache.transfer import reformat
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.gather import launches, make_gathers
-from kvcache.transfer.host_mapper import CHUNK_BYTES, HostMapper, make_chunk
-from kvcache.transfer.mapper import offer
+from kvcache.transfer.move.peer_memory import offer, open_host
+from kvcache.transfer.move.place import measure as measure_copies
+from kvcache.transfer.move.place import place
+from kvcache.transfer.move.placer import TorchPlacer, launches
+from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.nixl_agent import NixlAgent
-from kvcache.transfer.plan import (
-    DEFAULT_COSTS,
-    CostModel,
-    Endpoint,
-    check_transfer,
-    heads_of,
-    plan_transfer,
-)
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
+from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
+from kvcache.transfer.plan.plan import Planner, plan_transfer
 from kvcache.transfer.posts import Post, PostLimits
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull_job import PullJob, Step
-from kvcache.transfer.staging import Staging
 from kvcache.transfer.threads import use_one_core
-from kvcache.transfer.topology import IntArray
 from protocol.handshake import RankMetadata
 
 GEOMETRIES = ("same", "1->2", "2->1", "16->64", "64->16")
@@ -238,15 +231,11 @@ class Puller:
         self.memory = Memory(buffer_bytes(size), self.agent)
         self.pool = self.memory.buffer
         self.view = View(self.pool)
-        self.staging = Staging(staging_bytes, cast(KVPool, self.view))
+        self.staging = StagingBuffer(staging_bytes, cast(KVPool, self.view))
         self.agent.register(self.staging.base_address, self.staging.nbytes)
         self.kv = reference_kv(size)
         self.peer_base = peer.base_address
-        self.mapper = HostMapper(self.memory.pool)
-        self.mapped: torch.Tensor | None = None  # P's memory
-        if transfer == "auto":
-            memory = (ctypes.c_ubyte * peer.nbytes).from_address(self.mapper.map(peer).address)
-            self.mapped = torch.frombuffer(memory, dtype=torch.uint8)
+        self.mapped = open_host(peer).bytes if transfer == "auto" else None  # P's memory
         use_one_core()  # as in a server's worker
         self.peer = self.agent.add_peer(peer.agent_metadata)
         self.costs = DEFAULT_COSTS["cpu"]
@@ -256,7 +245,7 @@ class Puller:
         self.view.tensor = self.pool_of(local.layout)
         job = ProbeJob("probe", local, remote, self.staging, PostLimits())
         self.drive(job, [0] * remote.tp)
-        self.costs = job.costs(reformat.measure()) or self.costs
+        self.costs = job.costs(measure_copies()) or self.costs
 
     def drive(self, job: PullJob, offsets: list[int]) -> None:
         """Carries out a job, as a server's worker does."""
@@ -299,13 +288,12 @@ class Puller:
         size, offsets = self.size, rank_offsets(case.p, self.size)
         remote, (local, *_) = case.p.endpoints(size), case.d.endpoints(size)
         blocks = case.d.blocks(size), case.p.blocks(size)
-        transfer = check_transfer(local, remote, size.heads, (0, size.tokens), *blocks)
-        pool = self.pool_of(local.layout)
-        for gather in make_gathers(transfer):
-            theirs = source[offsets[gather.share.remote_rank] :]
-            for first, count in launches(gather, CHUNK_BYTES):
-                chunk = make_chunk(gather, transfer, first, count)
-                reformat.apply(chunk, theirs, pool)
+        planner = Planner(local, remote, size.heads)
+        transfer = planner.take((0, size.tokens), *blocks)
+        pool, copies = self.pool_of(local.layout), list(transfer.copies())
+        for index, first, count in launches(copies, TorchPlacer.launch_bytes):
+            copy = copies[index].part(first, count)
+            place(copy, source[offsets[copy.owner] :], pool)
         return Pulled("mapped", 0, transfer.useful_bytes)
 
     def pull_reads(self, case: Case) -> Pulled:
@@ -320,7 +308,6 @@ class Puller:
             case.p.blocks(self.size),
             costs=self.costs,
             staging_bytes=self.staging.nbytes,
-            allow_mixed=True,
         )
         self.view.tensor = self.pool_of(local.layout)
         job = PullJob(case.name, plan, self.pool.data_ptr(), self.staging, PostLimits())
@@ -358,7 +345,6 @@ class Puller:
         return nbytes / best_s(copy, repeat) / 1e9
 
     def close(self) -> None:
-        self.staging.close()
         self.agent.close()
 
 
@@ -418,7 +404,7 @@ def slowest_plan(size: Size, costs: CostModel, staging_bytes: int) -> tuple[str,
             tables = d.blocks(size), p.blocks(size)
             plan = partial(
                 plan_transfer, local, remote, size.heads, 0, size.tokens, *tables,
-                costs=costs, staging_bytes=staging_bytes, allow_mixed=True,
+                costs=costs, staging_bytes=staging_bytes,
             )  # fmt: skip
             milliseconds = best_s(plan, 3) * 1e3
             if milliseconds > found[1]:

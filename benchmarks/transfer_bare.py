@@ -15,8 +15,10 @@ from benchmarks.processor import loop_ms_beside
 from benchmarks.transfer import Case
 from benchmarks.transfer_cuda_rig import Setup, kind_of, new_agent
 from kvcache.transfer.agent import ReadState
-from kvcache.transfer.plan import DEFAULT_COSTS, Endpoint, plan_transfer
-from kvcache.transfer.runs import RankRead
+from kvcache.transfer.plan.block_copy import ReadDescriptors
+from kvcache.transfer.plan.cost import DEFAULT_COSTS
+from kvcache.transfer.plan.endpoint import Endpoint
+from kvcache.transfer.plan.plan import plan_transfer
 from protocol.handshake import EngineMetadata, RankMetadata
 
 
@@ -46,7 +48,7 @@ class BareReader:
             self._names[rank.rank] = self.agent.add_peer(rank.agent_metadata)
         return self._names[rank.rank]
 
-    def read(self, metadata: EngineMetadata, reads: list[RankRead]) -> None:
+    def read(self, metadata: EngineMetadata, reads: list[ReadDescriptors]) -> None:
         handles = []
         for read in reads:
             rank = metadata.ranks[read.remote_rank]
@@ -78,7 +80,11 @@ class BareReader:
 
 
 def timed_reads(
-    setup: Setup, metadata: EngineMetadata, each: list[list[RankRead]], nbytes: int, repeat: int
+    setup: Setup,
+    metadata: EngineMetadata,
+    each: list[list[ReadDescriptors]],
+    nbytes: int,
+    repeat: int,
 ) -> Timed:
     """`each` has one rank's reads."""
     readers = [BareReader(setup, rank, nbytes) for rank in range(len(each))]
@@ -133,5 +139,5 @@ def field(setup: Setup, case: Case, metadata: EngineMetadata) -> tuple[int, Time
         rng = np.random.default_rng(reader)
         remote, local = rng.permutation(2 * count)[:count], rng.permutation(count)
         lengths = np.full(count, length, np.int64)
-        each.append([RankRead(0, remote * length, local * length, lengths)])
+        each.append([ReadDescriptors(0, remote * length, local * length, lengths)])
     return 2 * count, timed_reads(setup, metadata, each, size.kv_bytes // 2, 2)

@@ -24,9 +24,9 @@ from kvcache.pool import KVPool
 from kvcache.stepping import Stepping
 from kvcache.transfer.agent import MemoryKind
 from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.cuda_mapper import CudaMapper
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.mapper import offer
+from kvcache.transfer.move.cuda_placer import CudaPlacer
+from kvcache.transfer.move.peer_memory import offer
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.processes import own_record
@@ -198,7 +198,7 @@ class DecodeRank:
         self.stepping = Stepping()
         self.mapper = None
         if setup.mapped:
-            self.mapper = CudaMapper(self.pool, busy=lambda: self.stepping.busy)
+            self.mapper = CudaPlacer(self.pool, busy=lambda: self.stepping.busy)
         self.worker = PullWorker(
             rank,
             side.tp,

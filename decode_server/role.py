@@ -19,12 +19,11 @@ from engine.sequence import Phase, Sequence
 from engine.transport import EngineTransport
 from engine.worker import RankContext, RankService, RoleFactory, main
 from kvcache.stripe import Stripe
-from kvcache.transfer import host_mapper
 from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.cost import CostModel
-from kvcache.transfer.cuda_mapper import CudaMapper
-from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.move.cuda_placer import CudaPlacer
+from kvcache.transfer.move.placer import TorchPlacer
+from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pull import (
     PATHS,
     PeerFailed,
@@ -357,10 +356,10 @@ def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:
         return None
     required, pool, stepping = transfer == "mapped", context.pool, context.stepping
     if pool.device.type == "cuda":
-        mapper = CudaMapper(pool, busy=lambda: stepping.busy)
-        mapper.compile(convert=context.config.kv_convert)
-        return MappedPath(mapper, required=required)
-    return MappedPath(HostMapper(pool), required=required, chunk_bytes=host_mapper.CHUNK_BYTES)
+        placer = CudaPlacer(pool, busy=lambda: stepping.busy)
+        placer.compile(convert=context.config.kv_convert)
+        return MappedPath(placer, required=required)
+    return MappedPath(TorchPlacer(pool), required=required)
 
 
 def _staging_bytes(config: EngineConfig) -> int | None:

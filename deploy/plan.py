@@ -8,8 +8,9 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
-from kvcache.transfer.explain import Explanation, Geometry, Model, explain
-from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, PlanError
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
+from kvcache.transfer.plan.endpoint import PlanError
+from kvcache.transfer.plan.explain import Explanation, Geometry, Model, explain
 from model.config import load_config
 from protocol.handshake import FP8
 from protocol.settings import DEFAULT_MODEL, BatonSettings, DType, parse

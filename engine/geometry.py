@@ -7,8 +7,8 @@ from attention.support import StepLimits, Wanted, check
 from engine.config import EngineConfig
 from engine.host_memory import free_host_bytes
 from kvcache.layout import ITEMSIZE_BYTES, KVLayout
-from kvcache.transfer.staged import least_staging_bytes
-from kvcache.transfer.topology import heads_of
+from kvcache.transfer.plan.endpoint import heads_of
+from kvcache.transfer.plan.staged import least_staging_bytes
 from model.config import ModelConfig
 from model.sharding import check_parallelism
 from model.sizes import check_files, largest, num_elements, stored_elements

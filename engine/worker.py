@@ -35,7 +35,7 @@ from kvcache.prefault import PrefaultThread
 from kvcache.prefix import PrefixIndex
 from kvcache.stepping import Stepping
 from kvcache.transfer.agent import TransferAgent
-from kvcache.transfer.mapper import offer
+from kvcache.transfer.move.peer_memory import offer
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.processes import own_record
 from kvcache.transfer.threads import allow_short_naps

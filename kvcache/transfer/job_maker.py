@@ -1,25 +1,19 @@
 """From a pull's order to the job that carries it out on one rank: mapped, or READs by a plan."""
 
 from kvcache.pool import KVPool
-from kvcache.transfer import reformat
-from kvcache.transfer.chunks import Chunks
 from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.link_log import log_measured
 from kvcache.transfer.mapped import MappedJob, MappedPath
-from kvcache.transfer.plan import (
-    DEFAULT_COSTS,
-    CostModel,
-    Endpoint,
-    PlanError,
-    Planner,
-)
+from kvcache.transfer.move.place import measure
+from kvcache.transfer.move.staging import StagingBuffer
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
+from kvcache.transfer.plan.endpoint import Endpoint, PlanError, head_groups
+from kvcache.transfer.plan.plan import Planner
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import Pull
 from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.read_throttle import Throttle
-from kvcache.transfer.staging import Staging
-from kvcache.transfer.topology import head_groups
 from kvcache.transfer.ucx_log import UcxRead
 from protocol.errors import PeerIncompatible
 from protocol.logging import get_logger
@@ -47,7 +41,7 @@ class JobMaker:
         endpoint: Endpoint,
         total_kv_heads: int,
         pool: KVPool,
-        staging: Staging | None,
+        staging: StagingBuffer | None,
         limits: PostLimits,
         *,
         convert: bool,
@@ -77,7 +71,7 @@ class JobMaker:
     def measure_copies(self) -> None:
         """Takes some ms on a CPU, where plans depend on it."""
         if self._measures and not self._on_gpu:
-            self._reformat_bytes_per_s = reformat.measure()
+            self._reformat_bytes_per_s = measure()
 
     def owners(self, remote_tp: int) -> set[int]:
         """Ranks of a peer that hold heads of ours."""
@@ -107,26 +101,13 @@ class JobMaker:
         log_measured(peer.metadata.engine_id, costs, way, between_gpus=between_gpus)
 
     def make(self, pull: Pull, peer: JobPeer) -> Job:
-        """The job of a pull, of which D's block table may not have been checked yet: see `check`.
+        """The job of a pull.
 
         Raises:
             PeerIncompatible: no plan bridges the geometries, or the mapped path is required.
         """
         try:
             return self._make(pull, peer)
-        except PlanError as error:
-            raise PeerIncompatible(str(error)) from error
-
-    def check(self, job: Job) -> None:
-        """What `make` left for when the link is busy, and before anything is placed.
-
-        Raises:
-            PeerIncompatible: D's block table does not fit.
-        """
-        if not isinstance(job, PullJob) or not isinstance(job.plan.chunks, Chunks):
-            return
-        try:
-            job.plan.chunks.check()
         except PlanError as error:
             raise PeerIncompatible(str(error)) from error
 
@@ -167,7 +148,6 @@ class JobMaker:
             self._total_kv_heads,
             staging_bytes=self._staging.nbytes if self._staging else None,
             convert=self._convert,
-            allow_mixed=True,
         )
 
     def _between_gpus(self, peer: JobPeer) -> bool:

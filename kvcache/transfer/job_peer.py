@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.plan import CostModel, Endpoint, Planner
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.endpoint import Endpoint
+from kvcache.transfer.plan.plan import Planner
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import PeerKey
 from protocol.handshake import EngineMetadata

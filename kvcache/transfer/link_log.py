@@ -1,7 +1,7 @@
 """What is said of a link to a peer once it has been used: the transport, its speed, and the fix for
 one that is slower than it should be."""
 
-from kvcache.transfer.cost import CostModel
+from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.ucx_log import GPU_FIX, UcxRead, has_rdma
 from protocol.logging import get_logger
 

@@ -11,13 +11,12 @@ answer.
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from kvcache.transfer.boxes import Transfer
-from kvcache.transfer.gather import launches, make_gathers
-from kvcache.transfer.mapper import MappedMemory, Mapper, NotMappable, Work
-from kvcache.transfer.plan import TransferPlan
+from kvcache.transfer.move.peer_memory import Memory, NotMappable
+from kvcache.transfer.move.placer import Placer, Work, launches
+from kvcache.transfer.plan.plan import TransferPlan
+from kvcache.transfer.plan.transfer import Transfer
 from kvcache.transfer.pull import PeerKey
 from protocol.errors import BatonError, PeerIncompatible
 from protocol.handshake import EngineMetadata
@@ -25,14 +24,12 @@ from protocol.logging import get_logger
 
 logger = get_logger(__name__)
 
-# Some 2.8 ms over NVLink; often the mapper has room for less. A launch of the kernel loses 10 us.
-CHUNK_BYTES = 1 << 30
 MAX_ACTIVE = 4  # launches queued
 
 
 @dataclass
 class _Mapping:
-    memories: dict[int, MappedMemory] = field(default_factory=dict)  # by rank of P
+    memories: dict[int, Memory] = field(default_factory=dict)  # by rank of P
     refusal: str | None = None
 
 
@@ -41,18 +38,19 @@ class MappedPath:
 
     Args:
         required: a peer that cannot be mapped is refused, not left to NIXL.
+        launch_bytes: of one launch, at most; None: the placer's.
     """
 
     def __init__(
-        self, mapper: Mapper, *, required: bool = False, chunk_bytes: int = CHUNK_BYTES
+        self, placer: Placer, *, required: bool = False, launch_bytes: int | None = None
     ) -> None:
-        self._mapper = mapper
+        self._placer = placer
         self._required = required
-        self._chunk_bytes = chunk_bytes
+        self._launch_bytes = launch_bytes or placer.launch_bytes
         self._mappings: dict[PeerKey, _Mapping] = {}
 
     def bind_thread(self) -> None:
-        self._mapper.bind_thread()
+        self._placer.bind_thread()
 
     def meet(self, metadata: EngineMetadata, ranks: set[int]) -> bool:
         """Opens these ranks' pools, unless that was done; whether the peer can be mapped."""
@@ -62,7 +60,7 @@ class MappedPath:
             mapping = self._mappings[key] = _Mapping()
             try:
                 for rank in sorted(ranks):
-                    mapping.memories[rank] = self._mapper.map(metadata.ranks[rank])
+                    mapping.memories[rank] = self._placer.open(metadata.ranks[rank])
             except Exception as error:  # of any other kind it is our own: NIXL may do better
                 if not isinstance(error, NotMappable):
                     logger.exception("mapping KV of prefill server %s", metadata.engine_id)
@@ -73,14 +71,13 @@ class MappedPath:
 
     def prepare(self, transfer: Transfer) -> None:
         """Pulls between the same endpoints are going to come."""
-        self._mapper.prepare(transfer)
+        self._placer.prepare(transfer)
 
     def job(self, pull_id: str, metadata: EngineMetadata, transfer: Transfer) -> "MappedJob | None":
         """A pull of `transfer`; None leaves it to NIXL.
 
         Raises:
             PeerIncompatible: the mapped path is required, and this peer cannot be mapped.
-            PlanError: D's block table does not fit.
         """
         mapping = self._mappings.get((metadata.engine_id, metadata.incarnation))
         if mapping is None:
@@ -94,11 +91,10 @@ class MappedPath:
                     param="transfer",
                 )
             return None
-        transfer.local_table.check()
-        memories = mapping.memories
-        gathers = make_gathers(transfer)
-        work = Work(gathers, [memories[gather.share.remote_rank] for gather in gathers], transfer)
-        return MappedJob(pull_id, self._mapper, work, self._chunk_bytes)
+        copies = list(transfer.copies())
+        sources = [mapping.memories[copy.owner] for copy in copies]
+        work = Work(copies, sources, transfer.factors)
+        return MappedJob(pull_id, self._placer, work, self._launch_bytes)
 
     def forget(self, key: PeerKey) -> None:
         """Closes a peer's memory; no job reads from it any more."""
@@ -107,13 +103,12 @@ class MappedPath:
             self._unmap(mapping)
 
     def close(self) -> None:
-        self._mapper.close()
         for key in list(self._mappings):
             self.forget(key)
 
     def _unmap(self, mapping: _Mapping) -> None:
         for memory in mapping.memories.values():
-            self._mapper.unmap(memory)
+            memory.close()
         mapping.memories.clear()
 
     def _log(self, metadata: EngineMetadata, mapping: _Mapping) -> None:
@@ -126,32 +121,19 @@ class MappedPath:
 class MappedJob:
     """One pull on one rank over the mapped path; driven by the worker, as a PullJob."""
 
-    def __init__(self, pull_id: str, mapper: Mapper, work: Work, chunk_bytes: int) -> None:
+    def __init__(self, pull_id: str, placer: Placer, work: Work, launch_bytes: int) -> None:
         self.pull_id = pull_id
         self.error: BatonError | None = None
         self.failure_told = False
         self.began = time.perf_counter()
         self.stopping = False
-        self._mapper = mapper
+        self._placer = placer
         self._work = work
         self._begun = False
-        self._pending = [
-            (index, first, count)
-            for index, gather in enumerate(work.gathers)
-            for first, count in launches(gather, chunk_bytes)
-        ]
-        self._pending.reverse()
+        nbytes = sum(copy.nbytes for copy in work.copies)
+        self.plan = TransferPlan("mapped", (), (), nbytes, nbytes, 0.0, "mapped")
+        self._pending = list(reversed(list(launches(work.copies, launch_bytes))))
         self._tokens: deque[Any] = deque()
-
-    @cached_property
-    def plan(self) -> TransferPlan:
-        """Not asked for before the first launch: the link would idle meanwhile. Nor when all has
-        ended: the fence waits then."""
-        read = sum(gather.num_blocks * gather.share.block_bytes for gather in self._work.gathers)
-        useful = self._work.transfer.useful_bytes
-        plan = TransferPlan("mapped", (), (), read, useful, 0.0, "mapped")
-        assert plan.descriptors == 0
-        return plan
 
     @property
     def active(self) -> int:
@@ -180,7 +162,7 @@ class MappedJob:
     def leave(self) -> None:
         """The job has ended: what it borrowed is free for others."""
         if self._begun:
-            self._mapper.end(self._work)
+            self._placer.end(self._work)
 
     def advance(self) -> bool:
         """Retires launches that have ended and queues more; whether anything happened."""
@@ -196,7 +178,7 @@ class MappedJob:
 
     def _has_ended(self, token: Any) -> bool:
         try:
-            return self._mapper.finished(token)
+            return self._placer.finished(token)
         except BaseException:
             self._tokens.popleft()
             raise
@@ -204,15 +186,16 @@ class MappedJob:
     def _launch(self) -> bool:
         """Queues the next launch, or as much of it as there is room for."""
         index, first, count = self._pending.pop()
-        gather = self._work.gathers[index]
-        room = self._mapper.room(self._work, index)
-        fitting = max(room // gather.share.block_bytes, min(room, 1))  # a block may exceed the room
+        if not self._begun:
+            self._begun = True
+            self._placer.begin(self._work)
+        room = self._placer.room(self._work, index)
+        piece_bytes = self._work.copies[index].piece_bytes
+        fitting = max(room // piece_bytes, min(room, 1))  # a piece may exceed the room
         if fitting < count:
             self._pending.append((index, first + fitting, count - fitting))
             count = fitting
             if count == 0:
                 return False
-        if not self._begun:
-            self._work, self._begun = self._mapper.begin(self._work), True
-        self._tokens.append(self._mapper.launch(self._work, index, first, count))
+        self._tokens.append(self._placer.launch(self._work, index, first, count))
         return True

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.transfer.agent import Addresses
-from kvcache.transfer.runs import RankRead
+from kvcache.transfer.plan.block_copy import ReadDescriptors
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Post(NamedTuple):
 
 
 def cut(
-    reads: Iterable[RankRead], limits: PostLimits, most_now: Callable[[], int] | None = None
+    reads: Iterable[ReadDescriptors], limits: PostLimits, most_now: Callable[[], int] | None = None
 ) -> Iterator[Post]:
     """The reads' runs in their order, each run in at most one post unless it exceeds max_bytes.
 
@@ -72,7 +72,9 @@ def cut(
             start = stop
 
 
-def _split_long_runs(read: RankRead, max_bytes: int) -> tuple[Addresses, Addresses, Addresses]:
+def _split_long_runs(
+    read: ReadDescriptors, max_bytes: int
+) -> tuple[Addresses, Addresses, Addresses]:
     lengths = read.lengths
     if not len(lengths) or int(lengths.max()) <= max_bytes:
         return read.local_offsets, read.remote_offsets, lengths

@@ -10,14 +10,16 @@ later than `_WAIT_S` do not wait.
 import time
 from dataclasses import replace
 
-from kvcache.transfer.calibrate import Sample, fit_costs, probe_reads
-from kvcache.transfer.plan import CostModel, Endpoint, TransferPlan
+from kvcache.transfer.move.staging import StagingBuffer
+from kvcache.transfer.plan.block_copy import ReadDescriptors
+from kvcache.transfer.plan.calibrate import Sample, fit_costs, probe_reads
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.endpoint import Endpoint
+from kvcache.transfer.plan.plan import TransferPlan
+from kvcache.transfer.plan.staged import ALIGN_BYTES, Chunk, aligned
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import Pull
 from kvcache.transfer.pull_job import PullJob, Step
-from kvcache.transfer.runs import RankRead
-from kvcache.transfer.staged import ALIGN_BYTES, Chunk, aligned
-from kvcache.transfer.staging import Staging
 from protocol.logging import get_logger
 
 logger = get_logger(__name__)
@@ -30,7 +32,12 @@ class ProbeJob(PullJob):
     """Driven by the worker as any pull; nobody is told of its end."""
 
     def __init__(
-        self, name: str, local: Endpoint, remote: Endpoint, staging: Staging, limits: PostLimits
+        self,
+        name: str,
+        local: Endpoint,
+        remote: Endpoint,
+        staging: StagingBuffer,
+        limits: PostLimits,
     ) -> None:
         room = staging.nbytes // 2 // ALIGN_BYTES * ALIGN_BYTES
         long, short = probe_reads(remote, min(room, _CPU_BYTES) if staging.on_cpu else room)
@@ -39,7 +46,7 @@ class ProbeJob(PullJob):
         self._steps: list[Step] = []
         self.waiting: dict[str, Pull] = {}  # begun when the probe has ended
         self._late_at = time.monotonic() + _WAIT_S
-        chunks = tuple(_chunk(read, local) for read in self._reads)
+        chunks = tuple(_chunk(read) for read in self._reads)
         nbytes = sum(int(read.lengths.sum()) for read in self._reads)
         plan = TransferPlan("staged", (), chunks, nbytes, 0, 0.0, "measures the peer")
         super().__init__(name, plan, 0, staging, limits)
@@ -76,7 +83,7 @@ class ProbeJob(PullJob):
         return super()._begin(step)
 
 
-def _chunk(read: RankRead, local: Endpoint) -> Chunk:
+def _chunk(read: ReadDescriptors) -> Chunk:
     """Read, and placed nowhere."""
     end = int((read.local_offsets + read.lengths).max())
-    return Chunk((read,), aligned(end), (), (), local.layout)
+    return Chunk((read,), aligned(end), ())

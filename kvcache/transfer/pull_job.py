@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvcache.transfer.agent import ReadHandle
-from kvcache.transfer.chunks import Chunks
-from kvcache.transfer.plan import TransferPlan
+from kvcache.transfer.move.staging import StagingBuffer
+from kvcache.transfer.plan.block_copy import ReadDescriptors
+from kvcache.transfer.plan.plan import TransferPlan
+from kvcache.transfer.plan.staged import Chunk, Chunks
 from kvcache.transfer.posts import Post, PostLimits, cut
 from kvcache.transfer.read_throttle import Throttle
-from kvcache.transfer.runs import RankRead
-from kvcache.transfer.staged import Chunk
-from kvcache.transfer.staging import Staging
 from protocol.errors import BatonError
 
 _HANGS_S = 1.0  # without the end of any READ
@@ -26,7 +25,6 @@ class Step:
     chunk: Chunk | None = None
     slot: int = -1  # of staging memory, where there is a chunk
     at_once: bool = True  # every READ had ended when it was posted
-    prepared: bool = False  # where the chunk goes has been worked out
     active: int = 0
     posted: bool = False  # all of them
     seconds: float = 0.0  # from each post to its end, together
@@ -40,7 +38,7 @@ class PullJob:
         pull_id: str,
         plan: TransferPlan,
         pool_address: int,
-        staging: Staging | None,
+        staging: StagingBuffer | None,
         limits: PostLimits,
         throttle: Throttle | None = None,
     ) -> None:
@@ -66,7 +64,7 @@ class PullJob:
         if self._staging is not None:
             self._num_slots = self._staging.num_slots(self._slot_bytes)
             self._staging.enter(pull_id)
-        self._unstaged: tuple[RankRead, ...] = ()
+        self._unstaged: tuple[ReadDescriptors, ...] = ()
         if plan.reads:  # first: they wait for no slot
             self._read_into_pool(plan.reads)
 
@@ -137,7 +135,7 @@ class PullJob:
         if self._staging is not None:
             self._staging.leave(self.pull_id)
 
-    def _read_into_pool(self, reads: tuple[RankRead, ...]) -> Step:
+    def _read_into_pool(self, reads: tuple[ReadDescriptors, ...]) -> Step:
         return self._begin(Step(cut(reads, self._limits, self._most_now), self._pool_address))
 
     def _begin(self, step: Step) -> Step:
@@ -174,11 +172,6 @@ class PullJob:
         there was one."""
         if self.stopping:
             return False
-        for step in self._open:
-            if step.chunk is not None and not step.prepared:
-                len(step.chunk.moves)
-                step.prepared = True
-                return True
         if self._waiting is None and self._staging is not None:
             self._waiting = next(self._chunks, None)
             if self._waiting is not None:
@@ -188,7 +181,7 @@ class PullJob:
         self._counted = self.plan.descriptors > 0  # all chunks are made; the fence waits for this
         return True
 
-    def _slot_is_free(self, staging: Staging, slot: int) -> bool:
+    def _slot_is_free(self, staging: StagingBuffer, slot: int) -> bool:
         filling = any(step.slot == slot for step in self._open)
         return not filling and staging.owned_by(self.pull_id) and staging.is_free(slot)
 

@@ -15,7 +15,9 @@ from kvcache.transfer.job_maker import Job, JobMaker
 from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.link_log import log_first_pull
 from kvcache.transfer.mapped import MappedJob, MappedPath
-from kvcache.transfer.plan import CostModel, Endpoint
+from kvcache.transfer.move.staging import StagingBuffer, placing
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.posts import GPU_LIMITS, PostLimits
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import (
@@ -33,7 +35,6 @@ from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.rank_links import InsideLink, OutsideLink, WorkerLink
 from kvcache.transfer.read_throttle import Throttle
 from kvcache.transfer.reads import Reads
-from kvcache.transfer.staging import Staging, placing
 from kvcache.transfer.starved import starved
 from kvcache.transfer.threads import allow_short_naps, use_one_core
 from kvcache.transfer.ucx_log import UcxRead
@@ -90,7 +91,9 @@ class PullWorker:
         self._pool = pool
         self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
         self._staging = (
-            Staging(staging_bytes, pool, placing(pool, convert=convert)) if staging_bytes else None
+            StagingBuffer(staging_bytes, pool, placing(pool, convert=convert))
+            if staging_bytes
+            else None
         )
         limits = limits or (GPU_LIMITS if self._kind == "VRAM" else PostLimits())
         self._mapped = mapped
@@ -136,8 +139,6 @@ class PullWorker:
             self._thread.join()
         self._watch.close()
         self._link.close()
-        if self._staging is not None:
-            self._staging.close()
         self._agent.close()
 
     def _register(self) -> None:
@@ -282,12 +283,8 @@ class PullWorker:
         """Before all else: the link idles."""
         if isinstance(job, MappedJob):
             self._advance_one(job)
-            return
-        self._reads.post_one([(job, peer)])
-        try:
-            self._maker.check(job)
-        except BatonError as error:
-            job.stop(error)
+        else:
+            self._reads.post_one([(job, peer)])
 
     def _progress(self) -> bool:
         """Polls, posts at most one piece, ends what has ended; whether anything happened."""

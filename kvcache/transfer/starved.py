@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping
 
 from kvcache.transfer.job_maker import Job
 from kvcache.transfer.job_peer import JobPeer
+from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull_job import PullJob
-from kvcache.transfer.staging import Staging
 
 
-def starved(staging: Staging | None, jobs: Mapping[str, tuple[Job, JobPeer]]) -> list[Job]:
+def starved(staging: StagingBuffer | None, jobs: Mapping[str, tuple[Job, JobPeer]]) -> list[Job]:
     """Those of `jobs` (by pull id) that have to fail. Others that wait are told to do without
     staging, where they can."""
     if staging is None or staging.owner is None:

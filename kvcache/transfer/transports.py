@@ -1,7 +1,7 @@
 """What this machine offers to move KV between two servers on it, and how fast each way is.
 
 `look` changes nothing; `measure` moves bytes, out of a process of its own, through the same agent
-and mappers as the servers.
+and placers as the servers.
 """
 
 import importlib.util
@@ -22,11 +22,11 @@ import torch
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, ReadState
-from kvcache.transfer.cuda_mapper import CudaMapper
-from kvcache.transfer.gather import launches, make_gathers
-from kvcache.transfer.host_mapper import CHUNK_BYTES, HostMapper
-from kvcache.transfer.mapper import Mapper, NotMappable, Work, offer
-from kvcache.transfer.plan import Endpoint, check_transfer
+from kvcache.transfer.move.cuda_placer import CudaPlacer
+from kvcache.transfer.move.peer_memory import NotMappable, offer
+from kvcache.transfer.move.placer import Placer, TorchPlacer, Work, launches
+from kvcache.transfer.plan.endpoint import Endpoint
+from kvcache.transfer.plan.plan import Planner
 from kvcache.transfer.ucx_log import UcxRead
 from protocol.handshake import RankMetadata
 
@@ -237,29 +237,27 @@ def _read(rank: RankMetadata, layout: KVLayout, target: str) -> tuple[float, str
 
 def _mapped(rank: RankMetadata, layout: KVLayout, target: str) -> float:
     pool = KVPool(layout, target)
-    mapper: Mapper = CudaMapper(pool) if pool.device.type == "cuda" else HostMapper(pool)
-    mapper.bind_thread()
+    placer: Placer = CudaPlacer(pool) if pool.device.type == "cuda" else TorchPlacer(pool)
+    placer.bind_thread()
     try:
-        memory = mapper.map(rank)
+        memory = placer.open(rank)
     except NotMappable as error:
         raise RuntimeError(f"it cannot be mapped: {error}") from error
     end = Endpoint(layout, 0, 1)
     blocks = list(range(1, layout.num_blocks))
     tokens = (0, len(blocks) * layout.block_size)
-    transfer = check_transfer(end, (end,), layout.num_heads, tokens, blocks, blocks)
+    copies = list(Planner(end, (end,), layout.num_heads).take(tokens, blocks, blocks).copies())
 
-    def gather() -> None:
-        gathers = make_gathers(transfer)
-        work = mapper.begin(Work(gathers, [memory], transfer))
-        chunk_bytes = CHUNK_BYTES if pool.device.type == "cpu" else layout.nbytes
-        running = [mapper.launch(work, 0, *part) for part in launches(gathers[0], chunk_bytes)]
+    def place() -> None:
+        work = Work(copies, [memory] * len(copies), None)
+        placer.begin(work)
+        running = [placer.launch(work, *part) for part in launches(copies, placer.launch_bytes)]
         for token in running:
-            while not mapper.finished(token):
+            while not placer.finished(token):
                 pass
-        mapper.end(work)
+        placer.end(work)
 
     try:
-        return _best(transfer.useful_bytes, gather)
+        return _best(sum(copy.nbytes for copy in copies), place)
     finally:
-        mapper.close()
-        mapper.unmap(memory)
+        memory.close()

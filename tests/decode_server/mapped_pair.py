@@ -4,14 +4,15 @@ from typing import Any
 
 from kvcache.pool import KVPool
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.mapper import MemoryMapper, offer
 from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.move.peer_memory import offer
 from kvcache.transfer.processes import own_record
 from protocol.handshake import RankMetadata
 from tests.decode_server.pair import Pair
+from tests.kvcache.transfer.memory_placer import MemoryPlacer
 
 
-class _Mapper(MemoryMapper):
+class _Placer(MemoryPlacer):
     """Fails on command."""
 
     def __init__(self, pool: KVPool) -> None:
@@ -28,40 +29,40 @@ class _Mapper(MemoryMapper):
 class _Both:
     """What moves bytes, whichever way; stalls and fails as a MemoryAgent."""
 
-    def __init__(self, agent: MemoryAgent, mapper: _Mapper) -> None:
-        self._agent, self._mapper = agent, mapper
+    def __init__(self, agent: MemoryAgent, placer: _Placer) -> None:
+        self._agent, self._placer = agent, placer
 
     def stall(self) -> None:
         self._agent.stall()
-        self._mapper.stalled = True
+        self._placer.stalled = True
 
     def resume(self) -> None:
         self._agent.resume()
-        self._mapper.stalled = False
+        self._placer.stalled = False
 
     def fail(self, count: int = 1) -> None:
         self._agent.fail(count)
-        self._mapper.num_failing = count
+        self._placer.num_failing = count
 
 
 class MappedPair(Pair):
     """
     Args:
-        chunk_bytes: of what D copies at a time.
+        launch_bytes: of what D copies at a time.
     """
 
-    def __init__(self, chunk_bytes: int, **options: Any) -> None:
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, launch_bytes: int, **options: Any) -> None:
+        self._launch_bytes = launch_bytes
         super().__init__(**options)
 
     def shown(self, pool: KVPool, **members: Any) -> RankMetadata:
         return RankMetadata(**members, extra=offer(pool), process=own_record())
 
     def make_mapped(self, pool: KVPool) -> MappedPath:
-        self.mapper = _Mapper(pool)
-        return MappedPath(self.mapper, chunk_bytes=self._chunk_bytes)
+        self.placer = _Placer(pool)
+        return MappedPath(self.placer, launch_bytes=self._launch_bytes)
 
     def _start_decode(self, *args: Any) -> None:
         super()._start_decode(*args)
-        ends: Any = _Both(self.d.agent, self.mapper)
+        ends: Any = _Both(self.d.agent, self.placer)
         self.d.agent = ends

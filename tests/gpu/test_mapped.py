@@ -15,20 +15,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache import fp8
 from kvcache.pool import TORCH_DTYPES, KVPool
-from kvcache.transfer.boxes import Transfer
-from kvcache.transfer.cuda_mapper import LONG_RUN_BYTES, CudaMapper
-from kvcache.transfer.gather import launches, locate, make_gathers
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.mapper import MappedMemory, Work
+from kvcache.transfer.move.cuda_placer import LONG_RUN_BYTES, CudaPlacer
+from kvcache.transfer.move.peer_memory import Memory
+from kvcache.transfer.move.placer import TorchPlacer, Work, launches
+from kvcache.transfer.plan.transfer import Transfer
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
 from pull_rig import Child, Decode, Prefill, expected, on_device
 
 from tests.kvcache.transfer.geometry import Case, Side, cases
-from tests.kvcache.transfer.test_gather import gathers_of
+from tests.kvcache.transfer.memory_placer import place_units
 
 NUM_GPUS = torch.cuda.device_count()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -58,24 +57,12 @@ def random_pool(case: Case, side: Side, rank: int, seed: int) -> KVPool:
 
 
 def emulated(transfer: Transfer, sources: list[KVPool], target: KVPool) -> torch.Tensor:
-    """What target holds after all gathers, by `locate` and torch's own conversion."""
-    into = target.tensor.cpu().clone().view(-1)
-    remote, local = transfer.remote_blocks, transfer.local_blocks
-    for gather in make_gathers(transfer):
-        reads, writes, factors = locate(gather, remote, local, 0, gather.num_blocks)
-        rows = (
-            sources[gather.share.remote_rank]
-            .tensor.cpu()
-            .view(-1)
-            .view(-1, gather.share.unit_elements)
-        )
-        picked = rows[torch.from_numpy(reads)]
-        if gather.share.converts:
-            picked = picked.float() * torch.from_numpy(factors)[:, None]
-            picked = fp8.stored_as(picked, into.dtype)
-        words = into.view(-1, gather.share.unit_elements).view(torch.uint8)
-        words[torch.from_numpy(writes)] = picked.view(torch.uint8)
-    return into.view(torch.uint8)
+    """What target holds after all copies, by the kernel's arithmetic and torch's own conversion."""
+    into = target.tensor.cpu().clone()
+    for copy in transfer.copies():
+        source = sources[copy.owner].flat_bytes.cpu()
+        place_units(copy, source, into, transfer.factors)
+    return into.view(-1).view(torch.uint8)
 
 
 @PROPERTY
@@ -104,7 +91,7 @@ def test_the_kernel_does_what_its_arithmetic_says(
     sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
     target = random_pool(case, case.d, d_rank, 99)
     wanted = emulated(case.transfer(d_rank), sources, target)
-    gather_on_gpu(case, d_rank, sources, target, chunk_bytes)
+    place_on_gpu(case, d_rank, sources, target, chunk_bytes)
     assert torch.equal(target.flat_bytes.cpu(), wanted)
 
 
@@ -119,29 +106,49 @@ def test_copy_engines_do_what_the_kernel_does(
     sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
     target = random_pool(case, case.d, d_rank, 99)
     wanted = emulated(case.transfer(d_rank), sources, target)
-    gather_on_gpu(case, d_rank, sources, target, chunk_bytes, long_run_bytes=0)
+    place_on_gpu(case, d_rank, sources, target, chunk_bytes, long_run_bytes=0)
     assert torch.equal(target.flat_bytes.cpu(), wanted)
 
 
-def gather_on_gpu(
+def place_on_gpu(
     case: Case,
     d_rank: int,
     sources: list[KVPool],
     target: KVPool,
-    chunk_bytes: int,
+    launch_bytes: int,
     long_run_bytes: int = LONG_RUN_BYTES,
 ) -> None:
-    gathers = gathers_of(case, d_rank)
-    if not gathers:
-        return
-    mapper = CudaMapper(target, num_programs=5, long_run_bytes=long_run_bytes)
-    mapper.bind_thread()
-    memories = [MappedMemory(sources[gather.share.remote_rank].base_address) for gather in gathers]
-    work = mapper.begin(Work(gathers, memories, case.transfer(d_rank)))
-    for index, gather in enumerate(gathers):
-        for first, count in launches(gather, chunk_bytes):
-            mapper.launch(work, index, first, count)
+    transfer = case.transfer(d_rank)
+    copies = list(transfer.copies())
+    placer = CudaPlacer(target, num_programs=5, long_run_bytes=long_run_bytes)
+    placer.bind_thread()
+    memories = [Memory(sources[copy.owner].base_address) for copy in copies]
+    work = Work(copies, memories, transfer.factors)
+    placer.begin(work)
+    for launch in launches(copies, launch_bytes):
+        placer.launch(work, *launch)
     torch.cuda.synchronize()
+
+
+@settings(PROPERTY, max_examples=20)
+@given(cases(), st.integers(0, 7), st.sampled_from(PAIRS))
+def test_torch_does_what_the_kernel_does(case: Case, d_rank: int, dtypes: tuple[str, str]) -> None:
+    """Where there is no compiler for the kernel."""
+    p, d = (dataclasses.replace(s, dtype=t) for s, t in zip((case.p, case.d), dtypes, strict=True))
+    case = dataclasses.replace(case, p=p, d=d)
+    d_rank %= case.d.tp
+    sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
+    target = random_pool(case, case.d, d_rank, 99)
+    transfer = case.transfer(d_rank)
+    wanted = emulated(transfer, sources, target)
+    torch.cuda.synchronize()  # torch's placer has a stream of its own
+    copies = list(transfer.copies())
+    memories = [Memory(0, sources[copy.owner].flat_bytes) for copy in copies]
+    placer, work = TorchPlacer(target), Work(copies, memories, transfer.factors)
+    tokens = [placer.launch(work, *launch) for launch in launches(copies, 1 << 30)]
+    placer.close()
+    assert all(map(placer.finished, tokens))
+    assert torch.equal(target.flat_bytes.cpu(), wanted)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
@@ -152,7 +159,7 @@ def test_a_latent_cache_of_every_dtype(source: str, target: str) -> None:
     sources = [random_pool(case, p, 0, 5), random_pool(case, p, 1, 5)]  # copies of one head
     into = random_pool(case, d, 0, 6)
     wanted = emulated(case.transfer(0), sources, into)
-    gather_on_gpu(case, 0, sources, into, 1 << 20)
+    place_on_gpu(case, 0, sources, into, 1 << 20)
     assert torch.equal(into.flat_bytes.cpu(), wanted)
     assert TORCH_DTYPES[target] == into.tensor.dtype
 
@@ -175,13 +182,13 @@ def decode_on(
     **options: Any,
 ) -> Decode:
     def make(pool: KVPool) -> MappedPath:
-        mapper = CudaMapper(
+        placer = CudaPlacer(
             pool,
             num_programs=num_programs,
             long_run_bytes=long_run_bytes,
             busy=lambda: busy,
         )
-        return MappedPath(mapper, required=True)
+        return MappedPath(placer, required=True)
 
     decode = Decode(lambda: nixl("D", device), device=device, make_mapped=make, **options)
     made.append(decode)

@@ -9,18 +9,13 @@ import torch
 from hypothesis import strategies as st
 
 from kvcache.layout import KVLayout
-from kvcache.transfer import reformat
 from kvcache.transfer.agent import ReadState
-from kvcache.transfer.boxes import Transfer
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.plan import (
-    DEFAULT_COSTS,
-    Endpoint,
-    TransferPlan,
-    check_transfer,
-    heads_of,
-    plan_transfer,
-)
+from kvcache.transfer.move.place import place
+from kvcache.transfer.plan.cost import DEFAULT_COSTS
+from kvcache.transfer.plan.endpoint import Endpoint, heads_of
+from kvcache.transfer.plan.plan import Planner, TransferPlan, plan_transfer
+from kvcache.transfer.plan.transfer import Transfer
 
 ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
 COSTS = DEFAULT_COSTS["cpu"]
@@ -97,16 +92,10 @@ class Case:
         )
 
     def transfer(self, d_rank: int) -> Transfer:
-        return check_transfer(
-            self.endpoints(self.d)[d_rank],
-            self.endpoints(self.p),
-            self.heads,
-            (self.start, self.stop),
-            self.d.blocks,
-            self.p.blocks,
-            lease_hash=self.lease_hash,
-            convert=True,
-        )
+        ends = self.endpoints(self.d)[d_rank], self.endpoints(self.p)
+        planner = Planner(*ends, self.heads, convert=True)
+        tables = self.d.blocks, self.p.blocks
+        return planner.take((self.start, self.stop), *tables, lease_hash=self.lease_hash)
 
 
 def element_map(case: Case, side: Side, rank: int, tokens: np.ndarray) -> np.ndarray:
@@ -276,7 +265,8 @@ def check_plan(case: Case, d_rank: int, plan: TransferPlan, slot_bytes: int) -> 
         assert chunk.nbytes <= slot_bytes
         slot = np.full(chunk.nbytes, 0xEE, np.uint8)
         execute_reads(chunk.reads, sources, slot)
-        reformat.apply(chunk, torch.from_numpy(slot), pool)
+        for copy in chunk.copies:
+            place(copy, torch.from_numpy(slot), pool, chunk.factors)
     np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
     reads = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
     assert plan.descriptors == sum(len(read.lengths) for read in reads)

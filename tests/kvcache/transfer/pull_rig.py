@@ -26,8 +26,9 @@ from kvcache.stripe import Stripe
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.mapper import offer
-from kvcache.transfer.plan import CostModel, heads_of
+from kvcache.transfer.move.peer_memory import offer
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.processes import own_record
 from kvcache.transfer.pull import Event, PullDone, PullDrained, PullFailed, PullSettings

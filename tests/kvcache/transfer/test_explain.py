@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from kvcache.layout import LayoutError
-from kvcache.transfer.explain import Geometry, Model, explain
-from kvcache.transfer.plan import PlanError
+from kvcache.transfer.plan.endpoint import PlanError
+from kvcache.transfer.plan.explain import Geometry, Model, explain
 
 LLAMA = Model(num_layers=32, total_kv_heads=8, num_components=2, head_dim=128)
 MLA = Model(num_layers=27, total_kv_heads=1, num_components=1, head_dim=576)
@@ -133,5 +133,5 @@ def test_unequal_dtypes_are_refused_unless_converted() -> None:
 
 
 def test_explaining_needs_no_torch() -> None:
-    code = "import sys, kvcache.transfer.explain; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvcache.transfer.plan.explain; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.move.placer import TorchPlacer
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 from kvcache.transfer.pull_state import Phase
 from protocol.errors import LeaseGone, PeerUnreachable
@@ -24,7 +24,7 @@ from pull_rig import DEADLINE_S, PATIENT, Child, Decode, Prefill, expected
 ENDINGS = (PullDone, PullFailed, PullDrained)
 
 
-class GatedMapper(HostMapper):
+class GatedMapper(TorchPlacer):
     """Its launches are not seen to end before the gate opens."""
 
     gate: threading.Event

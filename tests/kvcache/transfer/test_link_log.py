@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvcache.transfer.cost import CostModel
 from kvcache.transfer.link_log import log_first_pull, log_measured
+from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.ucx_log import UcxRead
 
 IPC = UcxRead("cuda/GPU1", "cuda/dev[2]", "intra-node", "zero-copy", "cuda_ipc/cuda")

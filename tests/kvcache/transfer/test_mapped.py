@@ -12,8 +12,8 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.mapper import EXTRA_KEY, MemoryMapper, NotMappable, offer, offered
 from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable, offer, offered
 from kvcache.transfer.processes import host_id
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 from protocol.errors import (
@@ -24,6 +24,7 @@ from protocol.errors import (
     TransferFailed,
 )
 from protocol.handshake import EngineMetadata
+from tests.kvcache.transfer.memory_placer import MemoryPlacer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import DEADLINE_S, PATIENT, Decode, Prefill, expected
@@ -49,10 +50,10 @@ class Mappers:
 
     def __init__(self, **options: Any) -> None:
         self.options = options
-        self.made: list[MemoryMapper] = []
+        self.made: list[MemoryPlacer] = []
 
     def __call__(self, pool: KVPool) -> MappedPath:
-        self.made.append(MemoryMapper(pool))
+        self.made.append(MemoryPlacer(pool))
         return MappedPath(self.made[-1], **self.options)
 
 
@@ -72,7 +73,7 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("p", "d"), GEOMETRIES)
 def test_any_geometry_is_mapped(rig: Any, p: dict[str, Any], d: dict[str, Any]) -> None:
-    mappers = Mappers(chunk_bytes=1)  # a launch for every block
+    mappers = Mappers(launch_bytes=1)  # a launch for every block
     prefill, decode = rig(Prefill, **p), rig(Decode, make_mapped=mappers, **d)
     remote = prefill.lease([5, 2, 9], 22)
     decode.coordinator.pull("a", remote, 3, 22, [3, 1, 7])
@@ -177,7 +178,7 @@ def test_why_a_peer_cannot_be_mapped(rig: Any, extra: dict[str, Any], reason: st
     prefill = rig(Prefill)
     rank = msgspec.structs.replace(prefill.metadata.ranks[0], extra=extra)
     with pytest.raises(NotMappable, match=reason):
-        MemoryMapper(prefill.pools[0]).map(rank)
+        MemoryPlacer(prefill.pools[0]).open(rank)
 
 
 def test_an_offer_survives_the_wire(rig: Any) -> None:
@@ -209,7 +210,7 @@ def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig: Any
 def test_a_peer_whose_mapping_fails_of_itself_is_read_by_the_agent(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MemoryMapper, "map", lambda *args: 1 / 0)
+    monkeypatch.setattr(MemoryPlacer, "open", lambda *args: 1 / 0)
     prefill, decode = rig(Prefill), rig(Decode, make_mapped=Mappers())
     remote = prefill.lease([5, 2], 16)
     decode.coordinator.pull("a", remote, 0, 16, [3, 1])

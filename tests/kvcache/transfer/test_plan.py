@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.plan import CostModel, PlanError
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.endpoint import PlanError
 from tests.kvcache.transfer.geometry import (
     DTYPES,
     Case,
@@ -47,7 +48,7 @@ def check_staged(case: Case, d_rank: int, staging_blocks: int) -> str:
     block_bytes = max(case.layout(case.p, rank).block_bytes for rank in range(case.p.tp))
     staging = staging_blocks * (block_bytes + 64) * 2 * case.p.tp
     costs = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
-    plan = case.plan(d_rank, costs=costs, staging_bytes=staging, convert=True, allow_mixed=True)
+    plan = case.plan(d_rank, costs=costs, staging_bytes=staging, convert=True)
     check_plan(case, d_rank, plan, staging // 2)
     return plan.path
 
@@ -99,7 +100,7 @@ def test_the_default_layout_takes_one_descriptor_per_block_and_pair(p_tp, d_tp, 
     case = simple(side(p_tp, tokens=stop), scattered(side(d_tp, tokens=stop)), stop=stop)
     for d_rank in range(d_tp):
         # With memory to stage a last block that is only partly wanted, it is one as well.
-        plan = case.plan(d_rank, staging_bytes=1 << 20, allow_mixed=True)
+        plan = case.plan(d_rank, staging_bytes=1 << 20)
         pairs = max(p_tp // d_tp, 1)
         assert plan.descriptors == -(-stop // 16) * pairs
         assert plan.path == ("direct" if stop == 128 else "mixed" if stop == 121 else "staged")
@@ -153,8 +154,9 @@ def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides() ->
     case = simple(side(1, 16), side(1, 24, tokens=144), stop=128)
     plan = case.plan(0, staging_bytes=2 * 3 * 16 * 8 * 2 * 2 * 4 * 4)
     assert plan.path == "staged" and len(plan.chunks) == 3
+    block_bytes = case.layout(case.d, 0).byte_strides["B"]
     written = [
-        {int(block) for move in chunk.moves for block in move.target_blocks}
+        {int(place) // block_bytes for copy in chunk.copies for place in copy.targets}
         for chunk in plan.chunks
     ]
     assert not any(a & b for i, a in enumerate(written) for b in written[:i])

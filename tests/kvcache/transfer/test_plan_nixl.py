@@ -14,10 +14,12 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer import reformat
 from kvcache.transfer.agent import ReadState
+from kvcache.transfer.move.place import place
 from kvcache.transfer.nixl_agent import NixlAgent
-from kvcache.transfer.plan import CostModel, RankRead, TransferPlan
+from kvcache.transfer.plan.block_copy import ReadDescriptors
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.plan import TransferPlan
 from tests.kvcache.transfer.geometry import Case, cases, element_map, owner_of
 from tests.kvcache.transfer.nixl_peer import pattern
 
@@ -38,7 +40,7 @@ class Reader:
         self.agent.register(self.memory.ctypes.data, self.memory.nbytes)
         self.peer = self.agent.add_peer(base64.b64decode(record["metadata"]))
 
-    def read(self, reads: tuple[RankRead, ...], bases: list[int], into: int) -> None:
+    def read(self, reads: tuple[ReadDescriptors, ...], bases: list[int], into: int) -> None:
         for read in reads:
             handle = self.agent.read(
                 self.peer,
@@ -60,7 +62,8 @@ class Reader:
         for chunk in plan.chunks:
             self.read(chunk.reads, bases, MEMORY_BYTES)
             slot = torch.from_numpy(self.memory[MEMORY_BYTES:])
-            reformat.apply(chunk, slot, torch.from_numpy(pool).view(torch.float32))
+            for copy in chunk.copies:
+                place(copy, slot, torch.from_numpy(pool).view(torch.float32))
         return pool
 
 
@@ -102,7 +105,7 @@ def test_plans_over_nixl_bring_the_right_bytes(reader, case, d_rank, stage) -> N
     bases = [sum(sizes[:rank]) for rank in range(case.p.tp)]
     pool_bytes = case.layout(case.d, d_rank).nbytes
     assume(sum(sizes) <= MEMORY_BYTES and pool_bytes <= MEMORY_BYTES)
-    options = {"costs": STAGE, "staging_bytes": MEMORY_BYTES, "allow_mixed": True}
+    options = {"costs": STAGE, "staging_bytes": MEMORY_BYTES}
     plan = case.plan(d_rank, **(options if stage else {}))
     found = reader.execute(plan, bases, pool_bytes)
     np.testing.assert_array_equal(found, expected(case, d_rank, bases))

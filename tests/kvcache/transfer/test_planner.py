@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, Planner
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
+from kvcache.transfer.plan.plan import Planner
 from tests.kvcache.transfer.geometry import (
     COSTS,
     DTYPES,
@@ -78,7 +79,6 @@ def _plan_all(pulls: list[Case], d_rank: int, staging_blocks: int, chosen: list[
         first.heads,
         staging_bytes=staging,
         convert=True,
-        allow_mixed=True,
     )
     plans = []
     for at, case in enumerate(pulls):

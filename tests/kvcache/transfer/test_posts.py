@@ -2,14 +2,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.posts import Post, PostLimits, cut
-from kvcache.transfer.runs import RankRead
 
 
-def read_of(lengths: list[int], rank: int = 0) -> RankRead:
+def read_of(lengths: list[int], rank: int = 0) -> ReadDescriptors:
     sizes = np.array(lengths, dtype=np.int64)
     ends = np.cumsum(sizes)
-    return RankRead(rank, (ends - sizes) * 2 + 1000, ends - sizes, sizes)
+    return ReadDescriptors(rank, (ends - sizes) * 2 + 1000, ends - sizes, sizes)
 
 
 def as_pairs(posts: list[Post]) -> list[tuple[int, int, int]]:
@@ -55,7 +55,7 @@ def test_no_more_posts_than_the_limits_ask_for() -> None:
 
 def test_posts_become_smaller_when_a_batch_begins_in_between() -> None:
     lengths = np.full(8, 100, np.int64)
-    read = RankRead(0, np.arange(8) * 1000, np.arange(8) * 100, lengths)
+    read = ReadDescriptors(0, np.arange(8) * 1000, np.arange(8) * 100, lengths)
     bounds = iter([700, 400, 200, 200, 200])
     posts = list(cut([read], PostLimits(700, 1024, 8), lambda: next(bounds)))
     assert [post.nbytes for post in posts] == [400, 200, 200]

@@ -9,11 +9,12 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer import probe_job, pull_job
-from kvcache.transfer.boxes import Transfer
-from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.plan import DEFAULT_COSTS, CostModel, Planner
+from kvcache.transfer.move.placer import TorchPlacer
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
+from kvcache.transfer.plan.plan import Planner
+from kvcache.transfer.plan.transfer import Transfer
 from kvcache.transfer.pull import PullDone, PullDrained
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -183,7 +184,7 @@ def test_without_room_nothing_is_measured(rig: Any, options: dict) -> None:
 
 def test_a_peer_that_is_mapped_is_not_measured(rig: Any) -> None:
     def make(pool: KVPool) -> MappedPath:
-        return MappedPath(HostMapper(pool))
+        return MappedPath(TorchPlacer(pool))
 
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, make_mapped=make)
     pull(decode, prefill, "a")

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.move.placer import TorchPlacer
 from kvcache.transfer.nixl_agent import NixlAgent
-from kvcache.transfer.plan import heads_of
+from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 from kvcache.transfer.pull_state import Phase
@@ -213,7 +213,7 @@ def test_a_peer_stopped_after_its_lease_ran_out() -> None:
         agent,
         settings={"fence_timeout_s": 100.0},
         num_blocks=BLOCKS,
-        make_mapped=lambda pool: MappedPath(HostMapper(pool)),
+        make_mapped=lambda pool: MappedPath(TorchPlacer(pool)),
     )
     first = prefill.lease([3, 4], 16)
     decode.coordinator.pull("a", first, 0, 16, [8, 7])

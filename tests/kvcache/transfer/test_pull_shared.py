@@ -12,10 +12,10 @@ import torch
 
 from kvcache import fp8
 from kvcache.pool import KVPool
-from kvcache.transfer.host_mapper import HostMapper
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.plan import CostModel
+from kvcache.transfer.move.placer import TorchPlacer
+from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pull import PeerFailed, PeerReady, PullDone, PullFailed
 from protocol.errors import PeerIncompatible
 from protocol.handshake import EngineMetadata
@@ -38,7 +38,7 @@ def table(tokens: int, size: int, of: int = 31) -> list[int]:
 
 
 def on_host(pool: KVPool) -> MappedPath:
-    return MappedPath(HostMapper(pool), required=True, chunk_bytes=1 << 14)
+    return MappedPath(TorchPlacer(pool), required=True, launch_bytes=1 << 14)
 
 
 def check_pulls(prefill: Prefill, decode: Decode, spans: list[tuple[int, int]], path: str) -> None:

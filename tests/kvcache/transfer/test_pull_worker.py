@@ -13,7 +13,7 @@ from kvcache.transfer import pull_worker, watch
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.job_maker import JobMaker
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.plan import DEFAULT_COSTS
+from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pull import (
     AddPeer,
     Pull,

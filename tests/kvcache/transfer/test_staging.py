@@ -1,4 +1,4 @@
-"""Staging memory: where it begins, and that it costs nothing before it is used."""
+"""StagingBuffer memory: where it begins, and that it costs nothing before it is used."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.transfer.staging import Staging
+from kvcache.transfer.move.staging import StagingBuffer
 
 NBYTES = 64 << 20
 
@@ -25,17 +25,16 @@ def resident_bytes(address: int) -> int:
 
 
 def test_it_begins_on_a_huge_page_and_is_not_resident_before_it_is_used() -> None:
-    staging = Staging(NBYTES, KVPool(KVLayout("BHLCND", 2, 1, 1, 1, 16, 8, "float32")))
+    staging = StagingBuffer(NBYTES, KVPool(KVLayout("BHLCND", 2, 1, 1, 1, 16, 8, "float32")))
     assert staging.base_address % (2 << 20) == 0
     assert resident_bytes(staging.base_address) < NBYTES // 4
     assert [staging.num_slots(NBYTES // parts) for parts in (2, 3, 100)] == [2, 3, 4]
-    staging.close()
 
 
 def test_more_than_there_is_is_refused_naming_it() -> None:
     pool = KVPool(KVLayout("BHLCND", 2, 1, 1, 1, 16, 8, "float32"))
     with pytest.raises(ValueError, match=r"staging_bytes is 1152921504606846976 .* use a lower"):
-        Staging(1 << 60, pool)
+        StagingBuffer(1 << 60, pool)
 
 
 def test_a_pool_is_not_resident_before_it_is_used() -> None:

@@ -1,4 +1,4 @@
-"""Placing staged KV: conversions, bounds, and how many copies it takes."""
+"""Placing staged KV with torch: conversions, bounds, and how many views it takes."""
 
 from itertools import product
 from typing import Any
@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from kvcache.layout import KVLayout
-from kvcache.transfer import reformat
-from kvcache.transfer.plan import Chunk, CostModel, Endpoint, PlanError, plan_transfer
+from kvcache.transfer.move import place as placing
+from kvcache.transfer.move.place import place
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.endpoint import Endpoint, PlanError
+from kvcache.transfer.plan.plan import plan_transfer
+from kvcache.transfer.plan.staged import Chunk
 
 # Descriptors cost much and copies nothing, so that everything is staged.
 STAGE = CostModel(1.0, 1e12, 1e15)
@@ -59,7 +63,8 @@ def canonical(pool: torch.Tensor, end: Endpoint) -> torch.Tensor:
 
 def placed(chunk: Chunk, p: Endpoint, d: Endpoint, lead: int = 0) -> torch.Tensor:
     pool = torch.zeros(d.layout.shape, dtype=getattr(torch, d.layout.dtype))
-    reformat.apply(chunk, slot_of(chunk, filled(p), lead), pool)
+    for copy in chunk.copies:
+        place(copy, slot_of(chunk, filled(p), lead), pool, chunk.factors)
     return canonical(pool, d)
 
 
@@ -123,40 +128,47 @@ def test_a_slot_may_start_anywhere_that_suits_its_elements(lead: int) -> None:
     assert torch.equal(placed(chunk, p, d, lead)[[2, 0]], expected)
 
 
-def test_small_blocks_of_the_peer_fill_a_block_in_one_move() -> None:
-    p, d = endpoint("BHLCND", 1, 64), endpoint("BHLCND", 32, 3)
-    (move,) = one_chunk(p, d, 64, [2, 1]).moves
-    assert move.repeat == 32
-    assert move.source_blocks.tolist() == [0, 32]
-    assert move.target_blocks.tolist() == [2, 1]
+@pytest.mark.parametrize(
+    ("p", "d", "tokens", "blocks", "views"),
+    [
+        (endpoint("BHLCND", 1, 64), endpoint("BHLCND", 32, 4), 64, [1, 3], 2),  # one a block of D
+        (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 128, [*range(1, 17)], 4),
+        (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 120, [*range(1, 17)], 4),
+        (endpoint("LBCNHD", 16, 8), endpoint("BHLCND", 16, 9), 128, [*range(8)], 1),
+    ],
+)
+def test_evenly_spaced_pieces_take_one_view(
+    p: Endpoint,
+    d: Endpoint,
+    tokens: int,
+    blocks: list[int],
+    views: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    stretches = placing._stretches
+
+    def noted(*args: Any) -> Any:
+        found = list(stretches(*args))
+        made.append(len(found))
+        return found
+
+    monkeypatch.setattr(placing, "_stretches", noted)
+    placed(one_chunk(p, d, tokens, blocks), p, d)
+    assert sum(made) == 2 * views  # of the source and of the target
 
 
-def test_large_blocks_of_the_peer_take_one_move_where_they_are_whole() -> None:
-    p, d = endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17)
-    (move,) = one_chunk(p, d, 128, list(range(16, 0, -1))).moves
-    assert (move.pieces, move.num_tokens) == (4, 8)
-    assert move.target_blocks.tolist() == list(range(16, 0, -1))
-
-
-def test_large_blocks_of_the_peer_take_a_move_per_part_and_not_per_token() -> None:
-    p, d = endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17)
-    chunk = one_chunk(p, d, 120, list(range(16, 0, -1)))
-    assert len(chunk.moves) == 4
-    assert sorted(move.source_token for move in chunk.moves) == [0, 8, 16, 24]
-
-
-def test_a_slot_too_small_is_refused_before_anything_moves() -> None:
+def test_a_source_too_small_is_refused_before_anything_moves() -> None:
     p, d = endpoint("LBCNHD", 4, 4), endpoint("BHLCND", 8, 3)
-    chunk = one_chunk(p, d, 16, [2, 0])
+    (copy,) = one_chunk(p, d, 16, [2, 0]).copies
     pool = torch.zeros(d.layout.shape)
-    with pytest.raises(PlanError, match=f"slot has {chunk.nbytes - 1} bytes"):
-        reformat.apply(chunk, torch.ones(chunk.nbytes - 1, dtype=torch.uint8), pool)
+    with pytest.raises(PlanError, match=f"source has {copy.nbytes - 1} bytes"):
+        place(copy, torch.ones(copy.nbytes - 1, dtype=torch.uint8), pool)
     assert not pool.any()
 
 
 def test_a_pool_of_another_size_is_refused() -> None:
     p, d = endpoint("LBCNHD", 4, 4), endpoint("BHLCND", 8, 3)
-    chunk = one_chunk(p, d, 16, [2, 0])
-    slot = torch.ones(chunk.nbytes, dtype=torch.uint8)
+    (copy,) = one_chunk(p, d, 16, [2, 0]).copies
     with pytest.raises(PlanError, match="planned for"):
-        reformat.apply(chunk, slot, torch.zeros(7))
+        place(copy, torch.ones(copy.nbytes, dtype=torch.uint8), torch.zeros(7))

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.transfer.boxes import pair_boxes
-from kvcache.transfer.cost import CostModel
-from kvcache.transfer.runs import RankRead, Runs, find_runs
-from kvcache.transfer.topology import Endpoint, IntArray, byte_strides
+from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, descriptors
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.endpoint import Endpoint, IntArray
 
 _LONG_BYTES = 16 << 20  # enough to time, little enough to wait for
 _SHORT_RUNS = 512
@@ -27,16 +26,18 @@ class Sample(NamedTuple):
     seconds: float
 
 
-def probe_reads(remote: Endpoint, staging_bytes: int) -> tuple[RankRead, RankRead]:
+def probe_reads(remote: Endpoint, staging_bytes: int) -> tuple[ReadDescriptors, ReadDescriptors]:
     """A read of few long runs and one of many short runs, both of the null block of one rank."""
-    runs = _null_block(remote)
+    layout, start = remote.layout, np.zeros(1, np.int64)
+    block = BlockCopy(0, layout, layout, layout.num_heads, layout.block_size, start, start)
+    (runs,) = descriptors([block])  # the null block
     total = min(_LONG_BYTES, staging_bytes)
     lengths = np.minimum(runs.lengths, total)
     times = max(1, total // int(lengths.sum()))
-    long = _packed(remote.rank, np.tile(runs.remote, times), np.tile(lengths, times), total)
+    long = _packed(remote.rank, np.tile(runs.remote_offsets, times), np.tile(lengths, times), total)
     size = int(min(_SHORT_BYTES, lengths.min()))
-    starts = (runs.remote[:, None] + np.arange(0, int(lengths.min()) - size + 1, size)).reshape(-1)
-    starts = np.resize(starts, _SHORT_RUNS)
+    within = np.arange(0, int(lengths.min()) - size + 1, size)
+    starts = np.resize(runs.remote_offsets[:, None] + within, _SHORT_RUNS)
     short = _packed(remote.rank, starts, np.full(_SHORT_RUNS, size, np.int64), staging_bytes)
     return long, short
 
@@ -59,19 +60,8 @@ def fit_costs(long: Sample, short: Sample, *, reformat_bytes_per_s: float) -> Co
     )
 
 
-def _null_block(remote: Endpoint) -> Runs:
-    layout = remote.layout
-    strides = byte_strides(layout)
-    start = np.zeros(1, np.int64)
-    places = (start, start, np.full(1, layout.block_size, np.int64))
-    extents = (layout.num_heads, layout.num_layers, layout.num_components)
-    return find_runs(
-        pair_boxes(strides, strides, places, extents, layout.head_dim * layout.itemsize)
-    )
-
-
-def _packed(rank: int, remote: IntArray, lengths: IntArray, room: int) -> RankRead:
+def _packed(rank: int, remote: IntArray, lengths: IntArray, room: int) -> ReadDescriptors:
     """The runs side by side in staging memory, as many as fit."""
     ends = np.cumsum(lengths)
     fitting = max(1, int(np.searchsorted(ends, room, side="right")))
-    return RankRead(rank, remote[:fitting], (ends - lengths)[:fitting], lengths[:fitting])
+    return ReadDescriptors(rank, remote[:fitting], (ends - lengths)[:fitting], lengths[:fitting])

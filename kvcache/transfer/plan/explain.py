@@ -10,17 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvcache.layout import DEFAULT_ORDER, KVLayout
-from kvcache.transfer.plan import (
-    DEFAULT_COSTS,
-    CostModel,
-    Endpoint,
-    PlanError,
-    RankRead,
-    TransferPlan,
-    heads_of,
-    plan_transfer,
-)
-from kvcache.transfer.topology import IntArray
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
+from kvcache.transfer.plan.endpoint import Endpoint, IntArray, PlanError, heads_of
+from kvcache.transfer.plan.plan import TransferPlan, plan_transfer
 
 _KEYS = {"tp": "tp", "layout": "order", "block": "block_size", "dtype": "dtype", "dcp": "dcp"}
 
@@ -203,7 +195,6 @@ def explain(
             costs=costs,
             staging_bytes=staging_bytes,
             convert=convert,
-            allow_mixed=True,
         )
         hit, whole = end.stripe.num_local(np.array([hit_tokens, tokens])).tolist()
         ranks.append(_explain_rank(end, model, plan, whole - hit))
@@ -213,7 +204,7 @@ def explain(
 
 
 def _explain_rank(end: Endpoint, model: Model, plan: TransferPlan, tokens: int) -> RankExplanation:
-    reads: list[RankRead] = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
+    reads = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
     lengths = np.concatenate([read.lengths for read in reads]) if reads else np.zeros(1, np.int64)
     heads = end.heads(model.total_kv_heads)
     return RankExplanation(

@@ -1,4 +1,4 @@
-"""The mapped path's index arithmetic, proved on the CPU for any pair of geometries."""
+"""The placing kernel's index arithmetic, proved on the CPU for any pair of geometries."""
 
 import dataclasses
 
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.gather import Gather, _divisor, launches, locate, make_gathers
+from kvcache.transfer.move.kernel_index import divisor, kind_of, locate
+from kvcache.transfer.move.placer import launches
 from tests.kvcache.transfer.geometry import (
     DTYPES,
     GARBAGE,
@@ -22,23 +23,18 @@ from tests.kvcache.transfer.geometry import (
 PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=200)
 
 
-def gathers_of(case: Case, d_rank: int) -> tuple[Gather, ...]:
-    return make_gathers(case.transfer(d_rank))
-
-
-def gather_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray:
+def place_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray:
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
     transfer = case.transfer(d_rank)
-    remote, local = transfer.remote_blocks, transfer.local_blocks
-    for gather in make_gathers(transfer):
-        elements = gather.share.unit_elements
-        source = sources[gather.share.remote_rank].reshape(-1, elements)
-        for first, count in launches(gather, chunk_bytes):
-            reads, writes, factors = locate(gather, remote, local, first, count)
-            assert len(np.unique(writes)) == len(writes)
-            picked = source[reads] * factors[:, None]
-            into.reshape(-1, elements)[writes] = picked.astype(into.dtype)
+    copies = list(transfer.copies())
+    for index, first, count in launches(copies, chunk_bytes):
+        copy = copies[index].part(first, count)
+        elements = kind_of(copy.source, copy.target, transfer.factors).unit_elements
+        reads, writes, factors = locate(copy, transfer.factors)
+        assert len(np.unique(writes)) == len(writes)
+        picked = sources[copy.owner].reshape(-1, elements)[reads] * factors[:, None]
+        into.reshape(-1, elements)[writes] = picked.astype(into.dtype)
     return into
 
 
@@ -49,7 +45,7 @@ def test_every_element_arrives_and_nothing_else_is_touched(
 ) -> None:
     case = with_dtypes(dataclasses.replace(case, head_dim=case.head_dim * widen), *dtypes)
     d_rank %= case.d.tp
-    found = gather_all(case, d_rank, chunk_bytes)
+    found = place_all(case, d_rank, chunk_bytes)
     np.testing.assert_array_equal(found, memory_of(case, case.d, d_rank, case.start))
 
 
@@ -64,7 +60,7 @@ def test_every_element_is_multiplied_by_its_layers_factor(
     ours = 4.0 ** -np.arange(np.prod(shape)) if has_own_scales else np.ones(np.prod(shape))
     p = dataclasses.replace(case.p, scales=tuple(theirs.tolist()))
     d = dataclasses.replace(case.d, scales=tuple(ours.tolist()) if has_own_scales else ())
-    found = gather_all(dataclasses.replace(case, p=p, d=d), d_rank, chunk_bytes)
+    found = place_all(dataclasses.replace(case, p=p, d=d), d_rank, chunk_bytes)
     plain = memory_of(case, case.d, d_rank, case.start)
     order = case.d.order
     lying = [case.layout(case.d, d_rank).sizes[axis] if axis in "LC" else 1 for axis in order]
@@ -75,25 +71,28 @@ def test_every_element_is_multiplied_by_its_layers_factor(
     np.testing.assert_array_equal(found, wanted.reshape(-1).astype(np.float32))
 
 
-def test_a_latent_cache_is_gathered_as_one_head_from_every_copy_in_turn() -> None:
+def test_a_latent_cache_is_placed_as_one_head_from_every_copy_in_turn() -> None:
     p = Side(4, "BHLCND", 16, tuple(range(5, -1, -1)), 7)
     d = Side(2, "LBCNHD", 8, tuple(range(12)), 12)
     case = Case(p, d, heads=1, layers=3, components=1, head_dim=72, start=3, stop=95)
-    assert [gather.num_blocks for gather in gathers_of(case, 1)] == [1, 2, 2, 1]
-    np.testing.assert_array_equal(gather_all(case, 1, 4096), memory_of(case, d, 1, 3))
+    read = dict.fromkeys(range(4), 0)
+    for copy in case.transfer(1).copies():
+        read[copy.owner] += copy.tokens * len(copy.sources)
+    assert read == {0: 16, 1: 29, 2: 31, 3: 16}  # two blocks, but for those of the ends
+    np.testing.assert_array_equal(place_all(case, 1, 4096), memory_of(case, d, 1, 3))
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_a_division_by_a_constant_is_a_multiplication(size: int, number: int) -> None:
-    divisor, magic, shift = _divisor(size)
-    assert divisor == size and 0 < magic <= 2**32
+    by, magic, shift = divisor(size)
+    assert by == size and 0 < magic <= 2**32
     assert number * magic < 2**63
     assert (number * magic) >> shift == number // size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 2**16 - 1, 2**30 + 1, 2**31 - 1])
 def test_division_is_exact_at_its_borders(size: int) -> None:
-    _, magic, shift = _divisor(size)
+    _, magic, shift = divisor(size)
     for multiple in (1, 2, (2**31 - 1) // size):
         for number in (multiple * size - 1, multiple * size):
             if number < 2**31:
@@ -117,19 +116,18 @@ def test_units_are_as_wide_as_both_sides_allow(
     p = Side(1, "BHLCND", 4, (1,), 2, source)
     d = Side(1, "LBCNHD", 4, (1,), 2, target)
     case = Case(p, d, heads=2, layers=1, components=2, head_dim=head_dim, start=0, stop=4)
-    (gather,) = gathers_of(case, 0)
-    assert gather.share.unit_elements == elements
+    assert kind_of(case.layout(p, 0), case.layout(d, 0), None).unit_elements == elements
 
 
-def test_launches_cover_all_blocks_and_are_bounded() -> None:
+def test_launches_cover_all_pieces_and_are_bounded() -> None:
     p = Side(1, "BHLCND", 4, tuple(range(10)), 10)
-    case = Case(p, p, heads=2, layers=1, components=2, head_dim=4, start=2, stop=39)
-    (gather,) = gathers_of(case, 0)
-    assert gather.share.block_bytes == 4 * 2 * 2 * 4 * 4
-    assert list(launches(gather, 3 * gather.share.block_bytes + 1)) == [
-        (0, 3),
-        (3, 3),
-        (6, 3),
-        (9, 1),
+    case = Case(p, p, heads=2, layers=1, components=2, head_dim=4, start=0, stop=38)
+    half, whole = case.transfer(0).copies()
+    assert (half.tokens, whole.piece_bytes) == (2, 4 * 2 * 2 * 4 * 4)
+    assert list(launches([half, whole], 3 * whole.piece_bytes + 1)) == [
+        (0, 0, 1),
+        (1, 0, 3),
+        (1, 3, 3),
+        (1, 6, 3),
     ]
-    assert len(list(launches(gather, 1))) == 10
+    assert len(list(launches([whole], 1))) == 9

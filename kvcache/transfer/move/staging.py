@@ -1,8 +1,8 @@
 """A rank's staging memory: slots that fill and empty in turn, for one pull at a time.
 
-READs bring a peer's KV into a slot as it lies there; `place` then copies it to its places in the
+READs bring a peer's KV into a slot as it lies there; its copies then go to their places in the
 pool, on a GPU by a low-priority stream beside the decode batch while other slots fill, on a CPU in
-the calling thread, which a READ copies in as well. Pulls that need staging queue up: the memory is
+the calling thread, as a READ there copies in it. Pulls that need staging queue up: the memory is
 bounded, whatever the number of pulls (I8: a slot is reused only after the copies out of it have
 finished).
 """
@@ -13,17 +13,16 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.transfer import reformat
-from kvcache.transfer.boxes import Transfer
-from kvcache.transfer.cuda_mapper import CudaMapper
-from kvcache.transfer.mapper import Mapper
-from kvcache.transfer.slot_gather import SlotGather
-from kvcache.transfer.staged import Chunk
+from kvcache.transfer.move.cuda_placer import CudaPlacer
+from kvcache.transfer.move.peer_memory import Memory
+from kvcache.transfer.move.placer import Placer, TorchPlacer, Work
+from kvcache.transfer.plan.staged import Chunk
+from kvcache.transfer.plan.transfer import Transfer
 from protocol.logging import get_logger
 
 logger = get_logger(__name__)
@@ -33,59 +32,64 @@ _PROGRAMS = 132  # thread blocks: 1.2 TB/s on an H200, where 48 reach 0.57
 _MOST_SLOTS = 4
 
 
-def placing(pool: KVPool, *, convert: bool) -> Mapper | None:
-    """What places chunks quickly in a pool on a GPU, where there is a compiler for its kernel.
+def placing(pool: KVPool, *, convert: bool) -> Placer:
+    """What places chunks quickly in a pool.
 
     Args:
         convert: chunks may be of another dtype or other scales.
     """
     if pool.device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None
+        return TorchPlacer(pool)
     # Every multiprocessor, for a tenth of the time that reading takes; no copy engines, which read.
-    mapper = CudaMapper(pool, num_programs=_PROGRAMS, long_run_bytes=sys.maxsize)
-    mapper.compile(convert=convert)
-    return mapper
+    placer = CudaPlacer(pool, num_programs=_PROGRAMS, long_run_bytes=sys.maxsize)
+    placer.compile(convert=convert)
+    return placer
 
 
-class Staging:
+class _Placing(NamedTuple):
+    """The copies out of one slot that have begun."""
+
+    placer: Placer
+    work: Work
+    tokens: list[Any]
+
+    def has_ended(self) -> bool:
+        """Raises what one has failed with."""
+        while self.tokens and self.placer.finished(self.tokens[0]):
+            self.tokens.pop(0)
+        return not self.tokens
+
+
+class StagingBuffer:
     """`nbytes` of memory on the pool's device, at least two slots for the pull that owns it.
 
     Args:
-        mapper: places chunks, of its own; None: torch does.
+        placer: of its own; torch takes over if it cannot be prepared.
     """
 
-    def __init__(self, nbytes: int, pool: KVPool, mapper: Mapper | None = None) -> None:
+    def __init__(self, nbytes: int, pool: KVPool, placer: Placer | None = None) -> None:
         self.nbytes = nbytes
         self._pool = pool
         self._memory = _allocate(nbytes, pool.device)
-        self._gather = SlotGather(mapper) if mapper is not None else None
-        self._gathers = mapper is not None
-        self._mapper = mapper
+        self._placers = [placer or TorchPlacer(pool)]  # the last one is used
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
-        # Of the last copies out of each slot: CUDA events, or what a gather told
-        self._copies: list[Any] = [None] * _MOST_SLOTS
-        self._stream: Any = None
-        if pool.device.type != "cpu":
-            self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
+        self._slots: list[_Placing | None] = [None] * _MOST_SLOTS
 
     def bind_thread(self) -> None:
         """Called once by the thread that is going to use this memory."""
-        if self._mapper is not None:
-            self._or_torch(self._mapper.bind_thread)
+        self._or_torch(self._placers[-1].bind_thread)
 
     def prepare(self, transfer: Transfer) -> None:
         """Pulls between these endpoints are going to come: does what can be done before."""
-        if self._gather is not None and self._gathers:
-            gather = self._gather
-            self._or_torch(lambda: gather.prepare(transfer))
+        self._or_torch(lambda: self._placers[-1].prepare(transfer))
 
     def _or_torch(self, preparation: Callable[[], None]) -> None:
-        """Gives up the mapper if it cannot be prepared."""
+        """Gives up the placer if it cannot be prepared; what it has begun has to end."""
         try:
             preparation()
         except Exception as error:  # whatever the driver or the kernel's compiler lacks
             logger.warning("staged KV is placed by torch, more slowly: %r", error)
-            self._gathers = False  # no more; what runs has to end
+            self._placers.append(TorchPlacer(self._pool))
 
     @property
     def base_address(self) -> int:
@@ -93,11 +97,11 @@ class Staging:
 
     @property
     def on_cpu(self) -> bool:
-        return self._stream is None
+        return self._pool.device.type == "cpu"
 
     def num_slots(self, slot_bytes: int) -> int:
         """How many slots of that size there are; a plan's chunk takes at most half the memory."""
-        return min(self.nbytes // slot_bytes, len(self._copies))
+        return min(self.nbytes // slot_bytes, len(self._slots))
 
     def enter(self, pull_id: str) -> None:
         """Joins the queue."""
@@ -113,41 +117,33 @@ class Staging:
 
     def leave(self, pull_id: str) -> None:
         """Leaves the queue; the pull has no active READ into a slot."""
-        try:
-            if self._gather is not None and self.owned_by(pull_id):
-                self._gather.end()
-        finally:
-            if pull_id in self._queue:
-                self._queue.remove(pull_id)
+        if pull_id in self._queue:
+            self._queue.remove(pull_id)
 
     def is_free(self, slot: int) -> bool:
-        """True when every copy out of the slot has finished."""
-        copies = self._copies[slot]
-        if isinstance(copies, list):
-            return self._gather is None or self._gather.finished(copies)
-        return copies is None or bool(copies.query())
+        """True when every copy out of the slot has finished. Raises what one has failed with."""
+        placing = self._slots[slot]
+        if placing is None:
+            return True
+        try:
+            if not placing.has_ended():
+                return False
+        except BaseException:
+            placing.tokens.pop(0)
+            raise
+        self._slots[slot] = None
+        placing.placer.end(placing.work)
+        return True
 
     def place(self, chunk: Chunk, slot: int, slot_bytes: int) -> None:
         """Begins to copy what was read into the slot to the pool; see `is_free`."""
-        if self._gather is not None and self._gathers and chunk.span is not None:
-            address = self.base_address + slot * slot_bytes
-            begun = self._copies[slot] = []  # some may run though another cannot begin
-            self._gather.place(chunk.span, address, begun)
-            return
-        memory = self._memory[slot * slot_bytes : (slot + 1) * slot_bytes]
-        if self.on_cpu:
-            reformat.apply(chunk, memory, self._pool.tensor)
-            return
-        with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
-            reformat.apply(chunk, memory, self._pool.tensor)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        self._copies[slot] = event
-
-    def close(self) -> None:
-        """Waits for the copies that run; nothing is placed any more."""
-        if self._mapper is not None:
-            self._mapper.close()
+        placer, start = self._placers[-1], slot * slot_bytes
+        memory = Memory(self.base_address + start, self._memory[start : start + slot_bytes])
+        work = Work(chunk.copies, [memory] * len(chunk.copies), chunk.factors)
+        placing = self._slots[slot] = _Placing(placer, work, [])
+        placer.begin(work)
+        for index, copy in enumerate(chunk.copies):  # some may run though another cannot begin
+            placing.tokens.append(placer.launch(work, index, 0, len(copy.sources)))
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -12,6 +12,7 @@ each wants the tokens of its own stripe only (kvcache/stripe.py).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,17 +65,20 @@ class Endpoint:
         return Stripe(self.rank % self.dcp, self.dcp, self.layout.block_size)
 
 
-@dataclass(frozen=True)
-class HeadGroup:
+class HeadGroup(NamedTuple):
     """Heads that a rank of D reads from the same owners: one owner, or copies that take turns."""
 
     heads: range  # of the model
     owners: tuple[int, ...]  # ranks of P
-    turn: int  # what is added to a block's ordinal to find whose turn it is
 
-    def owner_index(self, blocks: IntArray) -> IntArray:
-        """Index into `owners` for each block of P, given by its ordinal in the sequence."""
-        return (blocks + self.turn) % len(self.owners)
+    def turn(self, index: int, shift: int) -> tuple[int, int]:
+        """(remainder, count): which blocks of P, by their ordinal modulo `count`, are read from
+        owner `index`.
+
+        Args:
+            shift: D rank + lease hash: spreads readers and leases over the copies.
+        """
+        return (index - shift) % len(self.owners), len(self.owners)
 
 
 def heads_of(rank: int, tp: int, total_heads: int) -> range:
@@ -91,36 +95,17 @@ def heads_of(rank: int, tp: int, total_heads: int) -> range:
     return range(start, max(start + 1, (rank + 1) * total_heads // tp))
 
 
-def head_groups(
-    local_heads: range, remote_tp: int, total_heads: int, *, turn: int = 0
-) -> tuple[HeadGroup, ...]:
-    """Cuts the heads a rank of D wants by who owns them on P.
-
-    Args:
-        local_heads: the heads wanted.
-        turn: shifts whose turn it is among copies; D rank + lease hash spreads readers and leases.
-            Ranks that share tokens begin at different copies, too.
-    """
-    shares = _shares(local_heads, remote_tp, total_heads)
-    return tuple(HeadGroup(heads, owners, turn) for heads, owners in shares)
-
-
-@lru_cache(maxsize=256)
-def _shares(
-    local_heads: range, remote_tp: int, total_heads: int
-) -> tuple[tuple[range, tuple[int, ...]], ...]:
-    """Neighbouring heads with the same owners, and those owners; kept, as every pull asks."""
+def head_groups(local_heads: range, remote_tp: int, total_heads: int) -> tuple[HeadGroup, ...]:
+    """Cuts the heads a rank of D wants by who owns them on P."""
     held = [heads_of(rank, remote_tp, total_heads) for rank in range(remote_tp)]
-    owners_of = [
-        tuple(rank for rank, heads in enumerate(held) if head in heads) for head in local_heads
-    ]
-    shares: list[tuple[range, tuple[int, ...]]] = []
-    for head, owners in zip(local_heads, owners_of, strict=True):
-        if shares and shares[-1][1] == owners:
-            shares[-1] = (range(shares[-1][0].start, head + 1), owners)
+    groups: list[HeadGroup] = []
+    for head in local_heads:
+        owners = tuple(rank for rank, heads in enumerate(held) if head in heads)
+        if groups and groups[-1].owners == owners:
+            groups[-1] = HeadGroup(range(groups[-1].heads.start, head + 1), owners)
         else:
-            shares.append((range(head, head + 1), owners))
-    return tuple(shares)
+            groups.append(HeadGroup(range(head, head + 1), owners))
+    return tuple(groups)
 
 
 def check_endpoints(
@@ -131,14 +116,6 @@ def check_endpoints(
     Raises:
         PlanError: names the field and both values.
     """
-    _check_once(local, tuple(remote), total_kv_heads, convert)
-
-
-@lru_cache(maxsize=256)
-def _check_once(
-    local: Endpoint, remote: tuple[Endpoint, ...], total_kv_heads: int, convert: bool
-) -> None:
-    """`check_endpoints`, remembered where nothing is wrong: two engines' geometries stay."""
     _check_ranks(remote)
     _check_stripe(local, remote[0])
     for name in ("num_layers", "num_components", "head_dim"):

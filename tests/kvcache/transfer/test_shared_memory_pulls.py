@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
-from kvcache.transfer import reformat
-from kvcache.transfer.gather import launches, make_gathers
-from kvcache.transfer.host_mapper import HostMapper, make_chunk
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.mapper import EXTRA_KEY, NotMappable
 from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.move import placer
+from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable
+from kvcache.transfer.move.place import place
+from kvcache.transfer.move.placer import TorchPlacer, launches
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable, PullTimeout
 from protocol.handshake import EngineMetadata
@@ -35,17 +35,16 @@ ENDINGS = (PullDone, PullFailed, PullDrained)
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.integers(1, 1 << 16), DTYPES)
 def test_any_geometry_is_copied_exactly(
-    case: Case, chunk_bytes: int, dtypes: tuple[str, str]
+    case: Case, launch_bytes: int, dtypes: tuple[str, str]
 ) -> None:
     case = with_dtypes(case, *dtypes)
     sources = [memory_of(case, case.p, rank, case.start) for rank in range(case.p.tp)]
     for rank in range(case.d.tp):
-        transfer = case.transfer(rank)
+        copies = list(case.transfer(rank).copies())
         pool = torch.from_numpy(garbage(case, case.d, rank))
-        for gather in make_gathers(transfer):
-            slot = torch.from_numpy(sources[gather.share.remote_rank].view(np.uint8))
-            for first, count in launches(gather, chunk_bytes):
-                reformat.apply(make_chunk(gather, transfer, first, count), slot, pool)
+        for index, first, count in launches(copies, launch_bytes):
+            copy = copies[index].part(first, count)
+            place(copy, torch.from_numpy(sources[copy.owner].view(np.uint8)), pool)
         assert np.array_equal(pool.numpy(), memory_of(case, case.d, rank, case.start))
 
 
@@ -64,7 +63,7 @@ def rig() -> Iterator[Callable[..., Any]]:
 
 def decode_side(rig: Any, required: bool = True, **options: Any) -> Decode:
     def make(pool: KVPool) -> MappedPath:
-        return MappedPath(HostMapper(pool), required=required, chunk_bytes=4096)
+        return MappedPath(TorchPlacer(pool), required=required, launch_bytes=4096)
 
     return rig(Decode, MemoryAgent, make_mapped=make, **options)
 
@@ -135,15 +134,13 @@ def test_a_peer_that_cannot_be_mapped_is_refused_where_mapping_is_required(rig: 
 
 def test_memory_is_mapped_to_be_read_and_unmapped_when_the_peer_is_forgotten() -> None:
     prefill = Prefill(MemoryAgent)
-    mapper = HostMapper(KVPool(prefill.layouts[0]))
-    memory = mapper.map(prefill.metadata.ranks[0])
+    memory = TorchPlacer(KVPool(prefill.layouts[0])).open(prefill.metadata.ranks[0])
     pool = prefill.pools[0]
     theirs = (ctypes.c_ubyte * pool.nbytes).from_address(memory.address)
     assert bytes(theirs) == bytes(pool.flat_bytes.numpy())
     assert not writable(memory.address)
-    mapper.unmap(memory)
+    memory.close()
     assert not mapped(memory.address)
-    mapper.close()
     prefill.close()
 
 
@@ -168,27 +165,25 @@ def test_memory_without_a_file_is_not_mapped() -> None:
     prefill = Prefill(MemoryAgent)
     rank = prefill.metadata.ranks[0]
     offer = {**rank.extra[EXTRA_KEY], "fd": -1}
-    mapper = HostMapper(KVPool(prefill.layouts[0]))
+    placing = TorchPlacer(KVPool(prefill.layouts[0]))
     with pytest.raises(NotMappable, match="not shared"):
-        mapper.map(msgspec.structs.replace(rank, extra={EXTRA_KEY: offer}))
-    mapper.close()
+        placing.open(msgspec.structs.replace(rank, extra={EXTRA_KEY: offer}))
     prefill.close()
 
 
 def test_a_copy_that_fails_fails_its_pull_and_no_other(rig: Any, monkeypatch: Any) -> None:
     prefill, decode = rig(Prefill, MemoryAgent), decode_side(rig)
-    apply = reformat.apply
 
     def broken(*args: Any) -> None:
         raise RuntimeError("the copy broke")
 
-    monkeypatch.setattr(reformat, "apply", broken)
+    monkeypatch.setattr(placer, "place", broken)
     decode.coordinator.pull("a", prefill.lease([5, 2, 9], 20), 0, 20, [3, 1, 7])
     failed = decode.wait(*ENDINGS)
     assert isinstance(failed, PullFailed) and "the copy broke" in failed.error.message
     if not failed.drained:
         decode.wait(PullDrained)
-    monkeypatch.setattr(reformat, "apply", apply)
+    monkeypatch.undo()
     remote = prefill.lease([5, 2, 9], 20)
     decode.coordinator.pull("b", remote, 0, 20, [3, 1, 7])
     assert isinstance(decode.wait(*ENDINGS), PullDone)

@@ -2,14 +2,14 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.topology import (
+from kvcache.transfer.plan.endpoint import (
     Endpoint,
+    HeadGroup,
     PlanError,
     check_endpoints,
     head_groups,
@@ -47,23 +47,30 @@ def test_ranks_hold_every_head_in_order(tp: int, total: int) -> None:
         assert sum(len(heads) for heads in held) == total
 
 
+def whose_turn(group: HeadGroup, shift: int, blocks: int) -> list[int]:
+    """Index of the one owner that each block is read from."""
+    found = []
+    for block in range(blocks):
+        turns = [group.turn(index, shift) for index in range(len(group.owners))]
+        (index,) = [i for i, (rest, count) in enumerate(turns) if block % count == rest]
+        found.append(index)
+    return found
+
+
 @settings(deadline=None)
 @given(TPS, TPS, HEADS, st.integers(0, 9))
 def test_every_wanted_head_of_every_block_has_exactly_one_source(
     d_tp: int, p_tp: int, total: int, lease_hash: int
 ) -> None:
-    blocks = np.arange(12)
     for d_rank in range(d_tp):
         wanted = heads_of(d_rank, d_tp, total)
-        groups = head_groups(wanted, p_tp, total, turn=d_rank + lease_hash)
+        groups = head_groups(wanted, p_tp, total)
         assert [head for group in groups for head in group.heads] == list(wanted)
         for group in groups:
             for owner in group.owners:
                 assert set(group.heads) <= set(heads_of(owner, p_tp, total))
-            turns = group.owner_index(blocks)
-            assert ((turns >= 0) & (turns < len(group.owners))).all()
-            expected = [(d_rank + lease_hash + block) % len(group.owners) for block in blocks]
-            assert turns.tolist() == expected
+            expected = [(d_rank + lease_hash + block) % len(group.owners) for block in range(12)]
+            assert whose_turn(group, d_rank + lease_hash, 12) == expected
 
 
 def test_non_dividing_pairs_are_cut_where_the_owner_changes() -> None:
@@ -77,16 +84,13 @@ def test_non_dividing_pairs_are_cut_where_the_owner_changes() -> None:
 
 def test_the_owners_of_a_copied_head_share_its_blocks_evenly() -> None:
     (group,) = head_groups(range(1), 4, 1)
-    turns = group.owner_index(np.arange(64))
-    assert np.bincount(turns, minlength=4).tolist() == [16, 16, 16, 16]
+    turns = whose_turn(group, 0, 64)
+    assert [turns.count(index) for index in range(4)] == [16, 16, 16, 16]
 
 
 def test_readers_of_one_copied_head_start_at_different_owners() -> None:
-    first = {
-        int(head_groups(range(1), 4, 1, turn=d_rank)[0].owner_index(np.array([0]))[0])
-        for d_rank in range(4)
-    }
-    assert first == {0, 1, 2, 3}
+    (group,) = head_groups(range(1), 4, 1)
+    assert {whose_turn(group, d_rank, 1)[0] for d_rank in range(4)} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("rank, tp", [(2, 2), (-1, 2), (0, 0)])

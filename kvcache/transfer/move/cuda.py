@@ -15,8 +15,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvcache.transfer.copies import Copies
+from kvcache.transfer.plan.endpoint import IntArray
 
+HANDLE_BYTES = 64  # of memory for other processes
+_LAZY_ENABLE_PEER_ACCESS = 1
 _NOT_READY = 600
 _DISABLE_TIMING = 2
 _IN_STREAM_ORDER = 1  # as sources are read
@@ -127,18 +129,19 @@ class Driver:
         if status:
             raise self._error("cuLaunchKernel", status)
 
-    def copy_runs(self, runs: Copies, stream: int) -> None:
-        """Queues copies by the copy engines, in no order among them; addresses, not offsets."""
+    def copy_runs(self, sources: IntArray, targets: IntArray, width: int, stream: int) -> None:
+        """Queues copies of `width` bytes between addresses by the copy engines, in no order."""
         assert self._batch is not None
-        if len(runs.widths) <= FEW_COPIES:
-            for source, target, width in zip(*(each.tolist() for each in runs), strict=True):
+        if len(sources) <= FEW_COPIES:
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
                 self.copy(source, target, width, stream)
             return
+        widths = np.full(len(sources), width)
         status = self._batch(
-            runs.targets.ctypes.data,
-            runs.sources.ctypes.data,
-            runs.widths.ctypes.data,
-            len(runs.widths),
+            targets.ctypes.data,
+            sources.ctypes.data,
+            widths.ctypes.data,
+            len(sources),
             self._attributes.ctypes.data,
             self._first.ctypes.data,
             1,
@@ -152,16 +155,24 @@ class Driver:
         if status := self._copy(target, source, nbytes, stream):
             raise self._error("cuMemcpyDtoDAsync", status)
 
-    def copy_rows(self, copies: Copies, rows: int, pitches: tuple[int, int], stream: int) -> None:
+    def copy_rows(
+        self,
+        sources: IntArray,
+        targets: IntArray,
+        width: int,
+        rows: int,
+        pitches: tuple[int, int],
+        stream: int,
+    ) -> None:
         """As `copy_runs`, with `rows` rows for each copy, `pitches` apart at source and target."""
         assert self._strided is not None
-        found = np.zeros(len(copies.widths), _STRIDED_COPY)
-        places = (("source", copies.sources), ("target", copies.targets))
+        found = np.zeros(len(sources), _STRIDED_COPY)
+        places = (("source", sources), ("target", targets))
         for (side, addresses), pitch in zip(places, pitches, strict=True):
             operand = found[side]
             operand["type"], operand["address"] = _POINTER, addresses
             operand["pitch"], operand["rows"] = pitch, rows
-        found["width"], found["rows"], found["layers"] = copies.widths, rows, 1
+        found["width"], found["rows"], found["layers"] = width, rows, 1
         found["order"], found["flags"] = _IN_STREAM_ORDER, _BESIDE_KERNELS
         if status := self._strided(len(found), found.ctypes.data, 0, stream):
             raise self._error("cuMemcpy3DBatchAsync", status)
@@ -209,3 +220,88 @@ def driver() -> Driver:
         CudaError: there is none.
     """
     return Driver()
+
+
+# -- memory of other processes of this host
+#
+# A handle names a whole allocation; it may travel anywhere. Opening it maps the allocation into
+# this process, readable by the device that is current in the calling thread. Whoever maps memory
+# keeps it alive: after its owner's death it is freed when it is closed here.
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+def export_handle(address: int) -> tuple[bytes, int]:
+    """The handle of the allocation that device memory at `address` is in, and its offset there.
+
+    Raises:
+        CudaError: such memory cannot be shared (managed or virtual-memory allocations).
+    """
+    base, _ = allocation(address)
+    handle = _IpcHandle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+    return bytes(handle.reserved), address - base
+
+
+def open_handle(handle: bytes) -> int:
+    """Maps another process's allocation for the current device; its address here.
+
+    Raises:
+        CudaError: the owner is gone, on another host, or has no peer access to this device.
+    """
+    address = ctypes.c_uint64()
+    record = _IpcHandle((ctypes.c_ubyte * HANDLE_BYTES)(*handle))
+    flags = ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), record, flags)
+    return address.value
+
+
+def enable_peer_access(device: int) -> None:
+    """Lets the current device's kernels read memory that this process has on `device`.
+
+    Raises:
+        CudaError: there is no peer access between the two.
+    """
+    context = ctypes.c_void_p()
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
+    try:
+        _call("cuCtxEnablePeerAccess", context, ctypes.c_uint(0))
+    except CudaError as error:
+        if "ALREADY_ENABLED" not in str(error):
+            raise
+
+
+def close_handle(address: int) -> None:
+    """Unmaps what `open_handle` mapped; no kernel may be reading it."""
+    _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+
+def allocation(address: int) -> tuple[int, int]:
+    """(address, bytes) of the allocation that device memory at `address` is in."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call(
+        "cuMemGetAddressRange_v2",
+        ctypes.byref(base),
+        ctypes.byref(size),
+        ctypes.c_uint64(address),
+    )
+    return base.value, size.value
+
+
+def _call(name: str, *args: object) -> None:
+    status = getattr(_library(), name)(*args)
+    if status:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorName(status, ctypes.byref(text))
+        reason = text.value.decode() if text.value else f"error {status}"
+        raise CudaError(f"{name}: {reason}")
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"the CUDA driver's library cannot be loaded: {error}") from error

@@ -1,0 +1,145 @@
+"""A peer's KV pool in this process's address space, where both are on one host.
+
+A pool on the CPU is a memory file (kvcache/shared_memory.py) that is mapped read-only; one on a GPU
+is opened with CUDA IPC, readable by the device that is current. The owner's death ends nothing: its
+memory stays readable until it is closed here.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from kvcache.pool import KVPool
+from kvcache.shared_memory import NotShared, OpenedMemory
+from kvcache.transfer.move import cuda
+from kvcache.transfer.processes import host_id
+from protocol.handshake import RankMetadata
+from protocol.logging import get_logger
+
+logger = get_logger(__name__)
+
+EXTRA_KEY = "mapped"  # in RankMetadata.extra
+
+
+class NotMappable(Exception):
+    """This peer's memory cannot be opened here; the text says why."""
+
+
+class MappableRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank of P offers to processes of its own host."""
+
+    host: str
+    pid: int
+    handle: bytes  # of CUDA IPC; empty for host memory
+    offset: int  # bytes from the allocation's base to the pool
+    fd: int = -1  # of the owner, where the pool is host memory that others may map
+    token: bytes = b""  # that proves it is this memory
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Memory that copies are placed out of: a peer's pool, or a slot of staging memory."""
+
+    address: int
+    bytes: torch.Tensor | None = None  # u8[n]: the same, where torch is to read it
+    close: Callable[[], None] = lambda: None  # every copy out of it has ended
+
+
+def offer(pool: KVPool) -> dict[str, Any]:
+    """What to put into RankMetadata.extra so that processes of this host may map the pool."""
+    handle, offset, fd, token = b"", 0, -1, b""
+    if pool.shared is not None:
+        fd, token = pool.shared.fd, pool.shared.token
+    if pool.device.type == "cuda":
+        try:
+            with torch.cuda.device(pool.device):
+                handle, offset = cuda.export_handle(pool.base_address)
+        except cuda.CudaError as error:
+            logger.warning("the KV pool cannot be mapped by others, only read by NIXL: %s", error)
+            return {}
+    record = MappableRecord(
+        host=host_id(), pid=os.getpid(), handle=handle, offset=offset, fd=fd, token=token
+    )
+    return {EXTRA_KEY: msgspec.to_builtins(record, builtin_types=(bytes,))}
+
+
+def offered(rank: RankMetadata) -> MappableRecord:
+    """What a peer's rank offers, if it is on this host.
+
+    Raises:
+        NotMappable: it offers nothing usable, or lives elsewhere.
+    """
+    if EXTRA_KEY not in rank.extra:
+        raise NotMappable("it offers no memory to map")
+    try:
+        record = msgspec.convert(rank.extra[EXTRA_KEY], MappableRecord)
+    except msgspec.ValidationError as error:
+        raise NotMappable(f"its offer is malformed: {error}") from error
+    if record.host != host_id():
+        raise NotMappable("it is on another host")
+    return record
+
+
+def open_host(rank: RankMetadata) -> Memory:
+    """A rank's pool in host memory.
+
+    Raises:
+        NotMappable: it is on another host, has no such memory, or its owner is gone.
+    """
+    record = offered(rank)
+    if rank.device_kind != "cpu" or record.fd < 0:
+        raise NotMappable(f"its KV is in {rank.device_kind} memory that is not shared")
+    try:
+        memory = OpenedMemory(record.pid, record.fd, record.token, rank.nbytes)
+    except NotShared as error:
+        raise NotMappable(str(error)) from error
+    return Memory(memory.address, bytes_at(memory.address, rank.nbytes), memory.close)
+
+
+def bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """u8[nbytes] of host memory, which lives for as long as its owner lets it."""
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
+    """A rank's pool on a GPU, for `device` to read; errors as of `open_host`."""
+    record = offered(rank)
+    if rank.device_kind != "cuda" or not record.handle:
+        raise NotMappable(f"its KV is in {rank.device_kind} memory")
+    torch.cuda.set_device(device)  # the one that shall read
+    if record.pid == os.getpid():
+        return _open_own(rank, device)
+    if len(record.handle) != cuda.HANDLE_BYTES or record.offset < 0:
+        raise NotMappable("its offer is malformed")
+    try:
+        opened = cuda.open_handle(record.handle)
+        _, size = cuda.allocation(opened)
+    except cuda.CudaError as error:
+        raise NotMappable(f"its memory cannot be opened: {error}") from error
+    if record.offset + rank.nbytes > size:
+        cuda.close_handle(opened)
+        raise NotMappable(f"its allocation has {size} bytes, fewer than it says")
+    return Memory(opened + record.offset, close=partial(_close_handle, opened))
+
+
+def _open_own(rank: RankMetadata, device: torch.device) -> Memory:
+    """A pool of this very process, perhaps on another device."""
+    try:
+        if rank.device_id != (device.index or 0):
+            cuda.enable_peer_access(rank.device_id)
+    except cuda.CudaError as error:
+        raise NotMappable(f"its memory cannot be read: {error}") from error
+    return Memory(rank.base_address)
+
+
+def _close_handle(opened: int) -> None:
+    try:
+        cuda.close_handle(opened)
+    except cuda.CudaError as error:
+        logger.warning("unmapping a peer's memory: %s", error)

@@ -1,0 +1,218 @@
+"""The placing kernel: kernel_index.py's arithmetic on a GPU. The only file that imports Triton.
+
+One variant is compiled for a width of the unit (and a pair of dtypes, where they differ); geometry
+arrives as numbers in memory, so a new peer compiles nothing. Few programs, each of which takes
+tiles of units in turn: reading over NVLink wants many bytes in flight, not many multiprocessors,
+and the rest are the decode batch's.
+"""
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache.layout import ITEMSIZE_BYTES
+from kvcache.transfer.move.cuda import driver
+from kvcache.transfer.move.kernel_index import Kind
+
+TILE_UNITS = 2048  # 32 KiB
+CONVERTED_TILE_UNITS = 512
+NUM_WARPS = 8
+_WORDS = {16: (tl.int32, 4), 8: (tl.int32, 2), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
+_DTYPES = {
+    "float32": tl.float32,
+    "bfloat16": tl.bfloat16,
+    "float16": tl.float16,
+    "float8_e4m3fn": tl.float8e4nv,
+}
+_compiled: dict[tuple[int, Kind], tuple[Any, tuple[Any, ...]]] = {}
+
+
+class _Numbers(ctypes.Structure):
+    """The kernel's arguments, and the two that Triton appends, which are for what it lacks."""
+
+    _fields_ = (
+        ("source_address", ctypes.c_int64),
+        ("target_address", ctypes.c_int64),
+        ("parameters", ctypes.c_int64),
+        ("sources", ctypes.c_int64),
+        ("targets", ctypes.c_int64),
+        ("num_units", ctypes.c_int32),
+        ("scratch", ctypes.c_int64 * 2),
+    )
+
+
+_SIZES = [8] * 5 + [4] + [8] * 2
+_OFFSETS = [0, 8, 16, 24, 32, 40, 48, 56]  # the last two are aligned
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A compiled kernel and its arguments; one thread's.
+
+    Triton's dispatch takes some 50 us and its launcher 10 or more; nothing that they look at ever
+    changes here, so the driver is called with the arguments as they lie.
+    """
+
+    compiled: Any
+    constants: tuple[Any, ...]
+    direct: bool = field(init=False)  # its parameters are as expected
+    numbers: _Numbers = field(default_factory=_Numbers)
+    arguments: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        start = ctypes.addressof(self.numbers)
+        self.arguments = (ctypes.c_void_p * len(_OFFSETS))(*(start + each for each in _OFFSETS))
+        metadata = self.compiled.metadata
+        self.function, self.shared = self.compiled.function, metadata.shared
+        self.address = ctypes.addressof(self.arguments)
+        sizes = driver().parameter_sizes(self.function)
+        scratch = getattr(metadata, "global_scratch_size", 0)
+        self.direct = not scratch and len(sizes) >= 6 and sizes == _SIZES[: len(sizes)]
+
+    def launch(self, num_programs: int, stream: int, *numbers: int) -> None:
+        """`numbers` as the kernel takes them."""
+        if not self.direct:
+            self.compiled[(num_programs, 1, 1)](*numbers, *self.constants, stream=stream)
+            return
+        n = self.numbers
+        (
+            n.source_address,
+            n.target_address,
+            n.parameters,
+            n.sources,
+            n.targets,
+            n.num_units,
+        ) = numbers
+        driver().launch(
+            self.function, num_programs, 32 * NUM_WARPS, self.shared, stream, self.address
+        )
+
+
+def compile_kernel(kind: Kind, memory: int, stream: int) -> tuple[Any, tuple[Any, ...]]:
+    """What places such units on the current device, and its constants; compiled if it has to be.
+
+    Args:
+        memory, stream: an address on the device and CUDA's handle of a stream, where the kernel
+            is tried with nothing to do.
+    """
+    key = (torch.cuda.current_device(), kind)
+    if key not in _compiled:
+        constants = constants_of(kind)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):  # type: ignore[no-untyped-call]
+            compiled = _kernel[(1,)](*[memory] * 5, 0, *constants, num_warps=NUM_WARPS)
+        _compiled[key] = compiled, constants
+    return _compiled[key]
+
+
+def constants_of(kind: Kind) -> tuple[Any, ...]:
+    """What a variant of the kernel is made of."""
+    if kind.converts:
+        source, target = _DTYPES[kind.source_dtype], _DTYPES[kind.target_dtype]
+        return source, target, kind.unit_elements, CONVERTED_TILE_UNITS, kind.scaled, 1
+    word, width = _WORDS[kind.unit_elements * ITEMSIZE_BYTES[kind.source_dtype]]
+    return word, word, width, TILE_UNITS, False, 1
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _divisor(p):  # type: ignore[no-untyped-def]
+    """The constant whose (d, magic, shift) lie at p."""
+    return tl.load(p).to(tl.int32), tl.load(p + 1).to(tl.uint64), tl.load(p + 2).to(tl.uint64)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _axis(p):  # type: ignore[no-untyped-def]
+    """The strides at p: source, target, factors."""
+    return tl.load(p), tl.load(p + 1), tl.load(p + 2).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _divide(number, divisor):  # type: ignore[no-untyped-def]
+    """Quotient and remainder of i32."""
+    wide = number.to(tl.uint32).to(tl.uint64)
+    quotient = ((wide * divisor[1]) >> divisor[2]).to(tl.int32)
+    return quotient, number - quotient * divisor[0]
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _step(number, source, target, factor, divisor, axis):  # type: ignore[no-untyped-def]
+    """Takes one axis off the units' numbers."""
+    number, index = _divide(number, divisor)
+    source += index.to(tl.int64) * axis[0]
+    target += index.to(tl.int64) * axis[1]
+    factor += index * axis[2]
+    return number, source, target, factor
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _walk(  # type: ignore[no-untyped-def]
+    number, unit, size_0, axis_0, size_1, axis_1, size_2, axis_2, size_3, axis_3
+):
+    """Takes all four axes off the units' numbers; what is left numbers their pieces."""
+    source = unit.to(tl.int64)
+    target = source
+    factor = unit * 0
+    number, source, target, factor = _step(number, source, target, factor, size_0, axis_0)
+    number, source, target, factor = _step(number, source, target, factor, size_1, axis_1)
+    number, source, target, factor = _step(number, source, target, factor, size_2, axis_2)
+    number, source, target, factor = _step(number, source, target, factor, size_3, axis_3)
+    return number, source, target, factor
+
+
+@triton.jit(  # type: ignore[untyped-decorator, unused-ignore]
+    do_not_specialize=[
+        "source_address",
+        "target_address",
+        "parameters",
+        "sources",
+        "targets",
+        "num_units",
+    ]
+)
+def _kernel(  # type: ignore[no-untyped-def]
+    source_address: tl.int64,
+    target_address: tl.int64,
+    parameters: tl.int64,
+    sources: tl.int64,
+    targets: tl.int64,
+    num_units: tl.int32,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """See kernel_index.py; numbers of the form p + k are indices into its parameters, which are
+    read once: in the loop they would cost twice the registers."""
+    p = parameters.to(tl.pointer_type(tl.int64))
+    source_pieces = sources.to(tl.pointer_type(tl.int64))
+    target_pieces = targets.to(tl.pointer_type(tl.int64))
+    source_base = tl.multiple_of(source_address.to(tl.pointer_type(SOURCE)), 16)
+    target_base = tl.multiple_of(target_address.to(tl.pointer_type(TARGET)), 16)
+    row_units = _divisor(p)
+    size_0, size_1, size_2 = _divisor(p + 3), _divisor(p + 9), _divisor(p + 15)
+    axis_0, axis_1, axis_2 = _axis(p + 6), _axis(p + 12), _axis(p + 18)
+    size_3, axis_3 = _divisor(p + 21), _axis(p + 24)
+    lanes = tl.arange(0, WIDTH)[None, :]
+    for start in tl.range(
+        tl.program_id(0) * TILE, num_units, tl.num_programs(0) * TILE, num_stages=STAGES
+    ):
+        number = start + tl.arange(0, TILE)[:, None]
+        wanted = number < num_units
+        number, unit = _divide(number, row_units)
+        piece, source, target, factor = _walk(
+            number, unit, size_0, axis_0, size_1, axis_1, size_2, axis_2, size_3, axis_3
+        )
+        source += tl.load(source_pieces + piece, mask=wanted, other=0)
+        target += tl.load(target_pieces + piece, mask=wanted, other=0)
+        value = tl.load(source_base + (source * WIDTH + lanes), mask=wanted)
+        if SCALED:
+            bits = tl.load(p + 27 + factor, mask=wanted, other=0).to(tl.int32)
+            value = (value.to(tl.float32) * bits.to(tl.float32, bitcast=True)).to(TARGET)
+        elif SOURCE != TARGET:
+            value = value.to(tl.float32).to(TARGET)
+        tl.store(target_base + (target * WIDTH + lanes), value, mask=wanted)

@@ -1,0 +1,242 @@
+"""Block copies: equal pieces of blocks, from one paged memory to another.
+
+A paged memory is an array in some order of axes (kvcache/layout.py) with a block table: the pool of
+a rank, or a slot of staging memory. The tokens of a sequence are cut wherever a block of either
+side ends, so a piece lies in one block on both sides: some tokens of some heads, in all layers and
+components. Pieces of equal size make one BlockCopy, the only thing that is ever read, placed or
+counted:
+
+    descriptors(copies)   READs of the longest runs that are contiguous on both sides
+    place                 strided copies, by torch (move/place.py) or by a kernel
+
+A run starts as the elements of one head of one token. An axis whose stride is the run's length on
+BOTH sides lengthens the run by its size, until none does; the other axes give the offsets of an
+outer product. Both sides being mixed-radix numbers, no piece has fewer runs; runs of different
+pieces that follow each other on both sides are merged.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache.layout import KVLayout
+from kvcache.transfer.plan.endpoint import IntArray, byte_strides
+
+
+class Side(NamedTuple):
+    """A sequence's blocks in one paged memory, as a copy sees them."""
+
+    layout: KVLayout
+    blocks: IntArray  # i64, from block `first` of the sequence on
+    first: int = 0
+    head: int = 0  # the first one copied, counted in this memory
+    base: int = 0  # bytes to the memory's first block
+
+    def places(self, tokens: IntArray) -> IntArray:
+        """Bytes to tokens of the sequence: to the first head's first element in layer 0."""
+        strides = byte_strides(self.layout)
+        ordinals, within = np.divmod(tokens, self.layout.block_size)
+        start = self.base + self.head * strides["H"]
+        places: IntArray = self.blocks[ordinals - self.first] * strides["B"]
+        places += within * strides["N"] + start
+        return places
+
+
+class BlockCopy(NamedTuple):
+    """Equal pieces: `tokens` tokens of `heads` heads in all layers and components."""
+
+    owner: int  # rank of P whose memory is the source, where that is P's
+    source: KVLayout
+    target: KVLayout
+    heads: int
+    tokens: int
+    sources: IntArray  # i64[n], bytes from the memory's base to each piece
+    targets: IntArray  # i64[n]
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of a piece at the source."""
+        return self.tokens * self.heads * self.source.token_bytes // self.source.num_heads
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.sources) * self.piece_bytes
+
+    def part(self, first: int, count: int) -> "BlockCopy":
+        """Some of the pieces."""
+        which = slice(first, first + count)
+        return self._replace(sources=self.sources[which], targets=self.targets[which])
+
+    @property
+    def shape(self) -> "Shape":
+        return shape_of(self.source, self.target, self.heads, self.tokens)
+
+
+class Axis(NamedTuple):
+    size: int
+    source_stride: int  # bytes
+    target_stride: int
+
+
+class Shape(NamedTuple):
+    """A piece as an outer product: runs of `run_bytes`, one at each index of the axes."""
+
+    run_bytes: int
+    axes: tuple[Axis, ...]  # outermost of the target first
+
+    @property
+    def num_runs(self) -> int:
+        return prod(axis.size for axis in self.axes)
+
+
+class ReadDescriptors(NamedTuple):
+    """What to read from one rank of P. Three i64[n], bytes from each allocation's base."""
+
+    remote_rank: int
+    remote_offsets: IntArray
+    local_offsets: IntArray
+    lengths: IntArray
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.lengths.sum())
+
+
+class _Runs(NamedTuple):
+    sources: IntArray
+    targets: IntArray
+    lengths: IntArray
+
+
+@lru_cache(maxsize=16)
+def pieces(start: int, stop: int, *block_sizes: int) -> tuple[tuple[int, IntArray], ...]:
+    """Cuts tokens [start, stop) at every block border: of each length the first tokens, i64[n]."""
+    if start >= stop:
+        return ()
+    borders = [np.array([start, stop], np.int64)]
+    for size in set(block_sizes):
+        borders.append(np.arange((start // size + 1) * size, stop, size, dtype=np.int64))
+    cuts = np.sort(np.concatenate(borders))
+    starts, lengths = cuts[:-1], cuts[1:] - cuts[:-1]
+    # Lengths are at most a block, so counting beats sorting. 0: two borders in one place.
+    found = np.flatnonzero(np.bincount(lengths)).tolist()
+    return tuple((length, starts[lengths == length]) for length in found if length)
+
+
+def cut(
+    owner: int,
+    source: Side,
+    target: Side,
+    heads: int,
+    tokens: range,
+    turn: tuple[int, int] = (0, 1),
+) -> Iterator[BlockCopy]:
+    """Tokens of a sequence as copies between two paged memories.
+
+    Args:
+        turn: (index, count): of every `count` blocks of the source, only block `index`: other
+            owners have those between.
+    """
+    size = source.layout.block_size
+    index, count = turn
+    for length, starts in pieces(tokens.start, tokens.stop, size, target.layout.block_size):
+        mine = starts if count == 1 else starts[starts // size % count == index]
+        if len(mine):
+            places = source.places(mine), target.places(mine)
+            yield BlockCopy(owner, source.layout, target.layout, heads, length, *places)
+
+
+def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
+    """The fewest READs that do all these copies, by rank of P, each in the target's order."""
+    by_owner: dict[int, list[_Runs]] = {}
+    for copy in copies:
+        by_owner.setdefault(copy.owner, []).append(_expand(copy))
+    return tuple(
+        ReadDescriptors(owner, *_merge(_concatenate(by_owner[owner]))) for owner in sorted(by_owner)
+    )
+
+
+def count_descriptors(copies: Iterable[BlockCopy]) -> int:
+    """How many READs these copies are, or a few more, without making them."""
+    return sum(len(_joined_pieces(copy).sources) * copy.shape.num_runs for copy in copies)
+
+
+@lru_cache(maxsize=4096)
+def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Shape:
+    """How the elements of such pieces lie, where both sides have one dtype."""
+    reads, writes = byte_strides(source), byte_strides(target)
+    sizes = {"H": heads, "L": source.num_layers, "C": source.num_components, "N": tokens}
+    axes = [Axis(size, reads[name], writes[name]) for name, size in sizes.items() if size > 1]
+    axes.sort(key=lambda axis: axis.target_stride)
+    run = source.head_dim * source.itemsize
+    left: list[Axis] = []
+    for axis in axes:
+        if axis.source_stride == run == axis.target_stride:
+            run *= axis.size
+        else:
+            left.append(axis)
+    return Shape(run, tuple(reversed(left)))
+
+
+@lru_cache(maxsize=64)  # of up to a MiB
+def _offsets(axes: tuple[Axis, ...]) -> tuple[IntArray, IntArray]:
+    """Every index of the axes as bytes, at the source and at the target."""
+    sources = targets = np.zeros(1, np.int64)
+    for size, source_stride, target_stride in axes:
+        steps = np.arange(size, dtype=np.int64)
+        sources = np.add.outer(sources, steps * source_stride).reshape(-1)
+        targets = np.add.outer(targets, steps * target_stride).reshape(-1)
+    return sources, targets
+
+
+def _joined_pieces(copy: BlockCopy) -> _Runs:
+    """The first run of each piece, neighbours merged: so are then their other runs."""
+    lengths = np.full(len(copy.sources), copy.shape.run_bytes)
+    return _merge(_Runs(copy.sources, copy.targets, lengths))
+
+
+def _expand(copy: BlockCopy) -> _Runs:
+    """The copy's runs; in order, or nearly."""
+    bases, axes = _joined_pieces(copy), copy.shape.axes
+    if not axes:
+        return bases
+    reach = int(bases.targets[-1] - bases.targets[0])
+    num_outer = sum(axis.target_stride > reach for axis in axes)
+    outer, inner = _offsets(axes[:num_outer]), _offsets(axes[num_outer:])
+    repeated = np.broadcast_to(
+        bases.lengths[None, :, None], (len(outer[0]), len(bases.lengths), len(inner[0]))
+    )
+    return _Runs(
+        _sums(outer[0], bases.sources, inner[0]),
+        _sums(outer[1], bases.targets, inner[1]),
+        repeated.reshape(-1),
+    )
+
+
+def _sums(outer: IntArray, base: IntArray, inner: IntArray) -> IntArray:
+    total: IntArray = (outer[:, None, None] + base[None, :, None] + inner).reshape(-1)
+    return total
+
+
+def _concatenate(parts: list[_Runs]) -> _Runs:
+    if len(parts) == 1:
+        return parts[0]
+    return _Runs(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def _merge(runs: _Runs) -> _Runs:
+    """In the target's order, those that follow each other on both sides as one."""
+    sources, targets, lengths = runs
+    if np.any(targets[1:] < targets[:-1]):
+        order = np.argsort(targets, kind="stable")
+        sources, targets, lengths = sources[order], targets[order], lengths[order]
+    follows = sources[1:] == (sources + lengths)[:-1]
+    if follows.any():  # seldom: the other side need not be looked at
+        follows &= targets[1:] == (targets + lengths)[:-1]
+    if not follows.any():
+        return _Runs(sources, targets, lengths)
+    firsts = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(~follows) + 1))
+    return _Runs(sources[firsts], targets[firsts], np.add.reduceat(lengths, firsts))

@@ -1,0 +1,172 @@
+"""Staged transfers: the sizes of their chunks, and where these are placed."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.pool import KVPool
+from kvcache.transfer.move.peer_memory import bytes_at
+from kvcache.transfer.move.placer import Placer, TorchPlacer
+from kvcache.transfer.move.staging import StagingBuffer
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.staged import Chunk, StagedPlan
+from kvcache.transfer.plan.transfer import Transfer
+from tests.kvcache.transfer.geometry import (
+    DTYPES,
+    GARBAGE,
+    Case,
+    cases,
+    execute_reads,
+    memory_of,
+    with_dtypes,
+)
+from tests.kvcache.transfer.memory_placer import MemoryPlacer, place_units
+from tests.kvcache.transfer.test_plan import PROPERTY, scattered, side, simple
+
+STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
+TOKENS = 4096
+BLOCK_BYTES = 16 * 8 * 2 * 2 * 4 * 4  # of P
+BETWEEN_GPUS = CostModel(1e-7, 1e9, 4e9)
+ON_A_CPU = CostModel(1e-7, 1e9, 4e9, overlaps=False)
+
+
+def sizes(costs: CostModel, staging_blocks: int) -> list[int]:
+    """Blocks of P in each chunk of a pull of 256 of them."""
+    case = simple(
+        scattered(side(1, 16, tokens=TOKENS)), scattered(side(1, 64, tokens=TOKENS)), stop=TOKENS
+    )
+    plan = case.plan(0, costs=costs, staging_bytes=staging_blocks * BLOCK_BYTES)
+    assert plan.path == "staged"
+    assert plan.slot_bytes * 2 <= staging_blocks * BLOCK_BYTES
+    found = [sum(read.nbytes for read in chunk.reads) // BLOCK_BYTES for chunk in plan.chunks]
+    assert sum(found) == TOKENS // 16
+    return found
+
+
+def test_between_gpus_chunks_take_a_quarter_of_the_memory_and_become_smaller() -> None:
+    found = sizes(BETWEEN_GPUS, 128)
+    assert found[0] == 32 and found[-1] == 4
+    assert all(before >= after for before, after in pairwise(found))
+
+
+def test_on_a_cpu_chunks_are_alike() -> None:
+    *found, last = sizes(ON_A_CPU, 128)
+    assert len(set(found)) == 1 and 0 < last <= found[0]
+
+
+def test_a_chunk_is_made_when_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    make = StagedPlan.chunk
+    monkeypatch.setattr(
+        StagedPlan, "chunk", lambda plan, index: made.append(index) or make(plan, index)
+    )
+    case = simple(side(1, 16, tokens=TOKENS), side(1, 64, tokens=TOKENS), stop=TOKENS)
+    plan = case.plan(0, costs=BETWEEN_GPUS, staging_bytes=128 * BLOCK_BYTES)
+    assert not made
+    reads = plan.chunks[0].reads
+    assert made == [0] and plan.chunks[0].reads is reads
+    assert plan.descriptors >= len(plan.chunks) == len(made)
+    with pytest.raises(IndexError):
+        plan.chunks[len(plan.chunks)]
+
+
+@settings(PROPERTY, max_examples=300)
+@given(cases(), st.integers(0, 7), st.integers(1, 6), DTYPES)
+def test_the_kernel_places_chunks_where_torch_does(case, d_rank, staging_blocks, dtypes) -> None:
+    case = with_dtypes(case, *dtypes)
+    d_rank %= case.d.tp
+    block_bytes = max(case.layout(case.p, rank).block_bytes for rank in range(case.p.tp))
+    room = staging_blocks * (block_bytes + 64) * 2 * case.p.tp
+    plan = case.plan(d_rank, costs=STAGE_ALL, staging_bytes=room, convert=True)
+    pool = garbage_pool(case, d_rank)
+    into = pool.tensor.view(-1).numpy()
+    sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
+    execute_reads(plan.reads, sources, into)
+    for chunk in plan.chunks:
+        slot = np.full(chunk.nbytes, 0xEE, np.uint8)
+        execute_reads(chunk.reads, sources, slot)
+        for copy in chunk.copies:
+            place_units(copy, torch.from_numpy(slot), pool.tensor, chunk.factors)
+    np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
+
+
+def garbage_pool(case: Case, d_rank: int) -> KVPool:
+    pool = KVPool(case.layout(case.d, d_rank))
+    pool.tensor.copy_(torch.full(pool.layout.shape, GARBAGE))
+    return pool
+
+
+class WithoutCompiler(MemoryPlacer):
+    def prepare(self, transfer: Transfer) -> None:
+        raise ImportError("no compiler")
+
+    def launch(self, *_: object) -> object:
+        raise AssertionError("it cannot")
+
+
+CASE = simple(side(1, 16), side(1, 64))
+
+
+def filled(staging: StagingBuffer, slot: int) -> tuple[Chunk, int]:
+    """The only chunk of a pull, read into a slot, and the size of slots."""
+    plan = CASE.plan(0, costs=STAGE_ALL, staging_bytes=1 << 20)
+    (chunk,) = plan.chunks
+    size = plan.slot_bytes
+    into = bytes_at(staging.base_address + slot * size, size).numpy()
+    execute_reads(chunk.reads, [memory_of(CASE, CASE.p, 0)], into)
+    return chunk, size
+
+
+@pytest.mark.parametrize("kind", [MemoryPlacer, WithoutCompiler, TorchPlacer])
+def test_staging_memory_places_with_its_placer_or_without(kind: type[Placer]) -> None:
+    pool = garbage_pool(CASE, 0)
+    staging = StagingBuffer(1 << 20, pool, kind(pool))  # type: ignore[call-arg]
+    staging.bind_thread()
+    staging.prepare(CASE.transfer(0))
+    staging.enter("a")
+    chunk, size = filled(staging, 1)
+    staging.place(chunk, 1, size)
+    assert staging.is_free(1)
+    staging.leave("a")
+    found = pool.tensor.view(-1).numpy()
+    np.testing.assert_array_equal(found, memory_of(CASE, CASE.d, 0, CASE.start))
+
+
+class LateWithoutCompiler(MemoryPlacer):
+    """Prepares one peer and no other."""
+
+    peers = 0
+
+    def prepare(self, transfer: Transfer) -> None:
+        self.peers += 1
+        if self.peers > 1:
+            raise ImportError("no compiler any more")
+
+
+def test_what_a_placer_has_begun_has_to_end_though_it_is_given_up() -> None:
+    pool = garbage_pool(CASE, 0)
+    placer = LateWithoutCompiler(pool)
+    staging = StagingBuffer(1 << 20, pool, placer)
+    staging.prepare(CASE.transfer(0))
+    staging.enter("a")
+    placer.stalled = True
+    chunk, size = filled(staging, 0)
+    staging.place(chunk, 0, size)
+    staging.prepare(CASE.transfer(0))  # of another peer
+    assert not staging.is_free(0)
+    placer.stalled = False
+    assert staging.is_free(0)
+    staging.leave("a")
+
+
+def test_the_slot_of_a_copy_that_fails_is_free() -> None:
+    pool = garbage_pool(CASE, 0)
+    staging = StagingBuffer(1 << 20, pool)
+    chunk, size = filled(staging, 0)
+    with pytest.raises(RuntimeError):
+        staging.place(chunk._replace(factors=(1.0,)), 0, size)  # too few factors
+    assert staging.is_free(0)

@@ -33,6 +33,7 @@ import torch
 from kvcache.layout import NAMED_ORDERS, KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.move.peer_memory import Memory as PeerMemory
 from kvcache.transfer.move.peer_memory import offer, open_host
 from kvcache.transfer.move.place import measure as measure_copies
 from kvcache.transfer.move.place import place
@@ -235,7 +236,7 @@ class Puller:
         self.agent.register(self.staging.base_address, self.staging.nbytes)
         self.kv = reference_kv(size)
         self.peer_base = peer.base_address
-        self.mapped = open_host(peer).bytes if transfer == "auto" else None  # P's memory
+        self.mapped = open_host(peer) if transfer == "auto" else None  # P's memory
         use_one_core()  # as in a server's worker
         self.peer = self.agent.add_peer(peer.agent_metadata)
         self.costs = DEFAULT_COSTS["cpu"]
@@ -284,16 +285,17 @@ class Puller:
     def pool_of(self, layout: KVLayout) -> torch.Tensor:
         return self.pool[: layout.nbytes].view(getattr(torch, self.size.dtype))
 
-    def pull_mapped(self, case: Case, source: torch.Tensor) -> Pulled:
+    def pull_mapped(self, case: Case, memory: PeerMemory) -> Pulled:
         size, offsets = self.size, rank_offsets(case.p, self.size)
         remote, (local, *_) = case.p.endpoints(size), case.d.endpoints(size)
         blocks = case.d.blocks(size), case.p.blocks(size)
         planner = Planner(local, remote, size.heads)
         transfer = planner.take((0, size.tokens), *blocks)
+        assert memory.bytes is not None
         pool, copies = self.pool_of(local.layout), list(transfer.copies())
         for index, first, count in launches(copies, TorchPlacer.launch_bytes):
             copy = copies[index].part(first, count)
-            place(copy, source[offsets[copy.owner] :], pool)
+            place(copy, memory.bytes[offsets[copy.owner] :], pool)
         return Pulled("mapped", 0, transfer.useful_bytes)
 
     def pull_reads(self, case: Case) -> Pulled:

@@ -49,6 +49,6 @@ def test_unless_told_otherwise_it_copies_out_of_the_peers_mapped_memory(capfd) -
 
 
 def test_wrong_bytes_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer.reformat, "apply", lambda chunk, slot, pool: None)
+    monkeypatch.setattr(transfer, "place", lambda *args: None)
     with pytest.raises(RuntimeError, match="LBCNHD 1->2: what arrived is not what was sent"):
         transfer.main([*SMALL, "--only", "LBCNHD 1->2"])

@@ -44,7 +44,8 @@ class MappableRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Memory that copies are placed out of: a peer's pool, or a slot of staging memory."""
+    """Memory that copies are placed out of: a peer's pool, or a slot of staging memory. A peer's
+    stays here until `close`, or the end of this object."""
 
     address: int
     bytes: torch.Tensor | None = None  # u8[n]: the same, where torch is to read it

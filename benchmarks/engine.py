@@ -29,10 +29,10 @@ import numpy as np
 import torch
 
 from benchmarks.engine_load import serve_requests
-from engine.batch import StepInput
 from engine.config import EngineConfig
-from engine.memory import size_pool
-from engine.runner import ModelRunner
+from engine.core.batch import StepInput
+from engine.worker.memory import size_pool
+from engine.worker.runner import ModelRunner
 from model.config import ModelConfig, parse_config
 from model.parallel import Parallel
 from protocol.messages import SamplingParams

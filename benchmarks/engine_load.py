@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch import Int32s, PendingStep, StepInput, StepOutput
-from engine.core import EngineCore
-from engine.role import KVRole
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.core.batch import Int32s, PendingStep, StepInput, StepOutput
+from engine.core.connector import KVConnector
+from engine.core.core import EngineCore
+from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.worker.runner import ModelRunner
 from kvcache.blocks import BlockAllocator
 from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelta
 
@@ -92,7 +92,7 @@ def serve_requests(
         ]
     )
     executor = _Timed(runner)
-    core = EngineCore(_scheduler(runner), executor, KVRole(), transport)
+    core = EngineCore(_scheduler(runner), executor, KVConnector(), transport)
     started_s = time.perf_counter()
     core.run()
     total_s = time.perf_counter() - started_s

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.sse import SSEParser
+from protocol.http.sse import SSEParser
 from proxy.upstream import HttpUpstream, Response, UpstreamError
 
 KV_FIELDS = ("transferred", "recomputed", "skipped")

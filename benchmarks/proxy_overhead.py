@@ -21,7 +21,7 @@ import uvloop
 
 from benchmarks.percentiles import LEVELS, percentile
 from benchmarks.processor import cpu_s
-from protocol import lifecycle
+from protocol.process import lifecycle
 
 PATH = "/v1/completions"
 BODY = json.dumps({"model": "m", "prompt": [1] * 512, "max_tokens": 16, "seed": 1}).encode()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from decode_server.failure import FailurePolicy
 from decode_server.server import DecodeHooks
 from engine.serve import run_server
-from protocol.settings import DecodeSettings, parse
+from protocol.settings.settings import DecodeSettings, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_server(
         settings,
         role="decode",
-        module="decode_server.role",
+        module="decode_server.connector",
         hooks=lambda secret: DecodeHooks(secret, policy),
     )
 

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 
 from decode_server.failure import FailurePolicy
 from decode_server.refusals import RefusalAlarm
-from engine.http_hooks import ServerHooks
+from engine.http.hooks import ServerHooks
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.kv_params import FirstTokenBits, KVTransferParams
-from protocol.logging import get_logger
 from protocol.messages import AddRequest, EngineInput, EngineReady, ReleaseRemote
-from protocol.openai import GenerationRequest
+from protocol.openai.api import GenerationRequest
+from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 

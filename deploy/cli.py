@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from protocol.standard_streams import open_standard_streams
+from protocol.process.standard_streams import open_standard_streams
 
 USAGE = """usage: baton <command> [options]
 
@@ -23,7 +23,7 @@ the file named by --config. baton --version prints the version."""
 def _up(name: str, *, only_warm: bool) -> Callable[[Sequence[str]], int]:
     def run(argv: Sequence[str]) -> int:
         from deploy.local import up
-        from protocol.settings import UpSettings, parse
+        from protocol.settings.settings import UpSettings, parse
 
         return up(parse(UpSettings, argv, prog=f"baton {name}"), only_warm=only_warm)
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from deploy.local_http import LOOPBACK
-from protocol.settings import (
+from protocol.settings.settings import (
     BatonSettings,
     DecodeSettings,
     ModelOptions,

@@ -14,7 +14,7 @@ from pydantic import Field
 from kvcache.transfer.link_log import SLOW_GPU_BYTES_PER_S, SLOW_GPU_FIX
 from kvcache.transfer.transports import Host, Link, look, measure
 from kvcache.transfer.ucx_log import has_rdma
-from protocol.settings import BatonSettings, DecodeOptions, parse
+from protocol.settings.settings import BatonSettings, DecodeOptions, parse
 
 _MIN_SHM_BYTES = 64 << 20
 _NVLINK_BYTES = 256 << 20

@@ -27,12 +27,12 @@ from deploy.commands import (
     user_option,
 )
 from deploy.local_http import LOOPBACK, get, url_host
-from protocol import lifecycle
-from protocol.cores import available_cores
-from protocol.listening import CannotListen, bind
-from protocol.option_names import renamed
-from protocol.settings import UpSettings, describe
-from protocol.settings_sources import unread_variables
+from protocol.ipc.listening import CannotListen, bind
+from protocol.process import lifecycle
+from protocol.process.cores import available_cores
+from protocol.settings.option_names import renamed
+from protocol.settings.settings import UpSettings, describe
+from protocol.settings.sources import unread_variables
 
 FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for
 NOTE_INTERVAL_S = 5.0

@@ -19,9 +19,9 @@ from kvcache.transfer.plan.endpoint import Endpoint, IntArray, PlanError, heads_
 from kvcache.transfer.plan.plan import TransferPlan, plan_transfer
 from model.config import load_config
 from protocol.handshake import FP8
-from protocol.settings import DEFAULT_MODEL, BatonSettings, DType, parse
-from protocol.settings_kv import ContextParallelism, GeometryOptions, LinkOptions
-from protocol.settings_sources import Listed
+from protocol.settings.kv import ContextParallelism, GeometryOptions, LinkOptions
+from protocol.settings.settings import DEFAULT_MODEL, BatonSettings, DType, parse
+from protocol.settings.sources import Listed
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Final
 
 from attention.support import StepLimits, Wanted, check
 from engine.config import EngineConfig
-from engine.host_memory import free_host_bytes
+from engine.process.host_memory import free_host_bytes
 from kvcache.layout import ITEMSIZE_BYTES, KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.staged import least_staging_bytes

@@ -27,29 +27,29 @@ from fastapi import FastAPI
 from msgspec.structs import replace
 
 from attention.support import UnsupportedPool
-from engine.client import Engine, EngineClient
 from engine.config import EngineConfig
-from engine.generation_config import read_generation_config
 from engine.geometry import check_attention, check_geometry, check_staging, check_weights
-from engine.http import ServerHooks, create_app
-from engine.http_middleware import KV_PARAMS_BYTES
-from engine.launch import EngineProcesses, new_incarnation
-from engine.tokenizer import Tokenizer
+from engine.http.app import ServerHooks, create_app
+from engine.http.generation_config import read_generation_config
+from engine.http.middleware import KV_PARAMS_BYTES
+from engine.process.client import Engine, EngineClient
+from engine.process.launch import EngineProcesses, new_incarnation
+from engine.text.tokenizer import Tokenizer
 from model.config import ModelConfig, load_config
 from model.fingerprint import fingerprint
 from model.hub import resolve_model
 from model.kv_scales import resolve_scales
-from protocol import lifecycle
-from protocol.cluster_secret import cluster_secret
-from protocol.connections import bound_clients, bounded_protocol, raise_file_limit
-from protocol.cores import available_cores
 from protocol.errors import EngineDied
-from protocol.listening import bind
-from protocol.logging import setup_logging
+from protocol.http.connections import bound_clients, bounded_protocol, raise_file_limit
+from protocol.ipc.listening import bind
 from protocol.messages import EngineReady
-from protocol.openai_sampling import GenerationConfig
-from protocol.settings import DecodeSettings, EngineSettings, PrefillSettings, describe
-from protocol.standard_streams import open_standard_streams
+from protocol.openai.sampling import GenerationConfig
+from protocol.process import lifecycle
+from protocol.process.cores import available_cores
+from protocol.process.logging import setup_logging
+from protocol.process.standard_streams import open_standard_streams
+from protocol.settings.cluster_secret import cluster_secret
+from protocol.settings.settings import DecodeSettings, EngineSettings, PrefillSettings, describe
 from protocol.version import system_fingerprint
 
 logger = logging.getLogger("baton.serve")

@@ -8,7 +8,7 @@ import torch
 
 from kvcache.layout import AXES, KVLayout
 from kvcache.shared_memory import SharedMemory
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 

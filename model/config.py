@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from model.errors import ModelError, ModelLoadError, UnsupportedModel
 from model.hub import resolve_model
-from protocol.shown import shown
+from protocol.short_repr import short_repr
 
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 
@@ -219,7 +219,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in ARCHITECTURES:
-        kind = shown(raw.get("model_type"))
+        kind = short_repr(raw.get("model_type"))
         told = ", ".join(map(str, names)) or f"model_type {kind} without one"
         raise UnsupportedModel(
             f"architecture {told} is not supported; supported: {', '.join(ARCHITECTURES)}"
@@ -232,13 +232,14 @@ def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
     if quantization and not _is_of_kv_only(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise UnsupportedModel(
-            f"quantization_config {shown(method or quantization)} is not supported; supported: "
+            f"quantization_config {short_repr(method or quantization)} is not supported; "
+            "supported: "
             "weights in float32, bfloat16 or float16, and GGUF files (dequantised at load)"
         )
     if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UnsupportedModel(f"hidden_act {shown(act)} is not supported; supported: silu")
+        raise UnsupportedModel(f"hidden_act {short_repr(act)} is not supported; supported: silu")
     if (partial := raw.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
-        told = f"partial_rotary_factor {shown(partial)} is not supported; supported: 1"
+        told = f"partial_rotary_factor {short_repr(partial)} is not supported; supported: 1"
         raise UnsupportedModel(told)
     _refuse_sliding_window(raw, architecture)
 
@@ -263,9 +264,9 @@ def _refuse_sliding_window(raw: dict[str, Any], architecture: str) -> None:
         window = None
     limit = raw.get("max_position_embeddings") or 0
     if (window and window < limit) or layer_types:
-        kinds = shown(sorted(layer_types)) if layer_types else "all"
+        kinds = short_repr(sorted(layer_types)) if layer_types else "all"
         raise UnsupportedModel(
-            f"sliding_window {shown(window)} (layer types {kinds}) is not supported"
+            f"sliding_window {short_repr(window)} (layer types {kinds}) is not supported"
             f" below max_position_embeddings {limit}; supported: full attention in every layer"
         )
 
@@ -273,14 +274,18 @@ def _refuse_sliding_window(raw: dict[str, Any], architecture: str) -> None:
 def _size(raw: dict[str, Any], name: str) -> int:
     value = raw.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelLoadError(f"config.json: {name} is {shown(value)}, expected a positive integer")
+        raise ModelLoadError(
+            f"config.json: {name} is {short_repr(value)}, expected a positive integer"
+        )
     return value
 
 
 def _number(raw: dict[str, Any], name: str, default: float) -> float:
     value = raw.get(name) or default
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ModelLoadError(f"config.json: {name} is {shown(value)}, expected a number above 0")
+        raise ModelLoadError(
+            f"config.json: {name} is {short_repr(value)}, expected a number above 0"
+        )
     return float(value)
 
 
@@ -290,7 +295,8 @@ def _rope(raw: dict[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
     rope_type = str(found.get("rope_type") or found.get("type") or "default")
     if rope_type not in ROPE_TYPES:
         raise UnsupportedModel(
-            f"rope type {shown(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
+            f"rope type {short_repr(rope_type)} is not supported; supported: "
+            + ", ".join(ROPE_TYPES)
         )
     if found.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
@@ -307,7 +313,7 @@ def _rope_scaling(raw: dict[str, Any], found: dict[str, Any], rope_type: str) ->
     original = found.get("original_max_position_embeddings") or max_position
     factor = found.get("factor") or (max_position / original if rope_type == "yarn" else None)
     if factor is None:
-        raise ModelLoadError(f"config.json: rope type {shown(rope_type)} lacks its factor")
+        raise ModelLoadError(f"config.json: rope type {short_repr(rope_type)} lacks its factor")
     if rope_type == "linear":
         return {"factor": float(factor)}
     if rope_type == "llama3":
@@ -315,7 +321,7 @@ def _rope_scaling(raw: dict[str, Any], found: dict[str, Any], rope_type: str) ->
         missing = [name for name in names if found.get(name) is None]
         if missing:
             raise ModelLoadError(
-                f"config.json: rope type {shown(rope_type)} lacks {', '.join(missing)}"
+                f"config.json: rope type {short_repr(rope_type)} lacks {', '.join(missing)}"
             )
         bounds = {name: float(found[name]) for name in names}
         return {"factor": float(factor), "original_max_position": int(original), **bounds}
@@ -349,13 +355,15 @@ def _moe(raw: dict[str, Any]) -> MoEConfig | None:
     method = str(raw.get("topk_method") or "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(
-            f"topk_method {shown(method)} is not supported; supported: greedy, group_limited_greedy"
+            f"topk_method {short_repr(method)} is not supported; supported: greedy, "
+            "group_limited_greedy"
         )
     if raw.get("scoring_func", "softmax") != "softmax" or raw.get("norm_topk_prob"):
-        scoring = shown(raw.get("scoring_func", "softmax"))
+        scoring = short_repr(raw.get("scoring_func", "softmax"))
         raise UnsupportedModel(
-            f"scoring_func {scoring} with norm_topk_prob {shown(raw.get('norm_topk_prob'))} is not "
-            "supported; supported: softmax, not normalised"
+            f"scoring_func {scoring} with norm_topk_prob "
+            f"{short_repr(raw.get('norm_topk_prob'))} is not supported; supported: softmax, not "
+            "normalised"
         )
     if raw.get("moe_layer_freq", 1) != 1:
         raise UnsupportedModel("moe_layer_freq other than 1 is not supported")

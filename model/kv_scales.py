@@ -14,7 +14,7 @@ from typing import Final
 from model.config import ModelConfig
 from model.errors import ModelLoadError
 from model.files import read_header, weight_files
-from protocol.shown import shown
+from protocol.short_repr import short_repr
 
 # What follows `model.layers.N.self_attn.`, by whose it is. MLA's one latent goes by the keys' name.
 _NAMES: Final = (
@@ -88,7 +88,8 @@ def _checked(name: str, scale: object) -> float:
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not (is_number and math.isfinite(scale) and scale > 0):  # type: ignore[arg-type, operator]
         raise InvalidScales(
-            f"{name} is {shown(scale)}: a scale must be a finite number above 0; give others with "
+            f"{name} is {short_repr(scale)}: a scale must be a finite number above 0; give "
+            "others with "
             "--kv-scales"
         )
     return float(scale)  # type: ignore[arg-type]

@@ -5,8 +5,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine.http_hooks import ServerHooks, nothing
-from engine.http_middleware import KV_PARAMS_BYTES, LOGPROB_BYTES
+from engine.http.hooks import ServerHooks, nothing
+from engine.http.middleware import KV_PARAMS_BYTES, LOGPROB_BYTES
 from prefill_server.transfers import Transfers
 from protocol import kv_params
 from protocol.errors import InvalidRequest, Overloaded
@@ -17,8 +17,8 @@ from protocol.messages import (
     EngineReady,
     TokenDelta,
 )
-from protocol.openai import GenerationRequest
-from protocol.shown import shown
+from protocol.openai.api import GenerationRequest
+from protocol.short_repr import short_repr
 
 
 class PrefillHooks(ServerHooks):
@@ -40,10 +40,10 @@ class PrefillHooks(ServerHooks):
         if not kv_params.is_prefill_request(request.kv_transfer_params):
             return adds
         if request.token_limit != 1 or request.stream:
-            limit = shown(request.token_limit)
+            limit = short_repr(request.token_limit)
             raise InvalidRequest(
                 "a request with kv_transfer_params.do_remote_decode must have max_tokens 1 and "
-                f"stream false; it has max_tokens {limit}, stream {shown(request.stream)}",
+                f"stream false; it has max_tokens {limit}, stream {short_repr(request.stream)}",
                 param="kv_transfer_params.do_remote_decode",
             )
         return [replace(add, retain_kv=True) for add in adds]

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import PeerIncompatible
-from protocol.shown import shown
+from protocol.short_repr import short_repr
 
 PROTOCOL_VERSION = 1
 
@@ -122,7 +122,8 @@ def _incompatible(field: str, ours: Any, theirs: Any) -> PeerIncompatible:
     if field in _CONVERTIBLE:
         fix = ", or let the decode server convert with --kv-convert"
     return PeerIncompatible(
-        f"{field} differs{where}: {shown(ours)} here, {shown(theirs)} on the prefill server. "
+        f"{field} differs{where}: {short_repr(ours)} here, {short_repr(theirs)} on the "
+        "prefill server. "
         f"Start both with the same model, revision, KV dtype and KV scales{fix}.",
         param=field,
     )
@@ -154,7 +155,7 @@ def check_consistent(metadata: EngineMetadata) -> None:
 
 
 def _reject(field: str, value: object, rule: str) -> None:
-    told = f"{field} is {shown(value)} in the peer's metadata; it {rule}."
+    told = f"{field} is {short_repr(value)} in the peer's metadata; it {rule}."
     raise PeerIncompatible(told, param=field)
 
 
@@ -165,7 +166,7 @@ def _require_range(field: str, value: int, low: int, high: int) -> None:
 
 def _require_equal(field: str, value: object, expected: object, of: str) -> None:
     if value != expected:
-        _reject(field, value, f"must be {shown(expected)}, as in {of}")
+        _reject(field, value, f"must be {short_repr(expected)}, as in {of}")
 
 
 def _check_compat(compat: CompatRecord) -> None:

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 
 from protocol.errors import KVParamsRejected
 from protocol.messages import FirstToken, RemotePrefill, SamplingParams, TokenLogprobs
-from protocol.shown import shown
+from protocol.short_repr import short_repr
 
 _UNSIGNED = ("signature", "checksums", "prompt_token_ids")
 _MAX_TRANSFER_ID = 128  # characters
@@ -85,7 +85,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     prompt_logprobs: (
         Annotated[list[LogprobBits | None], Meta(min_length=1, max_length=_MAX_TOKENS)] | None
     ) = None
-    # Of a prompt that came as text: what was tokenized, and the result (see engine/http_text.py).
+    # Of a prompt that came as text: what was tokenized, and the result (text_encoder.py).
     text_digest: _Digest | None = None
     # Not signed: prompt_digest vouches for them.
     prompt_token_ids: (
@@ -275,7 +275,7 @@ def _read(members: dict[str, Any]) -> KVTransferParams:
         problem, _, path = str(error).partition(" - at `$.")
         path = path.rstrip("`")
         wanted = re.sub("^Expected ", "must be ", problem.partition(", got ")[0])
-        reject(path, f"{wanted}, got {shown(_at(members, path))}")
+        reject(path, f"{wanted}, got {short_repr(_at(members, path))}")
 
 
 def _with_integers(value: Any, depth: int = _DEPTH) -> Any:
@@ -402,12 +402,12 @@ def reject(name: str, problem: str) -> NoReturn:
 
 def as_object(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        reject(name, f"must be an object, got {shown(value)}")
+        reject(name, f"must be an object, got {short_repr(value)}")
     return value
 
 
 def optional_bool(members: dict[str, Any], name: str) -> bool:
     value = members.get(name)
     if value is not None and not isinstance(value, bool):
-        reject(name, f"must be true, false or null, got {shown(value)}")
+        reject(name, f"must be true, false or null, got {short_repr(value)}")
     return bool(value)

@@ -11,12 +11,12 @@ from typing import Any
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
-from protocol import lifecycle
-from protocol.connections import bound_clients, bounded_protocol, raise_file_limit
-from protocol.cors import cors_options
-from protocol.listening import CannotListen, bind
-from protocol.logging import get_logger, setup_logging
-from protocol.settings import ProxySettings, describe, parse
+from protocol.http.connections import bound_clients, bounded_protocol, raise_file_limit
+from protocol.http.cors import cors_options
+from protocol.ipc.listening import CannotListen, bind
+from protocol.process import lifecycle
+from protocol.process.logging import get_logger, setup_logging
+from protocol.settings.settings import ProxySettings, describe, parse
 from proxy.app import ProxyApp
 
 logger = get_logger("proxy")  # also where this module is called __main__

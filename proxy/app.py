@@ -9,24 +9,24 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from protocol.connections import refusal
 from protocol.errors import BatonError, InternalError, InvalidRequest
-from protocol.http_body import ClientDisconnected, read_body
-from protocol.logging import get_logger, request_context
+from protocol.http.body import ClientDisconnected, read_body
+from protocol.http.connections import refusal
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.near_names import suggestion
-from protocol.settings import ProxySettings
+from protocol.process.logging import get_logger, request_context
+from protocol.settings.settings import ProxySettings
 from proxy import body as bodies
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
-from proxy.flow import ClientRequest, Flow
 from proxy.health import Health
-from proxy.legs import Trace
 from proxy.membership import Fleet, Server
+from proxy.pd_request import ClientRequest, PDRequest
 from proxy.poller import Poller
 from proxy.relay import Reply, Send
 from proxy.retry import Kind
 from proxy.series import expose_from_start
 from proxy.upstream import HttpUpstream
+from proxy.upstream_call import RequestTrace
 
 logger = get_logger(__name__)
 
@@ -85,7 +85,7 @@ class ProxyApp:
             interval_s=settings.health_interval_s,
             timeout_s=settings.health_timeout_s,
         )
-        self._flow = Flow(self.fleet, self._upstream, self.metrics)
+        self._flow = PDRequest(self.fleet, self._upstream, self.metrics)
         self._running: set[_Running] = set()
         self.shutting_down = False
         for server in (
@@ -133,7 +133,7 @@ class ProxyApp:
     # requests
 
     async def _http(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        path, trace = scope["path"], Trace()
+        path, trace = scope["path"], RequestTrace()
         try:
             if error := refusal(scope):
                 raise error
@@ -164,7 +164,9 @@ class ProxyApp:
         except TimeoutError:
             pass
 
-    async def _route(self, scope: Scope, receive: Receive, reply: Reply, trace: Trace) -> None:
+    async def _route(
+        self, scope: Scope, receive: Receive, reply: Reply, trace: RequestTrace
+    ) -> None:
         method, path = scope["method"], scope["path"]
         is_told = path == MODELS_PATH or path.startswith(MODELS_PATH + "/")
         if path in GENERATE_PATHS:
@@ -197,7 +199,9 @@ class ProxyApp:
                 near = suggestion(path[:80].rstrip("/"), CLIENT_PATHS)
                 raise UnknownPath(f"no such path: {method} {path}{near}; GET /docs lists all paths")
 
-    async def _generate(self, scope: Scope, receive: Receive, reply: Reply, trace: Trace) -> None:
+    async def _generate(
+        self, scope: Scope, receive: Receive, reply: Reply, trace: RequestTrace
+    ) -> None:
         data = await read_body(scope, receive, self.settings.max_body_bytes)
         body, stripped = bodies.sanitize(bodies.parse_body(data))
         if stripped:
@@ -251,7 +255,7 @@ class ProxyApp:
         status = {"status": "ready" if ready else "not_ready", "missing": missing}
         await reply.answer_json(200 if ready else 503, {**status, **counts, "servers": servers})
 
-    def _record(self, path: str, reply: Reply, trace: Trace) -> None:
+    def _record(self, path: str, reply: Reply, trace: RequestTrace) -> None:
         total_s = trace.elapsed_s()
         status = "broken" if reply.is_broken else str(reply.status or "none")
         self.metrics.inc("baton_proxy_responses", status=status)

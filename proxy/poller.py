@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 from proxy.health import Room
 from proxy.membership import Fleet, Server
 from proxy.retry import Kind

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from protocol import sse
 from protocol.errors import BatonError
+from protocol.http import sse
 from proxy.errors import MethodNotAllowed
 from proxy.upstream import Headers, Response, UpstreamError
 

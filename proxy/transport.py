@@ -16,7 +16,7 @@ from typing import Any, cast
 import httpcore
 import httpx
 
-from protocol.countdown import Countdown
+from protocol.http.countdown import Countdown
 from proxy.waiting import within
 
 HIGH_WATER_BYTES = 262144  # unread, at which the server has to wait

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from protocol.countdown import Countdown
+from protocol.http.countdown import Countdown
 
 
 @asynccontextmanager

@@ -136,9 +136,9 @@ def test_no_handler_swallows_every_error() -> None:
 
 def test_every_logger_is_heard_at_the_level_that_was_asked_for() -> None:
     found = [
-        f"{short(path)}:{line} use protocol.logging.get_logger(__name__)"
+        f"{short(path)}:{line} use protocol.process.logging.get_logger(__name__)"
         for path in python_files()
-        if not is_test(path) and short(path) != "protocol/logging.py"
+        if not is_test(path) and short(path) != "protocol/process/logging.py"
         for line in strange_loggers(path.read_text())
     ]
     assert not found, "\n".join(found)

@@ -65,9 +65,9 @@ from protocol.handshake import (
     Refused,
     Reply,
 )
-from protocol.logging import get_logger
 from protocol.messages import RemotePrefill
-from protocol.vital_threads import VitalThread
+from protocol.process.logging import get_logger
+from protocol.process.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 

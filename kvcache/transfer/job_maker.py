@@ -16,7 +16,7 @@ from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.read_throttle import Throttle
 from kvcache.transfer.ucx_log import UcxRead
 from protocol.errors import PeerIncompatible
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -3,7 +3,7 @@ one that is slower than it should be."""
 
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.ucx_log import GPU_FIX, UcxRead, has_rdma
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 

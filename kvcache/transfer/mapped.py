@@ -20,7 +20,7 @@ from kvcache.transfer.plan.transfer import Transfer
 from kvcache.transfer.pull import PeerKey
 from protocol.errors import BatonError, PeerIncompatible
 from protocol.handshake import EngineMetadata
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -30,7 +30,7 @@ from kvcache.transfer.agent import (
 )
 from kvcache.transfer.ucx_log import UcxRead, ucx_log
 from protocol.errors import TransferFailed
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 
 ucx_log.begin()  # before UCX is loaded
 

@@ -20,7 +20,7 @@ from kvcache.transfer.plan.staged import ALIGN_BYTES, Chunk, aligned
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import Pull
 from kvcache.transfer.pull_job import PullJob, Step
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 

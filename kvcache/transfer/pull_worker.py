@@ -41,8 +41,8 @@ from kvcache.transfer.ucx_log import UcxRead
 from kvcache.transfer.watch import Watch
 from protocol.errors import BatonError, InternalError, TransferFailed
 from protocol.handshake import EngineMetadata
-from protocol.logging import get_logger
-from protocol.vital_threads import VitalThread
+from protocol.process.logging import get_logger
+from protocol.process.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 

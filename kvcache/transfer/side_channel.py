@@ -35,9 +35,9 @@ from protocol.handshake import (
     open_request,
     seal_reply,
 )
-from protocol.listening import CannotListen
-from protocol.logging import get_logger
-from protocol.vital_threads import VitalThread
+from protocol.ipc.listening import CannotListen
+from protocol.process.logging import get_logger
+from protocol.process.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 

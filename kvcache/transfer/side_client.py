@@ -17,7 +17,7 @@ from typing import Any
 from kvcache.transfer.waker import Waker
 from kvcache.transfer.wire import Wire, WireClosed, framed, tune, wait_readable
 from protocol.handshake import FrameError, Reply, Request, open_reply, seal_request
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from decode_server.connector import DecodeConnector
 from decode_server.failure import FailurePolicy
-from decode_server.role import DecodeRole
-from engine.batch import StepInput
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.batch import StepInput
+from engine.core.core import EngineCore
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
@@ -31,7 +31,7 @@ from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.pull import PullSettings
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.side_channel import LeaseServer
-from prefill_server.role import PrefillRole
+from prefill_server.connector import PrefillConnector
 from protocol import kv_params
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import AbortRequest, AddRequest, SamplingParams
@@ -204,7 +204,7 @@ class Pair:
         address = "127.0.0.1", self._port
         self.leases = LeaseServer(*address, metadata, SECRET, clock=lambda: self.now_s)
         self.leases.start()
-        self.p = self._side(pool, PrefillRole(config, self.leases), agent)
+        self.p = self._side(pool, PrefillConnector(config, self.leases), agent)
 
     def _start_decode(
         self, block_size: int, order: str, policy: str, settings: PullSettings
@@ -232,7 +232,7 @@ class Pair:
             mapped=self.make_mapped(pool),
         )
         self.worker.start()
-        role = DecodeRole(self.coordinator, FailurePolicy(policy), self._quarantine_timeout_s)
+        role = DecodeConnector(self.coordinator, FailurePolicy(policy), self._quarantine_timeout_s)
         self.d = self._side(pool, role, agent)
 
     def restart_prefill(self) -> None:

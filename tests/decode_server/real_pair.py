@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from attention.registry import create_backend
-from engine.batch import PendingStep, StepInput
-from engine.runner import ModelRunner, RankMemory
+from engine.core.batch import PendingStep, StepInput
+from engine.worker.runner import ModelRunner, RankMemory
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from model.config import load_config

@@ -4,9 +4,9 @@ import itertools
 import random
 from typing import Any
 
+from decode_server.connector import DecodeConnector
 from decode_server.failure import FailurePolicy
-from decode_server.role import DecodeRole
-from engine.batch import StepInput
+from engine.core.batch import StepInput
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from kvcache.transfer.coordinator import PullCoordinator
@@ -100,7 +100,7 @@ class SharingPair(Pair):
         ]
         for worker in self.workers:
             worker.start()
-        role = DecodeRole(self.coordinator, FailurePolicy(policy), self._quarantine_timeout_s)
+        role = DecodeConnector(self.coordinator, FailurePolicy(policy), self._quarantine_timeout_s)
         executor = _Executor(pools, stripes, self.depth)
         core, _, out = make_core(
             num_blocks=pools[0].layout.num_blocks,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from decode_server.role import QuarantineOverflow
+from decode_server.connector import QuarantineOverflow
 from kvcache.transfer.pull import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest, ReleaseRemote

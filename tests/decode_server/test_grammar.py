@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.grammar import _NUM_COMPILING, GrammarCompiler
-from engine.tokenizer import Tokenizer
+from engine.text.grammar import _NUM_COMPILING, GrammarCompiler
+from engine.text.tokenizer import Tokenizer
 from protocol import kv_params
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
 from tests.decode_server.conftest import MakePair

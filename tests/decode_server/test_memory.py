@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from decode_server.role import DecodeRoleFactory
-from engine.worker import RoleFactory, _pool_size
-from prefill_server.role import PrefillRoleFactory
+from decode_server.connector import DecodeConnectorFactory
+from engine.worker.worker import ConnectorFactory, _pool_size
+from prefill_server.connector import PrefillConnectorFactory
 from tests.decode_server.pair import make_config
 
 BLOCK_BYTES = 1 << 20
@@ -21,14 +21,14 @@ MODEL: Any = SimpleNamespace(max_position=256)
 @pytest.mark.parametrize(
     "factory, options, blocks",
     [
-        (DecodeRoleFactory(), {"transfer": "auto"}, 300 - 64),
-        (DecodeRoleFactory(), {"transfer": "nixl"}, 300 - 64),
-        (DecodeRoleFactory(), {"transfer": "mapped"}, 300),  # stages nothing
-        (PrefillRoleFactory(), {}, 300),
+        (DecodeConnectorFactory(), {"transfer": "auto"}, 300 - 64),
+        (DecodeConnectorFactory(), {"transfer": "nixl"}, 300 - 64),
+        (DecodeConnectorFactory(), {"transfer": "mapped"}, 300),  # stages nothing
+        (PrefillConnectorFactory(), {}, 300),
     ],
 )
 def test_staging_memory_is_no_kv_memory(
-    factory: RoleFactory, options: dict[str, Any], blocks: int
+    factory: ConnectorFactory, options: dict[str, Any], blocks: int
 ) -> None:
     config = make_config(
         device="cuda", block_size=16, max_num_seqs=64, staging_bytes=64 * BLOCK_BYTES, **options

@@ -9,11 +9,11 @@ import time
 import msgspec
 import pytest
 
-from decode_server.role import QuarantineOverflow
+from decode_server.connector import QuarantineOverflow
 from kvcache.blocks import BlockState
 from kvcache.stripe import Stripe
 from kvcache.transfer.pull import PullSettings
-from prefill_server import role
+from prefill_server import connector as role
 from protocol import kv_params
 from protocol.messages import AbortRequest, FirstToken, ReleaseRemote
 from protocol.metrics import TABLE

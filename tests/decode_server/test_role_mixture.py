@@ -16,11 +16,11 @@ import pytest
 from llguidance import LLMatcher
 from msgspec.structs import replace
 
+from decode_server.connector import DecodeConnector, QuarantineOverflow
 from decode_server.failure import FailurePolicy
-from decode_server.role import DecodeRole, QuarantineOverflow
-from engine.batch import Int32s, StepFailed, StepInput
-from engine.grammar import GrammarCompiler
-from engine.sequence import Phase
+from engine.core.batch import Int32s, StepFailed, StepInput
+from engine.core.sequence import Phase
+from engine.text.grammar import GrammarCompiler
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -111,7 +111,7 @@ class _Mixture:
         self.content: dict[str, list[int]] = {}  # of leases
         self.coordinator = FakeCoordinator(rng, size, self.content, self._write, self._state_of)
         fake: Any = self.coordinator
-        self.role = DecodeRole(fake, FailurePolicy(self.policy), self.quarantine_timeout_s)
+        self.role = DecodeConnector(fake, FailurePolicy(self.policy), self.quarantine_timeout_s)
         self.core, _, self.out = make_core(
             executor=self.executor,
             role=self.role,

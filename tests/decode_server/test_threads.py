@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 # A rank as it is, but that its transfer thread cannot use its agent.
 _BROKEN_ROLE = """
 import threading
-from decode_server.role import DecodeRoleFactory
-from engine.worker import main
+from decode_server.connector import DecodeRoleFactory
+from engine.worker.worker import main
 from kvcache.transfer.nixl_agent import NixlAgent
 
 usual = NixlAgent.bind_thread
@@ -30,9 +30,9 @@ if __name__ == "__main__":
 
 _SERVER = """
 import sys
-from engine.http import ServerHooks
+from engine.http.app import ServerHooks
 from engine.serve import run_server
-from protocol.settings import DecodeSettings, parse
+from protocol.settings.settings import DecodeSettings, parse
 
 settings = parse(DecodeSettings, sys.argv[1:], prog="broken")
 hooks = lambda secret: ServerHooks()

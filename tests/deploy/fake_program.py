@@ -11,7 +11,7 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from protocol import lifecycle
+from protocol.process import lifecycle
 
 kind, mode = sys.argv[1:3]
 options = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[3:] if "=" in word)

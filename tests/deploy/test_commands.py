@@ -10,7 +10,13 @@ from deploy.commands import (
     server_commands,
     user_option,
 )
-from protocol.settings import DecodeSettings, PrefillSettings, ProxySettings, UpSettings, load
+from protocol.settings.settings import (
+    DecodeSettings,
+    PrefillSettings,
+    ProxySettings,
+    UpSettings,
+    load,
+)
 
 PROGRAMS: dict[Kind, tuple[str, ...]] = {"prefill": ("p",), "decode": ("d",), "proxy": ("x",)}
 

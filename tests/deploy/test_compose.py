@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from protocol import lifecycle
+from protocol.process import lifecycle
 from tests.deploy.compose_file import compose
 from tests.make_models import ensure_model
 from tests.ports import kept_ports

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from deploy.cli import COMMANDS
-from protocol.settings import (
+from protocol.settings.settings import (
     BatonSettings,
     DecodeSettings,
     PrefillSettings,
     ProxySettings,
     load,
 )
-from protocol.settings_sources import field_paths, variable_name
+from protocol.settings.sources import field_paths, variable_name
 from tests.deploy.compose_file import compose
 
 COMPOSE = Path(__file__).resolve().parents[2] / "deploy" / "docker-compose.gpu.yml"

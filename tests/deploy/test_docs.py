@@ -14,14 +14,15 @@ from benchmarks.evaluate import make_parser
 from deploy.doctor import DoctorSettings
 from deploy.plan import PlanSettings
 from model.config import ARCHITECTURES, ROPE_TYPES
-from protocol import errors, openapi
+from protocol import errors
 from protocol.kv_params import SENDER_RELEASES, KVTransferParams
-from protocol.openai import RELEASE_PATH
-from protocol.openai_chat import parse_chat
-from protocol.openai_completions import parse_completion
-from protocol.responses_request import ResponsesRequest
-from protocol.settings import PROGRAMS, UpSettings, load
-from protocol.settings_sources import (
+from protocol.openai import openapi
+from protocol.openai.api import RELEASE_PATH
+from protocol.openai.chat import parse_chat
+from protocol.openai.completions import parse_completion
+from protocol.openai.responses_request import ResponsesRequest
+from protocol.settings.settings import PROGRAMS, UpSettings, load
+from protocol.settings.sources import (
     MACHINE_VARIABLES,
     field_paths,
     option_name,

@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 LAUNCH = """
 import os, sys
 from deploy.local import up
-from protocol.settings import UpSettings, load
+from protocol.settings.settings import UpSettings, load
 modes, argv = sys.argv[1].split(","), sys.argv[2:]
 programs = {{kind: (sys.executable, {fake!r}, kind, mode)
              for kind, mode in zip(("prefill", "decode", "proxy"), modes, strict=True)}}

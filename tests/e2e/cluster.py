@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from protocol import lifecycle
+from protocol.process import lifecycle
 from tests import stopping
 from tests.e2e.plain_http import http
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import httpx
 import pytest
 
-from protocol import lifecycle
+from protocol.process import lifecycle
 from tests.e2e.client import MODEL, TIMEOUT_S, parse_kv, prefill
 from tests.e2e.cluster import Server, start_decode, start_prefill, wait_until
 from tests.e2e.plain_http import http

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.noise import gumbel_of_vocabulary, row_keys
+from engine.sampling.counter_rng import gumbel_of_vocabulary, row_keys
 from tests.e2e.reference import Reference
 
 

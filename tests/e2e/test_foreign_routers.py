@@ -15,7 +15,7 @@ import httpx
 import orjson
 import pytest
 
-from protocol import lifecycle
+from protocol.process import lifecycle
 from tests.e2e.client import (
     ASK,
     MODEL,

@@ -10,16 +10,16 @@ from typing import Any
 import httpx
 import uvicorn
 
-from engine.client import ScriptedEngine, count_up
-from engine.http import ServerHooks, create_app
-from engine.http_middleware import KV_PARAMS_BYTES
-from engine.tokenizer import Tokenizer
-from protocol.connections import bounded_protocol
+from engine.http.app import ServerHooks, create_app
+from engine.http.middleware import KV_PARAMS_BYTES
+from engine.process.client import ScriptedEngine, count_up
+from engine.text.tokenizer import Tokenizer
+from protocol.http.connections import bounded_protocol
+from protocol.http.sse import SSEParser
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
-from protocol.openai_sampling import GenerationConfig
-from protocol.settings import ListenOptions
-from protocol.sse import SSEParser
+from protocol.openai.sampling import GenerationConfig
+from protocol.settings.settings import ListenOptions
 
 WAIT_S = 120.0
 CONTEXT = 64

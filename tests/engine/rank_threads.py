@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from engine.batch import (
+from engine.core.batch import (
     Int32s,
     PendingStep,
     StepInput,
@@ -16,7 +16,7 @@ from engine.batch import (
     step_from_bytes,
     step_to_bytes,
 )
-from engine.runner import ModelRunner
+from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from tests.decode_server.pair import make_config

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from engine.batch import (
+from engine.core.batch import (
     Int32s,
     ScoredRows,
     StepInput,
@@ -21,10 +21,10 @@ from engine.batch import (
     step_from_bytes,
     step_to_bytes,
 )
-from engine.core import EngineCore
-from engine.role import KVRole
-from engine.scheduler import Scheduler, SchedulerLimits
-from engine.shaping import NO_ROW, RowSetup
+from engine.core.connector import KVConnector
+from engine.core.core import EngineCore
+from engine.core.logits_processing import NO_ROW, SamplingRow
+from engine.core.scheduler import Scheduler, SchedulerLimits
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
 from protocol.messages import (
@@ -122,7 +122,7 @@ class ShadowExecutor:
         self.under_way: deque[_ShadowStep] = deque()
         self.num_steps_ahead = 0
         self._drawn: list[int] = []  # by the last step that ran
-        self._setups: dict[int, RowSetup] = {}  # by state row
+        self._setups: dict[int, SamplingRow] = {}  # by state row
         self._counted: dict[int, list[int]] = {}  # by state row: prompt, then drawn tokens
         self.pool = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.block_size = block_size
@@ -238,7 +238,7 @@ class MemoryTransport:
         return [d for d in mine if d.finish_reason is not None or d.error is not None]
 
 
-class LocalRole(KVRole):
+class LocalRole(KVConnector):
     """A role that never leases and never pulls."""
 
 
@@ -250,7 +250,7 @@ def make_core(
     max_num_batched_tokens: int = 16,
     max_model_len: int = 64,
     prefix_caching: bool = True,
-    role: KVRole | None = None,
+    role: KVConnector | None = None,
     depth: int = 0,
     executor: ShadowExecutor | None = None,
 ) -> tuple[EngineCore, ShadowExecutor, MemoryTransport]:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
 
-from engine.core import EngineCore
-from engine.sampler import SamplingBatch, sample
+from engine.core.core import EngineCore
+from engine.sampling.sampler import SamplingBatch, sample
 from protocol.messages import AddRequest, SamplingParams, TokenLogprobs
 from tests.decode_server.real_pair import RealPair
 from tests.engine.shadow import MemoryTransport

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.core import EngineCore
-from engine.role import KVRole
-from engine.sequence import Sequence
-from engine.step_pace import StepPace
+from engine.core.connector import KVConnector
+from engine.core.core import EngineCore
+from engine.core.sequence import Sequence
+from engine.core.step_pace import StepPace
 from kvcache.blocks import BlockState
 from protocol.messages import (
     AbortRequest,
@@ -53,7 +53,7 @@ def remote(prompt: list[int]) -> RemotePrefill:
     )
 
 
-class PullingRole(KVRole):
+class PullingRole(KVConnector):
     """Bytes may arrive the moment a pull begins: a launched step must not refer to its blocks."""
 
     executor: ShadowExecutor

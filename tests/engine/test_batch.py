@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 from msgspec.structs import replace
 
-from engine.batch import build_step, step_from_bytes, step_to_bytes
-from engine.scheduler import Scheduled
-from engine.sequence import Sequence
-from engine.shaping import RowSetup, ShapeBook
+from engine.core.batch import build_step, step_from_bytes, step_to_bytes
+from engine.core.logits_processing import SamplingRow, ShapeBook
+from engine.core.scheduler import Scheduled
+from engine.core.sequence import Sequence
 from protocol.messages import Grammar, SamplingParams
 from tests.engine.shadow import add
 
@@ -49,7 +49,7 @@ def test_a_step_is_the_same_after_its_trip() -> None:
         assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype, name
     assert copy.sampling == step.sampling == [SamplingParams(temperature=0.0)]
     assert copy.shapes == step.shapes and copy.shapes is not None
-    assert copy.shapes.setups == [RowSetup(0, [1, 2, 3], [], (0.5, 0.0, 1.0), {3: 1.5}, [])]
+    assert copy.shapes.setups == [SamplingRow(0, [1, 2, 3], [], (0.5, 0.0, 1.0), {3: 1.5}, [])]
     assert copy.is_masked
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler import Plan
-from engine.sequence import Phase, Sequence
+from engine.core.scheduler import Plan
+from engine.core.sequence import Phase, Sequence
 from kvcache.blocks import BlockState
 from protocol.errors import InternalError
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, SamplingParams

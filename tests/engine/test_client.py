@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.client import SMALL_ENGINE, Engine, EngineClient, ScriptedEngine
+from engine.process.client import SMALL_ENGINE, Engine, EngineClient, ScriptedEngine
 from kvcache.transfer.wire import framed
 from protocol.errors import EngineDied
 from protocol.messages import (

@@ -14,7 +14,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
 from tests.engine.http_server import USAGE, chunks, serving
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler import Plan
+from engine.core.scheduler import Plan
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage
 from tests.engine.shadow import (
     SIZES,
@@ -65,7 +65,7 @@ def test_the_books_are_checked_once_when_it_has_been_quiet(
     quiet = _Quiet(add("a", [1, 2, 3], 4), num_looks=30)
     core.transport = quiet
     clock = SimpleNamespace(monotonic=lambda: quiet.now_s, perf_counter=lambda: quiet.now_s)
-    monkeypatch.setattr("engine.core.time", clock)
+    monkeypatch.setattr("engine.core.core.time", clock)
     checks: list[float] = []
     monkeypatch.setattr(core, "check_integrity", lambda: checks.append(quiet.now_s))
     core.run()

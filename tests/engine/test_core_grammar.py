@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-import engine.grammar
-from engine.core import EngineCore
-from engine.grammar import _NUM_COMPILING, GrammarCompiler
-from engine.tokenizer import Tokenizer
+import engine.text.grammar
+from engine.core.core import EngineCore
+from engine.text.grammar import _NUM_COMPILING, GrammarCompiler
+from engine.text.tokenizer import Tokenizer
 from protocol.errors import LeaseGone
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
 from tests.engine.shadow import (
@@ -265,7 +265,7 @@ def test_a_dead_end_of_one_choice_is_one_error_of_the_request(
 def test_more_grammars_may_be_waited_for_than_are_kept(
     depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.grammar, "_MAX_CACHED_BYTES", 100)
+    monkeypatch.setattr(engine.text.grammar, "_MAX_CACHED_BYTES", 100)
     core, out = core_with(compiler, depth)
     texts = [f"text {number}" for number in range(150)]
     core.round([constrained(text, choice(text)) for text in texts])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from attention.base import AttentionBatch
-from engine.cuda_graph import captured_sizes
+from engine.worker.cuda_graph import captured_sizes
 
 
 @pytest.mark.parametrize("max_seqs", [1, 2, 3, 8, 63, 64, 65, 256, 1000])

@@ -5,7 +5,7 @@ import functools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import (
+from engine.text.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
     StopFinder,

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.batch import Int32s, StepFailed, StepInput
-from engine.grammar import GrammarCompiler
-from engine.role import KVRole
-from engine.runner import ModelRunner
-from engine.sequence import Sequence
-from engine.shaping import ShapeBook
+from engine.core.batch import Int32s, StepFailed, StepInput
+from engine.core.connector import KVConnector
+from engine.core.logits_processing import ShapeBook
+from engine.core.sequence import Sequence
+from engine.text.grammar import GrammarCompiler
+from engine.worker.runner import ModelRunner
 from kvcache.blocks import BlockStateError
 from model.config import load_config
 from model.parallel import Parallel
@@ -209,7 +209,7 @@ def test_memory_that_masks_lack_is_one_requests_matter(monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError("Tried to allocate 2 MiB")
 
     with monkeypatch.context() as patch:
-        patch.setattr("engine.runner.sample", lacks)
+        patch.setattr("engine.worker.runner.sample", lacks)
         with pytest.raises(StepFailed, match="OutOfMemoryError: Tried to allocate"):
             runner.launch(step).draw(masks)
     again = runner.launch(step)
@@ -238,7 +238,7 @@ def test_arrays_that_cannot_be_made_fail_for_whom_they_are(
     assert_all_blocks_home(core)
 
 
-class _Role(KVRole):
+class _Role(KVConnector):
     """Fails when a request ends."""
 
     def __init__(self, error: Exception) -> None:

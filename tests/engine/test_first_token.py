@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.grammar import GrammarCompiler
-from engine.sampler import SamplingBatch, sample
-from engine.sequence import Phase, Sequence
-from engine.shaping import LogitShaper, ShapeBook
+from engine.core.logits_processing import LogitShaper, ShapeBook
+from engine.core.sequence import Phase, Sequence
+from engine.sampling.sampler import SamplingBatch, sample
+from engine.text.grammar import GrammarCompiler
 from protocol.kv_params import sampling_digest
 from protocol.messages import AddRequest, Grammar, SamplingParams
 from tests.make_models import ensure_model

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.generation_config import read_generation_config
-from engine.tokenizer import Tokenizer
+from engine.http.generation_config import read_generation_config
+from engine.text.tokenizer import Tokenizer
 from model.errors import ModelLoadError
-from protocol.openai_sampling import GenerationConfig
+from protocol.openai.sampling import GenerationConfig
 from tests.engine.http_server import CONTEXT, serving
 
 FILE = {

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.grammar import COMPLETE, GrammarCompiler, GrammarState
-from engine.tokenizer import Tokenizer
+from engine.text.grammar import COMPLETE, GrammarCompiler, GrammarState
+from engine.text.tokenizer import Tokenizer
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar, GrammarKind, SamplingParams
 from tests.make_models import ensure_model

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import engine.grammar_check
-from engine.grammar_check import GrammarChecker
-from engine.tokenizer import Tokenizer
+import engine.text.grammar_check
+from engine.text.grammar_check import GrammarChecker
+from engine.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.messages import Grammar, GrammarKind
-from protocol.openai_structured import Demand
+from protocol.openai.structured import Demand
 from tests.engine.http_server import saying, serving
 
 ENDLESS = {"type": "integer", "multipleOf": 4_999_999}  # a state of its automaton for each number
@@ -66,7 +66,7 @@ async def test_what_takes_too_much_is_refused_and_named(
 
 
 async def test_memory_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.grammar_check, "MEMORY_BYTES", 16 << 20)
+    monkeypatch.setattr(engine.text.grammar_check, "MEMORY_BYTES", 16 << 20)
     async with checking(tokenizer, 60.0) as checker:
         with pytest.raises(InvalidRequest, match="16 MB"):
             await checker.check([schema(4_999_999)])
@@ -109,7 +109,9 @@ async def test_open_requests_grammars_have_a_limit_together(
     async with checking(tokenizer, 30.0) as checker:
         one, other = regex("a+"), regex("b+")
         await checker.check([one, other])
-        monkeypatch.setattr(engine.grammar_check, "MAX_HELD_BYTES", checker.nbytes(one.grammar))
+        monkeypatch.setattr(
+            engine.text.grammar_check, "MAX_HELD_BYTES", checker.nbytes(one.grammar)
+        )
         assert checker.nbytes(other.grammar) > 0
         ends = [checker.hold(one.grammar) for _ in range(2)]
         for end in ends:

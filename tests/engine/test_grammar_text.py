@@ -5,8 +5,8 @@ import json
 import pytest
 from llguidance import LLTokenizer
 
-from engine.grammar_process import judge
-from engine.grammar_text import (
+from engine.text.grammar_process import judge
+from engine.text.grammar_text import (
     MAX_GBNF_CHARS,
     MAX_GRAMMAR_CHARS,
     compiling_threads,

@@ -9,10 +9,9 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from engine.http import ServerHooks
-from engine.tokenizer import Tokenizer
+from engine.http.app import ServerHooks
+from engine.text.tokenizer import Tokenizer
 from protocol.errors import KVParamsRejected
-from protocol.logging import LineFormatter, current_request_id
 from protocol.messages import (
     AddRequest,
     EngineStats,
@@ -20,6 +19,7 @@ from protocol.messages import (
     TokenLogprobs,
 )
 from protocol.metrics import stat_key
+from protocol.process.logging import LineFormatter, current_request_id
 from tests.engine.http_server import (
     CONTEXT,
     USAGE,
@@ -253,7 +253,7 @@ async def test_a_request_id_is_echoed_and_logged(
 
     ids: list[str | None] = []
     handler = Handler()
-    logger = logging.getLogger("baton.engine.http_tally")
+    logger = logging.getLogger("baton.engine.http.request_stats")
 
     logger.addHandler(handler)
     caplog.set_level(logging.INFO, "baton")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine import http_limits
-from engine.tokenizer import Tokenizer
+from engine.http import limits as http_limits
+from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs
 from tests.engine.http_server import USAGE, chunks, serving
 from tests.engine.test_http_features import logprobs_of, scripted

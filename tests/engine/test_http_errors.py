@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.http import ServerHooks
-from engine.http_generate import Api
-from engine.tokenizer import Tokenizer
+from engine.http.app import ServerHooks
+from engine.http.generate import Api
+from engine.text.tokenizer import Tokenizer
 from protocol.messages import (
     AddRequest,
     EngineFailed,

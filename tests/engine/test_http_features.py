@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.http_generate import Api
-from engine.tokenizer import Tokenizer
+from engine.http.generate import Api
+from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, EngineReady, TokenDelta, TokenLogprobs
 from tests.engine.http_server import USAGE, chunks, saying, serving
 from tests.engine.test_tokenizer import write_sentencepiece_like

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.http import ServerHooks
-from engine.tokenizer import Tokenizer
+from engine.http.app import ServerHooks
+from engine.text.tokenizer import Tokenizer
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, TokenDelta
 from tests.engine.http_server import Server, serving
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.http_prompt import Namer, Prompt
-from engine.tokenizer import Tokenizer
-from protocol.openai import parse_completion
+from engine.http.prompt import Namer, Prompt
+from engine.text.tokenizer import Tokenizer
+from protocol.openai.api import parse_completion
 from tests.engine.test_tokenizer import write_sentencepiece_like
 
 

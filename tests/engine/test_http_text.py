@@ -10,14 +10,14 @@ import pytest
 
 from decode_server.failure import FailurePolicy
 from decode_server.server import DecodeHooks
-from engine.chat_template import ChatTemplate
-from engine.http_generate import CHAT
-from engine.http_text import INLINE_CHARS, LONG_CHARS, Texts, text_digest
-from engine.tokenizer import Tokenizer
+from engine.http.generate import CHAT
+from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder, text_digest
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from prefill_server.server import PrefillHooks
 from protocol import kv_params
 from protocol.messages import FirstToken, SamplingParams
-from protocol.openai import REMOTE_DECODE, GenerationRequest, parse_chat, parse_completion
+from protocol.openai.api import REMOTE_DECODE, GenerationRequest, parse_chat, parse_completion
 from tests.engine.http_server import CONTEXT, READY, saying, serving
 
 _SECRET = b"the cluster's secret"
@@ -194,7 +194,7 @@ async def test_large_bodies_are_checked_aside(
         return parse_chat(members)
 
     chat = ("/v1/chat/completions", replace(CHAT, parse=parse))
-    monkeypatch.setattr("engine.http._ENDPOINTS", (chat,))
+    monkeypatch.setattr("engine.http.app._ENDPOINTS", (chat,))
 
     async with serving(
         tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=1_000_000
@@ -288,7 +288,7 @@ async def test_of_very_long_texts_one_is_worked_on_at_a_time(
         begun.append(1)
         assert go_on.wait(120)
 
-    texts = Texts(tokenizer)
+    texts = TextEncoder(tokenizer)
     running = [asyncio.create_task(texts.run(size, work)) for _ in range(2)]
     try:
         while len(begun) < at_once:
@@ -307,15 +307,15 @@ async def test_a_chat_that_becomes_very_long_waits_for_its_turn(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """Only its template knows how long."""
-    monkeypatch.setattr("engine.http_text.LONG_CHARS", INLINE_CHARS)
+    monkeypatch.setattr("engine.http.text_encoder.LONG_CHARS", INLINE_CHARS)
     sizes: list[int] = []
-    plain = Texts.run
+    plain = TextEncoder.run
 
-    async def watched(texts: Texts, size: int, work: Any) -> Any:
+    async def watched(texts: TextEncoder, size: int, work: Any) -> Any:
         sizes.append(size)
         return await plain(texts, size, work)
 
-    monkeypatch.setattr(Texts, "run", watched)
+    monkeypatch.setattr(TextEncoder, "run", watched)
     text = "x" * (2 * INLINE_CHARS)
 
     async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY) as server:

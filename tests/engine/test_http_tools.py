@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.chat_template import ChatTemplate
-from engine.grammar_text import MAX_GRAMMAR_CHARS
-from engine.http_tools import demands_of, tool_syntax, with_tools
-from engine.tokenizer import Tokenizer
-from engine.tool_parser import create_tool_parser
+from engine.http.tools import demands_of, tool_syntax, with_tools
+from engine.text.chat_template import ChatTemplate
+from engine.text.grammar_text import MAX_GRAMMAR_CHARS
+from engine.text.tokenizer import Tokenizer
+from engine.text.tool_parser import create_tool_parser
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai import parse_chat
-from protocol.openai_tools import Tools
+from protocol.openai.api import parse_chat
+from protocol.openai.tools import Tools
 from tests.engine.http_server import READY, chunks, saying, serving
 
 TOOL = {

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from engine import launch
-from engine.launch import SocketFolder, new_incarnation
+from engine.process import launch
+from engine.process.launch import SocketFolder, new_incarnation
 
 _KILLED_OWNER = """
 import os, pathlib, signal, sys
-from engine.launch import SocketFolder
+from engine.process.launch import SocketFolder
 folder = SocketFolder(pathlib.Path(sys.argv[1]))
 print(folder.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

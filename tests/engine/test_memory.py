@@ -8,10 +8,10 @@ import torch
 
 from attention.support import UnsupportedPool
 from engine.config import EngineConfig
-from engine.host_memory import free_host_bytes
-from engine.memory import MemoryTooSmall, check_weights_fit, longest_sequence, size_pool
-from engine.runner import ModelRunner
-from engine.worker import CannotStart, _reason, _starting
+from engine.process.host_memory import free_host_bytes
+from engine.worker.memory import MemoryTooSmall, check_weights_fit, longest_sequence, size_pool
+from engine.worker.runner import ModelRunner
+from engine.worker.worker import CannotStart, _reason, _starting
 from model.config import load_config
 from model.parallel import Parallel
 from tests.make_models import ensure_model

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.batch import Int32s, StepFailed, StepInput
-from engine.grammar import COMPLETE, GrammarCompiler
+from engine.core.batch import Int32s, StepFailed, StepInput
+from engine.text.grammar import COMPLETE, GrammarCompiler
 from protocol.messages import AbortRequest, AddRequest, EngineInput, Grammar, SamplingParams
 from tests.engine.shadow import (
     MemoryTransport,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.noise import gumbel, gumbel_of_vocabulary, row_keys
+from engine.sampling.counter_rng import gumbel, gumbel_of_vocabulary, row_keys
 
 
 def keys_of(seed: int, choice: int, positions: list[int]) -> torch.Tensor:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from engine.batch import PendingStep, StepInput
-from engine.grammar import GrammarCompiler
-from engine.runner import ModelRunner
+from engine.core.batch import PendingStep, StepInput
+from engine.text.grammar import GrammarCompiler
+from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from protocol.messages import Grammar, SamplingParams

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.batch import PendingStep, StepInput, StepOutput
-from engine.ranks import Follower, Leader, OtherRanks, RankLost, RankTimeout
+from engine.core.batch import PendingStep, StepInput, StepOutput
+from engine.worker.ranks import Follower, Leader, OtherRanks, RankLost, RankTimeout
 from kvcache.layout import KVLayout
 from kvcache.transfer.processes import own_record
 from protocol.handshake import ProcessRecord, RankMetadata
@@ -180,7 +180,7 @@ def test_a_rank_that_is_being_torn_down_is_waited_for(
             os.kill(pid, signal.SIGKILL)
         return True
 
-    monkeypatch.setattr("engine.ranks.is_ending", is_ending)
+    monkeypatch.setattr("engine.worker.ranks.is_ending", is_ending)
     with pytest.raises(RankLost, match="rank 1 has ended"):
         OtherRanks(0, [None, _record(follower)]).blame(_FAILURE)
     assert len(asked) >= 3

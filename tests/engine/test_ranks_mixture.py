@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from engine.core import EngineCore
-from engine.runner import ModelRunner
+from engine.core.core import EngineCore
+from engine.worker.runner import ModelRunner
 from kvcache.blocks import BlockState
 from protocol.messages import AbortRequest, AddRequest, SamplingParams, TokenLogprobs
 from tests.engine.rank_threads import Ranks, ranks

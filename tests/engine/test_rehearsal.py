@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.batch import StepInput
-from engine.core_stats import CoreStats
-from engine.kernel_watch import KernelWatch, keep_kernels
-from engine.rehearsal import Stage, steps
+from engine.core.batch import StepInput
+from engine.core.core_stats import CoreStats
+from engine.worker.kernel_watch import KernelWatch, keep_kernels
+from engine.worker.rehearsal import Stage, steps
 from tests.engine.rank_threads import ranks
 
 SERVER = Stage(num_blocks=4096, block_size=64, max_len=32768, max_tokens=8192, max_seqs=256)
@@ -82,7 +82,7 @@ def test_a_kernel_that_comes_after_ready_is_an_error_with_its_name(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = KernelWatch()
-    monkeypatch.setattr("engine.core_stats.KERNELS", watch)
+    monkeypatch.setattr("engine.core.core_stats.KERNELS", watch)
     with caplog.at_level(logging.WARNING):
         watch.saw("expected")
         watch.ready()

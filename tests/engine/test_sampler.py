@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import SamplingBatch, sample
+from engine.sampling.sampler import SamplingBatch, sample
 from protocol.messages import SamplingParams
 
 VOCAB = 50

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import scoring
-from engine.batch import ScoredRows
+from engine.core.batch import ScoredRows
+from engine.sampling import scoring
 
 
 @given(

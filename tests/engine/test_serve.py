@@ -14,15 +14,15 @@ import httpx
 import pytest
 
 from attention.support import UnsupportedPool
-from engine.client import ScriptedEngine
 from engine.config import EngineConfig
-from engine.http import ServerHooks, create_app
+from engine.http.app import ServerHooks, create_app
+from engine.process.client import ScriptedEngine
 from engine.serve import StartFailure, _devices, _Server, _told
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from model.config import load_config
-from protocol.listening import CannotListen, bind
+from protocol.ipc.listening import CannotListen, bind
 from protocol.messages import AddRequest, EngineFailed, TokenDelta
-from protocol.settings import PrefillSettings
+from protocol.settings.settings import PrefillSettings
 from tests.engine.http_server import READY
 from tests.make_models import ensure_model
 
@@ -32,8 +32,8 @@ _RESOLVING_FOR_EVER = """
 import os, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import engine.serve
-from engine.http import ServerHooks
-from protocol.settings import PrefillSettings
+from engine.http.app import ServerHooks
+from protocol.settings.settings import PrefillSettings
 
 def resolve(*args, **options):
     os.kill(os.getpid(), signal.SIGTERM)

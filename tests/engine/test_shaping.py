@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import SamplingBatch, sample
-from engine.sequence import Phase, Sequence
-from engine.shaping import NO_ROW, LogitShaper, ShapeBook, Shaping
+from engine.core.logits_processing import NO_ROW, LogitShaper, ShapeBook, Shaping
+from engine.core.sequence import Phase, Sequence
+from engine.sampling.sampler import SamplingBatch, sample
 from protocol.messages import AddRequest, SamplingParams
 
 VOCAB = 70  # no multiple of 32

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 
-from engine.token_bound import TokenBound, byte_alphabet
+from engine.text.token_bound import TokenBound, byte_alphabet
 
 _CORPUS = [
     "the cat sat on the mat, he said hello world",

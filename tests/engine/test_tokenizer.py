@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine.chat_template import BrokenTemplate, ChatTemplate
-from engine.tokenizer import Tokenizer, TokenizerNotFound
+from engine.text.chat_template import BrokenTemplate, ChatTemplate
+from engine.text.tokenizer import Tokenizer, TokenizerNotFound
 from protocol.errors import InvalidRequest
 
 CHAT_TEMPLATE = """\
@@ -349,7 +349,7 @@ def test_loop_controls_work_as_in_transformers() -> None:
 
 def test_tokenizing_loads_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, engine.http, engine.tokenizer; "
+        "import sys, engine.http.app, engine.text.tokenizer; "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     root = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from engine.tool_parser import (
+from engine.text.tool_parser import (
     HermesParser,
     JsonParser,
     NamedParser,
@@ -13,7 +13,7 @@ from engine.tool_parser import (
     create_tool_parser,
     detect_syntax,
 )
-from protocol.openai_tools import ToolCallPiece, Tools, join_pieces
+from protocol.openai.tools import ToolCallPiece, Tools, join_pieces
 
 KNOWN = {"add", "look_up"}
 

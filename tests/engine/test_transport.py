@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.transport import EngineTransport
+from engine.process.transport import EngineTransport
 from kvcache.transfer.wire import framed
 from protocol.messages import AbortRequest, Outputs, Shutdown, TokenDelta, decode_output, encode
 

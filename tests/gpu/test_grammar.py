@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.grammar import GrammarCompiler, GrammarState
-from engine.runner import ModelRunner
-from engine.tokenizer import Tokenizer
+from engine.text.grammar import GrammarCompiler, GrammarState
+from engine.text.tokenizer import Tokenizer
+from engine.worker.runner import ModelRunner
 from protocol.messages import AddRequest, Grammar, SamplingParams
 from tests.gpu.test_runner import MODELS, PROMPTS, SERVED, runner_for, step_at
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import StepInput
+from engine.core.batch import StepInput
 from model.moe import Experts
 from tests.gpu.test_runner import GREEDY, LOGIT_TOLERANCE, runner_for
 from tests.make_models import ensure_model

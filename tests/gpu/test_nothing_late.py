@@ -57,7 +57,7 @@ _DRAWN: tuple[dict[str, Any], ...] = (
 )
 _NEW_KERNELS = """
 import torch
-from engine.kernel_watch import KERNELS, keep_kernels, watch_kernels
+from engine.worker.kernel_watch import KERNELS, keep_kernels, watch_kernels
 keep_kernels()
 watch_kernels()
 KERNELS.ready()

@@ -14,11 +14,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.batch import StepFailed, StepInput
 from engine.config import EngineConfig
-from engine.memory import MemoryTooSmall, fitting, size_pool
-from engine.runner import ModelRunner
-from engine.shaping import NO_ROW, RowSetup, StepShapes
+from engine.core.batch import StepFailed, StepInput
+from engine.core.logits_processing import NO_ROW, SamplingRow, StepShapes
+from engine.worker.memory import MemoryTooSmall, fitting, size_pool
+from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from protocol.messages import SamplingParams
@@ -163,7 +163,7 @@ def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(
         assert continue_ahead(runner, 12, sampled) == continue_ahead(runner, 12, sampled)
 
 
-_SETUP = RowSetup(0, [1, 2, 3], [3], (0.5, 0.7, 1.3), {9: 4.0}, [5, 6])
+_SETUP = SamplingRow(0, [1, 2, 3], [3], (0.5, 0.7, 1.3), {9: 4.0}, [5, 6])
 _ROWS = [0, *[NO_ROW] * (len(PROMPTS) - 1)]
 _BANS = [True, *[False] * (len(PROMPTS) - 1)]
 

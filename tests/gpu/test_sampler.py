@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.sampler import SamplingBatch, sample
+from engine.sampling.sampler import SamplingBatch, sample
 from protocol.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampler import SamplingBatch, sample
-from engine.shaping import NO_ROW, LogitShaper, RowSetup, StepShapes
+from engine.core.logits_processing import NO_ROW, LogitShaper, SamplingRow, StepShapes
+from engine.sampling.sampler import SamplingBatch, sample
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from protocol.messages import SamplingParams
@@ -19,9 +19,9 @@ VOCAB, ROWS = 1003, 5
 
 def _shapes(is_first: bool) -> StepShapes:
     setups = [
-        RowSetup(0, [1, 2, 3], [3, 3], (0.5, 0.7, 1.3), {9: 4.0}, [5, 6]),
-        RowSetup(1, [], [], None, {1: -100.0, VOCAB - 1: 3.0}, []),
-        RowSetup(20, list(range(50)), [], (0.0, -1.0, 0.8), {}, [7]),
+        SamplingRow(0, [1, 2, 3], [3, 3], (0.5, 0.7, 1.3), {9: 4.0}, [5, 6]),
+        SamplingRow(1, [], [], None, {1: -100.0, VOCAB - 1: 3.0}, []),
+        SamplingRow(20, list(range(50)), [], (0.0, -1.0, 0.8), {}, [7]),
     ]
     bans = [True, False, False, True, False]
     return StepShapes([0, NO_ROW, 1, 20, NO_ROW], bans, setups if is_first else [])

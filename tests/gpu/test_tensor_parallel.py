@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner import ModelRunner
+from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from tests.gpu.test_runner import (

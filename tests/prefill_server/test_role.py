@@ -1,6 +1,6 @@
 import pytest
 
-from prefill_server.role import PrefillRole
+from prefill_server.connector import PrefillConnector
 from protocol import kv_params
 from protocol.messages import AbortRequest
 from tests.decode_server.pair import Pair
@@ -10,7 +10,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 
 
 def _digests(pair: Pair) -> dict[str, str]:
-    assert isinstance(pair.p.core.role, PrefillRole)
+    assert isinstance(pair.p.core.role, PrefillConnector)
     return {of.request_id: digest for of, digest in pair.p.core.role._digests.items()}
 
 

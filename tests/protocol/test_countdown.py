@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.countdown import Countdown
+from protocol.http.countdown import Countdown
 
 
 class _Loop(asyncio.SelectorEventLoop):

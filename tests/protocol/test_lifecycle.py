@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import lifecycle
+from protocol.process import lifecycle
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom protocol import lifecycle\n"

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from protocol.listening import CannotListen, bind
+from protocol.ipc.listening import CannotListen, bind
 
 
 def test_a_free_port_is_taken_and_may_be_listened_on() -> None:

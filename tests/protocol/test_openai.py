@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
+from protocol.http.sse import SSEParser
 from protocol.messages import KVUsage
-from protocol.openai import (
+from protocol.openai.api import (
     ChatWriter,
     ChoicePiece,
     CompletionRequest,
@@ -23,9 +24,8 @@ from protocol.openai import (
     parse_completion,
     parse_json_object,
 )
-from protocol.openai_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, changes_nothing
-from protocol.openai_responses import add_kv
-from protocol.sse import SSEParser
+from protocol.openai.fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, changes_nothing
+from protocol.openai.responses import add_kv
 
 
 def completion(**fields: Any) -> CompletionRequest:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from protocol.errors import InvalidRequest
-from protocol.openai import parse_chat, parse_completion, parse_json_object
-from protocol.openai_tokenize import parse_tokenize
-from protocol.responses_request import parse_responses
+from protocol.openai.api import parse_chat, parse_completion, parse_json_object
+from protocol.openai.responses_request import parse_responses
+from protocol.openai.tokenize import parse_tokenize
 
 
 @pytest.mark.parametrize("body", [b'{"prompt": [' + b"[]," * 400_000 + b"[]]}", b"[" * (1 << 20)])

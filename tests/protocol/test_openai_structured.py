@@ -7,8 +7,8 @@ import pytest
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai import parse_chat, parse_completion
-from protocol.openai_structured import Demand
+from protocol.openai.api import parse_chat, parse_completion
+from protocol.openai.structured import Demand
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 MESSAGES = [{"role": "user", "content": "x"}]

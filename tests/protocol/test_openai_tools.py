@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from protocol.errors import InvalidRequest
-from protocol.openai import parse_chat
-from protocol.openai_tools import MAX_TOOLS, ToolCallPiece, Tools, whole_calls
+from protocol.openai.api import parse_chat
+from protocol.openai.tools import MAX_TOOLS, ToolCallPiece, Tools, whole_calls
 
 
 def tool(name: str = "f", **members: Any) -> dict[str, Any]:

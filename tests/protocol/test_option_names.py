@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.option_names import of_group, renamed
+from protocol.settings.option_names import of_group, renamed
 
 
 @pytest.mark.parametrize(

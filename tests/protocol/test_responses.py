@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from protocol.errors import InvalidRequest
+from protocol.http.sse import SSEParser
 from protocol.messages import Grammar, KVUsage
-from protocol.openai import ChoicePiece, Usage
-from protocol.responses_request import parse_responses
-from protocol.responses_writer import ResponsesWriter
-from protocol.sse import SSEParser
+from protocol.openai.api import ChoicePiece, Usage
+from protocol.openai.responses_request import parse_responses
+from protocol.openai.responses_writer import ResponsesWriter
 
 PART = {"type": "input_text", "text": "b"}
 

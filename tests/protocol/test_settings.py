@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from protocol import cluster_secret as secret_file
-from protocol.settings import (
+from protocol.settings import cluster_secret as secret_file
+from protocol.settings.settings import (
     PROGRAMS,
     BatonSettings,
     ConfigError,
@@ -21,7 +21,7 @@ from protocol.settings import (
     parse,
     to_argv,
 )
-from protocol.settings_sources import (
+from protocol.settings.sources import (
     clean_environment,
     field_paths,
     option_name,

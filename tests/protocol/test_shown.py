@@ -7,10 +7,10 @@ import pytest
 
 from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected
-from protocol.openai import parse_chat, parse_completion, parse_json_object
-from protocol.openai_tokenize import parse_tokenize
-from protocol.responses_request import parse_responses
-from protocol.shown import shown
+from protocol.openai.api import parse_chat, parse_completion, parse_json_object
+from protocol.openai.responses_request import parse_responses
+from protocol.openai.tokenize import parse_tokenize
+from protocol.short_repr import short_repr
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from protocol.shown import shown
     ],
 )
 def test_a_value_is_shown_as_json(value: Any, text: str) -> None:
-    assert shown(value) == text
+    assert short_repr(value) == text
 
 
 @pytest.mark.parametrize(
@@ -48,22 +48,22 @@ def test_a_value_is_shown_as_json(value: Any, text: str) -> None:
     ],
 )
 def test_a_long_value_is_cut(value: Any, start: str) -> None:
-    text = shown(value, 40)
+    text = short_repr(value, 40)
     assert len(text) == 40
     assert text.startswith(start) and text.endswith("...")
 
 
 def test_a_value_just_short_enough_is_whole() -> None:
-    assert shown("x" * 38, 40) == '"' + "x" * 38 + '"'
-    assert shown([1, 2, 3], 9) == "[1, 2, 3]"
-    assert shown([1, 2, 3], 8) == "[1, 2..."
+    assert short_repr("x" * 38, 40) == '"' + "x" * 38 + '"'
+    assert short_repr([1, 2, 3], 9) == "[1, 2, 3]"
+    assert short_repr([1, 2, 3], 8) == "[1, 2..."
 
 
 def test_a_value_of_any_depth_can_be_shown() -> None:
     deep: list[Any] = []
     for _ in range(2 * sys.getrecursionlimit()):
         deep = [deep]
-    assert shown(deep) == "[" * 77 + "..."
+    assert short_repr(deep) == "[" * 77 + "..."
 
 
 _CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

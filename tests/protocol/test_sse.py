@@ -6,8 +6,8 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import sse
 from protocol.errors import TransferFailed
+from protocol.http import sse
 
 
 def parse(data: bytes) -> list[tuple[str, str]]:

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import uvicorn
 
-from protocol.connections import bound_clients
-from protocol.settings import ProxySettings
+from protocol.http.connections import bound_clients
+from protocol.settings.settings import ProxySettings
 from proxy.__main__ import ProxyServer, make_server
 from proxy.app import ProxyApp
 

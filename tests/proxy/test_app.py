@@ -217,7 +217,7 @@ async def test_a_bug_is_answered_and_logged(
 async def test_every_line_about_a_request_carries_its_id(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from protocol import logging as baton_logging
+    from protocol.process import logging as baton_logging
 
     ids: list[str | None] = []
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from protocol.connections import MAX_TARGET_BYTES, MIN_BODY_BYTES_PER_S
+from protocol.http.connections import MAX_TARGET_BYTES, MIN_BODY_BYTES_PER_S
 from tests.proxy.fakes import Call, Fake, Rig, decodes
 from tests.proxy.test_connections import TIMEOUT_S, connect, request
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from protocol.connections import MAX_AHEAD, MAX_HEAD_BYTES
+from protocol.http.connections import MAX_AHEAD, MAX_HEAD_BYTES
 from tests.proxy.fakes import Call, Fake, Rig, decodes, until
 
 TIMEOUT_S = 0.4

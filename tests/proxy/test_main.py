@@ -7,7 +7,7 @@ import sys
 
 import httpx
 
-from protocol import lifecycle
+from protocol.process import lifecycle
 
 
 def start(*argv: str) -> tuple[lifecycle.Child, "queue.Queue[lifecycle.Event]"]:

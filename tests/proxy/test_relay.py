@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import sse
 from protocol.errors import EngineDied
+from protocol.http import sse
 from proxy.relay import EventBuffer, end_to_end
 
 STREAM = (

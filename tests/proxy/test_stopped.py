@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol import lifecycle
+from protocol.process import lifecycle
 from tests import stopping
 from tests.proxy.fakes import Call, Fake, decodes
 

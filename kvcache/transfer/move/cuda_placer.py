@@ -29,7 +29,7 @@ from kvcache.transfer.move.placer import ALL_BYTES, Placer, Work
 from kvcache.transfer.plan.block_copy import BlockCopy
 from kvcache.transfer.plan.transfer import Transfer
 from protocol.handshake import RankMetadata
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 
 if TYPE_CHECKING:
     # Needs Triton, which only GPU machines have.

@@ -20,7 +20,7 @@ from kvcache.shared_memory import NotShared, OpenedMemory
 from kvcache.transfer.move import cuda
 from kvcache.transfer.processes import host_id
 from protocol.handshake import RankMetadata
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -23,7 +23,7 @@ from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.move.placer import Placer, TorchPlacer, Work
 from kvcache.transfer.plan.staged import Chunk
 from kvcache.transfer.plan.transfer import Transfer
-from protocol.logging import get_logger
+from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 

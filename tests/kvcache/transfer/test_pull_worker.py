@@ -26,7 +26,7 @@ from kvcache.transfer.pull import (
 from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
-from protocol.vital_threads import VitalThread
+from protocol.process.vital_threads import VitalThread
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import DEADLINE_S, HEADS, Prefill, layout

@@ -29,7 +29,7 @@ from protocol.handshake import (
     seal_reply,
     seal_request,
 )
-from protocol.vital_threads import VitalThread
+from protocol.process.vital_threads import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
 
 SECRET = b"cluster secret"

@@ -1,0 +1,423 @@
+"""The decode role: admits a prompt that was prefilled elsewhere, pulls its KV, verifies it.
+
+    add -> connect (first contact only) -> queue -> blocks -> pull -> fence -> decode
+                       |                                |        |
+                       `------------ failure policy: recompute here, or fail
+
+The pull coordinator's threads do all waiting; this role moves sequences and blocks, each round,
+according to the events they left. A sequence's id is the id of its pull.
+"""
+
+import logging
+import time
+from collections import defaultdict
+
+from decode_server.failure import FailurePolicy
+from engine.config import EngineConfig
+from engine.core.connector import KVConnector
+from engine.core.sequence import Phase, Sequence
+from engine.process.transport import EngineTransport
+from engine.worker.worker import ConnectorFactory, RankContext, RankService, main
+from kvcache.stripe import Stripe
+from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.move.cuda_placer import CudaPlacer
+from kvcache.transfer.move.placer import TorchPlacer
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.pull import (
+    PATHS,
+    PeerFailed,
+    PeerReady,
+    PullDone,
+    PullDrained,
+    PullFailed,
+    PullSettings,
+    PullStuck,
+)
+from kvcache.transfer.pull_worker import PullWorker
+from kvcache.transfer.rank_links import InsideLink
+from protocol.errors import BatonError, InternalError, Overloaded, RemoteKVError
+from protocol.handshake import EngineMetadata
+from protocol.messages import RemotePrefill
+from protocol.metrics import EngineHistogram, stat_key
+
+logger = logging.getLogger("baton.decode")
+
+_MAX_QUARANTINED_SHARE = 0.5  # of the pool
+
+_PeerKey = tuple[str, str]  # engine id, incarnation
+
+
+class QuarantineOverflow(Exception):
+    """Too much of the pool is out of reach; only a new process gets it back."""
+
+
+def _key(remote: RemotePrefill) -> _PeerKey:
+    return remote.engine_id, remote.incarnation
+
+
+def _zeros(policy: FailurePolicy) -> dict[str, float]:
+    """Counters that are exposed from the start: a rate does not show the event with which its
+    counter appeared, and what should not happen may happen once."""
+    kinds: list[type[BatonError]] = [*RemoteKVError.__subclasses__(), InternalError]
+    labelled = (
+        stat_key("baton_kv_recoveries", policy=policy.name),
+        stat_key("baton_kv_transfers", outcome="failed", path="none"),
+        *(stat_key("baton_kv_transfer_failures", code=kind.code) for kind in kinds),
+        *(stat_key("baton_kv_transfers", outcome="done", path=path) for path in PATHS),
+    )
+    plain = (
+        "baton_kv_params_rejected",
+        "baton_kv_first_tokens_redrawn",
+        "baton_requests_locked_out",
+        "baton_kv_transfer_bytes",
+        "baton_kv_transfer_descriptors",
+    )
+    return dict.fromkeys((*labelled, *plain), 0.0)
+
+
+class DecodeConnector(KVConnector):
+    """Connects, pulls, recovers.
+
+    Args:
+        quarantine_timeout_s: longest wait of a request for blocks that only the end of hanging
+            READs can give it.
+    """
+
+    def __init__(
+        self,
+        coordinator: PullCoordinator,
+        policy: FailurePolicy,
+        quarantine_timeout_s: float = 30.0,
+    ) -> None:
+        self._coordinator = coordinator
+        self._policy = policy
+        self._quarantine_timeout_s = quarantine_timeout_s
+        self._locked_out: dict[Sequence, float] = {}  # and since when
+        self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
+        self._connecting: dict[_PeerKey, list[Sequence]] = {}
+        # Leases that are not renewed yet, and which of these the last poll found so.
+        self._unheld: dict[str, RemotePrefill] = {}
+        self._overdue: list[str] = []
+        self._undrained: dict[str, tuple[list[int], bool]] = {}  # blocks, whether quarantined
+        self._totals: defaultdict[str, float] = defaultdict(float, _zeros(policy))
+        self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def on_add(self, sequence: Sequence) -> None:
+        remote = sequence.remote
+        if sequence.request.kv_rejected is not None:
+            self._totals["baton_kv_params_rejected"] += 1
+            logger.warning(
+                "request %s: %s (computing the prompt here)",
+                sequence.request_id,
+                sequence.request.kv_rejected,
+            )
+            if sequence.request.kv_unused is not None:
+                self.on_release(sequence.request.kv_unused)
+        if remote is None:
+            self.core.enqueue(sequence)
+            return
+        # DecodeHooks sees to it that a reference says what the request asks for.
+        assert len(remote.first_tokens) in (0, len(sequence.choices)) and not sequence.is_scoring
+        if not remote.first_tokens and sequence.request.max_tokens:
+            self._totals["baton_kv_first_tokens_redrawn"] += 1
+        self._remote[sequence.request_id] = sequence
+        if self._coordinator.knows(remote):
+            # Its first token goes out before the coordinator hears of it, mostly with the pull.
+            self._unheld[sequence.request_id] = remote
+            self.core.enqueue(sequence)
+            return
+        self._coordinator.hold(sequence.request_id, remote)
+        self._connecting.setdefault(_key(remote), []).append(sequence)
+        self._coordinator.connect(remote)
+
+    def on_receive(self, sequence: Sequence) -> None:
+        assert sequence.remote is not None
+        if sequence.num_computed >= sequence.num_to_receive:
+            # Every block was cached here: nothing to read, so nothing to fence.
+            self._release_remote(sequence)
+            self.core.scheduler.received(sequence)
+            return
+        self._unheld.pop(sequence.request_id, None)
+        self._coordinator.pull(
+            sequence.request_id,
+            sequence.remote,
+            sequence.num_computed,
+            sequence.num_to_receive,
+            list(sequence.block_ids),
+        )
+
+    def on_finish(self, sequence: Sequence) -> None:
+        if sequence.remote is not None:  # it ended with the first token, before any pull
+            self._release_remote(sequence)
+
+    def on_abort(self, sequence: Sequence) -> bool:
+        if sequence.remote is None:
+            return False
+        self._release_remote(sequence)
+        if sequence.phase is Phase.RECEIVING:
+            fresh = self.core.scheduler.abandon(sequence)
+            self._undrained[sequence.request_id] = (fresh, False)
+            return True
+        for waiting in self._connecting.values():
+            if sequence in waiting:
+                waiting.remove(sequence)
+        return False
+
+    def on_release(self, remote: RemotePrefill) -> None:
+        pull_id = f"refused-{remote.lease_id}"
+        self._coordinator.hold(pull_id, remote)
+        self._coordinator.cancel(pull_id)
+
+    def _release_remote(self, sequence: Sequence, *, lend: bool = False) -> None:
+        """Lets the prefill server have its blocks back, as soon as no read is under way; with
+        `lend` another decode server, if one may be asked."""
+        del self._remote[sequence.request_id]
+        self._hold(sequence.request_id)
+        self._coordinator.cancel(sequence.request_id, lend=lend)
+
+    def _hold(self, request_id: str) -> None:
+        """Has the lease renewed from now on, if it is not."""
+        if remote := self._unheld.pop(request_id, None):
+            self._coordinator.hold(request_id, remote)
+
+    def _hold_overdue(self) -> None:
+        """Leases of those for whom the last round had no blocks."""
+        for request_id in self._overdue:
+            self._hold(request_id)
+        self._overdue = list(self._unheld)
+        if self._overdue:
+            self.core.wake()
+
+    # -- events ------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        self._hold_overdue()
+        for event in self._coordinator.drain():
+            match event:
+                case PeerReady():
+                    for sequence in self._connected(event):
+                        self.core.enqueue(sequence)
+                case PeerFailed():
+                    for sequence in self._connected(event):
+                        self._release_remote(sequence)
+                        self._give_up_remote(sequence, event.error)
+                case PullDone():
+                    self._on_done(event)
+                case PullFailed():
+                    self._on_failed(event)
+                case PullStuck():
+                    self._on_stuck(event.pull_id)
+                case PullDrained():
+                    self._on_drained(event.pull_id)
+        self._fail_locked_out()
+
+    def _fail_locked_out(self) -> None:
+        scheduler, now = self.core.scheduler, time.monotonic()
+        found = [s for s in scheduler.waiting if scheduler.is_locked_out(s)]
+        self._locked_out = {s: self._locked_out.get(s, now) for s in found}
+        for sequence, since in self._locked_out.items():
+            if now - since < self._quarantine_timeout_s or sequence.phase is not Phase.WAITING:
+                continue
+            if sequence.remote is not None:
+                self._release_remote(sequence, lend=True)
+            scheduler.finish(sequence)
+            self._totals["baton_requests_locked_out"] += 1
+            self.core.fail(
+                sequence,
+                Overloaded(
+                    f"this request needs more KV blocks than are left: "
+                    f"{scheduler.allocator.num_quarantined} of {scheduler.allocator.capacity} are "
+                    "held by reads from a prefill server that hangs, for longer than "
+                    f"{self._quarantine_timeout_s:g} s (--quarantine-timeout-s)"
+                ),
+            )
+
+    def _connected(self, event: PeerReady | PeerFailed) -> list[Sequence]:
+        return self._connecting.pop((event.engine_id, event.incarnation), [])
+
+    def _on_done(self, event: PullDone) -> None:
+        sequence = self._remote.pop(event.pull_id, None)
+        if sequence is None:
+            return  # aborted meanwhile; PullDrained follows
+        self._totals[stat_key("baton_kv_transfers", outcome="done", path=event.path)] += 1
+        self._totals["baton_kv_transfer_bytes"] += event.nbytes
+        self._totals["baton_kv_transfer_descriptors"] += event.descriptors
+        self._transfer_seconds.observe(event.seconds)
+        self.core.scheduler.received(sequence)
+
+    def _on_failed(self, event: PullFailed) -> None:
+        sequence = self._remote.pop(event.pull_id, None)
+        if sequence is None:
+            return
+        if sequence.phase is Phase.RECEIVING:
+            self._recover_blocks(sequence, event)
+            return
+        for waiting in self._connecting.values():  # the lease ended before its turn came
+            if sequence in waiting:
+                waiting.remove(sequence)
+        if sequence.phase is Phase.WAITING:
+            self.core.scheduler.withdraw(sequence)
+        self._give_up_remote(sequence, event.error)
+
+    def _recover_blocks(self, sequence: Sequence, event: PullFailed) -> None:
+        """A pull failed under way. Blocks that a read may still write to are quarantined."""
+        scheduler = self.core.scheduler
+        if event.drained and self._policy.recomputes(event.error):
+            self._count_failure(sequence, event.error)
+            scheduler.recompute_in_place(sequence)
+            return
+        fresh = scheduler.abandon(sequence, quarantine=not event.drained)
+        if event.drained:
+            scheduler.allocator.cancel_receive(fresh)
+        else:
+            self._undrained[event.pull_id] = (fresh, True)
+            self._check_quarantine()
+        self._give_up_remote(sequence, event.error)
+
+    def _check_quarantine(self) -> None:
+        """I7: memory that READs may still write to comes back only with a new process."""
+        allocator = self.core.scheduler.allocator
+        num_blocks = allocator.num_quarantined
+        if num_blocks > allocator.capacity * _MAX_QUARANTINED_SHARE:
+            raise QuarantineOverflow(
+                f"{num_blocks} of {allocator.capacity} KV blocks are quarantined: READs from a "
+                "prefill server that hangs have not ended; this engine must be started again"
+            )
+
+    def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
+        """No KV will come to a sequence that holds no block."""
+        self._count_failure(sequence, error)
+        # Nothing proves that a peer without a handshake runs this model: its token may be no
+        # token of ours. What has been sent came from a proven one, and stays.
+        sequence.forget_remote()
+        if not self._policy.recomputes(error):
+            self.core.fail(sequence, error)
+        elif sequence.was_admitted:  # it has waited its turn already
+            self.core.scheduler.requeue(sequence)
+        else:
+            self.core.enqueue(sequence)
+
+    def _on_stuck(self, pull_id: str) -> None:
+        """An aborted sequence's READs hang: its blocks count like those of a pull that failed."""
+        blocks, quarantined = self._undrained.get(pull_id, ([], True))
+        if not quarantined:
+            self.core.scheduler.allocator.quarantine(blocks)
+            self._undrained[pull_id] = (blocks, True)
+            self._check_quarantine()
+
+    def _on_drained(self, pull_id: str) -> None:
+        blocks, quarantined = self._undrained.pop(pull_id, ([], False))
+        allocator = self.core.scheduler.allocator
+        if quarantined:
+            allocator.unquarantine(blocks)
+        else:
+            allocator.cancel_receive(blocks)
+
+    def _count_failure(self, sequence: Sequence, error: BatonError) -> None:
+        self._totals[stat_key("baton_kv_transfers", outcome="failed", path="none")] += 1
+        self._totals[stat_key("baton_kv_transfer_failures", code=error.code)] += 1
+        action = "failing"
+        if self._policy.recomputes(error):
+            action = "recomputing"
+            self._totals[stat_key("baton_kv_recoveries", policy=self._policy.name)] += 1
+        logger.warning("request %s: %s (%s)", sequence.request_id, error.message, action)
+
+    # -- the rest ----------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        handshakes = self._coordinator.handshakes()
+        counts = {
+            stat_key("baton_handshakes", outcome=outcome): float(count)
+            for outcome, count in handshakes.items()
+        }
+        return {**self._totals, **counts, **self._transfer_seconds.values()}
+
+    def close(self) -> None:
+        self._coordinator.close()
+
+
+class _PullService(RankService):
+    def __init__(self, worker: PullWorker) -> None:
+        self._worker = worker
+
+    def start(self) -> None:
+        self._worker.start()
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:
+    """The mapped path, unless `--transfer nixl` pins the other one."""
+    if transfer == "nixl":
+        return None
+    required, pool, stepping = transfer == "mapped", context.pool, context.stepping
+    if pool.device.type == "cuda":
+        placer = CudaPlacer(pool, busy=lambda: stepping.busy)
+        placer.compile(convert=context.config.kv_convert)
+        return MappedPath(placer, required=required)
+    return MappedPath(TorchPlacer(pool), required=required)
+
+
+def _staging_bytes(config: EngineConfig) -> int | None:
+    """None where nothing is ever staged."""
+    return None if config.transfer == "mapped" else config.staging_bytes
+
+
+class DecodeConnectorFactory(ConnectorFactory):
+    def __init__(self) -> None:
+        self._inside = InsideLink()  # between the coordinator and the worker of rank 0
+
+    def reserved_bytes(self, config: EngineConfig) -> int:
+        return _staging_bytes(config) or 0
+
+    def make_service(self, context: RankContext) -> RankService:
+        config = context.config
+        return _PullService(
+            PullWorker(
+                context.rank,
+                config.tp,
+                context.compat.total_kv_heads,
+                context.agent,
+                context.pool,
+                config.transfer_address,
+                dcp=config.dcp,
+                staging_bytes=_staging_bytes(config),
+                convert=config.kv_convert,
+                costs=CostModel.configured(config.transfer_costs, context.pool.device.type),
+                mapped=_mapped_path(config.transfer, context),
+                inside=self._inside if context.rank == 0 else None,
+                busy=lambda: context.stepping.busy,
+            )
+        )
+
+    def make_role(
+        self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
+    ) -> KVConnector:
+        config = context.config
+        settings = PullSettings(
+            handshake_timeout_s=config.handshake_timeout_s,
+            pull_timeout_s=config.pull_timeout_s,
+            fence_timeout_s=config.fence_timeout_s,
+        )
+        coordinator = PullCoordinator(
+            config.transfer_address,
+            config.tp,
+            context.compat,
+            config.cluster_secret,
+            settings=settings,
+            on_event=transport.wake,
+            convert=config.kv_convert,
+            stripe=Stripe(0, config.dcp, config.block_size),
+            inside={0: self._inside},
+        )
+        coordinator.start()
+        policy = FailurePolicy(config.kv_load_failure_policy)
+        return DecodeConnector(coordinator, policy, config.quarantine_timeout_s)
+
+
+if __name__ == "__main__":
+    main(DecodeConnectorFactory())

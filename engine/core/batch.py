@@ -1,0 +1,222 @@
+"""One step as it travels from rank 0 to every rank, and what comes back.
+
+The scheduler's plan becomes flat host arrays; a rank derives positions and slots from them. The
+same arrays go through memory on rank 0 and as msgpack bytes to the other ranks.
+"""
+
+from collections.abc import Sequence as Sequenceable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from attention.base import AttentionBatch
+from engine.core.logits_processing import ShapeBook, StepShapes
+from engine.core.scheduler import CopyBlock, Scheduled
+from protocol.messages import SamplingParams, TokenLogprobs
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens whose logprobs are wanted: that of targets[i] from row first_row + i of T."""
+
+    first_row: int
+    targets: list[int]
+    num_top: int  # most likely tokens to report beside each
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """T tokens of S sequences; R of the sequences draw their next token at the end."""
+
+    token_ids: Int64s  # [T]; -1 - r is the token that row r of the step launched before this drew
+    query_lens: Int32s  # [S] tokens to compute
+    context_lens: Int32s  # [S] tokens of KV once they are computed
+    block_tables: Int32s  # [S, max_blocks], padded with the null block
+    sample_rows: Int32s  # [R] indices into S; a row that several choices draw from is repeated
+    sampling: list[SamplingParams]  # [R], without what travels in `shapes`
+    shapes: StepShapes | None = None  # None: no row has a bias, penalty or ban
+    is_masked: bool = False  # some row has a grammar: nothing is drawn before PendingStep.draw
+    copies: list[tuple[int, int]] = field(default_factory=list)  # source, target blocks; made first
+    scores: list[ScoredRows] = field(default_factory=list)
+
+    @property
+    def positions(self) -> Int64s:
+        """[T] index of each token in its sequence."""
+        starts = self.context_lens - self.query_lens
+        offsets = np.cumsum(self.query_lens) - self.query_lens
+        within = np.arange(len(self.token_ids), dtype=np.int64)
+        positions: Int64s = within + np.repeat(starts - offsets, self.query_lens)
+        return positions
+
+    def attention_batch(self, block_size: int) -> AttentionBatch:
+        positions = self.positions
+        rows = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
+        blocks = self.block_tables[rows, positions // block_size].astype(np.int64)
+        return AttentionBatch(
+            query_lens=self.query_lens,
+            context_lens=self.context_lens,
+            block_tables=self.block_tables,
+            slot_mapping=blocks * block_size + positions % block_size,
+        )
+
+    @property
+    def last_token_rows(self) -> Int64s:
+        """[R] rows of T whose hidden state the next token is drawn from."""
+        ends = np.cumsum(self.query_lens, dtype=np.int64) - 1
+        return ends[self.sample_rows]
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutput:
+    """The drawn tokens, in the order of `StepInput.sample_rows`."""
+
+    token_ids: list[int]  # [R]
+    logprobs: list[TokenLogprobs | None]  # [R]
+    scores: list[list[TokenLogprobs]] = field(default_factory=list)  # as StepInput.scores
+
+
+class StepFailed(Exception):
+    """A step could not be launched, or its tokens not be drawn, and nothing is left behind that
+    taking it again, whole or one sequence at a time, would not overwrite: the device is well, and
+    no other rank has begun."""
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def draw(self, masks: Int32s) -> None:
+        """Has the tokens of a masked step drawn; to be called before anything else is launched.
+
+        Args:
+            masks: [R, ceil(V / 32)], bit t % 32 of word t // 32 set where a row may draw token t.
+
+        Raises:
+            StepFailed: they could not be; the step has ended, and is not asked for its result.
+        """
+
+    def has_ended(self) -> bool:
+        """Whether `result` would not wait."""
+
+    def result(self) -> StepOutput:
+        """Waits until the step has finished on every rank; what it drew. Called once."""
+
+
+class Executor(Protocol):
+    """Runs steps on every rank, in the order of their launches."""
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way when another is launched."""
+
+    def launch(self, step: StepInput) -> PendingStep:
+        """Begins a step.
+
+        Raises:
+            StepFailed: it did not begin, and others still can.
+        """
+
+
+def build_step(
+    scheduled: Sequenceable[Scheduled],
+    book: ShapeBook,
+    copies: Sequenceable[CopyBlock] = (),
+) -> StepInput:
+    """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences, `copies`
+    is what the scheduler wants copied first."""
+    sequences = [item.sequence for item in scheduled]
+    starts = [item.start for item in scheduled]
+    query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
+    tokens: list[int] = []
+    for item in scheduled:
+        stop = item.start + item.num_tokens
+        tokens += item.sequence.token_ids[item.start : stop]
+        if stop > len(item.sequence.token_ids):
+            tokens.append(-1 - item.sequence.awaited_row)
+    tables = np.zeros((len(sequences), max(len(s.block_ids) for s in sequences)), dtype=np.int32)
+    for row, sequence in enumerate(sequences):
+        tables[row, : len(sequence.block_ids)] = sequence.block_ids
+    drawing = [index for index, item in enumerate(scheduled) for _ in item.draws]
+    context_lens = np.array(starts, dtype=np.int32) + query_lens
+    draws = [sequence for item in scheduled for sequence in item.draws]
+    return StepInput(
+        token_ids=np.array(tokens, dtype=np.int64),
+        query_lens=query_lens,
+        context_lens=context_lens,
+        block_tables=tables,
+        sample_rows=np.array(drawing, dtype=np.int32),
+        sampling=[sequence.sampling for sequence in draws],
+        shapes=book.plan(draws, context_lens[drawing].tolist()),
+        is_masked=any(sequence.grammar is not None for sequence in draws),
+        copies=[(copy.source, copy.target) for copy in copies],
+        scores=_scores(scheduled),
+    )
+
+
+def _scores(scheduled: Sequenceable[Scheduled]) -> list[ScoredRows]:
+    scores, row = [], 0
+    for item in scheduled:
+        if scored := item.scored:
+            sequence = item.sequence
+            targets = sequence.token_ids[scored.start : scored.stop]
+            first_row = row + scored.start - 1 - item.start
+            num_top = sequence.request.num_prompt_logprobs or 0
+            scores.append(ScoredRows(first_row, targets, num_top))
+        row += item.num_tokens
+    return scores
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True):
+    token_ids: bytes
+    query_lens: bytes
+    context_lens: bytes
+    block_tables: bytes
+    table_width: int
+    sample_rows: bytes
+    sampling: list[SamplingParams]
+    shapes: StepShapes | None
+    is_masked: bool
+    copies: list[tuple[int, int]]
+    scores: list[ScoredRows]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Wire).decode
+
+
+def step_to_bytes(step: StepInput) -> bytes:
+    return _encode(
+        _Wire(
+            token_ids=step.token_ids.tobytes(),
+            query_lens=step.query_lens.tobytes(),
+            context_lens=step.context_lens.tobytes(),
+            block_tables=step.block_tables.tobytes(),
+            table_width=step.block_tables.shape[1],
+            sample_rows=step.sample_rows.tobytes(),
+            sampling=step.sampling,
+            shapes=step.shapes,
+            is_masked=step.is_masked,
+            copies=step.copies,
+            scores=step.scores,
+        )
+    )
+
+
+def step_from_bytes(data: bytes) -> StepInput:
+    wire = _decode(data)
+    return StepInput(
+        token_ids=np.frombuffer(wire.token_ids, dtype=np.int64),
+        query_lens=np.frombuffer(wire.query_lens, dtype=np.int32),
+        context_lens=np.frombuffer(wire.context_lens, dtype=np.int32),
+        block_tables=np.frombuffer(wire.block_tables, dtype=np.int32).reshape(-1, wire.table_width),
+        sample_rows=np.frombuffer(wire.sample_rows, dtype=np.int32),
+        sampling=wire.sampling,
+        shapes=wire.shapes,
+        is_masked=wire.is_masked,
+        copies=wire.copies,
+        scores=wire.scores,
+    )

@@ -1,0 +1,91 @@
+"""What the two servers do differently with a sequence's KV; everything else is the same engine."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence
+from protocol.errors import BatonError
+from protocol.messages import EngineInput, RemotePrefill, TokenDelta
+
+
+class CoreServices(ABC):
+    """What a role may ask of the engine core; all calls from the core's own thread."""
+
+    scheduler: Scheduler
+
+    @abstractmethod
+    def enqueue(self, sequence: Sequence) -> None:
+        """The sequence may be scheduled from now on."""
+
+    @abstractmethod
+    def fail(self, sequence: Sequence, error: BatonError) -> None:
+        """Ends a sequence that holds no blocks with its one terminal event."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Makes the core take another round; callable from any thread."""
+
+
+class Transport(Protocol):
+    """The core's side of the link to the HTTP process."""
+
+    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
+        """Waits for input or a wake-up. Returns the messages, and whether the link asks to end."""
+
+    def wake(self) -> None: ...
+
+    def send(self, deltas: list[TokenDelta]) -> None: ...
+
+    def send_stats(self, values: dict[str, float]) -> None: ...
+
+
+class KVConnector:
+    """The hooks that make an engine a prefill or a decode engine.
+
+    A role owns threads (side channel, pulls) but changes sequences and blocks only inside these
+    calls, which all come from the core's thread.
+    """
+
+    def bind(self, core: CoreServices) -> None:
+        self.core = core
+
+    def on_add(self, sequence: Sequence) -> None:
+        """A request has come; the role enqueues it now or once its peer is known."""
+        self.core.enqueue(sequence)
+
+    def on_receive(self, sequence: Sequence) -> None:
+        """The sequence has RECEIVING blocks; the role starts the pull into them."""
+        raise AssertionError(f"{type(self).__name__} admits no remote sequences")
+
+    def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
+        """The sequence ended with a token, its blocks still in hand. What the role wants to keep
+        of them it takes another reference on; the core releases the sequence's own.
+
+        Returns:
+            kv_transfer_params for the answer, or None.
+        """
+        return None
+
+    def on_abort(self, sequence: Sequence) -> bool:
+        """The sequence is given up. True if the role took over its RECEIVING blocks."""
+        return False
+
+    def on_abort_unknown(self, request_id: str) -> None:
+        """An abort came for a request that has already ended."""
+
+    def on_release(self, remote: RemotePrefill) -> None:
+        """A reference came that is of no use, or with a request that was refused: nobody will use
+        its KV."""
+
+    def poll(self) -> None:
+        """Takes in what the role's threads have learned since the last round."""
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def side_channel_port(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        """Stops the role's threads; no call comes after it."""

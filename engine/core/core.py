@@ -1,0 +1,491 @@
+"""The engine core: takes requests in, runs steps, and sends every token out exactly once.
+
+One thread, one loop:
+
+    inputs (add, abort) -> role.poll (what pulls and leases have done) -> schedule -> launch
+    -> result of the step launched before -> tokens out -> ...
+
+When nothing can be computed the loop sleeps on its sockets; the role's threads wake it.
+
+An executor says how many steps may be under way while the next one is planned and launched (its
+`depth`): none on a CPU, one on a GPU, where the work of a round hides behind it. A step is then
+planned as if no sequence ended in the one before; one that did has its extra token dropped. A
+sequence that cannot be planned so (its choices fork off with the result) sits a step out. Where a
+preemption may be due the round first takes in the result. A step with grammars is launched up to
+its logits; its tokens are drawn once the masks are known, which follow from the step before. The
+scheduler keeps a released block from everyone until no launched step refers to it (I8).
+
+An exception that is one request's ends that request alone. A step that could not be launched, or
+drawn, while the device is well and no other rank has begun it, is taken again one sequence at a
+time; who fails by itself is failed. So is a request whose tokens cannot be taken in. Everything
+else (the device, a collective, the books of the blocks) ends the engine: nobody could say what is
+right any more.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence as Sequenceable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher
+
+from engine.core.batch import Executor, PendingStep, StepFailed, StepInput, StepOutput, build_step
+from engine.core.connector import CoreServices, KVConnector, Transport
+from engine.core.core_stats import SILENT_S, CoreStats
+from engine.core.logits_processing import ShapeBook
+from engine.core.output_processor import Draw, OutputProcessor
+from engine.core.scheduler import Plan, Scheduled, Scheduler
+from engine.core.sequence import Phase, Sequence
+from engine.core.step_pace import StepPace
+from engine.text.grammar import GrammarCompiler, StepMasks
+from kvcache.blocks import BlockError
+from protocol.errors import BatonError, GrammarFailed, InternalError
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineInput,
+    ReleaseRemote,
+    TokenLogprobs,
+)
+
+logger = logging.getLogger("baton.engine")
+
+_NAP_S = 0.00005  # between two looks at a step that the device has not ended
+_LONG_NAP_S = 0.0005  # while it cannot have
+_IDLE_WAIT_S = 1.0  # the loop also looks around this often when nothing wakes it
+_QUIET_S = 5.0  # after which the books are checked, once: for many blocks that takes a while
+
+
+@dataclass(frozen=True)
+class _Launched:
+    scheduled: list[Scheduled]
+    pending: PendingStep
+    num_tokens: int
+    started_s: float
+
+
+class EngineCore(CoreServices):
+    """Owns the sequences of one engine. Everything here runs on the thread that calls `run`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        role: KVConnector,
+        transport: Transport,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.role = role
+        self.transport = transport
+        self.grammars = grammars
+        self.sequences: dict[str, Sequence] = {}
+        self._shape_book = ShapeBook()
+        # To be enqueued once their grammars are there.
+        self._compiling: dict[Sequence, Future[LLMatcher]] = {}
+        self._output = OutputProcessor()
+        self._launched: deque[_Launched] = deque()
+        self._pace = StepPace()
+        self._last_finish_s = 0.0
+        self._is_last = False  # whether the link asked to end while a step was waited for
+        self._stats = CoreStats()
+        self._check_due_s = 0.0
+        role.bind(self)
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serves until the transport says to end."""
+        self._report_stats()  # a server that nobody has asked yet has its capacity to show
+        progressed = False
+        while True:
+            messages, ended = self.transport.receive(0.0 if progressed else _IDLE_WAIT_S)
+            if ended:
+                return
+            progressed = self.round(messages)
+            if self._is_last:
+                return
+            self._report_stats()
+            self._check_when_quiet(busy=progressed or bool(messages) or not self.is_idle)
+
+    def _check_when_quiet(self, *, busy: bool) -> None:
+        now_s = time.monotonic()
+        if busy:
+            self._check_due_s = now_s + _QUIET_S
+        elif now_s >= self._check_due_s:
+            self._check_due_s = math.inf
+            self.check_integrity()
+
+    def round(self, messages: Sequenceable[EngineInput]) -> bool:
+        """One pass of the loop. True if another should follow at once."""
+        for message in messages:
+            self._take(message)
+        self.role.poll()
+        was_under_way = bool(self._launched)
+        if was_under_way:
+            self._wait_while_too_soon(self._launched[-1])
+        for sequence in list(self._compiling):
+            self.enqueue(sequence)
+        if was_under_way and self.scheduler.may_preempt():
+            self._finish_steps(0)
+        plan = self.scheduler.schedule()
+        self._begin(plan)
+        if plan.scheduled:
+            try:
+                self._step(plan.scheduled)
+            except StepFailed as error:
+                self._step_one_by_one(plan.scheduled, error)
+        self._finish_steps(self.executor.depth if plan.scheduled else 0)
+        self._flush()
+        return bool(was_under_way or plan.scheduled or plan.receiving or plan.preempted)
+
+    def _step(self, scheduled: list[Scheduled]) -> None:
+        copies = self.scheduler.take_copies()
+        try:
+            step = build_step(scheduled, self._shape_book, copies)
+        except Exception as error:
+            raise StepFailed(f"its arrays could not be made: {error!r}") from error
+        self._flush()  # first tokens do not wait for the step
+        if step.is_masked:
+            self._launch_masked(scheduled, step)
+        else:
+            self._launch(scheduled, step)
+
+    def _step_one_by_one(self, scheduled: list[Scheduled], error: StepFailed) -> None:
+        """Instead of a step that failed."""
+        logger.warning("a step of %d sequences is taken one by one", len(scheduled), exc_info=error)
+        self._finish_steps(0)
+        for item in scheduled:
+            sequence = item.sequence
+            if sequence.phase is not Phase.RUNNING or not sequence.num_uncomputed:
+                continue  # it ended with the step before
+            self._shape_book = ShapeBook()  # a failed step may have changed half of its rows
+            self.scheduler.put_back_copies()
+            try:
+                num_tokens = min(item.num_tokens, sequence.num_uncomputed)
+                self._step([Scheduled.next_of(sequence, num_tokens)])
+            except StepFailed as alone:
+                self._give_up(sequence, alone)
+            self._finish_steps(0)
+        self._shape_book = ShapeBook()
+        self.scheduler.put_back_copies()
+
+    def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
+        """The masks are found while the step computes its logits: at once, or when the tokens of
+        the step before are there."""
+        masks = None if self._launched else self._masks(scheduled)
+        try:
+            pending = self._launch(scheduled, step)
+        except StepFailed:
+            if masks is not None:
+                masks.result()  # another thread fills them: it shall not go on with these grammars
+            raise
+        if masks is None:
+            self._finish_steps(1)
+            masks = self._masks(scheduled)
+        try:
+            pending.draw(masks.result())
+        except StepFailed:
+            self._launched.pop()  # no other was under way
+            self.scheduler.step_undrawn(scheduled)
+            raise
+
+    def _launch(self, scheduled: list[Scheduled], step: StepInput) -> PendingStep:
+        started_s = time.perf_counter()
+        pending = self.executor.launch(step)
+        self.scheduler.launched(scheduled)
+        self._launched.append(_Launched(scheduled, pending, len(step.token_ids), started_s))
+        return pending
+
+    def _finish_steps(self, num_left: int) -> None:
+        """Takes in the results of all launched steps but the last `num_left`."""
+        while len(self._launched) > num_left:
+            self._wait_for(self._launched[0].pending)
+            step = self._launched.popleft()
+            output = step.pending.result()
+            now_s = time.perf_counter()
+            seconds = now_s - max(step.started_s, self._last_finish_s)
+            self._stats.step_ended(step.num_tokens, seconds)
+            self._pace.took(step.num_tokens, seconds)
+            self._last_finish_s = now_s
+            self.scheduler.step_finished()
+            self._commit(step.scheduled, output)
+
+    def _wait_for(self, pending: PendingStep) -> None:
+        """Until a launched step has ended. Who comes meanwhile has their pull begun at once, which
+        is over, mostly, before the next step is planned; their first tokens go out."""
+        silent_from_s = time.monotonic() + SILENT_S  # an engine that hangs shall not seem alive
+        while not pending.has_ended():
+            if time.monotonic() < silent_from_s:
+                self._hear()
+            time.sleep(_NAP_S)
+
+    def _wait_while_too_soon(self, step: _Launched) -> None:
+        """Until the step after a long one is worth planning; see StepPace."""
+        began_s = max(step.started_s, self._last_finish_s)
+        due_s = began_s + self._pace.wait_s(step.num_tokens)
+        if time.perf_counter() < due_s:
+            self._begin(self.scheduler.admit_remote())
+            self._flush()
+        while time.perf_counter() < due_s and not step.pending.has_ended():
+            self._hear()
+            time.sleep(_LONG_NAP_S)
+
+    def _hear(self) -> None:
+        messages, is_last = self.transport.receive(0.0)
+        self._is_last = self._is_last or is_last
+        num_waiting = len(self.scheduler.waiting)
+        for message in messages:
+            self._take(message)
+        self.role.poll()
+        if len(self.scheduler.waiting) > num_waiting:
+            self._begin(self.scheduler.admit_remote())
+        self._flush()
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.sequences or self._launched)
+
+    def check_integrity(self) -> None:
+        self.scheduler.check_integrity()
+
+    # -- requests in -------------------------------------------------------------------------
+
+    def _take(self, message: EngineInput) -> None:
+        if isinstance(message, AddRequest):
+            self._add(message)
+        elif isinstance(message, AbortRequest):
+            self._abort(message.request_id, message.choice)
+        elif isinstance(message, ReleaseRemote):
+            self.role.on_release(message.remote)
+
+    def _add(self, request: AddRequest) -> None:
+        sequence = Sequence.from_request(request)
+        error = self.scheduler.limits.refusal(request)
+        if error is not None:
+            for remote in (request.remote, request.kv_unused):
+                if remote is not None:
+                    self.role.on_release(remote)
+            self._output.error(sequence, error)
+            return
+        self.sequences[request.request_id] = sequence
+        self.role.on_add(sequence)
+
+    def _abort(self, request_id: str, choice: int | None) -> None:
+        first = self.sequences.get(request_id)
+        if first is not None:
+            wanted = first.choices if choice is None else first.choices[choice : choice + 1]
+            self._end_choices([(sequence, "abort") for sequence in wanted])
+        elif choice is None:
+            self.role.on_abort_unknown(request_id)
+
+    # -- services to the role ----------------------------------------------------------------
+
+    def enqueue(self, sequence: Sequence) -> None:
+        try:
+            if not self._prepare_grammar(sequence):
+                return
+        except GrammarFailed as error:
+            self.role.on_abort(sequence)
+            self.fail(sequence, error)
+            return
+        ends = [(choice, self._finish_reason(choice)) for choice in sequence.choices]
+        if any(reason is not None for _, reason in ends):
+            # They end with the token they came with, and need no block.
+            self._output.found_elsewhere(sequence)
+            self._end_choices([(choice, reason) for choice, reason in ends if reason is not None])
+        if sequence.phase is not Phase.FINISHED:
+            self.scheduler.add(sequence)
+
+    def fail(self, sequence: Sequence, error: BatonError) -> None:
+        self.sequences.pop(sequence.request_id, None)
+        self._compiling.pop(sequence.choices[0], None)
+        for choice in sequence.choices:
+            choice.has_ended = True
+            if choice is not sequence and choice.phase in (Phase.WAITING, Phase.RUNNING):
+                self.scheduler.finish(choice)
+            choice.phase = Phase.FINISHED
+        self._output.error(sequence, error)
+
+    def wake(self) -> None:
+        self.transport.wake()
+
+    # -- grammars ----------------------------------------------------------------------------
+
+    def _prepare_grammar(self, sequence: Sequence) -> bool:
+        """Gives a sequence its place in its grammar, if it has one; False while that is compiled.
+
+        Raises:
+            GrammarFailed: it cannot be.
+        """
+        grammar = sequence.request.sampling.grammar
+        if grammar is None or sequence.grammar is not None:
+            return True
+        if self.grammars is None:
+            raise GrammarFailed("this engine follows no grammars")
+        compiled = self._compiling.get(sequence) or self.grammars.compiled(
+            grammar, sequence.request.grammar_bytes
+        )
+        if not compiled.done():
+            self._compiling[sequence] = compiled
+            return False
+        self._compiling.pop(sequence, None)
+        for choice in sequence.choices:
+            choice.grammar = self.grammars.state(sequence.request, compiled)
+        return True
+
+    def _masks(self, scheduled: Sequenceable[Scheduled]) -> StepMasks:
+        assert self.grammars is not None, "enqueue lets no sequence with a grammar through"
+        return self.grammars.masks([s.grammar for item in scheduled for s in item.draws])
+
+    # -- a round's work ----------------------------------------------------------------------
+
+    def _begin(self, plan: Plan) -> None:
+        for sequence in plan.admitted:
+            self._stats.admitted(sequence)
+            self._output.found_elsewhere(sequence)
+        if plan.receiving:
+            self._flush()  # nor do they wait for a pull to be begun
+        for sequence in plan.receiving:
+            self.role.on_receive(sequence)
+
+    def _commit(self, scheduled: list[Scheduled], output: StepOutput) -> None:
+        drawn = iter(zip(output.token_ids, output.logprobs, strict=True))
+        scores = iter(output.scores)
+        for item in scheduled:
+            tokens = [next(drawn) for _ in item.draws]
+            scored = next(scores) if item.scored else []
+            if item.sequence.phase is not Phase.RUNNING:
+                continue  # it ended after the step was launched
+            try:
+                self._commit_one(item, tokens, scored)
+            except (BlockError, AssertionError):
+                raise
+            except Exception as error:
+                self._give_up(item.sequence, error)
+
+    def _commit_one(
+        self,
+        item: Scheduled,
+        tokens: list[tuple[int, TokenLogprobs | None]],
+        scored: list[TokenLogprobs],
+    ) -> None:
+        sequence = item.sequence
+        self.scheduler.computed(item)
+        self._take_prompt_logprobs(sequence, scored)
+        draws = [
+            self._draw(choice, *token)
+            for choice, token in zip(item.draws, tokens, strict=True)
+            if not choice.has_ended
+        ]
+        self.scheduler.fork_choices(sequence)
+        for draw in draws:
+            self._tell(draw)
+        if sequence.request.max_tokens == 0 and self._finish_reason(sequence):
+            self._end_choices([(choice, "length") for choice in sequence.choices])
+
+    def _take_prompt_logprobs(self, sequence: Sequence, scored: list[TokenLogprobs]) -> None:
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs += scored
+            self._output.prompt_logprobs(sequence)
+
+    def _draw(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Draw:
+        """Appends what was drawn. A choice that ends with it is marked, and told of by `_tell`."""
+        if sequence.grammar is not None and sequence.grammar.ending is not None:
+            sequence.has_ended = True  # nothing could be drawn: what was drawn all the same is void
+            return Draw(sequence, None, None, "stop", sequence.grammar.ending.error)
+        sequence.append_output(token_id)
+        if sequence.num_outputs == 1:
+            sequence.first_logprobs = logprobs
+        reason = self._finish_reason(sequence)
+        sequence.has_ended = reason is not None
+        return Draw(sequence, token_id, logprobs, reason)
+
+    def _tell(self, draw: Draw) -> None:
+        if draw.sequence.phase is Phase.FINISHED:
+            return  # another choice's error has ended the request
+        if draw.error is not None:
+            if draw.sequence.phase is Phase.RUNNING:
+                self.scheduler.finish(draw.sequence)
+            self.fail(draw.sequence, draw.error)
+        elif draw.reason is None:
+            assert draw.token_id is not None
+            self._output.token(draw.sequence, draw.token_id, draw.logprobs)
+        else:
+            self._end(draw.sequence, draw.reason, draw)
+
+    def _finish_reason(self, sequence: Sequence) -> str | None:
+        return sequence.finish_reason(self.scheduler.limits.max_model_len)
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def _end_choices(self, ends: Sequenceable[tuple[Sequence, str]]) -> None:
+        """Ends those of some choices that have not ended; first all are marked, so that a carrier
+        knows whether it carries any on."""
+        ending = [(choice, reason) for choice, reason in ends if not choice.has_ended]
+        for choice, _ in ending:
+            choice.has_ended = True
+        for choice, reason in ending:
+            self._end(choice, reason)
+
+    def _end(self, choice: Sequence, reason: str, draw: Draw | None = None) -> None:
+        """Lets go of a choice that is marked as ended, and says so."""
+        params: dict[str, Any] | None = None
+        carrier = choice.choices[0]
+        if choice.carried:
+            choice.end_but_carry()
+        elif not choice.is_forked:
+            choice.phase = Phase.FINISHED
+            if carrier.has_ended and not carrier.carried:
+                self._stop(carrier)
+        elif reason == "abort":
+            self._stop(choice)
+        else:
+            params = self.role.on_finish(choice)
+            self.scheduler.finish(choice)
+        self._output.end(choice, reason, draw, params)
+        if all(other.has_ended for other in choice.choices):
+            self.sequences.pop(choice.request_id, None)
+
+    def _give_up(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a request that the engine failed on, whatever became of its choices."""
+        logger.error("request %s is ended alone", sequence.request_id, exc_info=error)
+        for choice in sequence.choices:
+            choice.has_ended = True
+        for choice in sequence.choices:
+            self._stop(choice)
+        reason = str(error).partition("\n")[0]
+        self.fail(sequence, InternalError(f"The engine failed on this request: {reason}"))
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Ends a sequence wherever it is."""
+        if sequence.phase is Phase.FINISHED:
+            return
+        self._compiling.pop(sequence, None)
+        if not self.role.on_abort(sequence):
+            self.scheduler.finish(sequence)
+        sequence.phase = Phase.FINISHED
+
+    # -- out ---------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        if deltas := self._output.take():
+            self.transport.send(deltas)
+
+    # -- observability -----------------------------------------------------------------------
+
+    def _report_stats(self) -> None:
+        if not self._stats.is_due(is_idle=self.is_idle):
+            return
+        values = self.stats()
+        if self._stats.is_news(values, is_idle=self.is_idle):
+            self.transport.send_stats(values)
+
+    def stats(self) -> dict[str, float]:
+        """Values by series (protocol.metrics)."""
+        return {**self.scheduler.stats(), **self._stats.totals(), **self.role.stats()}

@@ -1,0 +1,54 @@
+"""What the core counts over its life, and when it is to be told."""
+
+import time
+from typing import Final
+
+from engine.core.sequence import Sequence
+from engine.worker.kernel_watch import KERNELS
+
+SILENT_S: Final = 1.0  # after which an engine with requests speaks, if only to show that it lives
+_INTERVAL_S: Final = 0.25
+_NAMES: Final = (
+    "baton_engine_steps",
+    "baton_engine_step_tokens",
+    "baton_engine_step_seconds",
+    "baton_prefix_cache_query_tokens",
+    "baton_prefix_cache_hit_tokens",
+)
+
+
+class CoreStats:
+    """Totals by series (protocol.metrics)."""
+
+    def __init__(self) -> None:
+        self._totals = dict.fromkeys(_NAMES, 0.0)
+        self._told: dict[str, float] = {}
+        self._due_s = 0.0
+
+    def step_ended(self, num_tokens: int, seconds: float) -> None:
+        self._totals["baton_engine_steps"] += 1
+        self._totals["baton_engine_step_tokens"] += num_tokens
+        self._totals["baton_engine_step_seconds"] += seconds
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Its blocks are there, and what the prefix cache had of them is known."""
+        hits = min(sequence.num_computed, sequence.num_prompt_tokens)
+        self._totals["baton_prefix_cache_query_tokens"] += sequence.num_prompt_tokens
+        self._totals["baton_prefix_cache_hit_tokens"] += hits
+
+    def totals(self) -> dict[str, float]:
+        return {**self._totals, "baton_kernels_loaded_late": float(KERNELS.num_after)}
+
+    def is_due(self, *, is_idle: bool) -> bool:
+        """Whether it is time to look for news, of which an idle engine tells at once."""
+        return is_idle or time.monotonic() >= self._due_s
+
+    def is_news(self, values: dict[str, float], *, is_idle: bool) -> bool:
+        """Whether `values` are to be told now, because of a change or of a silence; they then count
+        as told."""
+        now_s = time.monotonic()
+        is_overdue = not is_idle and now_s >= self._due_s + SILENT_S
+        if values == self._told and not is_overdue:
+            return False
+        self._told, self._due_s = values, now_s + _INTERVAL_S
+        return True

@@ -1,0 +1,286 @@
+"""What changes a row's logits before its token is drawn, in this order:
+
+    logit_bias   is added to the logits of its tokens;
+    repetition   divides positive logits of tokens that prompt or outputs hold, multiplies negative
+                 ones (CTRL, as in transformers and vLLM);
+    frequency    is subtracted once for each time a token was drawn, presence once if it was at all
+                 (the OpenAI API's definition: outputs only);
+    min_tokens   bans the stop tokens until so many tokens are drawn;
+    masks        forbid what a grammar does not allow.
+
+Logprobs are those of the logits before all this. A ban gives way where a grammar allows nothing
+else, so that some token can always be drawn.
+
+Rank 0's `ShapeBook` gives each sequence that needs it a state row; what does not change (prompt,
+bias, penalties) travels to the ranks once, with the row's first step. Each rank's `LogitShaper`
+counts drawn tokens on its device, as they are drawn.
+"""
+
+from collections.abc import Sequence as Sequenceable
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.core.sequence import Phase, Sequence
+from protocol.messages import SamplingParams
+
+NO_ROW = -1
+_LOWEST = -1e30  # of a token that is allowed
+_BANNED = -3e30
+
+
+class SamplingRow(msgspec.Struct, frozen=True, array_like=True):
+    """What a state row starts from; it replaces whatever the row held."""
+
+    row: int
+    prompt_ids: list[int]  # empty unless penalties ask for them, like output_ids
+    output_ids: list[int]
+    penalties: tuple[float, float, float] | None  # presence, frequency, repetition
+    bias: dict[int, float]
+    stop_token_ids: list[int]
+
+
+class StepShapes(msgspec.Struct, frozen=True, array_like=True):
+    """The shaping of a step's R draws."""
+
+    rows: list[int]  # [R] state rows, NO_ROW: none
+    bans: list[bool]  # [R] whether the row's stop tokens are banned
+    setups: list[SamplingRow]
+
+
+@dataclass
+class _Entry:
+    row: int
+    position: int  # of the token that the row's state is ready to draw
+
+
+class ShapeBook:
+    """Which sequence owns which state row. Rows of sequences that do not run are taken back, and
+    what was drawn without the row's knowledge makes it start anew, so nobody has to tell it."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Sequence, _Entry] = {}
+        self._free: list[int] = []
+
+    def plan(
+        self, drawing: Sequenceable[Sequence], positions: Sequenceable[int]
+    ) -> StepShapes | None:
+        """The shaping of a step, None where no row needs any.
+
+        Args:
+            drawing: the sequence of each draw.
+            positions: of the token to be drawn, in its sequence.
+        """
+        if self._entries:
+            self._sweep()
+        needs = [_needs(s, position) for s, position in zip(drawing, positions, strict=True)]
+        if not any(needs):
+            return None
+        rows: list[int] = []
+        bans: list[bool] = []
+        setups: list[SamplingRow] = []
+        for sequence, position, need in zip(drawing, positions, needs, strict=True):
+            rows.append(self._row(sequence, position, setups) if need else NO_ROW)
+            bans.append(need and _bans(sequence, position))
+        return StepShapes(rows, bans, setups)
+
+    def _sweep(self) -> None:
+        gone = [s for s in self._entries if s.phase is not Phase.RUNNING]
+        for sequence in gone:
+            self._free.append(self._entries.pop(sequence).row)
+        self._free.sort(reverse=True)  # low rows first: the device's table stays small
+
+    def _row(self, sequence: Sequence, position: int, setups: list[SamplingRow]) -> int:
+        entry = self._entries.get(sequence)
+        if entry is None:
+            row = self._free.pop() if self._free else len(self._entries)
+            entry = self._entries[sequence] = _Entry(row, position)
+            setups.append(_setup(sequence, row))
+        elif entry.position != position:
+            setups.append(_setup(sequence, entry.row))
+        entry.position = position + 1
+        return entry.row
+
+
+def _needs(sequence: Sequence, position: int) -> bool:
+    sampling = sequence.request.sampling
+    return bool(sampling.logit_bias) or _has_penalties(sampling) or _bans(sequence, position)
+
+
+def _bans(sequence: Sequence, position: int) -> bool:
+    request = sequence.request
+    num_outputs = position - sequence.num_prompt_tokens
+    return num_outputs < request.sampling.min_tokens and bool(request.stop_token_ids)
+
+
+def _has_penalties(sampling: SamplingParams) -> bool:
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
+    )
+
+
+def _setup(sequence: Sequence, row: int) -> SamplingRow:
+    sampling = sequence.request.sampling
+    penalised = _has_penalties(sampling)
+    penalties = (
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+    )
+    return SamplingRow(
+        row=row,
+        prompt_ids=sequence.request.token_ids if penalised else [],
+        output_ids=sequence.token_ids[sequence.first_output :] if penalised else [],
+        penalties=penalties if penalised else None,
+        bias=sampling.logit_bias,
+        stop_token_ids=sequence.request.stop_token_ids if sampling.min_tokens > 0 else [],
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    penalties: tuple[float, float, float] | None
+    bias_ids: npt.NDArray[np.int64]
+    bias: npt.NDArray[np.float32]
+    stop_ids: npt.NDArray[np.int64]
+
+
+class LogitShaper:
+    """The state rows of one rank.
+
+    `seen` [rows, V] int32 holds twice the number of times that a token was drawn, plus one if the
+    prompt has it. Only rows with penalties use it; it grows to the largest of them.
+    """
+
+    def __init__(self, vocab_size: int, device: str | torch.device = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.seen = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._rows: dict[int, _Row] = {}
+
+    def prepare(self, shapes: StepShapes | None) -> "Shaping | None":
+        """Takes in a step's setups and uploads what its draws need; None if they need nothing."""
+        if shapes is None:
+            return None
+        for setup in shapes.setups:
+            self._set_up(setup)
+        rows = [(at, row) for at, row in enumerate(shapes.rows) if row != NO_ROW]
+        biased = [(at, self._rows[row]) for at, row in rows]
+        banned = [(at, shape) for at, shape in biased if shapes.bans[at]]
+        penalised = [(at, row) for at, row in rows if self._rows[row].penalties is not None]
+        return Shaping(
+            seen=self.seen,
+            penalised=self._upload(penalised, np.int64),
+            penalties=self._upload([self._rows[row].penalties for _, row in penalised], np.float32),
+            bias_at=self._flat([(at, shape.bias_ids) for at, shape in biased]),
+            bias=self._join([shape.bias for _, shape in biased]),
+            bans_at=self._flat([(at, shape.stop_ids) for at, shape in banned]),
+        )
+
+    def masked(self, shaping: "Shaping | None", masks: npt.NDArray[np.int32]) -> "Shaping":
+        """`shaping` with masks, which are uploaded.
+
+        Args:
+            masks: int32 [R, ceil(V / 32)], bit t % 32 of word t // 32 set where token t is allowed.
+        """
+        return replace(shaping or Shaping(self.seen), allowed=self._unpack(masks))
+
+    def _set_up(self, setup: SamplingRow) -> None:
+        self._rows[setup.row] = _Row(
+            setup.penalties,
+            np.fromiter(setup.bias.keys(), np.int64, len(setup.bias)),
+            np.fromiter(setup.bias.values(), np.float32, len(setup.bias)),
+            np.array([i for i in setup.stop_token_ids if i < self.vocab_size], np.int64),
+        )
+        if setup.penalties is None:
+            return
+        if setup.row >= len(self.seen):
+            grown = self.seen.new_zeros(max(8, 2 * setup.row), self.vocab_size)
+            grown[: len(self.seen)] = self.seen
+            self.seen = grown
+        row = self.seen[setup.row].zero_()
+        row.index_fill_(0, self._to_device(np.array(setup.prompt_ids, np.int64)), 1)
+        outputs = self._to_device(np.array(setup.output_ids, np.int64))
+        row.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
+
+    def _upload(self, values: list, dtype: type) -> torch.Tensor | None:  # type: ignore[type-arg]
+        return self._to_device(np.array(values, dtype)) if values else None
+
+    def _flat(self, parts: list[tuple[int, npt.NDArray[np.int64]]]) -> torch.Tensor | None:
+        return self._join([at * self.vocab_size + ids for at, ids in parts])
+
+    def _join(self, parts: Sequenceable[npt.NDArray[np.generic]]) -> torch.Tensor | None:
+        if not any(map(len, parts)):
+            return None
+        return self._to_device(np.concatenate(parts))
+
+    def _unpack(self, masks: npt.NDArray[np.int32]) -> torch.Tensor:
+        """bool [R, V]"""
+        if self.device.type == "cpu":
+            octets = np.ascontiguousarray(masks).astype("<i4").view(np.uint8)
+            bits = np.unpackbits(octets, axis=1, count=self.vocab_size, bitorder="little")
+            return torch.from_numpy(bits.view(np.bool_))
+        words = self._to_device(masks.copy())
+        shifts = torch.arange(32, dtype=torch.int32, device=self.device)
+        bits_set = (words[:, :, None] >> shifts) & 1
+        return bits_set.view(len(words), -1)[:, : self.vocab_size].bool()
+
+    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        host = torch.from_numpy(array)
+        if self.device.type == "cuda":  # without waiting for what the device still computes
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Shaping:
+    """One step's shaping, on the device."""
+
+    seen: torch.Tensor  # see LogitShaper
+    penalised: torch.Tensor | None = None  # int64 [P, 2]: row of the step, state row
+    penalties: torch.Tensor | None = None  # float32 [P, 3]: presence, frequency, repetition
+    bias_at: torch.Tensor | None = None  # int64 [n], into the flattened logits
+    bias: torch.Tensor | None = None  # float32 [n]
+    bans_at: torch.Tensor | None = None  # int64 [m], into the flattened logits
+    allowed: torch.Tensor | None = None  # bool [R, V]
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """A shaped copy of logits, float32 [R, V] without NaN and +inf; a maximum is finite."""
+        shaped = logits.clone()
+        flat = shaped.view(-1)
+        if self.bias_at is not None and self.bias is not None:
+            flat.index_add_(0, self.bias_at, self.bias)
+        if self.penalised is not None and self.penalties is not None:
+            self._penalise(shaped, self.penalised, self.penalties)
+        if self.bans_at is not None or self.allowed is not None:
+            shaped.clamp_(min=_LOWEST)
+        if self.bans_at is not None:
+            flat.index_fill_(0, self.bans_at, _BANNED)  # assigning a number would wait on a GPU
+        if self.allowed is not None:
+            shaped.masked_fill_(~self.allowed, float("-inf"))
+        return shaped
+
+    def _penalise(
+        self, shaped: torch.Tensor, penalised: torch.Tensor, penalties: torch.Tensor
+    ) -> None:
+        rows = penalised[:, 0]
+        seen = self.seen[penalised[:, 1]]
+        presence, frequency, repetition = (p[:, None] for p in penalties.unbind(1))
+        logits = shaped[rows]
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen > 0, repeated, logits)
+        counts = seen >> 1
+        logits -= frequency * counts + presence * (counts > 0)
+        shaped[rows] = logits
+
+    def drew(self, token_ids: torch.Tensor) -> None:
+        """Counts the drawn tokens, int64 [R]."""
+        if self.penalised is not None:
+            rows, states = self.penalised.unbind(1)
+            twice = torch.full_like(states, 2, dtype=torch.int32)
+            self.seen.index_put_((states, token_ids[rows]), twice, accumulate=True)

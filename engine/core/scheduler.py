@@ -1,0 +1,492 @@
+"""Who computes what in the next step: pure decisions over the block allocator and prefix index.
+
+Policy, in order:
+1. Sequences that decode go first, so that a long prompt delays them by one chunk at most.
+2. Prompts that are under way get what is left of the token budget, in order of admission.
+3. Waiting sequences are admitted first come, first served, when blocks for all their tokens are
+   available; each takes what the prefix index holds and only allocates the rest. One that would
+   not even fit into what is not quarantined lets others pass until it does.
+When a running sequence needs a block and none is available, the latest admitted one is preempted:
+its blocks are released and it waits, at the head of the queue, to be computed again (cheaply,
+as long as its blocks are still cached). A sequence that fits the pool alone therefore always ends.
+
+A sequence with a `remote` reference is not computed: its new blocks become RECEIVING and the role
+pulls into them; `received`, `recompute_in_place` or `abandon` brings it back. Receiving sequences
+never wait for running ones (a pull ends or times out by itself), so neither blocks the other.
+
+A step may be planned while the one before it has not finished. Blocks that a sequence gives up go
+back to the allocator only when every launched step that refers to them has finished (I8), and a
+sequence is preempted only when no step is under way (`may_preempt`).
+"""
+
+from collections import deque
+from collections.abc import Sequence as Sequenceable
+from dataclasses import dataclass, field
+
+from engine.core.sequence import Phase, Sequence
+from kvcache.blocks import BlockAllocator, BlockState
+from kvcache.prefix import PrefixIndex
+from protocol.errors import BatonError, ContextLengthExceeded, InvalidRequest
+from protocol.messages import AddRequest
+from protocol.metrics import stat_key
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What bounds a step and a sequence."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens, prompt and outputs
+    block_size: int  # tokens
+
+    def refusal(self, request: AddRequest) -> BatonError | None:
+        """What the HTTP process checks with a proper message; this is the engine's own guard."""
+        num_tokens = len(request.token_ids) + min(request.max_tokens, 1)
+        if num_tokens > self.max_model_len:
+            return ContextLengthExceeded(
+                f"the prompt has {len(request.token_ids)} tokens and the context "
+                f"{self.max_model_len}; shorten the prompt",
+                param="prompt",
+            )
+        if not 1 <= request.num_choices <= self.max_num_seqs:
+            return InvalidRequest(
+                f"n is {request.num_choices}, this server draws 1 to {self.max_num_seqs} choices; "
+                "lower it",
+                param="n",
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """`sequence` computes `num_tokens` tokens from index `start` on."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    # Choices whose next token is drawn at the step's end: none unless that is the last token.
+    draws: tuple[Sequence, ...]
+
+    @classmethod
+    def next_of(cls, sequence: Sequence, num_tokens: int) -> "Scheduled":
+        start = sequence.num_computed + sequence.num_launched
+        is_last = num_tokens == sequence.num_uncomputed
+        return cls(sequence, start, num_tokens, sequence.draws_next if is_last else ())
+
+    @property
+    def scored(self) -> range:
+        """Prompt tokens whose logprobs the step finds: each from the KV of those before it."""
+        sequence = self.sequence
+        if sequence.prompt_logprobs is None:
+            return range(0)
+        stop = min(self.start + self.num_tokens + 1, sequence.num_prompt_tokens)
+        return range(max(self.start + 1, len(sequence.prompt_logprobs)), stop)
+
+
+@dataclass(frozen=True)
+class CopyBlock:
+    """A carrier's last block, which its prompt fills in part, for a choice that forked off it.
+    Both blocks have a use for the copy itself until the step that makes it has finished."""
+
+    source: int
+    target: int
+    child: Sequence
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.child.phase is Phase.RUNNING and self.target in self.child.block_ids
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One round of decisions. `admitted` holds every sequence that got its blocks in this round,
+    `receiving` those of them whose KV is to be pulled."""
+
+    scheduled: list[Scheduled] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    receiving: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the queue, the running set and the receiving set, and their blocks."""
+
+    def __init__(
+        self, limits: SchedulerLimits, allocator: BlockAllocator, prefix: PrefixIndex | None
+    ) -> None:
+        self.limits = limits
+        self.allocator = allocator
+        self.prefix = prefix
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.receiving: dict[str, Sequence] = {}
+        self.num_preemptions = 0
+        self._num_launched_steps = 0
+        self._num_finished_steps = 0
+        self._deferred: deque[tuple[int, list[int]]] = deque()  # step to finish, blocks to release
+        self._copies: list[CopyBlock] = []  # for the next step to make before anything else
+        self._copying: list[CopyBlock] = []  # of the step that is being built
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running or self.receiving)
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.WAITING
+        self.waiting.append(sequence)
+
+    # -- one round ---------------------------------------------------------------------------
+
+    def schedule(self) -> Plan:
+        """Decides the next step. An empty `scheduled` means nothing can be computed now."""
+        plan = Plan()
+        self._forget_unwanted_copies()
+        budget = self.limits.max_num_batched_tokens
+        going_on = [s for s in self.running if not s.awaits_result(self.limits.max_model_len)]
+        decoding = [s for s in going_on if s.is_decoding]
+        prefilling = [s for s in going_on if not s.is_decoding]
+        for sequence in (*decoding, *prefilling):
+            if budget == 0:
+                break
+            if sequence.phase is not Phase.RUNNING:
+                continue  # preempted earlier in this round
+            num_tokens = min(sequence.num_uncomputed, budget)
+            refund = self._make_room(sequence, num_tokens, plan)
+            budget += refund
+            if sequence.phase is Phase.RUNNING:
+                plan.scheduled.append(Scheduled.next_of(sequence, num_tokens))
+                budget -= num_tokens
+        if not plan.preempted:
+            self._admit_waiting(budget, plan)
+        return plan
+
+    def admit_remote(self) -> Plan:
+        """Admits whoever waits in front with KV to be pulled: that needs no step."""
+        plan = Plan()
+        self._admit_waiting(0, plan)
+        return plan
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> int:
+        """Allocates blocks for the step, preempting if it must. Returns refunded tokens."""
+        needed = self._blocks_for_next(sequence, num_tokens)
+        refund = 0
+        while not self.allocator.can_allocate(needed):
+            victim = self.running[-1]
+            refund += self._unschedule(victim, plan)
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return refund
+        sequence.block_ids += self.allocator.allocate(needed)
+        return refund
+
+    def _blocks_for_next(self, sequence: Sequence, num_tokens: int) -> int:
+        stop = sequence.num_computed + sequence.num_launched + num_tokens
+        return sequence.num_blocks_for(stop, self.limits.block_size)
+
+    def may_preempt(self) -> bool:
+        """Whether the running sequences may need more blocks for the next step than there are.
+        Then `schedule` wants every launched step finished: it takes blocks away."""
+        budget = self.limits.max_num_batched_tokens
+        needed = sum(self._blocks_for_next(s, min(s.num_uncomputed, budget)) for s in self.running)
+        return not self.allocator.can_allocate(needed)
+
+    @staticmethod
+    def _unschedule(victim: Sequence, plan: Plan) -> int:
+        for index, scheduled in enumerate(plan.scheduled):
+            if scheduled.sequence is victim:
+                del plan.scheduled[index]
+                return scheduled.num_tokens
+        return 0
+
+    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+        assert victim.last_step <= self._num_finished_steps, "preempted under a launched step"
+        self.running.remove(victim)
+        self._release_blocks(victim)
+        self.requeue(victim)
+        plan.preempted.append(victim)
+        self.num_preemptions += 1
+
+    def _admit_waiting(self, budget: int, plan: Plan) -> None:
+        passed = 0
+        while passed < len(self.waiting):
+            sequence = self.waiting[passed]
+            if self._num_choices() + 1 + len(sequence.carried) > self.limits.max_num_seqs:
+                return
+            if sequence.remote is None and budget == 0:
+                return
+            if self.is_locked_out(sequence):
+                passed += 1
+                continue
+            if not self._admit(sequence):
+                return
+            del self.waiting[passed]
+            plan.admitted.append(sequence)
+            if sequence.remote is not None:
+                plan.receiving.append(sequence)
+                continue
+            self.running.append(sequence)
+            sequence.phase = Phase.RUNNING
+            num_tokens = min(sequence.num_uncomputed, budget)
+            plan.scheduled.append(Scheduled.next_of(sequence, num_tokens))
+            budget -= num_tokens
+
+    def is_locked_out(self, sequence: Sequence) -> bool:
+        """Whether only the end of READs that hang can give a waiting sequence its blocks."""
+        quarantined = self.allocator.num_quarantined
+        if not quarantined:
+            return False
+        needed = -(-len(sequence.token_ids) // self.limits.block_size)
+        return needed > self.allocator.capacity - quarantined
+
+    def _num_choices(self) -> int:
+        """Those that run, are pulled, or are carried by one that does."""
+        return sum(1 + len(s.carried) for s in (*self.running, *self.receiving.values()))
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Takes cached blocks and allocates the rest, or changes nothing and answers False."""
+        num_tokens = len(sequence.token_ids)
+        if sequence.remote is not None:
+            num_tokens = sequence.num_prompt_tokens  # what needs blocks now
+        hits = self._match(sequence)
+        self.allocator.share(hits)
+        needed = -(-num_tokens // self.limits.block_size) - len(hits)
+        # One spare block for each running sequence, so that admission does not cause preemption.
+        spare = len(self.running) and len(self.running) + len(sequence.carried)
+        if not self.allocator.can_allocate(needed + spare):
+            self.allocator.release(hits)
+            return False
+        fresh = self.allocator.allocate(needed)
+        sequence.block_ids = hits + fresh
+        sequence.num_computed = len(hits) * self.limits.block_size
+        sequence.num_published_blocks = len(hits)
+        self._count_skipped(sequence)
+        if sequence.remote is not None:
+            self._begin_receiving(sequence, fresh)
+        return True
+
+    @staticmethod
+    def _count_skipped(sequence: Sequence) -> None:
+        """Hits that were lost before the prompt was there are computed after all; what became one
+        only since the first admission was computed here as well."""
+        hits = min(sequence.num_computed, sequence.num_prompt_tokens)
+        if not sequence.was_admitted:
+            sequence.num_skipped = hits
+        elif not (sequence.num_transferred or sequence.num_recomputed):
+            sequence.num_skipped = min(sequence.num_skipped, hits)
+            if hits == sequence.num_prompt_tokens:
+                sequence.num_recomputed = hits - sequence.num_skipped
+        sequence.was_admitted = True
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Cached blocks to start from. The last token is always computed: its logits are wanted,
+        like those of each token before one whose logprobs are still to be had."""
+        if self.prefix is None:
+            return []
+        max_tokens = len(sequence.token_ids) - 1
+        if sequence.is_scoring:
+            max_tokens = len(sequence.prompt_logprobs or ()) - 1
+        return self.prefix.match(sequence.token_ids, max_tokens=max_tokens)
+
+    # -- receiving ---------------------------------------------------------------------------
+
+    def _begin_receiving(self, sequence: Sequence, fresh: list[int]) -> None:
+        self.allocator.receive(fresh)
+        sequence.phase = Phase.RECEIVING
+        self.receiving[sequence.request_id] = sequence
+
+    def _fresh_blocks(self, sequence: Sequence) -> list[int]:
+        return sequence.block_ids[sequence.num_computed // self.limits.block_size :]
+
+    def received(self, sequence: Sequence) -> None:
+        """The pull is done and fenced: the bytes are the prompt's, and may be used."""
+        self.allocator.received(self._fresh_blocks(sequence))
+        sequence.num_transferred = sequence.num_to_receive - sequence.num_computed
+        sequence.num_computed = sequence.num_to_receive
+        self._leave_receiving(sequence)
+        self.publish(sequence)
+        self.fork_choices(sequence)
+
+    def recompute_in_place(self, sequence: Sequence) -> None:
+        """The pull failed and all its reads have ended: the sequence is computed here, in the
+        blocks it holds."""
+        self.allocator.received(self._fresh_blocks(sequence))
+        self._leave_receiving(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """A sequence without blocks waits again, at the head of the queue."""
+        sequence.phase = Phase.WAITING
+        self.waiting.appendleft(sequence)
+
+    def _leave_receiving(self, sequence: Sequence) -> None:
+        del self.receiving[sequence.request_id]
+        sequence.remote = None
+        sequence.phase = Phase.RUNNING
+        self.running.append(sequence)
+
+    def abandon(self, sequence: Sequence, *, quarantine: bool = False) -> list[int]:
+        """Ends a receiving sequence whose reads may go on. Its fresh blocks stay RECEIVING, or
+        become QUARANTINED, and are returned; their owner frees them when the reads have ended."""
+        fresh = self._fresh_blocks(sequence)
+        if quarantine:
+            self.allocator.quarantine(fresh)
+        self.allocator.release(sequence.block_ids[: len(sequence.block_ids) - len(fresh)])
+        del self.receiving[sequence.request_id]
+        sequence.forget_blocks()
+        return fresh
+
+    # -- choices -----------------------------------------------------------------------------
+
+    def fork_choices(self, carrier: Sequence) -> None:
+        """Lets the carried choices go their own ways, if the KV of the whole prompt is there. A
+        carrier that has ended itself ends with that."""
+        if carrier.num_computed < carrier.num_prompt_tokens:
+            return
+        for child in carrier.carried:
+            self._fork(carrier, child)
+        if carrier.only_carries and carrier.phase is Phase.RUNNING:
+            self.finish(carrier)
+
+    def _fork(self, carrier: Sequence, child: Sequence) -> None:
+        child.fork_from(carrier)
+        num_full, rest = divmod(carrier.num_prompt_tokens, self.limits.block_size)
+        if rest and not self.allocator.can_allocate(1):
+            self.requeue(child)  # it is computed by itself, mostly from cached blocks
+            return
+        child.block_ids = carrier.block_ids[:num_full]
+        self.allocator.share(child.block_ids)
+        if rest:
+            source, (target,) = carrier.block_ids[num_full], self.allocator.allocate(1)
+            self.allocator.share([source])
+            self.allocator.share([target])
+            self._copies.append(CopyBlock(source, target, child))
+            child.block_ids = [*child.block_ids, target]
+        child.num_computed = carrier.num_prompt_tokens
+        child.num_published_blocks = min(carrier.num_published_blocks, num_full)
+        child.phase = Phase.RUNNING
+        self.running.append(child)
+
+    def take_copies(self) -> list[CopyBlock]:
+        """What the next step is to copy before anything else; `launched` must follow."""
+        self._forget_unwanted_copies()
+        self._copying, self._copies = self._copies, []
+        return self._copying
+
+    def put_back_copies(self) -> None:
+        """The step that was to make them was not launched."""
+        self._copies, self._copying = [*self._copying, *self._copies], []
+
+    def _forget_unwanted_copies(self) -> None:
+        """Of choices that were aborted or preempted before their step came."""
+        for copy in [copy for copy in self._copies if not copy.is_wanted]:
+            self._copies.remove(copy)
+            self.allocator.release([copy.source])
+            self.allocator.release([copy.target])
+
+    # -- around a step -----------------------------------------------------------------------
+
+    def launched(self, scheduled: Sequenceable[Scheduled]) -> None:
+        """The step was launched; steps finish in the order of their launches."""
+        self._num_launched_steps += 1
+        row = 0
+        for item in scheduled:
+            sequence = item.sequence
+            sequence.last_step = self._num_launched_steps
+            sequence.num_launched += item.num_tokens
+            if item.draws:
+                sequence.num_awaited += 1
+                sequence.awaited_row = row
+                row += len(item.draws)
+        for copy in self._copying:
+            self._deferred.append((self._num_launched_steps, [copy.source]))
+            self._deferred.append((self._num_launched_steps, [copy.target]))
+        self._copying = []
+
+    def step_finished(self) -> None:
+        """The oldest launched step reads and writes no block any more, on any rank."""
+        self._num_finished_steps += 1
+        while self._deferred and self._deferred[0][0] <= self._num_finished_steps:
+            self.allocator.release(self._deferred.popleft()[1])
+
+    def step_undrawn(self, scheduled: Sequenceable[Scheduled]) -> None:
+        """The only launched step has ended without its tokens: it shall be taken again."""
+        self.step_finished()
+        for item in scheduled:
+            sequence = item.sequence
+            if sequence.phase is Phase.RUNNING:  # else its blocks are gone
+                sequence.num_launched -= item.num_tokens
+                sequence.num_awaited -= bool(item.draws)
+
+    def computed(self, item: Scheduled) -> None:
+        """A finished step wrote the KV of what was scheduled."""
+        sequence = item.sequence
+        was_prompt = sequence.num_computed < sequence.num_prompt_tokens
+        sequence.num_launched -= item.num_tokens
+        sequence.num_computed += item.num_tokens
+        sequence.num_awaited -= bool(item.draws)
+        if was_prompt and sequence.num_computed >= sequence.num_prompt_tokens:
+            found = sequence.num_skipped + sequence.num_transferred
+            sequence.num_recomputed = sequence.num_prompt_tokens - found
+        self.publish(sequence)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offers the sequence's newly full blocks to the prefix index (I4: known good only)."""
+        num_full = sequence.num_computed // self.limits.block_size
+        if self.prefix is None or num_full == sequence.num_published_blocks:
+            return
+        self.prefix.publish(
+            sequence.token_ids,
+            sequence.block_ids[:num_full],
+            start_block=sequence.num_published_blocks,
+            cursor=sequence.prefix_cursor,
+        )
+        sequence.num_published_blocks = num_full
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a waiting or running sequence out and releases its blocks."""
+        if sequence.phase is Phase.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.phase is Phase.WAITING:
+            self.waiting.remove(sequence)
+        self._release_blocks(sequence)
+        sequence.phase = Phase.FINISHED
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Takes a waiting sequence, which holds no block, out of the queue."""
+        self.waiting.remove(sequence)
+        sequence.phase = Phase.NEW
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        """The blocks' uses end now, or with the last launched step that refers to them."""
+        if sequence.last_step > self._num_finished_steps:
+            # Launches are in order, ends of sequences are not: keep what is due first in front.
+            due = sequence.last_step
+            at = next((i for i, (d, _) in enumerate(self._deferred) if d > due), None)
+            entry = (due, sequence.block_ids)
+            self._deferred.append(entry) if at is None else self._deferred.insert(at, entry)
+        else:
+            self.allocator.release(sequence.block_ids)
+        sequence.forget_blocks()
+
+    def stats(self) -> dict[str, float]:
+        """Values by series (protocol.metrics)."""
+        counts = self.allocator.counts()
+        blocks = {
+            stat_key("baton_kv_blocks", state=state.name.lower()): float(counts[state])
+            for state in BlockState
+        }
+        return {
+            **blocks,
+            "baton_kv_blocks_capacity": float(self.allocator.capacity),
+            "baton_kv_block_size_tokens": float(self.limits.block_size),
+            "baton_requests_running": float(len(self.running)),
+            "baton_requests_waiting": float(len(self.waiting)),
+            "baton_requests_receiving": float(len(self.receiving)),
+            "baton_preemptions": float(self.num_preemptions),
+        }
+
+    def check_integrity(self) -> None:
+        """Blocks add up, and an idle scheduler leaves none in use."""
+        self.allocator.check_integrity()
+        if self.prefix is not None:
+            self.prefix.check_integrity()

@@ -1,0 +1,250 @@
+"""One choice of a request inside the engine: its tokens, its blocks, and how far it has come.
+
+    token_ids      |<- prompt: num_prompt_tokens ->|<- outputs ->|<- num_awaited ->|
+    KV in blocks   |<- num_computed ->|<- num_launched ->|<- num_uncomputed ------>|
+
+A sequence decodes when exactly one token is left to compute, and prefills when more are. A
+preempted sequence is simply one whose num_computed fell back. While a launched step has not
+finished, the tokens it computes are launched, and the token it draws is awaited: it has a place
+and can be computed by the next step, but only the device knows it.
+
+A request of several choices is one sequence while its prompt is computed or pulled: choice 0
+carries the others, which fork off it, sharing its blocks, as soon as the prompt's KV is there.
+Until then these have no copy of the prompt: many may wait, and only a few ever run.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from msgspec.structs import replace
+
+from engine.text.grammar import COMPLETE, GrammarState
+from kvcache.prefix import PrefixCursor
+from protocol.messages import (
+    AddRequest,
+    FirstToken,
+    KVUsage,
+    RemotePrefill,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+
+class Phase(Enum):
+    """Where a sequence is; exactly one owner holds it in each phase."""
+
+    NEW = "new"  # known to the core only (a decode role may be shaking hands for it)
+    WAITING = "waiting"  # queued for blocks
+    RECEIVING = "receiving"  # its blocks are being written by a pull
+    RUNNING = "running"  # takes part in steps
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Mutable state of one choice. `block_ids` cover tokens [0, len(block_ids) * block_size)."""
+
+    request: AddRequest
+    sampling: SamplingParams  # the request's, without what travels once (logits_processing.py)
+    token_ids: list[int]  # of a choice that has not forked off yet, its outputs alone
+    num_prompt_tokens: int
+    remote: RemotePrefill | None  # set until its KV was pulled or given up
+    first_token: FirstToken | None  # drawn elsewhere and not yet sent to the client
+    phase: Phase = Phase.NEW
+    first_logprobs: TokenLogprobs | None = None  # of the first output, when drawn here
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0  # tokens whose KV is there: of finished steps, hits or pulls
+    num_launched: int = 0  # tokens after those, in steps that have not finished
+    num_awaited: int = 0  # outputs that these steps draw
+    awaited_row: int = 0  # which of its step's draws the awaited one is
+    last_step: int = 0  # number of the latest launched step that refers to the blocks
+    num_published_blocks: int = 0  # full blocks already offered to the prefix index
+    prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
+    num_skipped: int = 0  # prompt tokens found in the prefix cache at admission
+    num_transferred: int = 0
+    num_recomputed: int = 0
+    num_cached_remotely: int | None = None  # what the prefill server did not compute
+    was_admitted: bool = False
+    choice: int = 0
+    choices: list["Sequence"] = field(default_factory=list)  # of the request, this one included
+    is_forked: bool = True  # False: carried by choice 0
+    has_ended: bool = False  # its terminal event is out, or about to be
+    only_carries: bool = False  # it has ended, and computes its prompt for those it carries
+    # As far as they are known, of a prompt whose logprobs were asked for; None for its first token.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_prompt_logprobs_sent: int = 0
+    grammar: GrammarState | None = None  # made when first needed, from the request and the outputs
+
+    @classmethod
+    def from_request(cls, request: AddRequest) -> "Sequence":
+        """Choice 0, which carries the others. A token drawn elsewhere is a sequence's first output
+        from the start."""
+        choices: list[Sequence] = []
+        for index in range(request.num_choices):
+            choices.append(cls._from_request(request, index, choices))
+        first = choices[0]
+        first.remote = request.remote
+        if request.num_prompt_logprobs is not None:
+            known = request.remote and request.remote.prompt_logprobs
+            first.prompt_logprobs = list(known or [None])
+        return first
+
+    @classmethod
+    def _from_request(
+        cls, request: AddRequest, index: int, choices: list["Sequence"]
+    ) -> "Sequence":
+        remote = request.remote
+        first_tokens = remote.first_tokens[index : index + 1] if remote else []
+        prompt = [] if index else request.token_ids
+        return cls(
+            request=request,
+            sampling=replace(
+                request.sampling,
+                choice_index=request.sampling.choice_index + index,
+                logit_bias={},
+                grammar=None,
+            ),
+            token_ids=[*prompt, *[token.id for token in first_tokens]],
+            num_prompt_tokens=len(request.token_ids),
+            remote=None,
+            first_token=first_tokens[0] if first_tokens else None,
+            num_cached_remotely=remote.cached_tokens if remote else None,
+            choice=index,
+            choices=choices,
+            is_forked=index == 0,
+        )
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def first_output(self) -> int:
+        """Where in `token_ids` the outputs begin."""
+        return self.num_prompt_tokens if self.is_forked else 0
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - self.first_output
+
+    @property
+    def num_to_receive(self) -> int:
+        """Prompt tokens whose KV is pulled, while that is to come: all of them, but for the last
+        where the first token is drawn here, from its logits."""
+        assert self.remote is not None
+        return self.num_prompt_tokens - (not self.remote.first_tokens)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) + self.num_awaited - self.num_computed - self.num_launched
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_uncomputed == 1 and self.num_outputs + self.num_awaited > 0
+
+    @property
+    def carried(self) -> list["Sequence"]:
+        """The choices that are to fork off this one."""
+        if len(self.choices) == 1 or self.choice:
+            return []
+        return [other for other in self.choices if not (other.is_forked or other.has_ended)]
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether logprobs of prompt tokens are still to be had."""
+        return (
+            self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+        )
+
+    @property
+    def draws_next(self) -> tuple["Sequence", ...]:
+        """The choices whose next token is drawn when all of this one's tokens are computed."""
+        if self.request.max_tokens == 0:
+            return ()
+        first = [other for other in self.carried if not other.num_outputs]
+        return (*first,) if self.has_ended else (self, *first)
+
+    def awaits_result(self, max_model_len: int) -> bool:
+        """Whether it can go on only when its launched step has finished: all is computed, the
+        awaited token ends it by its length, or other choices fork off its prompt then."""
+        if not self.num_launched:
+            return False
+        if not self.num_uncomputed:
+            return True
+        if not self.num_awaited:
+            return False  # the prompt goes on
+        return (
+            self.num_outputs + self.num_awaited >= self.request.max_tokens
+            or len(self.token_ids) + self.num_awaited >= max_model_len
+            or bool(self.carried)
+        )
+
+    def num_blocks_for(self, num_tokens: int, block_size: int) -> int:
+        """Blocks still missing to hold `num_tokens` tokens."""
+        return max(0, -(-num_tokens // block_size) - len(self.block_ids))
+
+    def append_output(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+
+    def forget_remote(self) -> None:
+        """Takes back what was found elsewhere and not yet sent, of all choices: it is found here
+        instead."""
+        self.remote = None
+        for choice in self.choices:
+            if choice.first_token is not None:
+                choice.first_token = None
+                choice.token_ids.pop()
+        if self.prompt_logprobs is not None and not self.num_prompt_logprobs_sent:
+            self.prompt_logprobs = [None]
+
+    def end_but_carry(self) -> None:
+        """The choice, which has ended, goes on to its prompt's end for those that it carries."""
+        self.only_carries = True
+        self.first_token = None
+        # A launched step may compute its first token, too: what is computed stays known.
+        under_way = self.num_computed + self.num_launched
+        del self.token_ids[max(self.num_prompt_tokens, under_way) :]
+
+    def fork_from(self, carrier: "Sequence") -> None:
+        """Takes over what is known of the prompt; the blocks are the scheduler's business."""
+        self.token_ids[:0] = carrier.request.token_ids
+        self.is_forked = True
+        self.num_skipped = carrier.num_skipped
+        self.num_transferred = carrier.num_transferred
+        self.num_recomputed = carrier.num_recomputed
+        self.num_cached_remotely = carrier.num_cached_remotely
+        self.was_admitted = True
+
+    def forget_blocks(self) -> None:
+        """The sequence's blocks have gone back to the allocator; its KV is to be had anew."""
+        self.block_ids = []
+        self.num_computed = self.num_launched = self.num_awaited = 0
+        self.num_published_blocks = 0
+        self.prefix_cursor = PrefixCursor()
+
+    def finish_reason(self, max_model_len: int) -> str | None:
+        """Why the sequence ends with its last token, or None."""
+        if self.num_outputs and self.token_ids[-1] in self.request.stop_token_ids:
+            return "stop"
+        if self.grammar is not None:
+            if self.grammar.follow(self.token_ids, self.first_output) is COMPLETE:
+                return "stop"
+        if self.request.max_tokens == 0:
+            return "length" if self.num_computed >= self.num_prompt_tokens else None
+        num_tokens = self.num_prompt_tokens + self.num_outputs
+        if self.num_outputs >= self.request.max_tokens or num_tokens >= max_model_len:
+            return "length"
+        return None
+
+    def usage(self) -> KVUsage:
+        """Where the prompt's KV came from. Tokens computed on either server are not cached: what
+        is computed here ends the prompt, and so does the prefill server's work, after its hit."""
+        cached = self.num_skipped
+        if self.num_cached_remotely is not None:
+            cached = min(self.num_cached_remotely, self.num_prompt_tokens - self.num_recomputed)
+        return KVUsage(
+            transferred=self.num_transferred,
+            recomputed=self.num_recomputed,
+            skipped=self.num_skipped,
+            cached_tokens=cached,
+        )

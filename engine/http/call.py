@@ -1,0 +1,308 @@
+"""Answering one accepted request: pieces of its choices into a whole response or a stream.
+
+A stream starts only when the first tokens are there, so whatever fails before that is an HTTP
+error; a later failure ends the stream with an error event and no [DONE].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.http.choice import ChoiceStream
+from engine.http.hooks import ServerHooks
+from engine.http.middleware import (
+    CLIENT_GONE,
+    cancelled_on_disconnect,
+    error_response,
+)
+from engine.http.prompt import Prompt
+from engine.http.request_stats import RequestStats
+from engine.process.client import Subscription
+from protocol.errors import BatonError, InternalError, from_code
+from protocol.http import sse
+from protocol.http.body import ClientDisconnected
+from protocol.http.connections import is_closing
+from protocol.messages import TokenDelta
+from protocol.openai.api import ChoicePiece, GenerationRequest, ResponseWriter, Usage, kv_header
+from protocol.openai.responses import add_kv
+from protocol.process.logging import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ChoiceGroup:
+    """One prompt and the choices drawn for it."""
+
+    prompt: Prompt
+    choices: list[ChoiceStream]
+
+
+class PromptGeneration:
+    """The running sequences of one call, seen as pieces of its choices.
+
+    Args:
+        groups: one per prompt, by its request id.
+        num_best: how many choices of each prompt are told the client.
+    """
+
+    def __init__(
+        self,
+        subscription: Subscription,
+        groups: dict[str, ChoiceGroup],
+        num_best: int,
+        stats: RequestStats,
+    ) -> None:
+        self._subscription = subscription
+        self._groups = groups
+        self._num_best = num_best
+        self._stats = stats
+        self._num_open = sum(len(group.choices) for group in groups.values())
+
+    @property
+    def done(self) -> bool:
+        return self._num_open == 0
+
+    @property
+    def finals(self) -> list[TokenDelta]:
+        """The last delta of each prompt's first choice, in order; only once `done`."""
+        firsts = [group.choices[0].final for group in self._groups.values()]
+        return [final for final in firsts if final is not None]
+
+    @property
+    def usage(self) -> Usage:
+        """Of every candidate, returned or not; a prompt counts once."""
+        groups = self._groups.values()
+        return Usage(
+            prompt_tokens=sum(len(group.prompt.ids) for group in groups),
+            completion_tokens=sum(c.num_tokens for group in groups for c in group.choices),
+            kv=add_kv([final.usage for final in self.finals if final.usage is not None]),
+        )
+
+    async def next_pieces(self) -> list[ChoicePiece]:
+        """What has arrived since the last call, at least one piece until `done`.
+
+        Raises:
+            BatonError: a sequence failed; the call cannot go on.
+        """
+        while True:
+            fed = [self._feed(delta) for delta in await self._subscription.next_batch()]
+            pieces = [piece for piece in fed if piece is not None]
+            if pieces or self.done:
+                return pieces
+
+    def best(self, merged: dict[int, ChoicePiece]) -> list[ChoicePiece]:
+        """Of the whole answers by index, those to be returned, in order and with new indices."""
+        chosen: list[ChoiceStream] = []
+        for group in self._groups.values():
+            ranked = group.choices
+            if len(ranked) > self._num_best:
+                ranked = sorted(ranked, key=lambda choice: -choice.mean_logprob)
+            chosen += ranked[: self._num_best]
+        pieces = [merged[choice.index] for choice in chosen]
+        for index, piece in enumerate(pieces):
+            piece.index = index
+        return pieces
+
+    def answered(self) -> None:
+        """The answer is out, and says where retained KV is."""
+        self._subscription.answered()
+
+    def close(self) -> None:
+        """Aborts whatever still runs, and KV kept for an answer that never came. Idempotent."""
+        self._subscription.close()
+
+    def _feed(self, delta: TokenDelta) -> ChoicePiece | None:
+        if delta.error is not None:
+            raise from_code(delta.error.code, delta.error.message, delta.error.param)
+        group = self._groups[delta.request_id]
+        if delta.prompt_logprobs is not None:
+            group.prompt.add_logprobs(delta.prompt_logprobs)
+        choice = group.choices[delta.choice]
+        was_found = choice.stop_found
+        piece = choice.feed(delta)
+        if piece is None:
+            return None
+        if piece.token_ids:
+            self._stats.tokens(len(piece.token_ids))
+        if piece.finish_reason is not None:
+            self._num_open -= 1
+        elif choice.needs_abort and not was_found:
+            several = len(group.choices) > 1
+            self._subscription.abort(delta.request_id, delta.choice if several else None)
+        return piece
+
+
+class HttpRequestState:
+    """Answers one accepted request, in a stream or whole."""
+
+    def __init__(
+        self,
+        hooks: ServerHooks,
+        parsed: GenerationRequest,
+        writer: ResponseWriter,
+        generation: PromptGeneration,
+        stats: RequestStats,
+    ) -> None:
+        self._hooks = hooks
+        self._parsed = parsed
+        self._writer = writer
+        self.generation = generation
+        self.stats = stats
+        self._sends_empty = parsed.return_token_ids or parsed.wants_logprobs
+        self._tells_usage = parsed.continuous_usage
+        self._num_told = 0  # tokens of a stream so far
+
+    async def respond(self, receive: Receive) -> Response:
+        """The response; a stream, or one that hands KV over, closes the generation itself."""
+        response: Response | None = None
+        try:
+            async with cancelled_on_disconnect(receive):
+                pieces = await self.generation.next_pieces()
+                if not self._parsed.stream:
+                    response = await self._whole(pieces)
+                    return response
+            response = EventStream(self, pieces)
+            return response
+        except ClientDisconnected as gone:
+            self.stats.close(gone)
+            return Response(status_code=CLIENT_GONE)
+        except BatonError as error:
+            self.stats.close(error)
+            return error_response(error)
+        except BaseException as error:
+            self.stats.close(error)
+            raise
+        finally:
+            if not isinstance(response, EventStream | KVHandoffResponse):
+                self.generation.close()
+
+    async def _whole(self, pieces: list[ChoicePiece]) -> Response:
+        merged: dict[int, ChoicePiece] = {}
+        while True:
+            for piece in pieces:
+                if piece.index in merged:
+                    merged[piece.index].extend(piece)
+                else:
+                    merged[piece.index] = piece
+            if self.generation.done:
+                break
+            pieces = await self.generation.next_pieces()
+        choices = self.generation.best(merged)
+        usage, extra = self._finish(choices[0].finish_reason)
+        body = self._writer.full(choices, usage, extra)
+        headers = {"x-baton-kv": kv_header(usage)}
+        if extra:
+            return KVHandoffResponse(self.generation, body, headers)
+        return Response(body, media_type="application/json", headers=headers)
+
+    def events(self, pieces: list[ChoicePiece]) -> bytes:
+        """The stream's bytes for some pieces, through [DONE] when they are the last."""
+        last = len(pieces) - 1 if self.generation.done else -1
+        parts: list[bytes] = []
+        for position, piece in enumerate(pieces):
+            self._num_told += len(piece.token_ids)
+            if position == last:
+                usage, extra = self._finish(piece.finish_reason)
+                parts.append(self._writer.last_chunk(piece, usage, extra) + self._writer.end)
+            elif self._tells_something(piece):
+                parts.append(self._writer.chunk(piece, self._usage_so_far()))
+        return b"".join(parts)
+
+    def _usage_so_far(self) -> Usage | None:
+        """Up to the piece at hand, where a client wants it: others may have arrived with it."""
+        if not self._tells_usage:
+            return None
+        return msgspec.structs.replace(self.generation.usage, completion_tokens=self._num_told)
+
+    def _tells_something(self, piece: ChoicePiece) -> bool:
+        if piece.text or piece.tool_calls or piece.first or piece.finish_reason:
+            return True
+        return self._sends_empty and bool(piece.token_ids)  # none after a stop string
+
+    def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:
+        usage = self.generation.usage
+        extra = self._hooks.finish(self.generation.finals)
+        self.stats.finished(usage, finish_reason or "stop")
+        return usage, extra
+
+
+class KVHandoffResponse(Response):
+    """A whole answer that says where retained KV is. Where the connection ends before it has taken
+    this, nobody will come for the KV."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self, generation: PromptGeneration, body: bytes, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(body, headers=headers)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        try:
+            await send({**start, "headers": self.raw_headers})
+            await _send_body(send, bytes(self.body), more=True)
+            await _send_body(send, b"", more=True)  # waits until most of it is out
+            if not is_closing(scope):
+                self._generation.answered()
+            await _send_body(send, b"", more=False)
+        finally:
+            self._generation.close()
+
+
+class EventStream(Response):
+    """Sends a call's events; leaner than StreamingResponse, which runs a task group per stream."""
+
+    media_type = sse.MEDIA_TYPE
+
+    def __init__(self, call: HttpRequestState, pieces: list[ChoicePiece]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._call = call
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with cancelled_on_disconnect(receive):
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
+                await self._send_events(send)
+        except ClientDisconnected as gone:
+            self._call.stats.close(gone)
+        except BaseException as error:
+            self._call.stats.close(error)
+            raise
+        finally:
+            self._call.generation.close()
+
+    async def _send_events(self, send: Send) -> None:
+        generation, pieces = self._call.generation, self._pieces
+        try:
+            while True:
+                if data := self._call.events(pieces):
+                    await _send_body(send, data, more=not generation.done)
+                if generation.done:
+                    return
+                pieces = await generation.next_pieces()
+        except BatonError as error:
+            failure = error
+        except Exception:
+            log.exception("a stream failed")
+            failure = InternalError("The server failed while it was answering.")
+        self._call.stats.close(failure)
+        await _send_body(send, sse.error_event(failure), more=False)
+
+
+async def _send_body(send: Send, data: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})

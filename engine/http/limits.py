@@ -1,0 +1,160 @@
+"""What a request may ask of this server: its model, vocabulary, context and batch."""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
+
+from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from protocol.openai.api import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest
+from protocol.short_repr import short_repr
+
+# Of all sequences of one request, prompts and outputs. What --max-num-seqs sequences of the whole
+# context have is never too much.
+MAX_REQUEST_TOKENS = 1 << 22
+MIN_CHOICE_TOKENS = 256  # which a choice counts as: it takes some memory however short it is
+
+
+def prompt_param(parsed: GenerationRequest) -> str:
+    """The field that the prompt came in, for error messages."""
+    if parsed.endpoint == "/v1/responses":
+        return "input"
+    return "messages" if isinstance(parsed, ChatRequest) else "prompt"
+
+
+def fill_in_model(members: dict[str, Any], served: Sequence[str]) -> None:
+    """Names the model in a body that leaves it out, where it can only be one.
+
+    Raises:
+        InvalidRequest: the server has several.
+    """
+    if members.get("model") is None:
+        if len(served) > 1:
+            names = ", ".join(short_repr(name, 200) for name in served)
+            raise InvalidRequest(f"`model` is missing; send one of {names}.", param="model")
+        members["model"] = served[0]
+
+
+def check_model(name: str, served: Sequence[str]) -> None:
+    """Raises ModelNotFound unless the server has the model."""
+    if name not in served:
+        raise ModelNotFound(
+            f"`model` is {short_repr(name, 200)}; this server has {short_repr(served[0], 200)}.",
+            param="model",
+        )
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequest for an empty prompt and for ids that the model does not have."""
+    if not ids:
+        raise InvalidRequest(f"`{param}` has no tokens; send some text.", param=param)
+    try:
+        msgspec.convert(ids, _ids_below(vocab_size))  # in a fifth of the time of min() and max()
+    except msgspec.ValidationError:
+        _refuse_id(min(ids) if min(ids) < 0 else max(ids), vocab_size, param)
+
+
+@lru_cache
+def _ids_below(vocab_size: int) -> Any:
+    return list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
+
+
+def _refuse_id(token_id: int, vocab_size: int, param: str) -> None:
+    raise InvalidRequest(
+        f"`{param}` has the token id {token_id}; ids are from 0 to {vocab_size - 1}.", param=param
+    )
+
+
+def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seqs: int) -> None:
+    """Raises InvalidRequest for what this model or this server cannot do."""
+    asked: Iterable[tuple[str, Iterable[int]]] = (
+        ("stop_token_ids", parsed.stop_token_ids),
+        ("logit_bias", parsed.logit_bias),
+    )
+    for param, ids in asked:
+        for token_id in ids:
+            if token_id >= vocab_size:
+                _refuse_id(token_id, vocab_size, param)
+    if parsed.num_candidates > max_num_seqs:
+        param = "n" if parsed.n > max_num_seqs else "best_of"
+        raise InvalidRequest(
+            f"`{param}` is {parsed.num_candidates} and this server runs {max_num_seqs} sequences "
+            f"at once (--max-num-seqs); ask for at most {max_num_seqs}.",
+            param=param,
+        )
+
+
+def too_long(num_tokens: int, max_model_len: int, param: str, more: str = "") -> Exception:
+    """The error for a prompt beyond the context, in words that client libraries look for."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {max_model_len} tokens and the prompt is too "
+        f"long: it has {more}{num_tokens}. Shorten it to at most {max_model_len - 1} tokens.",
+        param=param,
+    )
+
+
+def token_limit(
+    parsed: GenerationRequest,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    unasked: int | None = None,
+) -> int:
+    """How many tokens a prompt may generate.
+
+    Args:
+        unasked: the model's own limit for a request without one.
+
+    Raises:
+        ContextLengthExceeded: the prompt, or it and the limit the client asked for, do not fit.
+        InvalidRequest: `min_tokens` is above the limit that the client did not ask for.
+    """
+    room = max_model_len - num_prompt_tokens
+    asked = parsed.token_limit
+    if room < 1 and (asked != 0 or room < 0):  # to be scored only, a prompt may fill the context
+        raise too_long(num_prompt_tokens, max_model_len, prompt_param(parsed))
+    if asked is None:
+        return _unasked_limit(parsed, room, unasked)
+    if asked > room:
+        field = parsed.limit_field
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {max_model_len} tokens. The prompt has "
+            f"{num_prompt_tokens} tokens and `{field}` asks for {asked} more; lower "
+            f"`{field}` to at most {room} or shorten the prompt.",
+            param=field,
+        )
+    return asked
+
+
+def check_size(
+    parsed: GenerationRequest, lengths: Sequence[int], max_model_len: int, max_num_seqs: int
+) -> None:
+    """Raises InvalidRequest for more tokens than one request may have.
+
+    Args:
+        lengths: of each prompt with one output.
+    """
+    choices = parsed.num_candidates
+    size = choices * sum(max(length, MIN_CHOICE_TOKENS) for length in lengths)
+    limit = max(MAX_REQUEST_TOKENS, max_num_seqs * max(max_model_len, MIN_CHOICE_TOKENS))
+    if size > limit:
+        param = "best_of" if choices > parsed.n else "n" if choices > 1 else prompt_param(parsed)
+        raise InvalidRequest(
+            f"`{param}`: {len(lengths)} prompts with {choices} choices each may have {size} tokens "
+            f"in all, prompts and outputs, and a choice counts as {MIN_CHOICE_TOKENS} at least; "
+            f"ask for at most {limit} at once.",
+            param=param,
+        )
+
+
+def _unasked_limit(parsed: GenerationRequest, room: int, unasked: int | None) -> int:
+    """Of a request without a limit of its own."""
+    usual = room if isinstance(parsed, ChatRequest) else DEFAULT_COMPLETION_TOKENS
+    limit = min(unasked or usual, room)
+    if parsed.min_tokens > limit:
+        raise InvalidRequest(
+            f"`min_tokens` is {parsed.min_tokens}, and without `max_tokens` at most {limit} "
+            "tokens are generated here; lower the one or set the other.",
+            param="min_tokens",
+        )
+    return limit

@@ -1,0 +1,166 @@
+"""What every HTTP request passes: its id, the limit on its body, and errors in OpenAI's shape."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from protocol.errors import BatonError, InvalidRequest, NoServerAvailable, PayloadTooLarge
+from protocol.http import body as http_body
+from protocol.http.body import ClientDisconnected
+from protocol.http.connections import refusal
+from protocol.process.logging import request_context
+
+CLIENT_GONE = 499  # what proxies log for it; nobody reads it
+# kv_transfer_params, which a proxy adds to a request, do not count as the client's. They carry a
+# prompt's logprobs where those are wanted: 20 bytes each, 20 of them at every token.
+LOGPROB_BYTES = 20
+KV_PARAMS_BYTES = 2**26
+
+
+class RequestIdMiddleware:
+    """Takes over the client's X-Request-Id, any string, or makes one; echoes it.
+
+    Args:
+        direct: what answers a POST to a path by itself: the rest of the framework takes as long
+            over a request as reading and checking 2,048 token ids does.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        direct: Mapping[str, Callable[[Request], Awaitable[Response]]] | None = None,
+    ) -> None:
+        self._app = app
+        self._direct = direct or {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        header = (b"x-request-id", given or secrets.token_hex(16).encode())
+
+        begun = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                message = {**message, "headers": [*message.get("headers", []), header]}
+            await send(message)
+
+        with request_context(header[1].decode("latin-1")):
+            try:
+                await self._answer(scope, receive, send_with_id)
+            except asyncio.CancelledError:  # by uvicorn, at the end of its grace time
+                if begun:
+                    raise
+                ending = error_response(NoServerAvailable("This server is shutting down."))
+                await ending(scope, receive, send_with_id)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+        if answer is None and (error := refusal(scope)):
+            await error_response(error)(scope, receive, send)
+            return
+        if answer is None:
+            await self._app(scope, receive, send)
+            return
+        response = await answer(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The request's body, of `max_bytes` at most beside its `kv_transfer_params`.
+
+    Raises:
+        PayloadTooLarge: it is longer; at most KV_PARAMS_BYTES more were kept in memory.
+        ClientDisconnected: the client went away before it was complete.
+    """
+    limit_bytes = max_bytes + KV_PARAMS_BYTES
+    data = await http_body.read_body(request.scope, request.receive, limit_bytes)
+    if len(data) > max_bytes and len(data) - _params_bytes(data) > max_bytes:
+        raise PayloadTooLarge(
+            f"the body has {len(data)} bytes, the limit is {max_bytes} bytes; send less at once"
+        )
+    return data
+
+
+class _Offered(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+
+
+def _params_bytes(body: bytes) -> int:
+    try:
+        return len(memoryview(msgspec.json.decode(body, type=_Offered).kv_transfer_params))
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+
+
+def error_response(error: BatonError) -> Response:
+    """An error as an HTTP response in OpenAI's shape."""
+    return JSONResponse(error.to_openai(), status_code=error.status)
+
+
+def refusal_of(raised: BatonError | RecursionError) -> BatonError:
+    """What a request is refused with. One that could be read may yet be nested too deeply for what
+    looks into it later (an error's message, a chat template): by then there is less of the stack.
+    """
+    if isinstance(raised, BatonError):
+        return raised
+    return InvalidRequest("The body is nested too deeply; send a flatter one.")
+
+
+def plain_error(
+    status: int, message: str, code: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An error that HTTP itself names (no such route, no such method), in the same shape."""
+    body = {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": code,
+        "phase": "request",
+        "retryable": False,
+    }
+    return JSONResponse({"error": body}, status_code=status, headers=headers)
+
+
+@asynccontextmanager
+async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancels the body of the `with` when the client goes away, as ClientDisconnected.
+
+    Use it only once the request's body has been read.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if gone and task.uncancel() == 0:
+            raise ClientDisconnected from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+def now_s() -> float:
+    """Seconds on a monotonic clock, for latencies."""
+    return time.perf_counter()

@@ -1,0 +1,113 @@
+"""What one request leaves behind: its metrics and one closing log line."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from engine.http.middleware import now_s
+from protocol.errors import BatonError, RequestError
+from protocol.http.body import ClientDisconnected
+from protocol.metrics import Metrics
+from protocol.openai.api import Usage, kv_header
+from protocol.process.logging import get_logger
+
+log = get_logger(__name__)
+
+_OUTCOMES = ("stop", "length", "tool_calls", "abort", "rejected", "error")
+_SOURCES = ("transferred", "recomputed", "skipped")
+
+
+def expose_from_start(metrics: Metrics, endpoints: Iterable[str]) -> None:
+    """Exposes the series that requests will add to: a rate does not see the event with which one
+    appears."""
+    for endpoint in endpoints:
+        for outcome in _OUTCOMES:
+            metrics.begin("baton_requests", endpoint=endpoint, outcome=outcome)
+    for source in _SOURCES:
+        metrics.begin("baton_kv_tokens", source=source)
+
+
+class RequestStats:
+    """One request's metrics and its closing log line."""
+
+    def __init__(self, metrics: Metrics, endpoint: str) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._start_s = now_s()
+        self._last_s: float | None = None  # when tokens came last
+        self._first_s: float | None = None
+        self._num_prompt_tokens = 0
+        self._closed = False
+        self._at_end: list[Callable[[], None]] = []
+        metrics.inc("baton_requests_in_progress")
+
+    def accepted(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._metrics.inc("baton_prompt_tokens", num_prompt_tokens)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Calls it once, when the request has ended in whatever way."""
+        self._at_end.append(callback)
+
+    def tokens(self, count: int) -> None:
+        """Some tokens arrived just now."""
+        now = now_s()
+        self._metrics.inc("baton_generation_tokens", count)
+        if self._last_s is None:
+            self._first_s = now - self._start_s
+            self._metrics.observe("baton_time_to_first_token_seconds", self._first_s)
+        else:
+            self._metrics.observe("baton_inter_token_seconds", now - self._last_s)
+        self._last_s = now
+
+    def finished(self, usage: Usage, finish_reason: str) -> None:
+        """The request ended as it should. The books follow when its last bytes are out."""
+        if self._close():
+            asyncio.get_running_loop().call_soon(self._book, usage, finish_reason)
+
+    def _book(self, usage: Usage, finish_reason: str) -> None:
+        kv = usage.kv
+        for source, count in usage.baton_kv().items():
+            self._metrics.inc("baton_kv_tokens", count, source=source)
+        self._metrics.inc("baton_cached_prompt_tokens", kv.cached_tokens)
+        self._report(finish_reason, f"generated={usage.completion_tokens} kv={kv_header(usage)}")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The request ended in any other way; does nothing once it is finished."""
+        if isinstance(error, RequestError):
+            self._end("rejected", f"status={error.status} error={error.code}: {error.message}")
+        elif isinstance(error, ClientDisconnected | asyncio.CancelledError):
+            self._end("abort", "the client has gone")
+        elif isinstance(error, BatonError):
+            self._end("error", f"status={error.status} error={error.code}: {error.message}")
+        else:
+            self._end("error", f"error={error!r}")
+
+    def _end(self, outcome: str, detail: str) -> None:
+        if self._close():
+            self._report(outcome, detail)
+
+    def _close(self) -> bool:
+        """Whether the request ends just now, not before."""
+        if self._closed:
+            return False
+        self._closed = True
+        for callback in self._at_end:
+            callback()
+        return True
+
+    def _report(self, outcome: str, detail: str) -> None:
+        seconds = now_s() - self._start_s
+        self._metrics.dec("baton_requests_in_progress")
+        self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)
+        if self._last_s is not None:
+            self._metrics.observe("baton_request_seconds", seconds)
+        first = "-" if self._first_s is None else f"{self._first_s * 1000:.1f}"
+        log.info(
+            "%s %s prompt=%d first_ms=%s total_ms=%.1f %s",
+            self._endpoint,
+            outcome,
+            self._num_prompt_tokens,
+            first,
+            seconds * 1000,
+            detail,
+        )

@@ -1,0 +1,425 @@
+"""The HTTP process's side of the engine: requests out, tokens in.
+
+`EngineClient` talks to an engine process over a socket, `ScriptedEngine` plays one in memory. Both
+are `Engine`s, and all bookkeeping is in `Engine`: they differ in how a message gets out.
+
+    submit([AddRequest, ...]) -> Subscription -> batches of TokenDeltas, one terminal each
+
+One subscription serves all prompts of a call, so several prompts need no tasks of their own.
+Everything here runs on one event loop; only `fail` may be called from another thread.
+"""
+
+import asyncio
+import contextlib
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from types import TracebackType
+
+from engine.process.transport import MAX_BYTES, path_of
+from kvcache.transfer.wire import Wire, WireClosed
+from protocol.errors import EngineDied, NoServerAvailable
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineFailed,
+    EngineInput,
+    EngineOutput,
+    EngineReady,
+    EngineStats,
+    ErrorInfo,
+    KVUsage,
+    Outputs,
+    Shutdown,
+    TokenDelta,
+    decode_output,
+    encode,
+)
+from protocol.process.logging import get_logger
+
+log = get_logger(__name__)
+
+
+def is_terminal(delta: TokenDelta) -> bool:
+    """Whether this is the one terminal event of its choice; an error is that of all choices."""
+    return delta.finish_reason is not None or delta.error is not None
+
+
+class Subscription:
+    """The deltas of some requests, in batches of what has arrived since the last look.
+
+    Use it as an async context manager: leaving it aborts whatever has not ended.
+    """
+
+    def __init__(self, engine: "Engine", requests: Iterable[AddRequest]) -> None:
+        self._engine = engine
+        # Choices without a terminal event, by request.
+        requests = tuple(requests)
+        self._open = {request.request_id: request.num_choices for request in requests}
+        # Those that keep their KV for an answer that has not been given yet.
+        self._retaining = [request.request_id for request in requests if request.retain_kv]
+        self._pending: list[TokenDelta] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next_batch(self) -> list[TokenDelta]:
+        """Waits for news; an empty list says that every request has ended and been read."""
+        if not self._pending and self._open:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        batch, self._pending = self._pending, []
+        return batch
+
+    def deliver(self, delta: TokenDelta) -> None:
+        """Called by the engine for each delta of an open request."""
+        self._pending.append(delta)
+        if is_terminal(delta):
+            self._open[delta.request_id] -= 1
+            if delta.error is not None or not self._open[delta.request_id]:
+                del self._open[delta.request_id]
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether more may come for a request."""
+        return request_id in self._open
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Asks the engine to end a request, or one choice of it; "abort" still comes of each."""
+        if request_id in self._open:
+            self._engine.send_abort(request_id, choice)
+
+    def answered(self) -> None:
+        """The client is told where the KV of these requests is, and may come for it."""
+        self._retaining.clear()
+
+    def close(self) -> None:
+        """Forgets every request, aborts those that have not ended, and lets go of KV that nobody
+        was told of. Idempotent."""
+        for request_id in self._open:
+            self._engine.forget(request_id)
+            self._engine.send_abort(request_id)
+        for request_id in self._retaining:
+            if request_id not in self._open:
+                self._engine.send_abort(request_id)
+        self._open.clear()
+        self._retaining.clear()
+        self._pending.clear()
+
+    async def __aenter__(self) -> "Subscription":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Engine(ABC):
+    """What engine/http/app.py needs to know of an engine."""
+
+    def __init__(self) -> None:
+        self.ready: EngineReady | None = None
+        self.stats: dict[str, float] = {}
+        self.failure: str | None = None  # why the engine cannot go on
+        self._subscriptions: dict[str, Subscription] = {}
+        self._settled = asyncio.Event()  # ready or failed
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._was_heard = (
+            False  # since the last look: it spoke, or was given work after having none
+        )
+
+    @property
+    def healthy(self) -> bool:
+        return self.failure is None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine has failed or hung up, after which its processes should be ending."""
+        return not self.healthy
+
+    @property
+    def num_open(self) -> int:
+        """Requests of which some choice has not ended."""
+        return len(self._subscriptions)
+
+    @abstractmethod
+    def _send(self, message: EngineInput) -> None:
+        """Hands a message to the engine; raises EngineDied when nobody is there to take it."""
+
+    async def start(self) -> None:
+        """Begins to listen; call it on the event loop that the requests will run on."""
+        self._loop = asyncio.get_running_loop()
+
+    async def close(self) -> None:
+        """Stops listening and ends every open request with NoServerAvailable."""
+        self._fail("the server is shutting down", NoServerAvailable.code)
+
+    async def wait_ready(self, timeout_s: float) -> EngineReady:
+        """Waits for the engine to say that it can serve.
+
+        Raises:
+            EngineDied: it failed, or said nothing in time.
+        """
+        try:
+            await asyncio.wait_for(self._settled.wait(), timeout_s)
+        except TimeoutError:
+            raise EngineDied(f"the engine was not ready after {timeout_s:g} s") from None
+        if self.ready is None or self.failure is not None:
+            raise EngineDied(f"the engine did not start: {self.failure}")
+        return self.ready
+
+    def submit(self, requests: Sequence[AddRequest]) -> Subscription:
+        """Starts requests; all their deltas come through the one subscription.
+
+        Raises:
+            EngineDied: the engine is gone; nothing was started.
+            ValueError: a request id is in use, which is our own bug.
+        """
+        self.check_alive()
+        ids = [request.request_id for request in requests]
+        if len(set(ids)) != len(ids) or any(i in self._subscriptions for i in ids):
+            raise ValueError(f"request ids are in use: {ids}")
+        subscription = Subscription(self, requests)
+        self._was_heard |= not self._subscriptions
+        self._subscriptions.update(dict.fromkeys(ids, subscription))
+        try:
+            for request in requests:
+                self._send(request)
+        except BaseException:
+            subscription.close()
+            raise
+        return subscription
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
+        """One request's deltas, ending after the terminal one; closing it early aborts."""
+        async with self.submit([request]) as subscription:
+            while batch := await subscription.next_batch():
+                for delta in batch:
+                    yield delta
+
+    def send_abort(self, request_id: str, choice: int | None = None) -> None:
+        """Asks for a request's end, or that of one of its choices."""
+        self.tell(AbortRequest(request_id, choice))
+
+    def tell(self, message: EngineInput) -> None:
+        """Sends what has no answer; to a dead engine there is nobody left to tell."""
+        with contextlib.suppress(EngineDied):
+            self._send(message)
+
+    def look(self) -> bool:
+        """Whether the engine has open requests and said nothing since it was looked at last."""
+        was_heard, self._was_heard = self._was_heard, False
+        return bool(self._subscriptions) and not was_heard
+
+    def forget(self, request_id: str) -> None:
+        """Drops what may still come for a request."""
+        self._subscriptions.pop(request_id, None)
+
+    def fail(self, reason: str) -> None:
+        """Ends every open request with EngineDied: the engine's process is gone. Thread-safe."""
+        if self._loop is None:
+            self._fail(reason)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail, reason)
+
+    def _fail(self, reason: str, code: str = EngineDied.code) -> None:
+        if self.failure is not None:
+            return
+        self.failure = reason
+        self._settled.set()
+        error = ErrorInfo(code, f"the engine ended: {reason}")
+        for request_id in list(self._subscriptions):
+            self._deliver(TokenDelta(request_id=request_id, error=error))
+
+    def check_alive(self) -> None:
+        """Raises EngineDied when the engine is gone."""
+        if self.failure is not None:
+            raise EngineDied(f"the engine ended: {self.failure}")
+
+    def _take(self, message: EngineOutput) -> None:
+        self._was_heard = True
+        match message:
+            case Outputs(deltas):
+                for delta in deltas:
+                    self._deliver(delta)
+            case EngineStats(values):
+                self.stats.update(values)
+            case EngineReady():
+                self.ready = message
+                self._settled.set()
+            case EngineFailed(reason):
+                self._fail(reason)
+
+    def _deliver(self, delta: TokenDelta) -> None:
+        subscription = self._subscriptions.get(delta.request_id)
+        if subscription is None:
+            return  # aborted and forgotten; the engine had not heard of it yet
+        subscription.deliver(delta)
+        if not subscription.is_open(delta.request_id):
+            del self._subscriptions[delta.request_id]
+
+
+class EngineClient(Engine):
+    """An engine in another process, which connects to a socket here: this end lives longer.
+
+    Args:
+        address: `ipc://PATH` of the socket.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._path = path_of(address)
+        self._listener: socket.socket | None = None
+        self._wire: Wire | None = None
+        self._hung_up = False
+
+    @property
+    def is_lost(self) -> bool:
+        return self._hung_up or super().is_lost
+
+    async def start(self) -> None:
+        await super().start()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(self._path)
+        self._listener.listen(1)
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    async def close(self) -> None:
+        with contextlib.suppress(EngineDied):
+            self._send(Shutdown())
+        await super().close()
+        self._disconnect()
+        self._stop_listening()
+
+    def _send(self, message: EngineInput) -> None:
+        if self._wire is None:
+            raise EngineDied("the engine is not connected")
+        try:
+            self._wire.send(encode(message))
+        except WireClosed:
+            raise EngineDied("the engine is gone") from None
+        if self._wire.has_unsent:
+            asyncio.get_running_loop().add_writer(self._wire.fileno(), self._flush)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            link, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        self._stop_listening()  # there is one engine
+        self._wire = Wire(link, MAX_BYTES)
+        asyncio.get_running_loop().add_reader(self._wire.fileno(), self._read)
+
+    def _stop_listening(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+            listener.close()
+
+    def _disconnect(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            asyncio.get_running_loop().remove_reader(wire.fileno())
+            asyncio.get_running_loop().remove_writer(wire.fileno())
+            wire.close()
+
+    def _flush(self) -> None:
+        if self._wire is None:
+            return
+        with contextlib.suppress(WireClosed):  # `_read` finds out
+            self._wire.flush()
+            if self._wire.has_unsent:
+                return
+        asyncio.get_running_loop().remove_writer(self._wire.fileno())
+
+    def _read(self) -> None:
+        if self._wire is None:
+            return
+        try:
+            for message in self._wire.receive():
+                self._take(decode_output(message))
+        except WireClosed:
+            self._hung_up = True
+            self._disconnect()  # who watches the engine's processes says why
+        except Exception as error:
+            log.exception("the engine's messages cannot be read")
+            self._fail(f"its messages cannot be read: {error}")
+
+
+Script = Callable[[AddRequest], AsyncIterator[TokenDelta]]
+
+
+async def count_up(request: AddRequest) -> AsyncIterator[TokenDelta]:
+    """The default script: answers with the prompt's last token + 1, + 2, ... up to the limit."""
+    last = request.token_ids[-1]
+    for step in range(1, request.max_tokens + 1):
+        yield TokenDelta(request_id=request.request_id, token_ids=[last + step])
+        await asyncio.sleep(0)
+    yield TokenDelta(
+        request_id=request.request_id,
+        finish_reason="length",
+        usage=KVUsage(recomputed=len(request.token_ids)),
+    )
+
+
+SMALL_ENGINE = EngineReady(num_blocks=64, block_size=16, max_model_len=256, vocab_size=1000)
+
+
+class ScriptedEngine(Engine):
+    """An engine in memory that answers each request with what a script yields.
+
+    A script that returns without a terminal delta, or raises, leaves its request open: that is
+    how a test makes an engine hang. An abort ends the script and answers as the engine does.
+
+    Args:
+        script: an async generator function of the request.
+        ready: what the engine says of itself; None: it never becomes ready by itself.
+    """
+
+    def __init__(
+        self,
+        script: Script = count_up,
+        ready: EngineReady | None = SMALL_ENGINE,
+    ) -> None:
+        super().__init__()
+        self.added: list[AddRequest] = []
+        self.aborted: list[str] = []
+        self._script = script
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        if ready is not None:
+            self._take(ready)
+
+    async def close(self) -> None:
+        await super().close()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def say(self, message: EngineOutput) -> None:
+        """Plays a message of the engine."""
+        self._take(message)
+
+    def _send(self, message: EngineInput) -> None:
+        self.check_alive()
+        if isinstance(message, AddRequest):
+            self.added.append(message)
+            self._tasks[message.request_id] = asyncio.create_task(self._play(message))
+        elif isinstance(message, AbortRequest):
+            self.aborted.append(message.request_id)
+            self._tasks.pop(message.request_id).cancel()
+            delta = TokenDelta(
+                request_id=message.request_id, finish_reason="abort", usage=KVUsage()
+            )
+            asyncio.get_running_loop().call_soon(self._deliver, delta)
+
+    async def _play(self, request: AddRequest) -> None:
+        async for delta in self._script(request):
+            self._deliver(delta)

@@ -1,0 +1,263 @@
+"""Drawing a step's tokens on a GPU: what engine/sampling/sampler.py says, in a few Triton kernels.
+
+No kernel sorts, and no step waits for the device. A row's smallest allowed value is searched for
+among the bit patterns of floats, which ascend as the values do: a token is allowed if all larger
+ones together weigh less than the limit, which holds from some value on. Each pass over the row
+compares with seven values at once and so cuts the range to an eighth, until one value is left:
+after at most eleven passes.
+
+The largest logit of a row tells how it is read: a finite one is subtracted; +inf leaves only the
+tokens that have it; where there is nothing but NaN and -inf, token 0 is sure.
+"""
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+if TYPE_CHECKING:
+    from engine.sampling.sampler import SamplingBatch
+
+# Where a batch's tensors begin depends on its size; it shall not compile anything anew.
+_jit_any_alignment: Any = triton.jit(
+    do_not_specialize_on_alignment=(
+        *("temperature", "top_k", "top_p", "min_p", "keys", "seed", "choice", "position"),
+    )
+)
+_TILE: Final = 4096  # logits of one program
+_ALL: Final = 0x7FFFFFFF  # the key that allows every token
+_PASSES: Final = tl.constexpr(11)  # of three bits each: all the bit patterns up to infinity's
+_GOLDEN: Final = tl.constexpr(0x9E3779B97F4A7C15)
+_FIRST: Final = tl.constexpr(0xBF58476D1CE4E5B9)
+_SECOND: Final = tl.constexpr(0x94D049BB133111EB)
+_LOWBIAS_1: Final = tl.constexpr(0x7FEB352D)
+_LOWBIAS_2: Final = tl.constexpr(0x846CA68B)
+_TO_UNIT: Final = tl.constexpr(2.0**-31 * (1 - 2.0**-24))
+_MIN_TEMPERATURE: Final = tl.constexpr(1e-30)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _largest(logits, partial, stride, vocab, parts, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest number of each tile of each row, NaN counting as -inf."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = part * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf"))
+    x = tl.where(x == x, x, float("-inf"))
+    tl.store(partial + row * parts + part, tl.max(x, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _scaled(logits, token, vocab, largest, temperature):  # type: ignore[no-untyped-def]
+    """Differences to the row's largest logit over the temperature: at most 0."""
+    x = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
+    x = tl.where(x == x, x, float("-inf"))
+    is_sure = largest == float("inf")
+    is_empty = largest == float("-inf")
+    x = tl.where(is_sure, tl.where(x == float("inf"), 0.0, float("-inf")), x)
+    x = tl.where(is_empty, tl.where(token == 0, 0.0, float("-inf")), x)
+    base = tl.where(is_sure | is_empty, 0.0, largest)
+    return tl.div_rn(x - base, tl.maximum(temperature, _MIN_TEMPERATURE))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _search(  # type: ignore[no-untyped-def]
+    scaled,
+    vocab,
+    most,
+    limit,
+    COUNTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The largest key (bits of -value) up to which what is larger weighs less than `limit`.
+
+    Tokens of keys above `most` weigh nothing. Weights are 1 where COUNTS, else probabilities of
+    which `limit` is a share. A thread adds few of them, so float32 will do until they are summed.
+    """
+    low, step = most * 0, most * 0 + (1 << 28)
+    pivots = tl.arange(0, 8)
+    number = most * 0
+    while number < _PASSES:
+        keys = low + pivots * step
+        weights = tl.zeros((8, TILE), tl.float32)
+        total = tl.zeros((TILE,), tl.float32)
+        nearest = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
+        farthest = tl.zeros((TILE,), tl.int32)
+        for start in range(0, vocab, TILE):
+            token = start + tl.arange(0, TILE)
+            value = tl.load(scaled + token, mask=token < vocab, other=float("-inf"))
+            key = (-value).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            weight = tl.full((TILE,), 1.0, tl.float32) if COUNTS else libdevice.exp(value)
+            weight = tl.where((key <= most) & (token < vocab), weight, 0.0)
+            weights += tl.where(key[None, :] < keys[:, None], weight[None, :], 0.0)
+            total += weight
+            is_inside = (key >= low) & ((key - low) >> 3 < step)
+            nearest = tl.where(is_inside, tl.minimum(nearest, key), nearest)
+            farthest = tl.where(is_inside, tl.maximum(farthest, key), farthest)
+        bound = limit if COUNTS else limit * tl.sum(total.to(tl.float64), 0)
+        larger = tl.sum(weights.to(tl.float64), 1)
+        first, last = tl.min(nearest, 0), tl.max(farthest, 0)
+        is_found = first == last  # one value is left, which tokens may share
+        low = tl.where(is_found, first, tl.max(tl.where(larger < bound, keys, low), 0))
+        step = tl.where(number < 9, step >> 3, 1)
+        number = tl.where(is_found, _PASSES, number + 1)
+    return low
+
+
+@_jit_any_alignment  # type: ignore[untyped-decorator, unused-ignore]
+def _threshold(  # type: ignore[no-untyped-def]
+    logits,
+    largest,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    keys,
+    scaled,
+    stride,
+    vocab,
+    TILE: tl.constexpr,
+):
+    """Each row's key of the smallest allowed value, int32."""
+    row = tl.program_id(0).to(tl.int64)
+    heat = tl.load(temperature + row)
+    most = tl.program_id(0) * 0 + 0x7FFFFFFF
+    top, of_row = tl.load(largest + row), scaled + row * vocab
+    k, p, floor = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    if heat > 0:
+        if (k > 0) | (p < 1):
+            for start in range(0, vocab, TILE):
+                token = start + tl.arange(0, TILE)
+                value = _scaled(logits + row * stride, token, vocab, top, heat)
+                tl.store(of_row + token, value, mask=token < vocab)
+            tl.debug_barrier()
+        if k > 0:
+            most = _search(of_row, vocab, most, k.to(tl.float64), True, TILE)
+        if p < 1:
+            by_p = _search(of_row, vocab, most, p.to(tl.float64), False, TILE)
+            most = tl.minimum(most, by_p)
+        if floor > 0:
+            key = (-libdevice.log(floor)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            most = tl.minimum(most, key)
+    tl.store(keys + row, most)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _splitmix(x):  # type: ignore[no-untyped-def]
+    x = x + _GOLDEN
+    x = (x ^ (x >> 30)) * _FIRST
+    x = (x ^ (x >> 27)) * _SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _noise(seed, choice, position, token):  # type: ignore[no-untyped-def]
+    """engine/sampling/counter_rng.py's, of tokens of one row."""
+    row = _splitmix(seed.to(tl.uint64))
+    row = _splitmix(row ^ choice.to(tl.uint64))
+    row = _splitmix(row ^ position.to(tl.uint64))
+    first, second = row.to(tl.uint32), (row >> 32).to(tl.uint32)
+    x = (token + 1).to(tl.uint32)
+    x = (x ^ (x >> 16)) * _LOWBIAS_1
+    x = (x ^ (x >> 15)) * _LOWBIAS_2
+    x = (x ^ (x >> 16)) ^ first
+    x = (x ^ (x >> 16)) * _LOWBIAS_1 + second
+    x = (x ^ (x >> 15)) * _LOWBIAS_2
+    signed = x.to(tl.int32, bitcast=True)
+    x = (signed ^ (signed >> 16)) & 0x7FFFFFFF
+    exponential = -libdevice.log1p((x.to(tl.float32) + 0.5) * -_TO_UNIT)
+    return -libdevice.log(exponential)
+
+
+@_jit_any_alignment  # type: ignore[untyped-decorator, unused-ignore]
+def _draw(  # type: ignore[no-untyped-def]
+    logits,
+    largest,
+    temperature,
+    keys,
+    seed,
+    choice,
+    position,
+    best,
+    best_token,
+    stride,
+    vocab,
+    parts,
+    TILE: tl.constexpr,
+):
+    """The best token of each tile of each row and its score."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = part * TILE + tl.arange(0, TILE)
+    heat = tl.load(temperature + row)
+    score = _scaled(logits + row * stride, token, vocab, tl.load(largest + row), heat)
+    if heat > 0:
+        key = (-score).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        is_allowed = (key <= tl.load(keys + row)) & (score > float("-inf"))
+        counters = tl.load(seed + row), tl.load(choice + row), tl.load(position + row)
+        score += _noise(counters[0], counters[1], counters[2], token)
+        score = tl.where(is_allowed, score, float("-inf"))
+    value, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best + row * parts + part, value)
+    tl.store(best_token + row * parts + part, part * TILE + index)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _finish(best, best_token, out, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    score = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
+    _, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(out + row, tl.load(best_token + row * parts + index).to(tl.int64))
+
+
+def draw(logits: torch.Tensor, batch: "SamplingBatch") -> torch.Tensor:
+    """Draws a token for each row, int64 [S].
+
+    Args:
+        logits: float32 [S, V] on a GPU, rows contiguous; may hold NaN and infinities.
+        batch: S rows on the same device.
+    """
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1
+    # Of one row any stride will do: with one that depends on where it came from, Triton would
+    # compile a variant of its own.
+    stride = logits.stride(0) if rows > 1 else vocab
+    parts, device = triton.cdiv(vocab, _TILE), logits.device
+    grid = (rows, parts)
+    scores = torch.empty(grid, dtype=torch.float32, device=device)
+    tokens = torch.empty(grid, dtype=torch.int32, device=device)
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    _largest[grid](logits, scores, stride, vocab, parts, TILE=_TILE, num_warps=8)
+    largest = scores.amax(-1)
+    keys = torch.full((rows,), _ALL, dtype=torch.int32, device=device)
+    if batch.restricted_rows is not None:
+        limits = (batch.top_k, batch.top_p, batch.min_p)
+        _threshold[(rows,)](
+            logits,
+            largest,
+            batch.temperature,
+            *limits,
+            keys,
+            torch.empty_like(logits, memory_format=torch.contiguous_format),
+            stride,
+            vocab,
+            TILE=2048,
+            num_warps=32,
+        )
+    counters = (batch.seed, batch.choice, batch.position)
+    _draw[grid](
+        logits,
+        largest,
+        batch.temperature,
+        keys,
+        *counters,
+        scores,
+        tokens,
+        stride,
+        vocab,
+        parts,
+        TILE=_TILE,
+        num_warps=8,
+    )
+    _finish[(rows,)](scores, tokens, out, parts, PARTS=triton.next_power_of_2(parts))
+    return out

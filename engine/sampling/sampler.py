@@ -1,0 +1,271 @@
+"""Draws the next token of every sequence of a step.
+
+A row of temperature 0 takes the largest logit (the lowest id among equals). Another row takes
+
+    argmax over the allowed tokens of  logit / temperature + Gumbel noise,
+
+which draws from softmax(logit / temperature) over them. The noise is counter-based, see
+counter_rng.py: a row's token depends on its own logits and parameters, never on its neighbours.
+
+The allowed tokens are found in this order, each step looking at what the one before left, after
+the temperature is applied:
+  top_k  the k largest logits;
+  top_p  the fewest largest whose probabilities, renormalised over the above, reach p; at least one;
+  min_p  those whose probability is at least min_p times the largest one's.
+A token equal to the smallest allowed one is allowed too (as in vLLM's top_k), so the set is a
+function of the values, not of the order in which a sort leaves equal ones. The first two are vLLM's
+semantics; min_p acts last here, as in vLLM's first engine and in transformers.
+
+What changes the logits before that (bias, penalties, masks) is in engine/core/logits_processing.py.
+
+Logits that are not numbers: NaN counts as -inf, +inf takes all the probability. A row with nothing
+but NaN and -inf counts as sure of token 0: it is the model that failed, not the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.core.logits_processing import Shaping
+from engine.sampling.counter_rng import gumbel, gumbel_of_vocabulary, row_keys
+from model import fused_ops
+from protocol.messages import SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingBatch:
+    """How to draw one token for each of S rows; see `from_params`."""
+
+    temperature: torch.Tensor  # float32 [S]
+    top_p: torch.Tensor  # float32 [S]
+    top_k: torch.Tensor  # int64 [S], 0 is off
+    min_p: torch.Tensor  # float32 [S]
+    seed: torch.Tensor  # int64 [S]
+    choice: torch.Tensor  # int64 [S]
+    position: torch.Tensor  # int64 [S], index in its sequence of the token being drawn
+    max_logprobs: int | None  # None: no logprobs at all; 0: of the drawn token only
+    # Known on the host, so that no step waits for the device to learn its own shape.
+    free_rows: torch.Tensor | None  # int64, rows of a temperature that allow every token
+    restricted_rows: torch.Tensor | None  # int64, rows of a temperature with top_k, top_p or min_p
+    max_top_k: int  # of the restricted rows
+    has_bare_top_p: bool  # some row has top_p without top_k
+
+    @classmethod
+    def from_params(
+        cls,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        device: str | torch.device = "cpu",
+    ) -> "SamplingBatch":
+        """One row per entry; `positions` are those of the tokens being drawn."""
+        assert len(params) == len(positions), (len(params), len(positions))
+
+        sampled = [i for i, p in enumerate(params) if p.temperature > 0]
+        restricted = [i for i in sampled if _is_restricted(params[i])]
+        free = [i for i in sampled if not _is_restricted(params[i])]
+        wanted = [p.num_logprobs for p in params if p.num_logprobs is not None]
+        floats = torch.tensor(
+            [[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float32
+        ).reshape(-1, 3)
+        ints = torch.tensor(
+            [[p.top_k, p.seed, p.choice_index] for p in params], dtype=torch.int64
+        ).reshape(-1, 3)
+        temperature, top_p, min_p = _to_device(floats.t(), device).unbind()
+        top_k, seed, choice, position = _to_device(
+            torch.cat((ints.t(), torch.tensor([list(positions)], dtype=torch.int64))), device
+        ).unbind()
+        return cls(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            choice=choice,
+            position=position,
+            max_logprobs=max(wanted, default=None),
+            free_rows=_rows(free, device),
+            restricted_rows=_rows(restricted, device),
+            max_top_k=max((params[i].top_k for i in restricted), default=0),
+            has_bare_top_p=any(params[i].top_p < 1 and not params[i].top_k for i in restricted),
+        )
+
+
+def _rows(indices: list[int], device: str | torch.device) -> torch.Tensor | None:
+    return _to_device(torch.tensor(indices, dtype=torch.int64), device) if indices else None
+
+
+def _to_device(host: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """On a GPU without waiting for it: whatever it still computes would be waited for, too."""
+    host = host.contiguous()
+    if torch.device(device).type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def _is_restricted(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+@dataclass(frozen=True, eq=False)
+class SampledTokens:
+    """The drawn tokens; the rest is None unless logprobs were asked for by some row."""
+
+    token_ids: torch.Tensor  # int64 [S]
+    logprobs: torch.Tensor | None = None  # float32 [S], of the drawn tokens
+    top_ids: torch.Tensor | None = None  # int64 [S, max_logprobs], most likely first
+    top_logprobs: torch.Tensor | None = None  # float32 [S, max_logprobs]
+
+
+def is_greedy(params: Sequence[SamplingParams]) -> bool:
+    """Whether `greedy` alone draws for all rows: no temperature, and no logprobs wanted."""
+    return all(p.temperature <= 0 and p.num_logprobs is None for p in params)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """What `sample` draws at temperature 0, int64 [S], in a few kernels and without any upload."""
+    if logits.device.type == "cuda":
+        return fused_ops.first_largest(logits)
+    largest, token_ids = logits.max(-1)
+    return _without_non_numbers(logits, largest, token_ids)[2]
+
+
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, shaping: Shaping | None = None
+) -> SampledTokens:
+    """Draws a token per row, and has `shaping` count it.
+
+    Args:
+        logits: float32 [S, V], unmodified; not written to.
+        batch: S rows on the same device.
+        shaping: what to do to the logits first; logprobs are those of the logits as given.
+    """
+    assert logits.dtype == torch.float32 and logits.shape[0] == len(batch.temperature)
+    on_gpu = logits.device.type == "cuda"
+    if on_gpu and shaping is None and batch.max_logprobs is None:
+        return SampledTokens(_draw_on_gpu(logits, batch))
+    largest, token_ids = logits.max(-1)
+    logits, largest, token_ids = _without_non_numbers(logits, largest, token_ids)
+    unshaped = logits
+    if shaping is not None:
+        logits = shaping.apply(logits)
+        largest, token_ids = logits.max(-1)
+    if on_gpu:
+        token_ids = _draw_on_gpu(logits, batch)
+    else:
+        _draw_on_cpu(logits, largest, token_ids, batch)
+    if shaping is not None:
+        shaping.drew(token_ids)
+    if batch.max_logprobs is None:
+        return SampledTokens(token_ids)
+    return _with_logprobs(unshaped, token_ids, batch.max_logprobs)
+
+
+def _draw_on_gpu(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    from engine.sampling import sample_kernels
+
+    return sample_kernels.draw(logits, batch)
+
+
+def _draw_on_cpu(
+    logits: torch.Tensor, largest: torch.Tensor, token_ids: torch.Tensor, batch: SamplingBatch
+) -> None:
+    """Replaces, in `token_ids`, those of rows of a temperature."""
+    for rows, draw in (
+        (batch.free_rows, _draw_freely),
+        (batch.restricted_rows, _draw_restricted),
+    ):
+        if rows is not None:
+            # Differences to the largest logit, so that a tiny temperature overflows nothing.
+            scaled = logits[rows] - largest[rows, None]
+            scaled.div_(batch.temperature[rows, None].clamp(min=_MIN_TEMPERATURE))
+            token_ids[rows] = draw(scaled, rows, batch)
+
+
+def _without_non_numbers(
+    logits: torch.Tensor, largest: torch.Tensor, token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits without NaN and +inf and with a finite maximum, as the module says."""
+    # A maximum is NaN where any logit is. On a GPU asking costs more than always cleaning.
+    if logits.device.type == "cpu" and bool(largest.isfinite().all()):
+        return logits, largest, token_ids
+    logits = logits.masked_fill(logits.isnan(), float("-inf"))
+    is_sure = logits.isposinf().any(-1, keepdim=True)
+    only_sure = torch.where(logits.isposinf(), 0.0, float("-inf"))
+    logits = torch.where(is_sure, only_sure, logits)
+    largest, token_ids = logits.max(-1)
+    is_empty = largest.isneginf()
+    logits[:, 0] = torch.where(is_empty, 0.0, logits[:, 0])
+    largest = torch.where(is_empty, 0.0, largest)
+    return logits, largest, token_ids
+
+
+def _draw_freely(scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
+    return scaled.add_(gumbel_of_vocabulary(keys, scaled.shape[1])).argmax(-1)
+
+
+_MIN_TEMPERATURE = 1e-30  # what smaller ones become: float32 would round them to 0
+_MIN_CANDIDATES = 128
+_CANDIDATE_GROWTH = 16
+
+
+def _draw_restricted(
+    scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch
+) -> torch.Tensor:
+    values, ids, threshold = _candidates(scaled, rows, batch)
+    keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
+    scores = values + gumbel(keys, ids)
+    scores.masked_fill_(values < threshold, float("-inf"))
+    return ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
+
+
+def _candidates(
+    scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest values [R, n], descending, their ids, and the smallest allowed value [R, 1].
+
+    n is large enough that no allowed token is left out, those equal to the smallest one included.
+    """
+    limits = [x[rows, None] for x in (batch.top_k, batch.top_p, batch.min_p)]
+    mass = None  # of all tokens, where nothing but top_p restricts them
+    if batch.has_bare_top_p:
+        mass = scaled.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    vocab_size = scaled.shape[1]
+    num = min(max(batch.max_top_k + 1, _MIN_CANDIDATES), vocab_size)
+    while True:
+        values, ids = scaled.topk(num)
+        threshold = _smallest_allowed(values, mass, *limits)
+        if num == vocab_size or bool((values[:, -1:] < threshold).all()):
+            return values, ids, threshold
+        num = min(num * _CANDIDATE_GROWTH, vocab_size)
+
+
+def _smallest_allowed(
+    values: torch.Tensor,
+    mass_of_all: torch.Tensor | None,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """[R, 1], the value of the smallest allowed token, as far as `values` [R, n] reach."""
+    no_limit = torch.full_like(values[:, :1], float("-inf"))
+    kth = values.gather(1, (top_k - 1).clamp(0, values.shape[1] - 1))
+    by_top_k = torch.where(top_k > 0, kth, no_limit)
+    # In float64, because whether a sum reaches top_p must not hang on the order of summation.
+    mass = values.exp().double().masked_fill(values < by_top_k, 0.0)
+    total = mass.sum(-1, keepdim=True)
+    if mass_of_all is not None:
+        total = torch.where(top_k > 0, total, mass_of_all)
+    mass_before = mass.cumsum(-1) - mass
+    last = (mass_before < top_p * total).sum(-1, keepdim=True).clamp(min=1) - 1
+    by_top_p = torch.where(top_p < 1, values.gather(1, last), no_limit)
+    by_min_p = min_p.log()  # the largest value is 0; log(0) is -inf
+    return by_top_k.maximum(by_top_p).maximum(by_min_p)
+
+
+def _with_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> SampledTokens:
+    total = logits.logsumexp(-1, keepdim=True)
+    drawn = (logits.gather(1, token_ids[:, None]) - total).squeeze(1)
+    top, top_ids = logits.topk(min(num_top, logits.shape[1]))
+    return SampledTokens(token_ids, drawn, top_ids, top - total)

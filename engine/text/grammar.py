@@ -1,0 +1,261 @@
+"""Outputs that must match a grammar: compiled once, followed by each sequence, as token masks.
+
+    request -> GrammarCompiler (threads, a cache) -> GrammarState of a sequence -> StepMasks
+
+A state is a function of the sequence's outputs, so preemption, recompute and a first token drawn
+on the prefill server change nothing: it catches up with whatever outputs the sequence has. Rank 0
+makes the masks, in a thread, while the step's forward pass runs.
+
+How a sequence ends under a grammar:
+- "stop" as soon as no more text can follow, without drawing an end token; an end token may be drawn
+  only where the text is complete, a client's own stop token only where the grammar allows it.
+- "length" at max_tokens, complete or not. min_tokens bars the stop tokens as ever; where nothing
+  else could follow, the sequence ends with "stop" all the same.
+- GrammarFailed where an incomplete text cannot go on in this vocabulary, or the matcher gave up.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Sequenceable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.text.grammar_text import GrammarError, compiling_threads, make_matcher
+from engine.text.tokenizer import Tokenizer
+from protocol.errors import GrammarFailed
+from protocol.messages import AddRequest, Grammar
+
+logger = logging.getLogger("baton.engine")
+
+Int32s = npt.NDArray[np.int32]
+
+_MAX_CACHED_BYTES = 256 * 2**20
+_NUM_COMPILING = 2  # as one takes long, others do not wait: slow ones come one at a time
+_BITS = 32
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A sequence that is to draw no further token: complete, or with an error."""
+
+    error: GrammarFailed | None = None
+
+
+COMPLETE = Ending()
+
+
+class GrammarState:
+    """Where one sequence is in its grammar.
+
+    Args:
+        matcher: at the beginning; owned from now on.
+        end_ids: the model's end tokens.
+        stop_ids: token ids that end the request; of the end tokens only these may be drawn.
+        min_tokens: outputs before which no stop token may be drawn.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        *,
+        end_ids: Sequenceable[int],
+        stop_ids: Sequenceable[int],
+        min_tokens: int = 0,
+    ) -> None:
+        self.ending: Ending | None = None
+        self._matcher = matcher
+        self._num_consumed = 0
+        self._min_tokens = min_tokens
+        self._stop_ids = list(stop_ids)
+        self._silent_ids = [i for i in end_ids if i not in stop_ids]
+
+    def follow(self, token_ids: Sequenceable[int], first_output: int) -> Ending | None:
+        """Catches up with a sequence's outputs, none of which was to end it.
+
+        Returns:
+            `ending`: how the sequence ends after them, or None when it may go on.
+        """
+        if len(token_ids) - first_output < self._num_consumed:  # a first token was taken back
+            self._matcher.reset()
+            self._num_consumed, self.ending = 0, None
+        news = list(token_ids[first_output + self._num_consumed :])
+        if news and self.ending is None:
+            try:
+                self._matcher.consume_tokens(news)
+                self._num_consumed += len(news)
+                self.ending = self._look()
+            except Exception as error:
+                self.ending = self._broken(error)
+        return self.ending
+
+    def fill(self, row: Int32s) -> None:
+        """Writes the allowed tokens' bits to `row` [W], W words of 32 tokens. Where nothing can be
+        drawn, that sets `ending`, and `row` allows everything."""
+        if self.ending is None:
+            try:
+                self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                self.ending = self._look() or self._restrict(row)
+            except Exception as error:
+                self.ending = self._broken(error)
+        if self.ending is not None:
+            row.fill(-1)
+
+    def _restrict(self, row: Int32s) -> Ending | None:
+        _clear(row, self._silent_ids)
+        if self._num_consumed < self._min_tokens:
+            _clear(row, self._stop_ids)
+        if row.any():
+            return None
+        # An output that was to have text, or a request that is to have an output, ends in error.
+        can_end = self._matcher.is_accepting() and self._num_consumed > 0
+        return COMPLETE if can_end else self._failed("no token fits")
+
+    def _look(self) -> Ending | None:
+        """Whether the matcher itself says that nothing can follow."""
+        if self._matcher.is_error():
+            return self._failed(self._matcher.get_error().partition("\n")[0])
+        if not self._matcher.is_stopped():
+            return None
+        if self._matcher.is_accepting() and self._num_consumed > 0:
+            return COMPLETE
+        return self._failed(self._matcher.stop_reason())
+
+    def _broken(self, error: Exception) -> Ending:
+        """The matcher's own mistake ends one request, not all."""
+        logger.exception("a grammar's matcher failed", exc_info=error)
+        return self._failed(f"its matcher failed: {error}")
+
+    def _failed(self, reason: str) -> Ending:
+        return Ending(
+            GrammarFailed(
+                f"after {self._num_consumed} tokens the output cannot go on as the request's "
+                f"grammar demands ({reason}); use a simpler one"
+            )
+        )
+
+
+def _clear(row: Int32s, token_ids: Sequenceable[int]) -> None:
+    for token_id in token_ids:
+        if token_id < len(row) * _BITS:
+            row[token_id // _BITS] &= np.int32(~np.uint32(1 << token_id % _BITS).view(np.int32))
+
+
+class GrammarCompiler:
+    """Makes states. All but the work itself is for one thread, the engine core's.
+
+    Args:
+        model_dir: has the tokenizer.
+        vocab_size: of the model's logits.
+        on_compiled: called from another thread when a grammar that was asked for is there.
+    """
+
+    def __init__(
+        self, model_dir: str | Path, vocab_size: int, on_compiled: Callable[[], None]
+    ) -> None:
+        self._model_dir = model_dir
+        self._vocab_size = vocab_size
+        self._on_compiled = on_compiled
+        self._num_words = 0  # of the tokenizer's masks, which may be wider than the model's
+        self._end_ids: tuple[int, ...] = ()
+        self._compiled: OrderedDict[Grammar, tuple[Future[LLMatcher], int]] = OrderedDict()
+        self._compiling = compiling_threads("grammar-compiler", _NUM_COMPILING)
+        self._filling = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        # At once: it takes about a second for a large vocabulary, and nobody waits for it yet.
+        self._tokenizer = self._compiling.submit(self._load)
+
+    def _load(self) -> LLTokenizer:
+        tokenizer = Tokenizer.from_directory(self._model_dir)
+        num_tokens = max(self._vocab_size, tokenizer.vocab_size)
+        self._end_ids = tokenizer.eos_ids
+        self._num_words = -(-num_tokens // _BITS)
+        end_ids = list(tokenizer.eos_ids) or None
+        return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids)
+
+    def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[LLMatcher]:
+        """The grammar, perhaps still on its way. Who waits for it keeps it: there may be more that
+        wait than the cache holds.
+
+        Args:
+            nbytes: what it takes, as far as its text does not tell.
+        """
+        future, nbytes = self._compiled.pop(grammar, (None, max(nbytes, len(grammar.text))))
+        if future is None:
+            future = self._compiling.submit(lambda: make_matcher(self._tokenizer.result(), grammar))
+            future.add_done_callback(lambda _: self._on_compiled())
+        self._compiled[grammar] = future, nbytes
+        while sum(kept for _, kept in self._compiled.values()) > _MAX_CACHED_BYTES:
+            self._compiled.popitem(last=False)
+        return future
+
+    def state(self, request: AddRequest, compiled: Future[LLMatcher] | None = None) -> GrammarState:
+        """A state at the beginning of the request's grammar; waits where it is not compiled.
+
+        Args:
+            compiled: the grammar, where the caller has it.
+
+        Raises:
+            GrammarFailed: the grammar cannot be used with this model.
+        """
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        try:
+            matcher = (compiled or self.compiled(grammar)).result().deep_copy()
+        except Exception as error:
+            if not isinstance(error, GrammarError):
+                logger.exception("a grammar could not be compiled", exc_info=error)
+            raise GrammarFailed(f"the request's grammar cannot be used: {error}") from None
+        return GrammarState(
+            matcher,
+            end_ids=self._end_ids,
+            stop_ids=request.stop_token_ids,
+            min_tokens=request.sampling.min_tokens,
+        )
+
+    def masks(self, states: Sequenceable[GrammarState | None]) -> "StepMasks":
+        """Begins to fill the masks of a step's rows; a None may draw anything."""
+        return StepMasks(states, self._num_words, self._vocab_size, self._filling)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._filling.shutdown(wait=False)
+
+
+class StepMasks:
+    """The masks of one step's R rows, filled by another thread.
+
+    Args:
+        states: [R], None where anything may be drawn.
+        num_words: W of the states' masks.
+        vocab_size: of the logits, perhaps of fewer tokens than the masks.
+    """
+
+    def __init__(
+        self,
+        states: Sequenceable[GrammarState | None],
+        num_words: int,
+        vocab_size: int,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self._states = list(states)
+        self._num_words = -(-vocab_size // _BITS)
+        width = max(num_words, self._num_words)  # none is known before there is a state
+        self._bits = np.full((len(states), width), -1, dtype=np.int32)
+        self._done = pool.submit(self._fill)
+
+    def _fill(self) -> None:
+        for row, state in zip(self._bits, self._states, strict=True):
+            if state is not None:
+                state.fill(row)
+
+    def result(self) -> Int32s:
+        """int32 [R, ceil(V / 32)], waited for: bit t % 32 of word t // 32 is set where token t may
+        be drawn."""
+        self._done.result()
+        return np.ascontiguousarray(self._bits[:, : self._num_words])

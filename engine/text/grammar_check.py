@@ -1,0 +1,238 @@
+"""What a request demands of its output is tried before the request is taken on.
+
+Every grammar is tried by a child of a process for that (grammar_process.py): first among many, for
+a moment that suffices nearly all; what takes longer is tried anew, one at a time and up to the
+server's limit, so that it holds up its own kind alone. Who waits too long for a turn is told so.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from engine.text.grammar_process import Try, Verdict, Vocabulary, packed
+from engine.text.tokenizer import Tokenizer
+from protocol.errors import InternalError, InvalidRequest, Overloaded
+from protocol.messages import Grammar
+from protocol.openai.structured import Demand
+from protocol.settings.sources import clean_environment
+
+MEMORY_BYTES = 256 * 2**20  # for the compilation of one grammar
+MAX_HELD_BYTES = 4 * 2**30  # of the grammars of all open requests
+
+_QUICK_CPU_S = 0.1
+_NUM_QUICK = 4
+_NUM_SLOW = 1
+_MAX_KNOWN = 8192  # more than a request can have
+_MAX_WAIT_S = 10.0  # for a turn
+_START_TIMEOUT_S = 60.0  # of the process; it takes a second for a large vocabulary
+
+
+class _Lane(NamedTuple):
+    """So many tries at once, each for so long."""
+
+    turns: asyncio.Semaphore
+    cpu_s: float
+
+
+class GrammarChecker:
+    """Tries the grammars of one server's requests. For one event loop.
+
+    Args:
+        tokenizer: the model's.
+        timeout_s: that a request's grammars may take to compile.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, timeout_s: float) -> None:
+        self._tokenizer = tokenizer
+        self._timeout_s = timeout_s
+        quick = _Lane(asyncio.Semaphore(_NUM_QUICK), _QUICK_CPU_S)
+        self._lanes = (quick, _Lane(asyncio.Semaphore(_NUM_SLOW), timeout_s))
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._held: dict[bytes, tuple[int, int]] = {}  # by grammar: open requests, bytes
+        self._starting = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, once it was needed or started."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Starts the process, unless it runs.
+
+        Raises:
+            InternalError: it cannot be started.
+        """
+        async with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
+                self._process, self._control = await asyncio.to_thread(_spawn, self._tokenizer)
+
+    def close(self) -> None:
+        """Ends the process. Idempotent."""
+        if self._process is not None and self._control is not None:
+            self._process.kill()
+            self._process.wait()
+            self._control.close()
+        self._process = self._control = None
+
+    def nbytes(self, grammar: Grammar | None) -> int:
+        """What a grammar that was found good takes, compiled."""
+        known = None if grammar is None else self._known.get(_key(grammar))
+        return known.nbytes if known else 0
+
+    def hold(self, grammar: Grammar | None) -> Callable[[], None]:
+        """Counts the memory of an open request's grammar, until what it returns is called.
+
+        Raises:
+            Overloaded: together with those of other requests it takes too much.
+        """
+        if grammar is None:
+            return lambda: None
+        key = _key(grammar)
+        count, nbytes = self._held.get(key, (0, self.nbytes(grammar)))
+        if not count and sum(held for _, held in self._held.values()) + nbytes > MAX_HELD_BYTES:
+            raise Overloaded("Open requests' schemas and grammars fill the memory; try again soon.")
+        self._held[key] = count + 1, nbytes
+        return partial(self._let_go, key)
+
+    def _let_go(self, key: bytes) -> None:
+        count, nbytes = self._held.pop(key)
+        if count > 1:
+            self._held[key] = count - 1, nbytes
+
+    async def check(self, demands: Sequence[Demand]) -> None:
+        """Returns if all can be used. To be cancelled when nobody wants to know any more.
+
+        Raises:
+            InvalidRequest: names the first field that cannot, and says why.
+            Overloaded: too many others are being tried.
+        """
+        left = self._unknown(demands)
+        for lane in self._lanes:
+            if not left:
+                return
+            await self._take_turn(lane)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._try(left, lane.cpu_s)
+            except TimeoutError:
+                pass
+            finally:
+                lane.turns.release()
+            left = self._unknown(left)
+        if left:
+            raise self._refusal(left[0])
+
+    async def _take_turn(self, lane: _Lane) -> None:
+        try:
+            async with asyncio.timeout(_MAX_WAIT_S):
+                await lane.turns.acquire()
+        except TimeoutError:
+            raise Overloaded(
+                "Too many schemas and grammars are being compiled; try again soon."
+            ) from None
+
+    def _refusal(self, demand: Demand) -> InvalidRequest:
+        return InvalidRequest(
+            f"`{demand.field}` takes more than {self._timeout_s:g} s or "
+            f"{MEMORY_BYTES >> 20} MB of memory to compile; send a simpler one "
+            "(the server's limit of time is --grammar-timeout-s).",
+            param=demand.field,
+        )
+
+    def _unknown(self, demands: Sequence[Demand]) -> list[Demand]:
+        """Those not known to be good. Raises InvalidRequest of the first known to be bad."""
+        for demand in demands:
+            known = self._known.get(_key(demand.grammar))
+            if known is not None and known.mistake is not None:
+                told = f"`{demand.field}` cannot be used: {known.mistake}"
+                raise InvalidRequest(told, param=demand.field)
+        return [demand for demand in demands if _key(demand.grammar) not in self._known]
+
+    async def _try(self, demands: Sequence[Demand], cpu_s: float) -> None:
+        """Remembers the verdicts that come, until a grammar is too much for the child."""
+        asked = Try([demand.grammar for demand in demands], MEMORY_BYTES, cpu_s, self._timeout_s)
+        reader, writer = await self._child(asked)
+        try:
+            for demand in demands:
+                if not (line := await _line(reader)):
+                    return
+                self._known[_key(demand.grammar)] = msgspec.json.decode(line, type=Verdict)
+                self._unknown([demand])  # a mistake is told before the next one is tried
+            while len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        finally:
+            writer.transport.abort()
+
+    async def _child(self, asked: Try) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A new child that has begun; of a new process where the old one was killed."""
+        for _ in range(2):
+            await self.start()
+            process, control = self._process, self._control
+            assert control is not None
+            ours, theirs = socket.socketpair()
+            with theirs, contextlib.suppress(OSError):  # nobody is there: ours reads as ended
+                socket.send_fds(control, [b"!"], [theirs.fileno()])
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            try:
+                writer.write(packed(asked))
+                if await _line(reader):
+                    return reader, writer
+            except BaseException:
+                writer.transport.abort()
+                raise
+            writer.transport.abort()
+            if self._process is process:
+                self.close()
+        raise Overloaded("The process that tries grammars was ended; try again.")
+
+
+def _spawn(tokenizer: Tokenizer) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process, once it can try grammars, and the socket to it."""
+    control, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine.text.grammar_process", str(theirs.fileno())],
+            env={**clean_environment(os.environ), "MALLOC_ARENA_MAX": "1"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+    vocabulary = Vocabulary(tokenizer.to_json(), list(tokenizer.eos_ids), tokenizer.vocab_size)
+    control.settimeout(_START_TIMEOUT_S)
+    try:
+        control.sendall(packed(vocabulary))
+        started = control.recv(1)
+    except OSError:
+        started = b""
+    if not started:
+        process.kill()
+        process.wait()
+        control.close()
+        raise InternalError("The process that tries grammars cannot be started.")
+    control.setblocking(False)
+    return process, control
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """Empty where there is none."""
+    try:
+        return await reader.readline()
+    except OSError:
+        return b""
+
+
+def _key(grammar: Grammar) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(grammar), digest_size=16).digest()

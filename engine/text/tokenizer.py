@@ -1,0 +1,260 @@
+"""Text to token ids and back, and the chat template, without torch or transformers.
+
+Reads what a Hugging Face directory holds: tokenizer.json (which says itself which special tokens
+it puts around a text), tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
+generation_config.json and config.json. The results equal transformers' AutoTokenizer.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.text.chat_template import find_chat_template
+from engine.text.token_bound import TokenBound, byte_alphabet
+from protocol.errors import InvalidRequest
+from protocol.openai.logprobs import TokenText
+from protocol.short_repr import short_repr
+
+_MANY_IDS = 2048  # take a millisecond to decode
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words spell a byte
+
+
+class TokenizerNotFound(ValueError):
+    """A model directory has no tokenizer that can be read; the message says what to do."""
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to share between threads.
+
+    Args:
+        model_dir: a directory with a tokenizer.json.
+
+    Raises:
+        TokenizerNotFound: there is no tokenizer.json, or it cannot be read.
+        BrokenTemplate: the chat template cannot be read.
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        folder = Path(model_dir)
+        config = _read_json(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # the older split of the same facts
+            config = {**config, **_read_json(folder / "special_tokens_map.json")}
+        self._tokenizer = _load(folder)
+        self.digest = _digest_of(folder)  # of all that token ids follow from
+        self.special_tokens = _special_tokens(config)
+        try:
+            _add_missing(self._tokenizer, config, self.special_tokens)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise TokenizerNotFound(
+                f"{folder / 'tokenizer_config.json'} has a value of a wrong kind among its tokens: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.token_bytes = _byte_level_table(self._tokenizer)
+        self._bound = TokenBound(self._tokenizer)
+        self.eos_ids = self._find_eos_ids(folder)
+        self.chat_template = find_chat_template(folder, config)
+        self._anchor = self._find_anchor() if self.token_bytes is None else []
+        self.token_text = lru_cache(maxsize=65536)(self._token_text)
+
+    @classmethod
+    def from_directory(cls, model_dir: str | Path) -> "Tokenizer":
+        """The tokenizer of a local model directory."""
+        return cls(model_dir)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`, with the special tokens that the model expects around a prompt."""
+        # Of the library's ways only those for batches let other threads run meanwhile.
+        encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded[0].ids
+        return ids
+
+    def to_json(self) -> str:
+        """The tokenizer in the form of a tokenizer.json, with all its special tokens."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    def at_least(self, text: str, enough: int) -> int:
+        """How many tokens `text` has at least, with 0 for any number below `enough`. Costs little,
+        unlike `encode`, which takes hundreds of times a text's memory."""
+        return self._bound.at_least(text, enough)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens left out."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens by name."""
+        if len(token_ids) > _MANY_IDS:  # as in `encode`: others run meanwhile
+            texts: list[str] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
+            return texts[0]
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Each token as the vocabulary spells it; None for an id that it does not have."""
+        return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        """The prompt for the assistant's next turn, with the special tokens that the template
+        writes itself.
+
+        Args:
+            options: see ChatTemplate.render.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or its template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "The model has no chat template; use /v1/completions.", param="messages"
+            )
+        return self.chat_template.render(messages, self.special_tokens, **options)
+
+    def _token_text(self, token_id: int) -> TokenText:
+        """How one token alone is shown: special tokens by name, a part of a character as
+        `bytes:\\xe2\\x82`, as OpenAI's API does, so that no two look alike."""
+        raw = self._token_raw(token_id)
+        try:
+            return TokenText(raw.decode(), raw)
+        except UnicodeDecodeError:
+            return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw)
+
+    def _token_raw(self, token_id: int) -> bytes:
+        if self.token_bytes is not None and token_id < len(self.token_bytes):
+            return self.token_bytes[token_id]
+        spelled = _BYTE_PIECE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        if spelled:
+            return bytes.fromhex(spelled[1])
+        # A decoder may drop a space at the very start, so the token is read after another one.
+        both: str = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
+        return both[len(self._tokenizer.decode(self._anchor)) :].encode()
+
+    def _find_anchor(self) -> list[int]:
+        """A token that is plain text wherever it stands, or none."""
+        plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
+        return list(itertools.islice(plain, 1))
+
+    def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
+        """The ids that end a generation: generation_config, else config, else the tokenizer's."""
+        for name in ("generation_config.json", "config.json"):
+            found = _read_json(folder / name).get("eos_token_id")
+            if found is None:
+                continue
+            ids = found if isinstance(found, list) else [found]
+            if any(type(token_id) is not int for token_id in ids):
+                raise TokenizerNotFound(
+                    f"eos_token_id of {folder / name} is {short_repr(found)}, expected a "
+                    "token id or a "
+                    "list of them"
+                )
+            return tuple(ids)
+        eos = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
+        return () if eos is None else (eos,)
+
+
+def _load(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        others = sorted(p.name for p in folder.glob("*") if p.suffix in (".model", ".txt"))
+        raise TokenizerNotFound(
+            f"{folder} has no tokenizer.json (found: {', '.join(others) or 'no vocabulary'}); "
+            "convert it once with transformers: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerNotFound(f"{path} cannot be read: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _digest_of(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in _FILES:
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(b"%s %d\0" % (name.encode(), len(content)) + content)
+    return digest.hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise TokenizerNotFound(f"{path} is not valid JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as a string or as an object with `content`."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by name, the seven usual ones first; templates know them by these names."""
+    extra = [name for name in config if name.endswith("_token") and name not in _SPECIAL_NAMES]
+    named = {name: _content(config.get(name)) for name in (*_SPECIAL_NAMES, *extra)}
+    return {name: content for name, content in named.items() if content is not None}
+
+
+def _add_missing(
+    tokenizer: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    """Adds tokens that only tokenizer_config.json knows, as transformers does."""
+    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for _, token in listed:
+        if token["content"] not in known:
+            tokenizer.add_tokens([tokenizers.AddedToken(**token)])
+            known.add(token["content"])
+    missing = [content for content in special.values() if content not in known]
+    tokenizer.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in missing])
+
+
+def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
+    """The bytes of every id, when the decoder is the byte-level one; else None.
+
+    A byte-level vocabulary spells each byte as one printable character. A token with any other
+    character (an added one) stands for its own UTF-8.
+    """
+    if type(tokenizer.decoder) is not tokenizers.decoders.ByteLevel:
+        return None
+    byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
+    table = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        mapped = [byte_of.get(char) for char in token]
+        table[token_id] = (
+            token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
+        )
+    return table

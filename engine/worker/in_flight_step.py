@@ -1,0 +1,118 @@
+"""A step that a rank has launched, and the tokens that the next one takes from the device."""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.core.batch import Int32s, StepOutput
+from engine.sampling.sampler import SampledTokens
+from engine.sampling.scoring import PendingScores
+from model import fused_ops
+from protocol.messages import SamplingParams, TokenLogprobs
+
+
+class LaunchedStep:
+    """See batch.PendingStep. Copies what was drawn to the host without waiting for it.
+
+    Args:
+        drawn: None where nothing is, or not yet.
+        params: of each draw.
+        draw: draws the tokens of a masked step.
+    """
+
+    def __init__(
+        self,
+        drawn: SampledTokens | None,
+        params: list[SamplingParams],
+        device: torch.device,
+        scores: PendingScores,
+        draw: Callable[[Int32s], SampledTokens] | None = None,
+    ) -> None:
+        self._params = params
+        self._device = device
+        self._scores = scores
+        self._draw = draw
+        self._drawn: SampledTokens | None = None
+        self._finished: torch.cuda.Event | None = None
+        if draw is None:
+            self._take(drawn)
+
+    def draw(self, masks: Int32s) -> None:
+        assert self._draw is not None, "the step has no masks"
+        self._take(self._draw(masks))
+        self._draw = None
+
+    def _take(self, drawn: SampledTokens | None) -> None:
+        self._drawn = None if drawn is None else _on_host(drawn)
+        if self._device.type == "cuda":
+            self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+            self._finished.record(torch.cuda.current_stream(self._device))
+
+    def has_ended(self) -> bool:
+        """Whether the device has; any thread may ask. On a CPU a launched step has ended."""
+        if self._device.type != "cuda":
+            return True
+        return self._finished is not None and bool(self._finished.query())  # type: ignore[no-untyped-call, unused-ignore]
+
+    def result(self) -> StepOutput:
+        assert self._draw is None, "the tokens of a masked step are to be drawn first"
+        if self._finished is not None:
+            self._finished.synchronize()
+        if self._drawn is None:
+            return StepOutput([], [], self._scores.result())
+        return _to_output(self._drawn, self._params, self._scores.result())
+
+
+class LastSampledTokens:
+    """The tokens of the last step, where the next one finds them: a buffer that stays in place.
+
+    Args:
+        size: most draws of a step that the next one may refer to.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self._num_kept = 0
+
+    def keep(self, drawn: torch.Tensor) -> None:
+        """Takes the draws of the step launched last, int64 [R]."""
+        self._num_kept = min(len(drawn), len(self.token_ids))
+        if drawn.data_ptr() != self.token_ids.data_ptr():  # else they were drawn into it
+            self.token_ids[: self._num_kept] = drawn[: self._num_kept]
+
+    def check(self, smallest: int) -> bool:
+        """Whether a step refers to draws, given the smallest of its token ids."""
+        assert -1 - smallest < max(self._num_kept, 1), f"no draw of row {-1 - smallest} was kept"
+        return smallest < 0
+
+    def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] with every -1 - r replaced by what row r drew."""
+        if token_ids.device.type == "cuda":
+            return fused_ops.kernels().fill_in(token_ids, self.token_ids)  # type: ignore[no-any-return]
+        drawn = self.token_ids[(-1 - token_ids).clamp_(min=0)]
+        return torch.where(token_ids < 0, drawn, token_ids)
+
+
+def _on_host(drawn: SampledTokens) -> SampledTokens:
+    tensors = (drawn.token_ids, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
+    copies = [None if t is None else t.to("cpu", non_blocking=True) for t in tensors]
+    assert copies[0] is not None
+    return SampledTokens(copies[0], *copies[1:])
+
+
+def _to_output(
+    drawn: SampledTokens, params: list[SamplingParams], scores: list[list[TokenLogprobs]]
+) -> StepOutput:
+    token_ids = drawn.token_ids.tolist()
+    if drawn.logprobs is None:
+        return StepOutput(token_ids, [None] * len(token_ids), scores)
+    chosen = drawn.logprobs.tolist()
+    top_ids = drawn.top_ids.tolist() if drawn.top_ids is not None else [[]] * len(chosen)
+    top = drawn.top_logprobs.tolist() if drawn.top_logprobs is not None else [[]] * len(chosen)
+    logprobs = [
+        TokenLogprobs(chosen[row], top_ids[row][: p.num_logprobs], top[row][: p.num_logprobs])
+        if p.num_logprobs is not None
+        else None
+        for row, p in enumerate(params)
+    ]
+    return StepOutput(token_ids, logprobs, scores)

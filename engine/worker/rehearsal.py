@@ -1,0 +1,150 @@
+"""Every kind of step that requests can ask for, to be run once before a server is ready.
+
+What a step runs depends on how many tokens and sequences it has, on whether their context is
+stored, and on what is asked of its draws. Each kernel's owner chooses between variants by these
+alone, so the steps here go through all of them, at sizes on both sides of every choice: powers of
+two, which also have the libraries load what they take for small, middling and large products, and
+NCCL set up what it takes for short and long messages.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from engine.core.batch import ScoredRows, StepInput
+from engine.core.logits_processing import SamplingRow, StepShapes
+from protocol.messages import SamplingParams
+
+GREEDY: Final = SamplingParams(temperature=0.0)
+_SAMPLINGS: Final = (
+    GREEDY,
+    SamplingParams(temperature=0.7, seed=1),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
+)
+_LOGPROBS: Final = (None, 0, 1, 20)
+_PENALTIES: Final = (0.1, 0.1, 1.1)
+_LONG: Final = 2048  # tokens of a prompt
+_SCORED: Final = 129  # tokens: of several chunks, see scoring.py
+_DRAWS: Final = (1, 2, 24, 64)  # of one step; more take memory, but nothing else
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What there is room for."""
+
+    num_blocks: int  # of the pool, the null block included
+    block_size: int  # tokens
+    max_len: int  # tokens of a sequence
+    max_tokens: int  # of a step
+    max_seqs: int  # of a step
+
+    def step(
+        self, lens: Sequence[int], stored: Sequence[int] | int = 0, *, token: int = 0
+    ) -> StepInput:
+        """Of sequences that compute `lens` tokens each after `stored` ones, as many as fit, each of
+        which draws the likeliest token."""
+        lens, stored = list(lens), [stored] * len(lens) if isinstance(stored, int) else list(stored)
+        room = self.max_tokens
+        for index, wanted in enumerate(lens):
+            lens[index] = min(wanted, room, self.max_len)
+            stored[index] = min(stored[index], self.max_len - lens[index])
+            room -= lens[index]
+        lens = [n for n in lens if n > 0][: self.max_seqs]
+        context = np.array(lens, np.int32) + np.array(stored[: len(lens)], np.int32)
+        width = -(-int(context.max()) // self.block_size)
+        # Nobody owns a block yet. Sequences that wrap around read what others wrote.
+        tables = np.arange(len(lens) * width, dtype=np.int32) % max(1, self.num_blocks - 1) + 1
+        return StepInput(
+            token_ids=np.full(sum(lens), token, np.int64),
+            query_lens=np.array(lens, np.int32),
+            context_lens=context.astype(np.int32),
+            block_tables=tables.reshape(len(lens), width),
+            sample_rows=np.arange(len(lens), dtype=np.int32),
+            sampling=[GREEDY] * len(lens),
+        )
+
+
+def steps(stage: Stage) -> Iterator[StepInput]:
+    """All of them, to be run in this order: some take tokens that the one before has drawn."""
+    yield from _prompts(stage)
+    yield from _mixtures(stage)
+    for count in sorted({min(n, stage.max_seqs) for n in _DRAWS}):
+        yield from _draws(stage.step([1] * count, stored=7))
+    yield from _scores(stage.step([_SCORED]))
+    copied = stage.step([1, 1], stored=7)
+    yield replace(copied, copies=[(1, min(2, stage.num_blocks - 1))])
+
+
+def _prompts(stage: Stage) -> Iterator[StepInput]:
+    """Of one prompt, which is new or goes on, and whose end draws or is to come."""
+    longest = min(stage.max_tokens, stage.max_len)
+    for size in _powers(longest):
+        yield stage.step([size])
+        yield stage.step([size], stored=stage.block_size + 1)
+    of_chunk = stage.step([longest])
+    yield replace(of_chunk, sample_rows=np.zeros(0, np.int32), sampling=[])
+
+
+def _mixtures(stage: Stage) -> Iterator[StepInput]:
+    """Sequences that decode, prompts that go on, and new ones, short and long, in one step."""
+    for decodes in (0, 3):
+        yield stage.step([1] * decodes + [_LONG] * max(1, stage.max_tokens // _LONG))
+    for decodes in (0, 1, 3):
+        for prompts in ([40], [600], [1100], [3, 40], [40, 600], [3, 1100]):
+            for stored in (0, stage.block_size + 1):
+                lens = [1] * decodes + prompts
+                yield stage.step(lens, [7] * decodes + [stored] * len(prompts))
+    yield stage.step([1], stored=7)
+    yield stage.step([1, 5], [8, 0], token=-1)  # what the step before has drawn, outside a graph
+    yield stage.step([1, 1], stored=9, token=-1)
+
+
+def _draws(step: StepInput) -> Iterator[StepInput]:
+    """The same tokens, drawn in every way."""
+    count = len(step.sampling)
+    for sampling in _SAMPLINGS:
+        for wanted in _LOGPROBS:
+            params = msgspec.structs.replace(sampling, num_logprobs=wanted)
+            yield replace(step, sampling=[params] * count)
+        shaped = replace(step, sampling=[sampling] * count, shapes=_shapes(count, _PENALTIES))
+        yield shaped
+        yield replace(shaped, shapes=_shapes(count, None))
+        yield replace(shaped, is_masked=True)
+        yield replace(shaped, is_masked=True, shapes=None)
+    # Two choices of one sequence, and, where there are others, sequences that do not draw yet.
+    yield replace(step, sample_rows=np.zeros(2, np.int32), sampling=[_SAMPLINGS[1]] * 2)
+
+
+def _shapes(count: int, penalties: tuple[float, float, float] | None) -> StepShapes:
+    """Of a bias for each row, stop tokens banned in every other one, and perhaps penalties."""
+    setups = [
+        SamplingRow(
+            row=row,
+            prompt_ids=[0, 0] if penalties else [],
+            output_ids=[0] if penalties else [],
+            penalties=penalties,
+            bias={0: 1.0},
+            stop_token_ids=[0],
+        )
+        for row in range(count)
+    ]
+    return StepShapes(list(range(count)), [row % 2 == 0 for row in range(count)], setups)
+
+
+def _scores(step: StepInput) -> Iterator[StepInput]:
+    """Of a prompt's own tokens, with and without a draw at its end."""
+    num_tokens = len(step.token_ids)
+    for num_top in (0, 1, 20):
+        for first in {0, num_tokens - 1}:
+            targets = [0] * (num_tokens - first)
+            scored = replace(step, scores=[ScoredRows(first, targets, num_top)])
+            yield scored
+            yield replace(scored, sample_rows=np.zeros(0, np.int32), sampling=[])
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4 and so on below `most`, and `most`."""
+    return [*(1 << n for n in range((most - 1).bit_length())), most] if most > 1 else [1]

@@ -1,0 +1,165 @@
+"""The prefill role: a finished prompt's blocks pass from USED to LEASED, and the answer says how
+to read them.
+
+The lease server's thread owns the leases and answers decode servers without waiting for a step;
+this role grants leases and, each round, gives the blocks of ended ones back to the allocator.
+"""
+
+from collections import deque
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from engine.config import EngineConfig
+from engine.core.connector import KVConnector
+from engine.core.sequence import Phase, Sequence
+from engine.process.transport import EngineTransport
+from engine.worker.worker import ConnectorFactory, RankContext, RankService, main
+from kvcache.transfer.agent import MemoryKind
+from kvcache.transfer.side_channel import LeaseServer
+from protocol import kv_params
+from protocol.handshake import EngineMetadata
+from protocol.messages import FirstToken
+from protocol.metrics import stat_key
+
+MAX_TOLD_IDS = 1 << 17  # at most 1 MB of the body that a decode server takes
+
+
+class PrefillConnector(KVConnector):
+    """Retains, leases, releases."""
+
+    def __init__(self, config: EngineConfig, leases: LeaseServer) -> None:
+        self._config = config
+        self._leases = leases
+        self._by_request: dict[str, str] = {}  # lease ids of requests that have ended
+        self._undigested: deque[Sequence] = deque()
+        self._digests: WeakKeyDictionary[Sequence, str] = WeakKeyDictionary()  # of the prompts
+
+    def on_add(self, sequence: Sequence) -> None:
+        if sequence.request.retain_kv:
+            self._undigested.append(sequence)
+        super().on_add(sequence)
+
+    def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
+        if not sequence.request.retain_kv or sequence.choice:  # choice 0 answers for all
+            return None
+        num_blocks = -(-sequence.num_prompt_tokens // self._config.block_size)
+        block_ids = sequence.block_ids[:num_blocks]
+        self.core.scheduler.allocator.lease(block_ids)
+        lease_id = self._leases.grant(sequence.request_id, block_ids, self._config.lease_s)
+        self._by_request[sequence.request_id] = lease_id
+        try:
+            return self._params(sequence, block_ids, lease_id)
+        except Exception:
+            self._leases.abort(lease_id)  # nobody will hear of it
+            raise
+
+    def _params(self, sequence: Sequence, block_ids: list[int], lease_id: str) -> dict[str, Any]:
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        digest = self._digests.pop(sequence, None) or kv_params.prompt_digest(prompt)
+        sampling = sequence.request.sampling
+        tells_ids = bool(sequence.request.text_digest) and len(prompt) <= MAX_TOLD_IDS
+        host, port = self._config.side_channel_advertise, self._leases.address[1]
+        return kv_params.build(
+            self._config.cluster_secret,
+            remote_engine_id=self._config.engine_id,
+            remote_request_id=sequence.request_id,
+            remote_block_ids=block_ids,
+            remote_host=host,
+            remote_port=port,
+            tp_size=self._config.tp,
+            lease_id=lease_id,
+            lease_s=self._config.lease_s,
+            incarnation=self._config.incarnation,
+            remote_num_tokens=sequence.num_prompt_tokens,
+            remote_block_size=self._config.block_size,
+            remote_cached_tokens=sequence.num_skipped,
+            prompt_digest=digest,
+            sampling_digest=kv_params.sampling_digest(sampling, sequence.request.stop_token_ids),
+            seed=sampling.seed,
+            first_tokens=[
+                FirstToken(choice.token_ids[choice.first_output], choice.first_logprobs)
+                for choice in sequence.choices
+            ],
+            prompt_logprobs=sequence.prompt_logprobs,
+            text_digest=sequence.request.text_digest,
+            prompt_token_ids=prompt if tells_ids else None,
+        ).to_json()
+
+    def on_abort_unknown(self, request_id: str) -> None:
+        """The client went away after the prompt was done: nobody will come for its KV."""
+        if lease_id := self._by_request.get(request_id):
+            self._leases.abort(lease_id)
+
+    def poll(self) -> None:
+        self._digest_begun()
+        for ended in self._leases.drain_ended():
+            self.core.scheduler.allocator.end_lease(ended.block_ids)
+            self._by_request.pop(ended.request_id, None)
+
+    def _digest_begun(self) -> None:
+        """While the device computes a prompt there is time for its digest; afterwards a decode
+        server waits for it."""
+        while self._undigested and self._undigested[0].phase is not Phase.WAITING:
+            sequence = self._undigested.popleft()
+            if sequence.phase is Phase.RUNNING and sequence.num_launched:
+                prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+                self._digests[sequence] = kv_params.prompt_digest(prompt)
+
+    def stats(self) -> dict[str, float]:
+        counters = self._leases.counters()
+        ended = {
+            stat_key("baton_leases", event=event): float(counters[event])
+            for event in ("granted", "completed", "expired", "aborted")
+        }
+        return {
+            **ended,
+            "baton_leases_held": float(len(self._by_request)),
+            "baton_lease_renewals": float(counters["renewed"]),
+            "baton_lease_gone": float(counters["gone"]),
+        }
+
+    def side_channel_port(self) -> int | None:
+        return self._leases.address[1]
+
+    def close(self) -> None:
+        self._leases.close()
+
+
+class _Readable(RankService):
+    """A rank's KV, registered for peers to read; nothing runs here."""
+
+    def __init__(self, context: RankContext) -> None:
+        pool = context.pool
+        kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
+        self._agent = context.agent
+        self._agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+class PrefillConnectorFactory(ConnectorFactory):
+    def make_service(self, context: RankContext) -> RankService:
+        return _Readable(context)
+
+    def make_role(
+        self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
+    ) -> KVConnector:
+        config = context.config
+        leases = LeaseServer(
+            config.side_channel_advertise,
+            config.side_channel_port,
+            metadata,
+            config.cluster_secret,
+            on_event=transport.wake,
+            bind_host=config.side_channel_host,
+        )
+        leases.start()
+        return PrefillConnector(config, leases)
+
+
+if __name__ == "__main__":
+    main(PrefillConnectorFactory())

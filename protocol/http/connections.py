@@ -1,0 +1,369 @@
+"""What a server's HTTP connections may cost it: bounds that uvicorn leaves open.
+
+- A client that vanished, or takes nothing of what it is sent: the kernel ends the connection, which
+  the application sees as a client that left. A slow reader that goes on reading is left alone.
+- A client that owes the rest of a request and is silent, or slower than MIN_BODY_BYTES_PER_S: it is
+  told so, or the connection is closed.
+- Many bodies that are not all there yet: beyond a sum, the one that began first is refused.
+- A body that is declared too long, or a head that HTTP/1.1 forbids: refused before the body.
+- A body whose request is answered: what still comes of it is dropped, so that the client, which
+  may be sending, sees the answer.
+- A client that sends hundreds of requests ahead of its answers: the connection is closed.
+- A client that leaves while it has sent requests ahead: the running one is told of it, too.
+- A client that offers to go on in another protocol (h2c is offered by Java's clients with every
+  request): it is answered in this one, and its body is read.
+- A client of HTTP/1.0: nothing is sent to it in chunks.
+"""
+
+import asyncio
+import resource
+import socket
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import httptools
+import msgspec
+from uvicorn._types import (
+    ASGI3Application,
+    ASGIReceiveCallable,
+    ASGISendCallable,
+    ASGISendEvent,
+    Scope,
+)
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from protocol.errors import (
+    BatonError,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    RequestTimeout,
+    TargetTooLong,
+)
+from protocol.http.countdown import Countdown
+from protocol.process.logging import request_context
+from protocol.settings.settings import ListenOptions
+
+MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of another request
+MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every answer
+MAX_TARGET_BYTES = 8192  # of a request's path and query
+MIN_BODY_BYTES_PER_S = 16_384
+MAX_DROPPED_BYTES = 1 << 28  # of a body whose request is answered
+_ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
+_CONNECTION = "baton.connection"  # an extension of ASGI's scope
+_LAST_LOOK_S = 0.1
+_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+
+
+def bound_clients(listener: socket.socket, timeout_s: float) -> None:
+    """Every connection that `listener` accepts ends when its client acknowledges, or takes,
+    nothing of what it was sent for `timeout_s` seconds."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES:
+        if hasattr(socket, name):  # not everywhere
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        limit_ms = max(1, round(timeout_s * 1000))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+
+
+def raise_file_limit() -> None:
+    """Lets this process hold as many connections as the system permits it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def bounded_protocol(options: ListenOptions, beside_bytes: int = 0) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol for connections that keep to `options`. Its application answers with the
+    `refusal` of a request, where there is one.
+
+    Args:
+        beside_bytes: what a body may have beside those `max_body_bytes`.
+    """
+    one_body = options.max_body_bytes + beside_bytes
+    unfinished = _Unfinished(max(options.max_unfinished_bytes, one_body))
+    members = {"options": options, "beside_bytes": beside_bytes, "unfinished": unfinished}
+    return type("BoundedHttp", (_BoundedHttp,), members)
+
+
+def refusal(scope: Mapping[str, Any]) -> BatonError | None:
+    """Why a request is not to be served whatever it asks for. What has come of its body by then is
+    not all of it.
+
+    Args:
+        scope: ASGI's, of the request.
+    """
+    error: BatonError | None = _known(scope).get("refusal")
+    return error
+
+
+def is_closing(scope: Mapping[str, Any]) -> bool:
+    """Whether what is sent on a request's connection from now on is lost. A connection that
+    `bounded_protocol` does not serve never says so.
+
+    Args:
+        scope: ASGI's, of the request.
+    """
+    transport = _known(scope).get("transport")
+    return transport is not None and bool(transport.is_closing())
+
+
+def _known(scope: Mapping[str, Any]) -> dict[Any, Any]:
+    """What a connection tells the application; nothing if `bounded_protocol` does not serve it."""
+    return (scope.get("extensions") or {}).get(_CONNECTION) or {}
+
+
+class _Unfinished:
+    """The bodies that are not all there yet, over all connections."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._bytes: dict[_BoundedHttp, int] = {}  # by connection, the first begun first
+        self._total_bytes = 0
+
+    def add(self, connection: "_BoundedHttp", num_bytes: int) -> None:
+        """Counts what has come. The first begun is the one to go: a client that sends as fast as it
+        can is through before those that linger."""
+        self._bytes[connection] = self._bytes.get(connection, 0) + num_bytes
+        self._total_bytes += num_bytes
+        while self._total_bytes > self._limit_bytes:
+            first = next(iter(self._bytes))
+            self.remove(first)
+            first.give_up(Overloaded("too many requests are being sent at once; send it again"))
+
+    def remove(self, connection: "_BoundedHttp") -> None:
+        self._total_bytes -= self._bytes.pop(connection, 0)
+
+
+class _BoundedHttp(HttpToolsProtocol):
+    options: ListenOptions
+    beside_bytes: int
+    unfinished: _Unfinished
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._in_body = False
+        self._is_given_up = False  # the body that is being sent
+        self._keeps_alive = True  # once that body is all there
+        self._head_bytes = 0
+        self._piece_bytes = 0  # of the body, since the countdown began
+        self._dropped_bytes = 0
+        self._running: RequestResponseCycle | None = None
+        self._late: Countdown | None = self._expect()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        known: dict[object, object] = {"transport": self.transport, "refusal": None}
+        self.scope["extensions"] = {_CONNECTION: known}
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            if not self.transport.is_closing():
+                self.send_400_response("Invalid HTTP request received.")
+        if self.transport.is_closing():
+            return
+        self._time(len(data))
+        self._head_bytes = 0 if self._in_body else self._head_bytes + len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.send_400_response("The request's head is too long.")
+
+    def _time(self, num_bytes: int) -> None:
+        """Expects what the client owes now that more has come."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        owes = self.cycle is self._running if self._in_body else is_answered
+        self._piece_bytes += num_bytes
+        is_piece = self._in_body and self._piece_bytes >= self._piece_limit and not is_answered
+        if not owes or is_piece:
+            self._stop_expecting()
+        if owes and self._late is None:
+            self._late = self._expect()
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_AHEAD:
+            self.transport.abort()
+            raise httptools.HttpParserError("too many requests ahead")  # parses no more
+        if self.parser.should_upgrade():
+            return
+        super().on_headers_complete()
+        self._stop_expecting()
+        self._in_body, self._is_given_up, self._head_bytes = True, False, 0
+        _known(self.scope)["refusal"] = self._fault()
+        # A client that is answered before its body is all there goes on sending, and would not see
+        # the answer if it was hung up on; one that waits to be told to send will not.
+        self._keeps_alive = self.cycle.keep_alive
+        self.cycle.keep_alive = not self.expect_100_continue
+
+    def _fault(self) -> BatonError | None:
+        """What is wrong with the head that has come."""
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
+            return InvalidRequest(f"the request has {num_hosts} headers `Host`; send one")
+        if len(self.url) > MAX_TARGET_BYTES:
+            sent = f"path and query have {len(self.url)} bytes"
+            return TargetTooLong(f"{sent}, the limit is {MAX_TARGET_BYTES} bytes")
+        declared = next((int(v) for name, v in self.headers if name == b"content-length"), 0)
+        limit = self.options.max_body_bytes
+        if declared > limit + self.beside_bytes:
+            return PayloadTooLarge(f"the body has {declared} bytes, the limit is {limit} bytes")
+        return None
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle.response_complete or self._is_given_up:
+            self._dropped_bytes += len(body)
+            if self._dropped_bytes > MAX_DROPPED_BYTES:
+                self.transport.abort()
+            return
+        if self.expect_100_continue:  # it sends without being told, or was
+            self.expect_100_continue, self.cycle.keep_alive = False, True
+        super().on_body(body)
+        self.unfinished.add(self, len(body))
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._in_body, self._dropped_bytes = False, 0
+        self.unfinished.remove(self)
+        self.cycle.keep_alive = self._keeps_alive
+        if self.cycle.response_complete and not self._keeps_alive:
+            self.transport.close()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body:
+            self._stop_expecting()
+            self._time(0)
+            if self.cycle.response_complete:
+                self.unfinished.remove(self)
+
+    def give_up(self, error: BatonError) -> None:
+        """The rest of the body that is being sent is not waited for: `error` is the answer."""
+        self._is_given_up = True
+        _known(self.scope)["refusal"] = error
+        self.cycle.body.clear()
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+
+    def shutdown(self) -> None:
+        self._keeps_alive = False
+        super().shutdown()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no request of HTTP as other bad requests are, unless the client would
+        take it for the answer to another request, or for the rest of one."""
+        cycle = self.cycle
+        if self._in_body:
+            is_free = cycle is self._running and not cycle.response_started
+        else:
+            is_free = cycle is None or cycle.response_complete
+        request_id = uuid.uuid4().hex
+        with request_context(request_id):
+            self.logger.warning(msg)
+        if is_free:
+            self.transport.write(_bad_request(msg, request_id))
+        self.transport.close()
+
+    def _parse(self, data: bytes) -> None:
+        """Feeds the parser, which stops at the end of each head that offers another protocol."""
+        rest: bytes | None = data
+        while rest is not None:
+            rest = self._parse_up_to_offer(rest)
+
+    def _parse_up_to_offer(self, data: bytes) -> bytes | None:
+        """What is still to be parsed by another parser: that head without its offer, and all that
+        follows; None when nothing is."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stopped:
+            method = self.parser.get_method()
+            if method == b"CONNECT":
+                raise httptools.HttpParserError("this is no proxy") from None
+            kept = [header for header in self.headers if header[0] not in _ABOUT_UPGRADES]
+            if any(name == b"connection" and b"close" in value for name, value in self.headers):
+                kept.append((b"connection", b"close"))
+            lines = [name + b": " + value for name, value in kept]
+            version = self.parser.get_http_version().encode()
+            head = b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""])
+            self.parser = httptools.HttpRequestParser(self)
+            return head + data[stopped.args[0] :]
+        return None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_expecting()
+        self.unfinished.remove(self)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True  # uvicorn tells the last of pipelined requests only
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """An idle connection's time is over, unless a request came while this process stood still
+        and has not been read yet."""
+        close = super().timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(_LAST_LOOK_S, close)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        is_old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, _unchunked(app, cycle) if is_old else app)
+
+    @property
+    def _piece_limit(self) -> int:
+        """So much of a body has the time that a whole head has."""
+        return round(MIN_BODY_BYTES_PER_S * self.options.client_timeout_s)
+
+    def _expect(self) -> Countdown:
+        self._piece_bytes = 0
+        return Countdown(self.loop, self.options.client_timeout_s, self._is_late)
+
+    def _stop_expecting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _is_late(self) -> None:
+        self._late = None
+        if self._in_body and not self.cycle.response_started and not self._is_given_up:
+            self._keeps_alive = self.cycle.keep_alive = False
+            due = f"{self._piece_limit} bytes or the rest in {self.options.client_timeout_s:g} s"
+            self.give_up(RequestTimeout(f"the body comes too slowly; send {due}"))
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+
+def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
+    """`app`, whose answers of a length that it does not say end with the connection."""
+
+    async def answer(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        is_sized = True
+
+        async def send_plain(message: ASGISendEvent) -> None:
+            nonlocal is_sized
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", [])}
+                is_sized = b"content-length" in names
+                cycle.chunked_encoding = None if is_sized else False
+            elif message["type"] == "http.response.body" and not is_sized:
+                cycle.expected_content_length += len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer
+
+
+def _bad_request(message: str, request_id: str) -> bytes:
+    body = msgspec.json.encode(InvalidRequest(message).to_openai())
+    lines = (
+        b"HTTP/1.1 400 Bad Request",
+        b"content-type: application/json",
+        b"content-length: %d" % len(body),
+        b"x-request-id: " + request_id.encode(),
+        b"connection: close",
+    )
+    return b"\r\n".join((*lines, b"", body))

@@ -1,0 +1,245 @@
+"""The JSON that clients read, streamed and whole.
+
+A stream's chunk costs one small encode: what stays the same over the stream (id, created, model)
+is encoded once, the choice is encoded per chunk and put between. No pydantic on this path.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from protocol.http import sse
+from protocol.messages import KVUsage
+from protocol.openai.logprobs import TokenReport, chat_logprobs, completion_logprobs
+from protocol.openai.tools import ToolCallPiece, whole_calls
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ChoicePiece(msgspec.Struct):
+    """What one or more new tokens add to one choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenReport] | None = None
+    finish_reason: str | None = None  # "stop" | "length" | "abort", on the last piece
+    stop_reason: str | int | None = None  # the stop string or the client's stop token found
+    first: bool = False
+    prompt_token_ids: list[int] | None = None  # on the first piece, when they were asked for
+    prompt_logprobs: list[Any] | None = None  # likewise
+    tool_calls: list[ToolCallPiece] = []  # what the text says of them is not in `text`
+
+    def extend(self, other: "ChoicePiece") -> None:
+        """Adds the piece that follows this one."""
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.finish_reason = other.finish_reason
+        self.stop_reason = other.stop_reason
+        self.tool_calls += other.tool_calls
+        if self.logprobs is not None and other.logprobs is not None:
+            self.logprobs += other.logprobs
+
+
+class Usage(msgspec.Struct):
+    """Token counts of a whole request, summed over its prompts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    kv: KVUsage = KVUsage()
+
+    def to_openai(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.kv.cached_tokens},
+        }
+
+    def baton_kv(self) -> dict[str, int]:
+        """Where the prompts' KV came from, in tokens."""
+        kv = self.kv
+        return {
+            "transferred": kv.transferred,
+            "recomputed": kv.recomputed,
+            "skipped": kv.skipped,
+        }
+
+
+def add_kv(usages: Sequence[KVUsage]) -> KVUsage:
+    """The sum over several prompts."""
+    return KVUsage(
+        transferred=sum(usage.transferred for usage in usages),
+        recomputed=sum(usage.recomputed for usage in usages),
+        skipped=sum(usage.skipped for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+    )
+
+
+def kv_header(usage: Usage) -> str:
+    """The value of the `x-baton-kv` response header."""
+    return ", ".join(f"{name}={tokens}" for name, tokens in usage.baton_kv().items())
+
+
+class ResponseWriter:
+    """Writes one request's response; the subclasses know the two endpoints' shapes.
+
+    Args:
+        created: seconds since the epoch; it and `response_id` stay the same over a stream.
+        fingerprint: of the model and this version: what a seed's results depend on.
+        include_usage: a last chunk with the usage follows, and `usage` is null in the others.
+        continuous_usage: it is not null there, but the usage so far.
+        return_token_ids: choices carry `token_ids` and, on the first, `prompt_token_ids`.
+    """
+
+    id_prefix: ClassVar[str]
+    full_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    end: ClassVar[bytes] = sse.DONE  # what a stream ends with
+
+    def __init__(
+        self,
+        response_id: str,
+        created: int,
+        model: str,
+        *,
+        fingerprint: str | None = None,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+        return_token_ids: bool = False,
+    ) -> None:
+        self._head = {
+            "id": self.id_prefix + response_id,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._return_token_ids = return_token_ids
+        head = _encode({**self._head, "object": self.chunk_object})[:-1]
+        self._before = b"data: " + head + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def choice(self, piece: ChoicePiece) -> dict[str, Any]:
+        """One entry of `choices` in a whole response."""
+        raise NotImplementedError
+
+    def delta(self, piece: ChoicePiece) -> dict[str, Any]:
+        """One entry of `choices` in a chunk."""
+        raise NotImplementedError
+
+    def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
+        """The event for one piece of one choice; `usage` so far where a client wants it."""
+        choice = self._with_extras(self.delta(piece), piece)
+        if usage is not None:
+            return self._whole_event([choice], {"usage": usage.to_openai()})
+        return self._before + _encode(choice) + self._after
+
+    def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
+        """The events for the piece that finishes the last choice, with `baton_kv` on the last."""
+        tail = {"baton_kv": usage.baton_kv(), **extra}
+        if not self._include_usage:
+            return self._whole_event([self._with_extras(self.delta(piece), piece)], tail)
+        tail = {"usage": usage.to_openai(), **tail}
+        so_far = usage if self._continuous_usage else None
+        return self.chunk(piece, so_far) + self._whole_event([], tail)
+
+    def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
+        """The whole response body."""
+        choices = [self._with_extras(self.choice(piece), piece) for piece in pieces]
+        body = {**self._head, "object": self.full_object, "choices": choices}
+        return _encode({**body, "usage": usage.to_openai(), **self.top_level(pieces), **extra})
+
+    def top_level(self, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
+        """Members of the whole body that one endpoint alone has."""
+        return {}
+
+    def _whole_event(self, choices: list[dict[str, Any]], tail: dict[str, Any]) -> bytes:
+        body = {**self._head, "object": self.chunk_object, "choices": choices, **tail}
+        return sse.event(_encode(body))
+
+    def _with_extras(self, choice: dict[str, Any], piece: ChoicePiece) -> dict[str, Any]:
+        """Adds what is not OpenAI's, where it was asked for or there is something to tell."""
+        if piece.stop_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self._return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if piece.prompt_token_ids is not None:
+                choice["prompt_token_ids"] = piece.prompt_token_ids
+        return choice
+
+
+class CompletionWriter(ResponseWriter):
+    id_prefix = "cmpl-"
+    full_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def choice(self, piece: ChoicePiece) -> dict[str, Any]:
+        choice = self.delta(piece)
+        if piece.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = piece.prompt_logprobs
+        return choice
+
+    def delta(self, piece: ChoicePiece) -> dict[str, Any]:
+        reports = piece.logprobs
+        return {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": None if reports is None else completion_logprobs(reports),
+            "finish_reason": piece.finish_reason,
+        }
+
+
+class ChatWriter(ResponseWriter):
+    id_prefix = "chatcmpl-"
+    full_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, piece: ChoicePiece) -> dict[str, Any]:
+        reports = piece.logprobs
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.tool_calls:
+            message["content"] = piece.text or None
+            message["tool_calls"] = whole_calls(piece.tool_calls)
+        return {
+            "index": piece.index,
+            "message": message,
+            "logprobs": None if reports is None else chat_logprobs(reports),
+            "finish_reason": piece.finish_reason,
+        }
+
+    def delta(self, piece: ChoicePiece) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if piece.first else {}
+        if piece.text or piece.first:
+            delta["content"] = piece.text
+        if piece.tool_calls:
+            delta["tool_calls"] = [call.delta() for call in piece.tool_calls]
+        reports = piece.logprobs
+        return {
+            "index": piece.index,
+            "delta": delta,
+            "logprobs": None if reports is None else chat_logprobs(reports),
+            "finish_reason": piece.finish_reason,
+        }
+
+    def top_level(self, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
+        found = [p.prompt_logprobs for p in pieces if p.prompt_logprobs is not None]
+        return {"prompt_logprobs": found[0]} if found else {}
+
+
+def model_list(names: Sequence[str], created: int, max_model_len: int | None) -> dict[str, Any]:
+    """The body of /v1/models."""
+    return {"object": "list", "data": [model_card(name, created, max_model_len) for name in names]}
+
+
+def model_card(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
+    """One entry of /v1/models; `max_model_len` in tokens, None until the engine said."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "baton",
+        "max_model_len": max_model_len,
+    }

@@ -1,0 +1,152 @@
+"""What /v1/responses answers: a response object, or the events of one that is being written.
+
+created, in_progress, output_item.added, content_part.added, output_text.delta ...,
+output_text.done, content_part.done, output_item.done, completed or incomplete
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from protocol.openai.responses import ChoicePiece, ResponseWriter, Usage
+from protocol.openai.responses_request import ResponsesRequest
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponsesWriter(ResponseWriter):
+    """Writes the answer to one request to /v1/responses."""
+
+    id_prefix = "resp_"
+    full_object = "response"
+    chunk_object = "response"
+    end: ClassVar[bytes] = b""  # the last event says that it is the last
+
+    def __init__(
+        self, response_id: str, created: int, model: str, *, asked: ResponsesRequest
+    ) -> None:
+        super().__init__(response_id, created, model)
+        self._item_id = "msg_" + response_id
+        self._created = created
+        self._asked = asked
+        self._text = ""
+        self._num_events = 0
+
+    def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
+        """The events of a piece that is not the last."""
+        before = self._opening() if piece.first else b""
+        return before + self._delta(piece.text)
+
+    def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
+        """The events of the last piece, the whole response in the last of them."""
+        status = _status(piece)
+        response = self._response(status, self._text + piece.text, usage)
+        response |= {"baton_kv": usage.baton_kv(), **extra}
+        return b"".join(
+            (
+                self.chunk(piece),
+                self._closing(status),
+                self._event(f"response.{status}", response=response),
+            )
+        )
+
+    def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
+        (piece,) = pieces
+        return _encode({**self._response(_status(piece), piece.text, usage), **extra})
+
+    def _opening(self) -> bytes:
+        response = self._response("in_progress", None, None)
+        item = self._item("in_progress", None)
+        return b"".join(
+            (
+                self._event("response.created", response=response),
+                self._event("response.in_progress", response=response),
+                self._event("response.output_item.added", output_index=0, item=item),
+                self._event("response.content_part.added", **self._place(), part=_part("")),
+            )
+        )
+
+    def _delta(self, text: str) -> bytes:
+        if not text:
+            return b""
+        self._text += text
+        delta = {**self._place(), "delta": text, "logprobs": []}
+        return self._event("response.output_text.delta", **delta)
+
+    def _closing(self, status: str) -> bytes:
+        place, text = self._place(), self._text
+        item = self._item(status, text)
+        return b"".join(
+            (
+                self._event("response.output_text.done", **place, text=text, logprobs=[]),
+                self._event("response.content_part.done", **place, part=_part(text)),
+                self._event("response.output_item.done", output_index=0, item=item),
+            )
+        )
+
+    def _event(self, name: str, **members: Any) -> bytes:
+        event = {"type": name, "sequence_number": self._num_events, **members}
+        self._num_events += 1
+        return b"event: " + name.encode() + b"\ndata: " + _encode(event) + b"\n\n"
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+
+    def _item(self, status: str, text: str | None) -> dict[str, Any]:
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": [] if text is None else [_part(text)],
+        }
+
+    def _response(self, status: str, text: str | None, usage: Usage | None) -> dict[str, Any]:
+        asked = self._asked
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        given = asked.text.get("format") if asked.text else None
+        return {
+            "id": self._head["id"],
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": cut,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata,
+            "model": asked.model,
+            "output": [] if text is None else [self._item(status, text)],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": asked.temperature,
+            "text": {"format": given or {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+            "user": asked.user,
+        }
+
+
+def _status(piece: ChoicePiece) -> str:
+    return "incomplete" if piece.finish_reason == "length" else "completed"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.kv.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

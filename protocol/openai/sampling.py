@@ -1,0 +1,290 @@
+"""What /v1/completions and /v1/chat/completions share: limits, sampling, stopping, streaming.
+
+Limits that are choices of ours: temperature up to 2 (as OpenAI), below 1e-5 it is greedy; seed
+from 0 to 2**63 - 1 (a negative one is refused, not read as "random"); top_k -1 and 0 are off;
+at most 1,024 prompts, 64 stop strings, 64 stop tokens and 1,024 biased tokens a request.
+`max_tokens` and `max_completion_tokens` may both be given: both are limits, so the smaller counts.
+"""
+
+from typing import Annotated, Any, ClassVar, NoReturn, Self
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from protocol.errors import InvalidRequest
+from protocol.messages import SamplingParams
+from protocol.openai.fields import NEUTRAL_STREAM_OPTIONS, drop_neutral
+from protocol.openai.requests import ModelName, Strict, clean
+from protocol.openai.structured import StructuredFields
+
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_REPETITION_PENALTY = 100.0
+GREEDY_BELOW = 1e-5  # a softmax this cold overflows float32 and is greedy anyway
+MAX_INT31 = 2**31 - 1
+
+_A_LIMIT = f"an integer from 1 to {MAX_INT31}"
+_A_SWITCH = "true or false"
+_A_PENALTY = "a number from -2 to 2"
+
+
+def _as_stops(stop: Any) -> Any:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or len(stops) > MAX_STOPS:
+        raise ValueError("stop")
+    if not all(isinstance(item, str) and 0 < len(item) <= MAX_STOP_CHARS for item in stops):
+        raise ValueError("stop")
+    return tuple(stops)
+
+
+def _as_biases(biases: Any) -> Any:
+    """`{"50256": -100}` as {50256: -100.0}: JSON has no other keys than text."""
+    if not isinstance(biases, dict) or len(biases) > MAX_BIASES:
+        raise ValueError("logit_bias")
+    found: dict[int, float] = {}
+    for key, bias in biases.items():
+        is_id = key.isascii() and key.isdigit() and len(key) <= 10
+        if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError("logit_bias")
+        found[int(key)] = float(bias)
+    return found
+
+
+def _as_token_ids(ids: Any) -> Any:
+    if not isinstance(ids, list) or len(ids) > MAX_STOP_TOKEN_IDS:
+        raise ValueError("stop_token_ids")
+    if any(type(i) is not int or not 0 <= i <= MAX_INT31 for i in ids):
+        raise ValueError("stop_token_ids")
+    return tuple(ids)
+
+
+Tokens = Annotated[int, Field(ge=1, le=MAX_INT31, description=_A_LIMIT)]
+Switch = Annotated[bool, Field(description=_A_SWITCH)]
+Stops = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_as_stops),
+    Field(
+        description=f"a string or a list of at most {MAX_STOPS} strings, none of them empty or "
+        f"longer than {MAX_STOP_CHARS} characters"
+    ),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                {
+                    "type": "array",
+                    "maxItems": MAX_STOPS,
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                },
+            ]
+        }
+    ),
+]
+StopTokenIds = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_as_token_ids),
+    Field(description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids"),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "maxItems": MAX_STOP_TOKEN_IDS,
+            "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT31},
+        }
+    ),
+]
+Biases = Annotated[
+    dict[int, float],
+    BeforeValidator(_as_biases),
+    Field(
+        description=f"an object of at most {MAX_BIASES} members, each a token id (as text) with a "
+        "number from -100 to 100"
+    ),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": MAX_BIASES,
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingFields(Strict):
+    """What a client may leave to the model's generation_config.json."""
+
+    temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
+    top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1")
+    top_k: int = Field(
+        0,
+        ge=-1,
+        le=MAX_INT31,
+        description=f"an integer from -1 to {MAX_INT31} (-1 and 0 are off)",
+    )
+    min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        le=MAX_REPETITION_PENALTY,
+        description=f"a number above 0 and at most {MAX_REPETITION_PENALTY:g}",
+    )
+
+
+class GenerationConfig(SamplingFields):
+    """The values of that file; those that it does not have are not among `model_fields_set`."""
+
+    max_new_tokens: Tokens | None = Field(None, description=_A_LIMIT)
+
+
+class GenerationRequest(SamplingFields, StructuredFields):
+    """What both endpoints share. A field's description ends its error message: "must be ..."."""
+
+    endpoint: ClassVar[str]
+
+    model: ModelName = ""
+    max_tokens: Tokens | None = Field(None, description=_A_LIMIT)
+    max_completion_tokens: Tokens | None = Field(None, description=_A_LIMIT)
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description=_A_PENALTY)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description=_A_PENALTY)
+    logit_bias: Biases = Field(default_factory=dict)
+    seed: int | None = Field(None, ge=0, lt=2**63, description="an integer from 0 to 2**63 - 1")
+    stop: Stops = ()
+    stream: Switch = False
+    stream_options: StreamOptions | None = Field(
+        None, description="an object with `include_usage`: true or false"
+    )
+    stop_token_ids: StopTokenIds = ()
+    include_stop_str_in_output: Switch = False
+    min_tokens: int = Field(0, ge=0, le=MAX_INT31, description=f"an integer from 0 to {MAX_INT31}")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}"
+    )
+    skip_special_tokens: Switch = True
+    return_tokens_as_token_ids: Switch = False
+    ignore_eos: Switch = False
+    return_token_ids: Switch = False
+    user: str | None = Field(None, description="a string")
+    kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
+        None, description="an object, or a list of objects for several prompts"
+    )
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer shows its tokens' log-probabilities."""
+        return self.num_logprobs is not None
+
+    @property
+    def wants_echo(self) -> bool:
+        """Whether the prompt is a part of the answer's text."""
+        return False
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    @property
+    def num_candidates(self) -> int:
+        """How many continuations of each prompt are drawn; the best `n` of them are returned."""
+        return self.n
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are wanted at each position of the prompt."""
+        return self.prompt_logprobs
+
+    @property
+    def token_limit(self) -> int | None:
+        """The tokens that the client allows, or None when it named no limit."""
+        given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
+        return min(given, default=None)
+
+    @property
+    def limit_field(self) -> str:
+        """The field that `token_limit` came in, for error messages."""
+        return "max_tokens" if self.max_tokens == self.token_limit else "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return None
+
+    def with_defaults(self, config: GenerationConfig) -> Self:
+        """This request with the model's own values for what the client left out."""
+        own = config.model_fields_set & SamplingFields.model_fields.keys()
+        left_out = own - self.model_fields_set
+        return self.model_copy(update={name: getattr(config, name) for name in left_out})
+
+    def check(self) -> None:
+        """Refuses members that contradict each other; a subclass calls this one first.
+
+        Raises:
+            InvalidRequest: names both members.
+        """
+        _ = self.demand
+        if self.stream and self.prompt_logprobs is not None:
+            refuse("prompt_logprobs", "cannot be streamed; set `stream` to false or leave it out")
+        limit = self.token_limit
+        if limit is not None and self.min_tokens > limit and not self.is_prefill:
+            problem = f"is {self.min_tokens}, above `{self.limit_field}`, which is {limit}"
+            refuse("min_tokens", problem)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether a proxy asks for a prefill: the limits of the client's own are not known."""
+        params = self.kv_transfer_params
+        return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """How to draw the tokens; `seed` is the client's or one that the server drew."""
+        return SamplingParams(
+            temperature=self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            seed=seed,
+            num_logprobs=self.num_logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            min_tokens=self.min_tokens,
+            grammar=self.demand.grammar if self.demand else None,
+        )
+
+
+def refuse(field: str, problem: str) -> NoReturn:
+    """Raises InvalidRequest: `field` ..., as `problem` goes on."""
+    raise InvalidRequest(f"`{field}` {problem}.", param=field)
+
+
+def clean_request(
+    body: dict[str, Any], model: type[GenerationRequest], neutral: dict[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """The members of `body` that `model` knows, those of `stream_options` looked at as well.
+
+    Raises:
+        InvalidRequest: a member is unknown, or not implemented and not neutral.
+    """
+    cleaned = clean(body, model, neutral)
+    options = cleaned.get("stream_options")
+    if isinstance(options, dict):
+        known = frozenset(StreamOptions.model_fields)
+        cleaned["stream_options"] = drop_neutral(
+            options, known, NEUTRAL_STREAM_OPTIONS, "stream_options."
+        )
+    return cleaned

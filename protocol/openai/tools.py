@@ -1,0 +1,234 @@
+"""Tools that a chat request offers, which of them the model may or must call, and the calls.
+
+A call that is demanded (`tool_choice` required or a named tool) is enforced by a grammar over the
+whole answer; under "auto" the model decides, and its answer is read as its template writes calls
+(engine/text/tool_parser.py).
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from protocol.errors import InvalidRequest
+from protocol.messages import Grammar
+from protocol.openai.requests import wrong
+from protocol.openai.structured import Demand
+from protocol.short_repr import short_repr
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NO_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+# As engine/text/grammar_text.py limits it for schemas of their own.
+_FEW_BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
+
+TOOLS_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+                    "description": {"type": "string"},
+                    "parameters": {"type": "object", "description": "a JSON schema"},
+                    "strict": {"type": "boolean"},
+                },
+                "required": ["name"],
+            },
+        },
+        "required": ["type", "function"],
+    },
+}
+_NAMED_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}},
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+CHOICE_SCHEMA: dict[str, Any] = {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_TOOL]}
+CHOICE_MUST_BE = '"none", "auto", "required" or {"type": "function", "function": {"name": "..."}}'
+
+Mode = Literal["none", "auto", "required", "named"]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request, as a chat template takes them, and what is to be done with them."""
+
+    offered: tuple[dict[str, Any], ...] = ()
+    mode: Mode = "none"
+    name: str | None = None  # of the tool that must be called, in mode "named"
+    parallel: bool = True  # whether an answer may have several calls
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is to know of the tools at all."""
+        return self.mode != "none"
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool["function"]["name"] for tool in self.offered)
+
+    @property
+    def demand(self) -> Demand | None:
+        """What the answer must match: nothing unless a call is demanded."""
+        if self.mode == "named":
+            at = [tool["function"]["name"] for tool in self.offered].index(self.name)
+            grammar = Grammar("json_schema", _json(parameters_of(self.offered[at])))
+            return Demand(grammar, f"tools[{at}].function.parameters")
+        if self.mode == "required":
+            return Demand(Grammar("grammar", calls_grammar(self.offered, self.parallel)), "tools")
+        return None
+
+
+def read_tools(tools: Any, tool_choice: Any, parallel: Any) -> Tools:
+    """The `tools`, `tool_choice` and `parallel_tool_calls` of a request; None is "not given".
+
+    Raises:
+        InvalidRequest: names the member at fault.
+    """
+    offered = _read_offered(tools)
+    if parallel is not None and not isinstance(parallel, bool):
+        raise wrong("parallel_tool_calls", parallel, "true or false")
+    mode, name = _read_choice(tool_choice, offered)
+    return Tools(offered, mode, name, parallel=parallel is not False)
+
+
+def _read_offered(tools: Any) -> tuple[dict[str, Any], ...]:
+    if tools is None:
+        return ()
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise wrong("tools", tools, f"a list of at most {MAX_TOOLS} tools")
+    offered = tuple(_read_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
+    names = [tool["function"]["name"] for tool in offered]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise wrong(f"tools[{at}].function.name", name, "used once only")
+    return offered
+
+
+def _read_tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise wrong(where, tool, '{"type": "function", "function": {"name": "...", ...}}')
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise wrong(f"{where}.function", function, "an object with `name`")
+    where += ".function"
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        must_be = "1 to 64 letters, digits, underscores, dots or dashes"
+        raise wrong(f"{where}.name", name, must_be)
+    for member, kind, must_be in (
+        ("description", str, "a string"),
+        ("parameters", dict, "a JSON schema, an object"),
+        ("strict", bool, "true or false"),
+    ):
+        value = function.get(member)
+        if value is not None and not isinstance(value, kind):
+            raise wrong(f"{where}.{member}", value, must_be)
+    kept = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": kept}
+
+
+def _read_choice(choice: Any, offered: Sequence[dict[str, Any]]) -> tuple[Mode, str | None]:
+    if choice is None:
+        return ("auto" if offered else "none"), None
+    if choice in ("none", "auto"):
+        return (choice if offered else "none"), None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    is_named = isinstance(name, str) and choice.get("type") == "function"
+    if choice != "required" and not is_named:
+        raise wrong("tool_choice", choice, CHOICE_MUST_BE)
+    if not offered:
+        raise InvalidRequest(
+            f"`tool_choice` is {short_repr(choice)}, but no `tools` are given; send some.",
+            param="tool_choice",
+        )
+    if choice == "required":
+        return "required", None
+    names = [tool["function"]["name"] for tool in offered]
+    if name not in names:
+        must_be = "one of the tools: " + ", ".join(names[:20])
+        raise wrong("tool_choice.function.name", name, must_be)
+    return "named", name
+
+
+def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments; a tool without one takes none."""
+    parameters: dict[str, Any] = tool["function"].get("parameters") or _NO_PARAMETERS
+    return parameters
+
+
+def calls_grammar(offered: Sequence[dict[str, Any]], parallel: bool) -> str:
+    """A Lark grammar for `[{"name": ..., "parameters": ...}, ...]`, the parameters by each tool's
+    schema; without `parallel` the list has one entry."""
+    more = ' (", " call)*' if parallel else ""
+    lines = [f'start: "[" call{more} "]"']
+    lines.append("call: " + " | ".join(f"call_{at}" for at in range(len(offered))))
+    for at, tool in enumerate(offered):
+        begin = f'{{"name": {_json(tool["function"]["name"])}, "parameters": '
+        schema = {**parameters_of(tool), "x-guidance": _FEW_BLANKS}
+        lines.append(f'call_{at}: {_json(begin)} parameters_{at} "}}"')
+        lines.append(f"parameters_{at}: %json {_json(schema)}")
+    return "\n".join(lines)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+class ToolCallPiece(msgspec.Struct):
+    """What some tokens add to one call of an answer: its id and name come first, once."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+    def delta(self) -> dict[str, Any]:
+        """The entry of a streamed `tool_calls`."""
+        function: dict[str, Any] = {"arguments": self.arguments}
+        if self.name is None:
+            return {"index": self.index, "function": function}
+        function = {"name": self.name, **function}
+        return {"index": self.index, "id": self.id, "type": "function", "function": function}
+
+
+def join_pieces(pieces: Sequence[ToolCallPiece]) -> list[ToolCallPiece]:
+    """One piece for each call."""
+    calls: list[ToolCallPiece] = []
+    for piece in pieces:
+        if piece.index == len(calls):
+            calls.append(msgspec.structs.replace(piece))
+        else:
+            calls[piece.index].arguments += piece.arguments
+    return calls
+
+
+def whole_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
+    """The entries of a message's `tool_calls`."""
+    whole = [call.delta() for call in join_pieces(pieces)]
+    return [{k: v for k, v in call.items() if k != "index"} for call in whole]
+
+
+def new_call_id() -> str:
+    return "call_" + secrets.token_hex(12)

@@ -1,0 +1,375 @@
+"""Processes that start, report and end together.
+
+Every child runs in a session of its own, so Ctrl-C in a terminal reaches the launcher alone, and
+holds the read end of a pipe whose write end only its parent has:
+
+    parent --(write end, never written)--> child    EOF: the parent is gone, however it died
+    child  --(JSON lines)---------------> parent    progress, ready, failed; EOF: the child is gone
+    child  --(stdout + stderr)----------> parent    prefixed by the child's name, tail kept
+
+Nothing here polls: pipes and waitpid block in threads, and what they learn arrives as events.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from protocol.settings.sources import clean_environment
+from protocol.short_repr import short_repr
+
+READY_FD = "BATON_READY_FD"
+PARENT_FD = "BATON_PARENT_FD"
+TAIL_LINES = 40
+ORPHANED = 86  # exit status of a process that had to be ended because its parent was gone
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A child says what it is doing while it starts."""
+
+    child: "Child"
+    text: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A child serves; `info` says where."""
+
+    child: "Child"
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A child says why it cannot go on; its exit follows."""
+
+    child: "Child"
+    reason: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A child has ended and is reaped. Always its last event."""
+
+    child: "Child"
+    returncode: int  # -N: ended by signal N
+
+
+Event = Progress | Ready | Failed | Exited
+
+
+@dataclass(eq=False)
+class Child:
+    """A running process of ours. Ended by `terminate`, or by itself when this process is gone."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    worded: Callable[[str], str] = str  # what it says, for those who read it from us
+    failure: str | None = None
+    exited: threading.Event = field(default_factory=threading.Event)
+    _parent_end: int = -1  # closed when the child is reaped
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.returncode if self.exited.is_set() else None
+
+    def signal(self, number: int) -> None:
+        """Signals the process; one that has ended already is left alone."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL to the process and whatever else is in its group."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def reason(self) -> str:
+        """Why it ended: what it reported, else its last line, else its exit status. What a process
+        said last tells nothing if it ended in order, and little if it was killed."""
+        code = self.process.returncode
+        ended = describe_exit(code)
+        if self.failure is not None:
+            return self.failure
+        last = next((line.strip() for line in reversed(self.tail) if line.strip()), None)
+        if code == 0:
+            return f"somebody told it to ({ended})"
+        if last is None:
+            return ended
+        return f"{ended}, its last line: {last}" if (code or 0) < 0 else f"{last} ({ended})"
+
+
+def describe_exit(returncode: int | None) -> str:
+    """An exit status in words."""
+    if returncode is None:
+        return "still running"
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"
+
+
+def spawn(
+    argv: Sequence[str],
+    *,
+    name: str,
+    env: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
+    capture: bool = True,
+    on_event: Callable[[Event], None] | None = None,
+    worded: Callable[[str], str] = str,
+) -> Child:
+    """Starts a process in a session of its own that ends when this one does (see watch_parent).
+
+    Args:
+        env: added to this process's environment, of which BATON_* settings are not passed on.
+        stdin: what the child reads from its standard input, at most a pipe's buffer (64 KiB).
+        capture: print its lines prefixed by `name` and keep the last; False: it has our stdout.
+        on_event: called from a thread of the child's own; Exited is always the last event.
+        worded: makes what is passed on of the child's lines and reasons.
+
+    Raises:
+        OSError: the program cannot be run.
+    """
+    parent_read, parent_write = os.pipe()
+    report_read, report_write = os.pipe()
+    variables = {READY_FD: str(report_write), PARENT_FD: str(parent_read)}
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            env={**clean_environment(os.environ), **(env or {}), **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if capture else None,
+            stderr=subprocess.STDOUT if capture else None,
+            pass_fds=(parent_read, report_write),
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(parent_write)
+        os.close(report_read)
+        raise
+    finally:
+        os.close(parent_read)
+        os.close(report_write)
+    child = Child(name, process, worded=worded, _parent_end=parent_write)
+    _feed(process, stdin)
+    _start_threads(child, report_read, on_event or (lambda _: None))
+    return child
+
+
+def _feed(process: subprocess.Popen[bytes], data: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+        stream.write(data)
+
+
+def _start_threads(child: Child, report_fd: int, on_event: Callable[[Event], None]) -> None:
+    printer: threading.Thread | None = None
+    if child.process.stdout is not None:
+        printer = threading.Thread(
+            target=_print_lines, args=(child, child.process.stdout), daemon=True
+        )
+        printer.start()
+    threading.Thread(
+        target=_watch_child, args=(child, report_fd, printer, on_event), daemon=True
+    ).start()
+
+
+def _print_lines(child: Child, stream: IO[bytes]) -> None:
+    with stream:
+        for raw in stream:
+            line = child.worded(raw.decode(errors="replace").rstrip())
+            child.tail.append(line)
+            with contextlib.suppress(OSError, ValueError):  # our own stdout may be gone
+                sys.stdout.write(f"{child.name} | {line}\n")  # one write: lines stay whole
+                sys.stdout.flush()
+
+
+def _watch_child(
+    child: Child,
+    report_fd: int,
+    printer: threading.Thread | None,
+    on_event: Callable[[Event], None],
+) -> None:
+    with open(report_fd, "rb") as reports:
+        for line in reports:
+            event = _parse_report(child, line)
+            if isinstance(event, Failed):
+                child.failure = event.reason
+            if event is not None:
+                _tell(on_event, event)
+    returncode = child.process.wait()
+    if printer is not None:
+        printer.join(timeout=1)  # a grandchild may hold the pipe for a moment longer
+    os.close(child._parent_end)
+    child.exited.set()
+    _tell(on_event, Exited(child, returncode))
+
+
+def _tell(on_event: Callable[[Event], None], event: Event) -> None:
+    """Whatever comes of it, the child is watched on, until it has ended and is reaped."""
+    try:
+        on_event(event)
+    except Exception:
+        traceback.print_exc()
+
+
+def _parse_report(child: Child, line: bytes) -> Event | None:
+    """A report, or None for one that a killed child left unfinished."""
+    try:
+        kind, value = json.loads(line)
+    except ValueError:
+        return None
+    match kind:
+        case "ready":
+            return Ready(child, value)
+        case "failed":
+            return Failed(child, child.worded(str(value)))
+        case _:
+            return Progress(child, str(value))
+
+
+def terminate(children: Iterable[Child], grace_s: float) -> bool:
+    """SIGTERM to all, SIGKILL to those that have not ended `grace_s` later; all are reaped.
+
+    Returns:
+        Whether all ended without SIGKILL.
+    """
+    running = [child for child in children if not child.exited.is_set()]
+    for child in running:
+        child.signal(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    late = [c for c in running if not c.exited.wait(max(0.0, deadline - time.monotonic()))]
+    for child in late:
+        child.kill()
+    for child in late:
+        child.exited.wait()
+    return not late
+
+
+@contextlib.contextmanager
+def stop_signals(on_stop: Callable[[int, int], None]) -> Iterator[None]:
+    """Calls on_stop(signal number, how many so far) for SIGINT, SIGTERM and SIGHUP.
+
+    It runs in the main thread between two bytecodes: take no lock there that the main thread holds.
+    """
+    count = 0
+
+    def handle(number: int, _frame: object) -> None:
+        nonlocal count
+        count += 1
+        on_stop(number, count)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def watch_parent(on_gone: Callable[[], None] | None = None, *, grace_s: float = 3.0) -> bool:
+    """Ends this process when the one that spawned it is gone, however it died.
+
+    Call it first thing in a spawned process. When the parent is gone `on_gone` runs in a thread
+    (default: SIGTERM to this process); after `grace_s` more the process ends without asking.
+
+    Returns:
+        False when no parent watches over this process (it was started by hand).
+
+    Raises:
+        SystemExit: BATON_PARENT_FD or BATON_READY_FD is none of a parent's pipes; says so.
+    """
+    fd = _inherited(PARENT_FD)
+    _inherited(READY_FD)  # wrong ones are better known now
+    if fd is None:
+        return False
+
+    def wait() -> None:
+        try:
+            while os.read(fd, 1):
+                pass
+            (on_gone or _terminate_self)()
+            time.sleep(grace_s)
+        finally:
+            os._exit(ORPHANED)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+    return True
+
+
+def _terminate_self() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _inherited(variable: str) -> int | None:
+    """The descriptor our parent left us, made private to this process."""
+    value = os.environ.get(variable)
+    if not value:
+        return None
+    access = os.O_RDONLY if variable == PARENT_FD else os.O_WRONLY
+    if not _is_pipe(value, access):
+        # To go on would be to write into, or wait for, whatever else has that number.
+        end = "read" if variable == PARENT_FD else "write"
+        print(
+            f"error: {variable} is {short_repr(value)}, expected the number of an open "
+            f"pipe's {end} "
+            f"end: Baton sets it for processes that it starts itself; unset {variable}",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(2)
+    os.set_inheritable(int(value), False)
+    return int(value)
+
+
+def _is_pipe(value: str, access: int) -> bool:
+    """Whether `value` is the number of a pipe of ours, no standard stream, open for `access`."""
+    try:
+        fd = int(value)
+        is_fifo = stat.S_ISFIFO(os.fstat(fd).st_mode)
+        return is_fifo and fd > 2 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == access
+    except (ValueError, OverflowError, OSError):
+        return False
+
+
+def report_progress(text: str) -> None:
+    """Tells the parent what is going on; nothing when started by hand."""
+    _report("progress", text)
+
+
+def report_ready(info: Mapping[str, Any]) -> None:
+    """Tells the parent, once, that this process serves and where: {"port": .., ...}."""
+    _report("ready", dict(info))
+
+
+def report_failure(reason: str) -> None:
+    """Tells the parent why this process is about to end; the reason also goes to stderr."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    _report("failed", reason)
+
+
+def _report(kind: str, value: Any) -> None:
+    fd = _inherited(READY_FD)
+    if fd is not None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(fd, json.dumps([kind, value]).encode() + b"\n")

@@ -1,0 +1,72 @@
+"""The secret that the servers of one cluster share: it signs who may read whose KV."""
+
+import ipaddress
+import os
+import secrets
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from protocol.settings.cache_dir import CannotKeep, cache_dir
+
+MIN_SECRET_BYTES = 16
+_FIX = "set BATON_CLUSTER_SECRET, or BATON_CACHE to a folder of this user's"
+
+
+def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> bytes:
+    """The configured secret, else the one in `file`, which the first caller makes.
+
+    Raises:
+        OSError: the file can be neither read nor made; the message says what to set.
+        ValueError: the file holds no secret worth the name.
+    """
+    if configured is not None:
+        return configured.get_secret_value().encode()
+    path = file or cache_dir() / "cluster-secret"
+    try:
+        if not path.exists():
+            _make(path)
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise CannotKeep("this machine's cluster secret", path.parent, error, _FIX) from error
+    if len(secret) < MIN_SECRET_BYTES:  # cut off by a full disk, or made by hand
+        raise ValueError(
+            f"{path} holds a cluster secret of {len(secret)} characters, at least "
+            f"{MIN_SECRET_BYTES} are needed: remove it, and the next start makes another"
+        )
+    return secret
+
+
+def check_is_local(address: str, told: str) -> None:
+    """For a server that has no configured secret, so that of this machine's file.
+
+    Args:
+        told: the address, as the error names it.
+
+    Raises:
+        ValueError: other machines, whose files hold other secrets, reach it at `address`.
+    """
+    try:
+        is_local = ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        is_local = address == "localhost"
+    if not is_local:
+        raise ValueError(
+            f"{told} lets in other machines, whose servers would have other secrets: "
+            "set BATON_CLUSTER_SECRET to the same text for all of them (openssl rand -hex 32)"
+        )
+
+
+def _make(path: Path) -> None:
+    """Writes a new secret, readable by this user alone; whoever comes second keeps the first's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(handle, "w") as stream:
+            stream.write(secrets.token_hex(32))
+        os.link(draft, path)  # atomic, and fails where a secret is already there
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()

@@ -1,0 +1,367 @@
+"""Where settings come from: finding the file, checking names, and wording what is wrong.
+
+protocol/settings/settings.py says what can be configured; this file knows no option by name.
+"""
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import NoDecode
+
+from protocol.near_names import did_you_mean, suggestion
+from protocol.settings.option_names import of_group
+from protocol.short_repr import short_repr
+
+ENV_PREFIX = "BATON_"
+# Set by Baton itself from one process to the next.
+INTERNAL_VARIABLES = frozenset({"BATON_READY_FD", "BATON_PARENT_FD"})
+# No settings but facts about this machine, which every process inherits: where converted models
+# and the machine's own secret are kept, where evaluations find their data, and what the tests find
+# here.
+MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
+MACHINE_PREFIX = "BATON_TEST_"
+
+
+# What to write for an option, by the name that pydantic gives its type.
+_METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
+_LISTS = {"tuple[str,...]": "TEXT,..", "tuple[int,...]": "N,..", "tuple[float,...]": "NUMBER,.."}
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """`--help` without a usage that repeats every option, types of Python and empty defaults."""
+
+    def add_usage(self, usage: str | None, *args: Any, **options: Any) -> None:
+        super().add_usage("%(prog)s [options]", *args, **options)
+
+    def _metavar_formatter(
+        self, action: argparse.Action, default_metavar: str
+    ) -> Callable[[int], tuple[str, ...]]:
+        names = super()._metavar_formatter(action, default_metavar)
+        return lambda size: tuple({**_METAVARS, **_LISTS}.get(n, n) for n in names(size))
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = super()._expand_help(action)
+        return text.removesuffix(" (default: None)").removesuffix(" (default: ())")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be; the message names the key, the value and the fix."""
+
+
+def field_paths(cls: type[BaseModel]) -> list[tuple[str, ...]]:
+    """Every settable field of `cls`, nested ones as paths: ("prefill", "block_size")."""
+    paths: list[tuple[str, ...]] = []
+    for name, info in cls.model_fields.items():
+        nested = _nested_model(info)
+        inner = field_paths(nested) if nested else []
+        paths += [(name,), *((name, *rest) for rest in inner)]
+    return paths
+
+
+def _nested_model(info: FieldInfo) -> type[BaseModel] | None:
+    kind = info.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def option_name(path: Sequence[str]) -> str:
+    """("prefill", "block_size") -> "--prefill.block-size"."""
+    return "--" + ".".join(part.replace("_", "-") for part in path)
+
+
+def variable_name(path: Sequence[str]) -> str:
+    """("prefill", "block_size") -> "BATON_PREFILL__BLOCK_SIZE"."""
+    return ENV_PREFIX + "__".join(path).upper()
+
+
+def option_argv(name: str, value: Any) -> list[str]:
+    """The arguments that set one field to `value`; nothing for None, secrets and groups."""
+    option = option_name((name,))
+    match value:
+        case None | SecretStr() | BaseModel():
+            return []
+        case bool():
+            return [option if value else option.replace("--", "--no-", 1)]
+        case tuple() | list():
+            return [f"{option}={item}" for item in value]
+        case _:
+            return [f"{option}={value}"]
+
+
+def split_list(value: Any) -> Any:
+    """Lists may be written as JSON, with commas, or (on the command line) by repeating."""
+    if isinstance(value, str):
+        text = value.strip()
+        if not text.startswith("["):
+            return [v for v in text.split(",") if v]
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ValueError(f"{short_repr(text)} is not a list; write a,b or repeat it") from None
+    return value
+
+
+_Item = TypeVar("_Item")
+Listed = Annotated[tuple[_Item, ...], NoDecode, BeforeValidator(split_list)]
+
+
+def base_url(url: str) -> str:
+    """`url` without a slash at its end. Raises ValueError unless it is http://host:port."""
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, (parts.hostname or "").encode("idna")
+    except ValueError as error:
+        raise ValueError(
+            f"{short_repr(url)} is not a URL ({error}); write http://host:port"
+        ) from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(f"{short_repr(url)} is not a URL; write http://host:port")
+    if port == 0 or re.search(r"[\s@]", parts.netloc):
+        raise ValueError(
+            f"{short_repr(url)} names no server; write http://host:port, the port above 0"
+        )
+    if parts.path.rstrip("/") or parts.query or parts.fragment:
+        raise ValueError(f"{short_repr(url)} has a path; write http://host:port alone")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def check_environment(cls: type[BaseModel], programs: Iterable[type[BaseModel]]) -> None:
+    """Refuses a BATON_* variable that is no option of any Baton program.
+
+    An option of another program is let through: one environment may serve several of them.
+    """
+    known = {variable_name(path) for program in (cls, *programs) for path in field_paths(program)}
+    for name in sorted(os.environ):
+        if not name.upper().startswith(ENV_PREFIX) or _is_of_machine(name):
+            continue
+        if name in INTERNAL_VARIABLES or name.upper() in known:
+            continue
+        near = suggestion(name, known | MACHINE_VARIABLES)
+        raise ConfigError(f"unknown environment variable {name}{near}")
+
+
+def unread_variables(cls: type[BaseModel]) -> list[str]:
+    """The BATON_* variables that are options of other programs, each with near matches of ours."""
+    known = [variable_name(path) for path in field_paths(cls)]
+    return [
+        name + _near_variables(name, known)
+        for name in sorted(os.environ)
+        if name.upper().startswith(ENV_PREFIX)
+        and not _is_of_machine(name)
+        and name not in INTERNAL_VARIABLES
+        and name.upper() not in known
+    ]
+
+
+def _near_variables(name: str, known: Sequence[str]) -> str:
+    """Those of a group that are called so."""
+    last = name.upper().removeprefix(ENV_PREFIX)
+    return did_you_mean([other for other in known if other.endswith(f"__{last}")])
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without BATON_* settings: a launcher's own must not reach its children."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.upper().startswith(ENV_PREFIX) or _is_of_machine(name)
+    }
+
+
+def _is_of_machine(name: str) -> bool:
+    return name in MACHINE_VARIABLES or name.startswith(MACHINE_PREFIX)
+
+
+def find_config(argv: Sequence[str]) -> str | None:
+    """The file named by `--config` (the last one wins) or BATON_CONFIG."""
+    found = os.environ.get(ENV_PREFIX + "CONFIG") or None
+    for position, word in enumerate(argv):
+        if word.startswith("--config="):
+            found = word.removeprefix("--config=")
+        elif word == "--config" and position + 1 < len(argv):
+            found = argv[position + 1]
+    return found
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that is given twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"found {key.value} a second time", key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
+    """The file's values with keys in snake_case; unknown keys raise ConfigError."""
+    if name is None:
+        return {}
+    if not name:
+        raise ConfigError("--config: names no file")
+    try:
+        content = yaml.load(Path(name).read_text(encoding="utf-8"), _UniqueKeys)
+    except OSError as error:
+        raise ConfigError(f"--config {name}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"--config {name}: not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {name}: not a mapping of options to values")
+    return _checked(cls, content, name, ())
+
+
+def _checked(
+    cls: type[BaseModel], content: Mapping[Any, Any], file: str, path: tuple[str, ...]
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        info = cls.model_fields.get(name)
+        if info is None or name == "config":
+            wrong = ".".join((*path, str(key)))
+            raise ConfigError(f"--config {file}: unknown key {wrong}{_near_keys(cls, name)}")
+        nested = _nested_model(info)
+        if isinstance(value, bool) and info.annotation is not bool:  # else 1, to pydantic
+            raise ConfigError(
+                f"--config {file}: {'.'.join((*path, name))} is {short_repr(value)}; only on/off "
+                "options take that"
+            )
+        if nested and isinstance(value, dict):
+            value = _checked(nested, value, file, (*path, name))
+        values[name] = value
+    return values
+
+
+def _near_keys(cls: type[BaseModel], name: str) -> str:
+    """Near matches of an unknown key, and how to write one that is in a group."""
+    paths = [".".join(path) for path in field_paths(cls)]
+    if name in paths:
+        return " (write it as a key under its group, such as prefill: {tp: 1})"
+    return _near_options(name, paths)
+
+
+class Given:
+    """Where the values of one reading came from: what the user wrote, to be named in errors.
+
+    Args:
+        argv: the command line.
+        file: the values of the `--config` file.
+    """
+
+    def __init__(self, cls: type[BaseModel], argv: Sequence[str], file: Mapping[str, Any]) -> None:
+        self.cls = cls
+        self.options = {word.partition("=")[0] for word in argv}
+        self.file = file
+
+    def name(self, path: Sequence[str]) -> str:
+        """How the user gave the value at `path`: an option, a variable, or a key of the file."""
+        option = option_name(path)
+        if {option, option.replace("--", "--no-", 1)} & self.options:
+            return option
+        if variable := _variable(path):
+            return variable
+        if (variable := _variable(path[:1])) and _has(path[1:], json.loads(os.environ[variable])):
+            return f"{option} (in {variable})"  # its group as JSON
+        return f"{option} (in the --config file)" if _has(path, self.file) else option
+
+    def reason(self, path: Sequence[str], text: str) -> str:
+        """`text`, of a validator that knows its own group of options only."""
+        nested = _nested_model(self.cls.model_fields[path[0]]) if len(path) > 1 else None
+        if nested is None:
+            return text
+        return of_group(text, path[0], {name.replace("_", "-") for name in nested.model_fields})
+
+
+def _variable(path: Sequence[str]) -> str | None:
+    """The environment's variable for the option at `path`, however it is capitalised."""
+    wanted = variable_name(path)
+    return next((name for name in os.environ if name.upper() == wanted), None)
+
+
+def _has(path: Sequence[str], values: Any) -> bool:
+    for part in path:
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def explain_validation(error: ValidationError, given: Given) -> str:
+    """One line per wrong value: option, reason, and what was given."""
+    return "\n".join(_explained(item, given) for item in error.errors(include_url=False))
+
+
+def _explained(item: ErrorDetails, given: Given) -> str:
+    path = [str(part) for part in item["loc"] if isinstance(part, str)]
+    reason = item["msg"].removeprefix("Value error, ")
+    reason = re.sub("^(Input|String|Value) should ", "must ", reason)
+    if item["type"] == "literal_error":
+        reason = reason.replace("'", "")
+    if item["type"] == "model_type":
+        reason = f"must be a group of options, such as {option_name((*path, 'tp'))}"
+    if item["type"] == "extra_forbidden":
+        reason = "is no option"
+    if item["type"].endswith("_parsing"):  # and why Python could not
+        reason = reason.partition(",")[0]
+    secret = bool(path) and path[-1].endswith("secret")
+    if secret:  # pydantic counts its items
+        reason = reason.replace("items after validation, not", "characters, not")
+    told = secret or item["type"] in ("value_error", "extra_forbidden")
+    found = "" if told else f", not {_as_written(item['input'])}"
+    return f"{given.name(path)}: {given.reason(path, reason)}{found}"
+
+
+def _as_written(value: Any) -> str:
+    """A value of the command line as it stands there; of a file, as JSON."""
+    is_word = isinstance(value, str) and re.fullmatch(r"[!-~]{1,80}", value)
+    return str(value) if is_word else short_repr(value)
+
+
+def explain_cli(
+    cls: type[BaseModel], error: Exception, programs: Mapping[str, type[BaseModel]]
+) -> str:
+    """The parser's complaint with whose options unknown ones are, or near matches."""
+    message = str(error).removeprefix("error parsing CLI: ")
+    if group := re.search(r'value for field "(\w+)" from source "EnvS', message):
+        name = variable_name((group[1],))
+        return f"{name}: not JSON; better set its options one by one, such as {name}__TP"
+    known = [option_name(path) for path in field_paths(cls)]
+    unknown = re.findall(r"--[\w.-]+", message) if "unrecognized arguments" in message else []
+    hints = "".join(
+        _near_options(word, known, _owners(word, programs) if len(unknown) == 1 else [])
+        for word in unknown
+    )
+    return f"{message}{hints}; see --help"
+
+
+def _owners(word: str, programs: Mapping[str, type[BaseModel]]) -> list[str]:
+    """The programs that have this very option."""
+    option = word.replace("--no-", "--", 1)
+    return [name for name, cls in programs.items() if option in map(option_name, field_paths(cls))]
+
+
+def _near_options(word: str, known: Sequence[str], owners: Sequence[str] = ()) -> str:
+    """Near matches: those called so in some group, else in the programs `owners`, before those
+    spelled alike."""
+    is_no, name = word.startswith("--no-"), word.replace("--no-", "--", 1)
+    last = re.split(r"--|\.", name)[-1]
+    same = [option for option in known if re.split(r"--|\.", option)[-1] == last]
+    if owners and not same:
+        return f" (an option of {' and '.join(owners)})"
+    hint = did_you_mean(same[:3]) if same else suggestion(name, known)
+    return hint.replace("--", "--no-") if is_no else hint

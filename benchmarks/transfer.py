@@ -35,9 +35,8 @@ from kvcache.pool import KVPool
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.move.peer_memory import Memory as PeerMemory
 from kvcache.transfer.move.peer_memory import offer, open_host
+from kvcache.transfer.move.place import TorchPlacer, launches, place
 from kvcache.transfer.move.place import measure as measure_copies
-from kvcache.transfer.move.place import place
-from kvcache.transfer.move.placer import TorchPlacer, launches
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel

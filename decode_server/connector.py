@@ -22,7 +22,7 @@ from kvcache.stripe import Stripe
 from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.placer import TorchPlacer
+from kvcache.transfer.move.place import TorchPlacer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pull import (
     PATHS,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache.transfer.move.peer_memory import Memory, NotMappable
-from kvcache.transfer.move.placer import Placer, Work, launches
+from kvcache.transfer.move.place import Placer, Work, launches
+from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.plan import TransferPlan
-from kvcache.transfer.plan.transfer import Transfer
 from kvcache.transfer.pull import PeerKey
 from protocol.errors import BatonError, PeerIncompatible
 from protocol.handshake import EngineMetadata

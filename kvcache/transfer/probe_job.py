@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import ReadDescriptors
-from kvcache.transfer.plan.calibrate import Sample, fit_costs, probe_reads
-from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.cost import CostModel, Sample, fit_costs, probe_reads
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.plan.plan import TransferPlan
 from kvcache.transfer.plan.staged import ALIGN_BYTES, Chunk, aligned

@@ -24,7 +24,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, ReadState
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import NotMappable, offer
-from kvcache.transfer.move.placer import Placer, TorchPlacer, Work, launches
+from kvcache.transfer.move.place import Placer, TorchPlacer, Work, launches
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.plan.plan import Planner
 from kvcache.transfer.ucx_log import UcxRead

@@ -19,8 +19,8 @@ from kvcache.pool import TORCH_DTYPES, KVPool
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.move.cuda_placer import LONG_RUN_BYTES, CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
-from kvcache.transfer.move.placer import TorchPlacer, Work, launches
-from kvcache.transfer.plan.transfer import Transfer
+from kvcache.transfer.move.place import TorchPlacer, Work, launches
+from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))

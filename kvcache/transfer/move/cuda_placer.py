@@ -1,20 +1,22 @@
 """Placing on a GPU: by copy engines and by the kernel, on a stream beside the decode batch.
 
-Long runs go through the copy engines, many with one call: they reach 97 % of the plain copy's speed
-and take no multiprocessor from the decode batch. All else is the kernel's, whose parameters and
-tables of pieces go to the device in one copy; the driver is called directly (cuda.py).
+To a copy engine a piece that is one run is one copy, a piece whose runs are evenly spaced on either
+side one two-dimensional copy. Copy engines take no multiprocessor from the decode batch and move
+long runs, many with one call, nearly as fast as a plain copy, but short rows slowly. All else is
+the kernel's, whose parameters and tables of pieces go to the device in one copy; the driver is
+called directly (cuda.py).
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.transfer.move.copy_engine import Rows, rows_of
 from kvcache.transfer.move.cuda import Driver, driver
 from kvcache.transfer.move.kernel_index import (
     Kind,
@@ -25,9 +27,8 @@ from kvcache.transfer.move.kernel_index import (
     units_of,
 )
 from kvcache.transfer.move.peer_memory import Memory, open_on_gpu
-from kvcache.transfer.move.placer import ALL_BYTES, Placer, Work
-from kvcache.transfer.plan.block_copy import BlockCopy
-from kvcache.transfer.plan.transfer import Transfer
+from kvcache.transfer.move.place import ALL_BYTES, Placer, Work
+from kvcache.transfer.plan.block_copy import Axis, BlockCopy, Shape, Transfer
 from protocol.handshake import RankMetadata
 from protocol.process.logging import get_logger
 
@@ -48,6 +49,39 @@ _LONG_COPY_BYTES = 64 << 10
 _COPIES = 128  # of a launch: more would keep the interpreter's lock for more than 0.1 ms
 _FIRST_COPIES = 8  # of a pull's first launch: the link has work sooner
 _TABLE_BYTES = 32 << 10
+
+
+class Rows(NamedTuple):
+    """A piece as rows of equal length; bytes."""
+
+    width: int
+    number: int
+    pitches: tuple[int, int]  # from a row to the next one, at the source and at the target
+
+    @property
+    def run_bytes(self) -> int:
+        """Of a piece that is one run; else 0."""
+        return self.width if self.number == 1 else 0
+
+
+def rows_of(copy: BlockCopy, factors: tuple[float, ...] | None) -> Rows | None:
+    """Each piece as rows; None where it is more than that, or elements change on the way."""
+    if factors is not None or copy.source.dtype != copy.target.dtype:
+        return None
+    return _rows(copy.shape)
+
+
+@lru_cache(maxsize=1024)
+def _rows(shape: Shape) -> Rows | None:
+    rows = Axis(1, shape.run_bytes, shape.run_bytes)
+    for axis in reversed(shape.axes):  # innermost first
+        if rows.size == 1:
+            rows = axis
+            continue
+        if axis[1:] != (rows.size * rows.source_stride, rows.size * rows.target_stride):
+            return None
+        rows = rows._replace(size=rows.size * axis.size)
+    return Rows(shape.run_bytes, rows.size, (rows.source_stride, rows.target_stride))
 
 
 @dataclass(eq=False)

@@ -1,24 +1,121 @@
-"""Placing block copies with torch: strided copies between views of two memories.
+"""Placing block copies: the seam to what carries them out, and doing so with torch.
 
-A view holds pieces at equal distances: [pieces, heads, layers, components, tokens, elements].
-Blocks of a pool are scattered, but pieces of one block, and a slot's blocks, follow one another.
-A processor takes each stretch of such pieces at a time; on a GPU the kernel does without views.
+Torch makes strided copies between views of two memories. A view holds pieces at equal distances:
+[pieces, heads, layers, components, tokens, elements]. Blocks of a pool are scattered, but pieces of
+one block, and a slot's blocks, follow one another: each stretch of such pieces is one copy. That
+does on CPUs, and on GPUs without a compiler for the kernel; CudaPlacer (cuda_placer.py) is for the
+others.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvcache import fp8
 from kvcache.layout import KVLayout
-from kvcache.transfer.plan.block_copy import BlockCopy
+from kvcache.pool import KVPool
+from kvcache.transfer.move.peer_memory import Memory, open_host
+from kvcache.transfer.plan.block_copy import BlockCopy, Transfer
 from kvcache.transfer.plan.endpoint import IntArray, PlanError
+from protocol.handshake import RankMetadata
 
 # Moving a head's elements as wider words is faster, where the sizes allow it.
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+ALL_BYTES = 1 << 62
+
+
+@dataclass(eq=False)
+class Work:
+    """Copies that are placed by a row of launches."""
+
+    copies: Sequence[BlockCopy]
+    sources: Sequence[Memory]  # of each copy
+    factors: tuple[float, ...] | None  # of the elements, by layer and component
+    kept: Any = None  # by its placer
+
+
+class Placer(ABC):
+    """Copies into one rank's pool. Used by one thread, the one that calls `bind_thread`."""
+
+    # Of a launch: some 2.8 ms over NVLink; often there is room for less. One loses 10 us.
+    launch_bytes = 1 << 30
+
+    def bind_thread(self) -> None:  # noqa: B027 - a CPU needs nothing
+        """Called once by the thread that is going to use this placer."""
+
+    @abstractmethod
+    def open(self, rank: RankMetadata) -> Memory:
+        """Opens a peer's pool.
+
+        Raises:
+            NotMappable: it is on another host, has no such memory, or its owner is gone.
+        """
+
+    def prepare(self, transfer: Transfer) -> None:  # noqa: B027 - a CPU needs nothing
+        """Others between the same endpoints are going to come: does what can be done before."""
+
+    def begin(self, work: Work) -> None:  # noqa: B027 - a CPU needs nothing
+        """Prepares the launches."""
+
+    def room(self, work: Work, index: int) -> int:
+        """The most bytes that the next launch of copy `index` may take now; 0: none for now."""
+        return ALL_BYTES
+
+    @abstractmethod
+    def launch(self, work: Work, index: int, first: int, count: int) -> Any:
+        """Begins to place `count` pieces of copy `index`; returns a token for `finished`."""
+
+    @abstractmethod
+    def finished(self, token: Any) -> bool:
+        """Whether a launch has ended; never blocks. Raises what it failed with, having ended."""
+
+    def end(self, work: Work) -> None:  # noqa: B027 - most keep nothing
+        """All its launches have ended."""
+
+
+def launches(copies: Sequence[BlockCopy], chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(copy, first piece, pieces) of each launch: chunk_bytes or one piece each."""
+    for index, copy in enumerate(copies):
+        count = max(1, chunk_bytes // copy.piece_bytes)
+        for first in range(0, len(copy.sources), count):
+            yield index, first, min(count, len(copy.sources) - first)
+
+
+class TorchPlacer(Placer):
+    """On a CPU a launch is a copy by the calling thread; on a GPU it is queued on a stream."""
+
+    launch_bytes = 16 << 20  # 2 to 4 ms of copying
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._stream = None
+        if pool.device.type == "cuda":
+            # 0 is the lowest priority: what the engine gives a higher one goes first.
+            self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
+
+    def open(self, rank: RankMetadata) -> Memory:
+        return open_host(rank)
+
+    def launch(self, work: Work, index: int, first: int, count: int) -> "torch.cuda.Event | None":
+        copy, memory = work.copies[index].part(first, count), work.sources[index].bytes
+        assert memory is not None
+        if self._stream is None:
+            place(copy, memory, self._pool.tensor, work.factors)
+            return None
+        with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
+            place(copy, memory, self._pool.tensor, work.factors)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return event
+
+    def finished(self, token: "torch.cuda.Event | None") -> bool:
+        return token is None or bool(token.query())  # type: ignore[no-untyped-call]
 
 
 def place(

@@ -20,9 +20,9 @@ import torch
 from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
-from kvcache.transfer.move.placer import Placer, TorchPlacer, Work
+from kvcache.transfer.move.place import Placer, TorchPlacer, Work
+from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.staged import Chunk
-from kvcache.transfer.plan.transfer import Transfer
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)

@@ -20,6 +20,8 @@ import numpy as np
 
 from kvcache.transfer.plan.block_copy import (
     ReadDescriptors,
+    Transfer,
+    check_blocks,
     count_descriptors,
     descriptors,
 )
@@ -33,7 +35,6 @@ from kvcache.transfer.plan.endpoint import (
     scale_factors,
 )
 from kvcache.transfer.plan.staged import Chunk, Chunks, StagedPlan, Way, cheapest, stage
-from kvcache.transfer.plan.transfer import Transfer, check_blocks
 
 _LONG_RUN_BYTES = 1 << 20
 _LOOKED_AT = 8  # blocks at either end of a table

@@ -25,13 +25,13 @@ from kvcache.transfer.plan.block_copy import (
     BlockCopy,
     ReadDescriptors,
     Side,
+    Transfer,
     count_descriptors,
     cut,
     descriptors,
 )
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import PlanError
-from kvcache.transfer.plan.transfer import Transfer
 
 # Slots, and the groups' memories in them, start at multiples of this: placing moves whole words.
 ALIGN_BYTES = 64

@@ -12,10 +12,10 @@ from kvcache.layout import KVLayout
 from kvcache.transfer.agent import ReadState
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.move.place import place
+from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.plan.endpoint import Endpoint, heads_of
 from kvcache.transfer.plan.plan import Planner, TransferPlan, plan_transfer
-from kvcache.transfer.plan.transfer import Transfer
 
 ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
 COSTS = DEFAULT_COSTS["cpu"]

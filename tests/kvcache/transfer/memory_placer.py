@@ -10,7 +10,7 @@ from kvcache import fp8
 from kvcache.pool import TORCH_DTYPES, KVPool
 from kvcache.transfer.move.kernel_index import kind_of, locate
 from kvcache.transfer.move.peer_memory import Memory, NotMappable, bytes_at, offered
-from kvcache.transfer.move.placer import ALL_BYTES, Placer, Work
+from kvcache.transfer.move.place import ALL_BYTES, Placer, Work
 from kvcache.transfer.plan.block_copy import BlockCopy
 from protocol.handshake import RankMetadata
 

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.layout import NAMED_ORDERS, KVLayout
-from kvcache.transfer.plan.calibrate import Sample, fit_costs, probe_reads
-from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.cost import CostModel, Sample, fit_costs, probe_reads
 from kvcache.transfer.plan.endpoint import Endpoint
 
 

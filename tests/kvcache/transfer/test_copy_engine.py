@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.move.copy_engine import Rows, rows_of
-from kvcache.transfer.move.placer import launches
+from kvcache.transfer.move.cuda_placer import Rows, rows_of
+from kvcache.transfer.move.place import launches
 from kvcache.transfer.plan.block_copy import BlockCopy
 from tests.kvcache.transfer.geometry import (
     DTYPES,

@@ -13,7 +13,7 @@ import pytest
 from kvcache.pool import KVPool
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.move.placer import TorchPlacer
+from kvcache.transfer.move.place import TorchPlacer
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 from kvcache.transfer.pull_state import Phase
 from protocol.errors import LeaseGone, PeerUnreachable

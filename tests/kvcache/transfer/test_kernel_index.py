@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.transfer.move.kernel_index import divisor, kind_of, locate
-from kvcache.transfer.move.placer import launches
+from kvcache.transfer.move.place import launches
 from tests.kvcache.transfer.geometry import (
     DTYPES,
     GARBAGE,

@@ -11,10 +11,10 @@ from kvcache.pool import KVPool
 from kvcache.transfer import probe_job, pull_job
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.move.placer import TorchPlacer
+from kvcache.transfer.move.place import TorchPlacer
+from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.plan import Planner
-from kvcache.transfer.plan.transfer import Transfer
 from kvcache.transfer.pull import PullDone, PullDrained
 
 sys.path.insert(0, str(Path(__file__).parent))

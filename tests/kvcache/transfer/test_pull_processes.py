@@ -15,7 +15,7 @@ import pytest
 
 from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.move.placer import TorchPlacer
+from kvcache.transfer.move.place import TorchPlacer
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.posts import PostLimits

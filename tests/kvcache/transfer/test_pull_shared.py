@@ -14,7 +14,7 @@ from kvcache import fp8
 from kvcache.pool import KVPool
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.move.placer import TorchPlacer
+from kvcache.transfer.move.place import TorchPlacer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pull import PeerFailed, PeerReady, PullDone, PullFailed
 from protocol.errors import PeerIncompatible

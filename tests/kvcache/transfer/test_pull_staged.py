@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.transfer import pull_job
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.move import placer
+from kvcache.transfer.move import place as placing
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed, PullStuck
 
@@ -173,7 +173,7 @@ def test_a_copy_that_fails_fails_the_pull(rig: Any, monkeypatch: Any) -> None:
     def broken(*args: Any) -> None:
         raise RuntimeError("the copy broke")
 
-    monkeypatch.setattr(placer, "place", broken)
+    monkeypatch.setattr(placing, "place", broken)
     decode.coordinator.pull("a", prefill.lease([5, 2, 9], 24), 0, 24, [3, 1, 7])
     failed = decode.wait(PullFailed)
     assert "the copy broke" in failed.error.message

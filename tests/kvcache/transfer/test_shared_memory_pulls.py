@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from kvcache.pool import KVPool
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.move import placer
+from kvcache.transfer.move import place as placing
 from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable
-from kvcache.transfer.move.place import place
-from kvcache.transfer.move.placer import TorchPlacer, launches
+from kvcache.transfer.move.place import TorchPlacer, launches, place
 from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable, PullTimeout
 from protocol.handshake import EngineMetadata
@@ -177,7 +176,7 @@ def test_a_copy_that_fails_fails_its_pull_and_no_other(rig: Any, monkeypatch: An
     def broken(*args: Any) -> None:
         raise RuntimeError("the copy broke")
 
-    monkeypatch.setattr(placer, "place", broken)
+    monkeypatch.setattr(placing, "place", broken)
     decode.coordinator.pull("a", prefill.lease([5, 2, 9], 20), 0, 20, [3, 1, 7])
     failed = decode.wait(*ENDINGS)
     assert isinstance(failed, PullFailed) and "the copy broke" in failed.error.message

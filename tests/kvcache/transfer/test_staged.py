@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.peer_memory import bytes_at
-from kvcache.transfer.move.placer import Placer, TorchPlacer
+from kvcache.transfer.move.place import Placer, TorchPlacer
 from kvcache.transfer.move.staging import StagingBuffer
+from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.staged import Chunk, StagedPlan
-from kvcache.transfer.plan.transfer import Transfer
 from tests.kvcache.transfer.geometry import (
     DTYPES,
     GARBAGE,

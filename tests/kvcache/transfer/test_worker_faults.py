@@ -15,7 +15,7 @@ import pytest
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import ReadHandle, ReadState
 from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.move import placer
+from kvcache.transfer.move import place as placing
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.posts import PostLimits
 from kvcache.transfer.pull import AddPeer, DropPeer, RankEnded, StopPull, pull_command
@@ -144,7 +144,7 @@ def test_every_pull_ends_and_none_is_wrong(
     monkeypatch.setattr("kvcache.transfer.pull_job._HANGS_S", 0.003)
     rng = random.Random(seed)
     faults = Faults(random.Random(seed + 1))
-    monkeypatch.setattr(placer, "place", faults.before(placer.place))
+    monkeypatch.setattr(placing, "place", faults.before(placing.place))
     monkeypatch.setattr(PullJob, "leave", faults.after(PullJob.leave))
     monkeypatch.setattr(PullJob, "__init__", faults.after(PullJob.__init__))
     prefills = [rig(Prefill, engine_id=name, order="LBCNHD") for name in "PQ"]

@@ -57,9 +57,10 @@ def test_a_wrong_option_ends_with_2_and_says_which(command: str) -> None:
 def test_closed_standard_streams_change_nothing_for_children(closed: str) -> None:
     """Pipes to a child would else get their numbers, and be replaced by the child's own streams."""
     program = (
-        "import sys; from deploy import cli; from protocol import lifecycle;"
+        "import sys; from deploy import cli; from protocol.process import lifecycle;"
         "cli.main(['--version']);"
-        "child = lifecycle.spawn([sys.executable, '-c', 'import os; from protocol import lifecycle;"
+        "child = lifecycle.spawn([sys.executable, '-c', 'import os;"
+        "from protocol.process import lifecycle;"
         "lifecycle.report_failure(os.environ[lifecycle.PARENT_FD])'], name='child');"
         "child.exited.wait(50); sys.exit(int(child.failure) < 3)"
     )

@@ -14,7 +14,7 @@ import pytest
 from protocol.process import lifecycle
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELUDE = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom protocol import lifecycle\n"
+PRELUDE = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom protocol.process import lifecycle\n"
 DEADLINE_S = 60.0
 
 
@@ -165,7 +165,7 @@ def test_terminate_leaves_those_alone_that_have_ended(events: Events) -> None:
 TREE = """
 import signal, sys
 sys.path.insert(0, {root!r})
-from protocol import lifecycle
+from protocol.process import lifecycle
 depth, fd = int(sys.argv[1]), int(sys.argv[2])
 lifecycle.watch_parent(grace_s=0.2)
 {ignore}
@@ -249,7 +249,7 @@ def test_a_descriptor_that_no_parent_left_is_refused_by_name(
 )
 def test_a_standard_stream_that_is_a_pipe_is_no_parents(variable: str, stream: int) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", "from protocol import lifecycle; lifecycle.watch_parent()"],
+        [sys.executable, "-c", "from protocol.process import lifecycle; lifecycle.watch_parent()"],
         env={**os.environ, variable: str(stream)},
         input=b"",
         capture_output=True,

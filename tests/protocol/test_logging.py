@@ -28,7 +28,7 @@ def stream() -> Iterator[io.StringIO]:
 def test_a_line_says_when_who_which_request_and_where(stream: io.StringIO) -> None:
     setup_logging("decode", rank=1, stream=stream)
     with request_context("r-1"):
-        get_logger("engine.core.core").info("admitted, %d blocks", 3)
+        get_logger("engine.core").info("admitted, %d blocks", 3)
     stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     pattern = stamp + r" INFO    decode/1 \[r-1\] baton\.engine\.core: admitted, 3 blocks\n"
     assert re.fullmatch(pattern, stream.getvalue())

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = f"""
 import sys, threading
 sys.path.insert(0, {str(ROOT)!r})
-from protocol import lifecycle
+from protocol.process import lifecycle
 from protocol.process.vital_threads import VitalThread, end_with_vital_threads
 
 wait = threading.Event().wait

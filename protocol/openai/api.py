@@ -1,7 +1,7 @@
 """OpenAI's HTTP API as these servers speak it: one import for requests and responses.
 
-fields.py holds what is accepted without being used; sampling.py, completions.py and
-chat.py what is read, by the means of requests.py; responses.py what is written.
+sampling.py, completions.py and chat.py hold what is read, by the means of requests.py;
+responses.py what is written.
 The proxy needs only what is at the end of this file: see proxy/body.py.
 """
 

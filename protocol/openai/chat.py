@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from pydantic import Field, WithJsonSchema
 
 from protocol.errors import InvalidRequest
-from protocol.openai.fields import NEUTRAL_CHAT, NEUTRAL_MESSAGE, drop_neutral
-from protocol.openai.requests import Strict, body_of, refusal, validate, wrong
+from protocol.openai.requests import Strict, body_of, clean, neutral, refusal, validate, wrong
 from protocol.openai.sampling import (
     MAX_LOGPROBS,
     GenerationRequest,
@@ -28,10 +27,19 @@ from protocol.openai.tools import (
 from protocol.short_repr import short_repr
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES: tuple[Role, ...] = get_args(Role)
 
 # What a chat template gets from the server; a client's own variables cannot take their place.
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
 
 
 class Message(Strict):
@@ -44,16 +52,18 @@ class Message(Strict):
     """
 
     role: Role
-    content: str = ""
+    content: Annotated[str, WithJsonSchema(_CONTENT)] = ""
     name: str | None = None
     tool_calls: tuple[dict[str, Any], ...] | None = None
     tool_call_id: str | None = None
+    annotations: Any = neutral([])
+    refusal: Any = neutral("")
+    reasoning_content: Any = neutral("")
+    reasoning: Any = neutral("")
 
 
-@body_of("/v1/chat/completions")
+@body_of("/v1/chat/completions", "Answers a conversation.")
 class ChatRequest(GenerationRequest):
-    endpoint = "/v1/chat/completions"
-
     messages: tuple[Message, ...] = Field(
         min_length=1, description="a list, not empty, of objects with `role` and `content`"
     )
@@ -78,6 +88,13 @@ class ChatRequest(GenerationRequest):
         Any, Field(description=CHOICE_MUST_BE), WithJsonSchema(CHOICE_SCHEMA)
     ] = None
     parallel_tool_calls: bool | None = Field(None, description="true or false")
+
+    best_of: Any = neutral(1)
+    echo: Any = neutral(False)
+    documents: Any = neutral([])
+    modalities: Any = neutral(["text"])
+    functions: Any = neutral([])
+    function_call: Any = neutral("none", "auto")
 
     @cached_property
     def toolset(self) -> Tools:
@@ -118,7 +135,7 @@ class ChatRequest(GenerationRequest):
 
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Validates the body of /v1/chat/completions. Raises InvalidRequest naming the field."""
-    cleaned = clean_request(body, ChatRequest, NEUTRAL_CHAT)
+    cleaned = clean_request(body, ChatRequest)
     cleaned["messages"] = clean_messages(ChatRequest, cleaned.get("messages"))
     parsed = validate(ChatRequest, cleaned)
     parsed.check()
@@ -138,7 +155,7 @@ def _clean_message(index: int, message: Any) -> dict[str, Any]:
         raise InvalidRequest(
             f"`{where}` is {short_repr(message)}; it must be an object.", param=where
         )
-    cleaned = drop_neutral(message, frozenset(Message.model_fields), NEUTRAL_MESSAGE, where + ".")
+    cleaned = clean(message, Message, where + ".")
     if isinstance(cleaned.get("content"), list):
         cleaned["content"] = "\n".join(_part_texts(cleaned["content"], where + ".content"))
     if cleaned.get("role") == "assistant" and cleaned.get("tool_calls"):

@@ -5,8 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from protocol.openai.fields import NEUTRAL_COMPLETION
-from protocol.openai.requests import body_of, validate
+from protocol.openai.requests import body_of, neutral, validate
 from protocol.openai.sampling import (
     MAX_CHOICES,
     MAX_INT31,
@@ -52,10 +51,8 @@ def _check_ids(ids: Any) -> list[int]:
     return msgspec.convert(ids, list[int])  # its error is a ValueError
 
 
-@body_of("/v1/completions")
+@body_of("/v1/completions", "Continues texts.")
 class CompletionRequest(GenerationRequest):
-    endpoint = "/v1/completions"
-
     # Checked by hand: pydantic takes milliseconds for the token ids of a long prompt.
     prompt: Annotated[
         Any,
@@ -76,6 +73,8 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = Field(
         None, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}"
     )
+    suffix: Any = neutral("")
+    continue_final_message: Any = neutral(False)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -120,7 +119,6 @@ class CompletionRequest(GenerationRequest):
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     """Validates the body of /v1/completions. Raises InvalidRequest naming the field."""
-    cleaned = clean_request(body, CompletionRequest, NEUTRAL_COMPLETION)
-    parsed = validate(CompletionRequest, cleaned)
+    parsed = validate(CompletionRequest, clean_request(body, CompletionRequest))
     parsed.check()
     return parsed

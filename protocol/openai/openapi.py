@@ -1,37 +1,19 @@
-"""The OpenAPI document, made from the classes that read requests: it cannot promise more.
-
-Fields that are accepted with a neutral value alone (fields.py) are listed with just that.
-"""
+"""The OpenAPI document, made from the classes that read requests: it cannot promise more."""
 
 import html
 import json
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from protocol.openai.chat import ChatRequest
-from protocol.openai.completions import CompletionRequest
-from protocol.openai.fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, NEUTRAL_MESSAGE
-from protocol.openai.responses_request import NEUTRAL_RESPONSES, ResponsesRequest
-from protocol.openai.sampling import GenerationRequest
-from protocol.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from protocol.openai import responses_request, tokenize  # noqa: F401  # all are in BODIES then
+from protocol.openai.requests import BODIES
 from protocol.version import VERSION
 
 Schema = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
-_NEUTRAL: dict[type[BaseModel], dict[str, tuple[Any, ...]]] = {
-    CompletionRequest: NEUTRAL_COMPLETION,
-    ChatRequest: NEUTRAL_CHAT,
-    ResponsesRequest: NEUTRAL_RESPONSES,
-}
-_POSTS: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/completions": (CompletionRequest, "Continues texts."),
-    "/v1/chat/completions": (ChatRequest, "Answers a conversation."),
-    "/v1/responses": (ResponsesRequest, "Answers a text or a conversation."),
-    "/tokenize": (TokenizeRequest, "The token ids of a text or a conversation."),
-    "/detokenize": (DetokenizeRequest, "The text of token ids."),
-}
 _GETS = {
     "/v1/models": "The served model and the length of its context.",
     "/v1/models/{name}": "One model, if it is served.",
@@ -50,20 +32,41 @@ _ERRORS = {
 }
 
 
+class ErrorObject(BaseModel):
+    """As errors.py makes it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+    phase: str
+    retryable: bool
+
+
+class Error(BaseModel):
+    """The body of every answer above 399."""
+
+    error: ErrorObject
+
+
+class _Untitled(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
 def document() -> Schema:
     """The OpenAPI 3.1 document as JSON types."""
-    schemas: Schema = {"Error": _error_schema()}
-    paths: Schema = {}
-    for path, (model, summary) in _POSTS.items():
-        schemas |= _schemas_of(model)
-        paths[path] = {"post": _operation(summary, model)}
-    for path, summary in _GETS.items():
-        paths[path] = {"get": _read(path, summary)}
+    models: list[type[BaseModel]] = [Error, *(model for model, _ in BODIES.values())]
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_REF, schema_generator=_Untitled
+    )
+    paths: Schema = {path: {"post": _operation(*body)} for path, body in BODIES.items()}
+    paths |= {path: {"get": _read(path, summary)} for path, summary in _GETS.items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": VERSION},
         "paths": paths,
-        "components": {"schemas": schemas},
+        "components": {"schemas": schemas["$defs"]},
     }
 
 
@@ -81,9 +84,9 @@ def _read(path: str, summary: str) -> Schema:
     return operation
 
 
-def _operation(summary: str, model: type[BaseModel]) -> Schema:
+def _operation(model: type[BaseModel], summary: str) -> Schema:
     kinds: Schema = {"application/json": {}}
-    if issubclass(model, GenerationRequest | ResponsesRequest):
+    if "stream" in model.model_fields:
         kinds["text/event-stream"] = {}
     responses: Schema = {"200": {"description": "The answer.", "content": kinds}}
     error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
@@ -95,48 +98,6 @@ def _operation(summary: str, model: type[BaseModel]) -> Schema:
         "requestBody": {"required": True, "content": {"application/json": body}},
         "responses": responses,
     }
-
-
-def _schemas_of(model: type[BaseModel]) -> Schema:
-    schema = model.model_json_schema(ref_template=_REF)
-    found: Schema = schema.pop("$defs", {})
-    if "Message" in found:
-        found["Message"]["properties"] |= _message_members()
-    neutral = _NEUTRAL.get(model, {})
-    for name, values in neutral.items():
-        schema["properties"].pop(name, None)
-        if values:
-            schema["properties"][name] = {"enum": [*values, None]}
-    for member in schema["properties"].values():
-        member.pop("title", None)
-    return {**found, model.__name__: schema}
-
-
-def _message_members() -> Schema:
-    """Those that are read by hand."""
-    part = {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-        "additionalProperties": False,
-    }
-    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]}
-    neutral = {name: {"enum": [*values, None]} for name, values in NEUTRAL_MESSAGE.items()}
-    return {"content": content, **neutral}
-
-
-def _error_schema() -> Schema:
-    text_or_null = {"type": ["string", "null"]}
-    members = {
-        "message": {"type": "string"},
-        "type": {"type": "string"},
-        "param": text_or_null,
-        "code": {"type": "string"},
-        "phase": {"type": "string"},
-        "retryable": {"type": "boolean"},
-    }
-    error = {"type": "object", "properties": members, "required": list(members)}
-    return {"type": "object", "properties": {"error": error}, "required": ["error"]}
 
 
 def page(document: Schema) -> str:

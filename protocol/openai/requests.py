@@ -7,13 +7,14 @@ message and the text of the OpenAPI page.
 
 import gc
 from collections.abc import Callable
-from typing import Annotated, Any, Final, TypeVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.errors import InvalidRequest
-from protocol.openai.fields import drop_neutral
+from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
 
@@ -21,6 +22,7 @@ class Strict(BaseModel):
     """No unknown member, no conversion between types, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    endpoint: ClassVar[str] = ""  # of a whole body: the path that it is sent to, see body_of
 
 
 Model = TypeVar("Model", bound=Strict)
@@ -37,7 +39,7 @@ ModelName = Annotated[
 
 _LARGE_BYTES = 1 << 20
 
-_BODIES: Final[dict[str, type[Strict]]] = {}  # by path; see body_of
+BODIES: Final[dict[str, tuple[type[Strict], str]]] = {}  # by path: see body_of
 # What is called otherwise at an endpoint than at the one that a client may have come from.
 _CALLED: Final[dict[str, dict[str, str]]] = {
     "/v1/completions": {
@@ -61,14 +63,48 @@ _CALLED: Final[dict[str, dict[str, str]]] = {
 }
 
 
-def body_of(path: str) -> Callable[[type[Model]], type[Model]]:
-    """Marks the class of the bodies that are sent to `path`."""
+def body_of(path: str, summary: str) -> Callable[[type[Model]], type[Model]]:
+    """Marks the class of the bodies that are sent to `path`; `summary` says what that does."""
 
     def mark(model: type[Model]) -> type[Model]:
-        _BODIES[path] = model
+        model.endpoint = path
+        BODIES[path] = (model, summary)
         return model
 
     return mark
+
+
+class _Neutral:
+    """Marks a field of request classes, and writes its JSON schema."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
+
+    def __call__(self, schema: dict[str, Any]) -> None:
+        schema.clear()
+        schema["enum"] = [*self.values, None]
+
+
+def neutral(*values: Any) -> Any:
+    """A field that is accepted with a value that changes nothing, and refused with any other.
+
+    Clients and routers send many fields they do not use. `clean` drops these. A float accepts 0
+    and 0.0 alike, an int that int only; True is never 1.
+    """
+    return Field(None, json_schema_extra=_Neutral(values))
+
+
+@cache
+def neutral_fields(model: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
+    """The values of each field of `model` that is `neutral`."""
+    extras = {name: info.json_schema_extra for name, info in model.model_fields.items()}
+    return {name: extra.values for name, extra in extras.items() if isinstance(extra, _Neutral)}
+
+
+@cache
+def used_fields(model: type[BaseModel]) -> frozenset[str]:
+    """The other fields of `model`."""
+    return frozenset(model.model_fields) - neutral_fields(model).keys()
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
@@ -98,20 +134,50 @@ def _decode(raw: bytes) -> Any:
         gc.enable()
 
 
-def clean(
-    body: dict[str, Any], model: type[Strict], neutral: dict[str, tuple[Any, ...]], where: str = ""
-) -> dict[str, Any]:
-    """The members of `body` that `model` knows; see drop_neutral for those of `neutral`."""
-    known = model.model_fields.keys() - neutral.keys()
-    return drop_neutral(body, known, neutral, where, lambda name: _elsewhere(model, name))
+def clean(body: dict[str, Any], model: type[Strict], where: str = "") -> dict[str, Any]:
+    """The members of `body` that `model` uses, without nulls, which mean "not given".
+
+    Args:
+        where: a prefix that tells the client where the field stands, e.g. "messages[0].".
+
+    Raises:
+        InvalidRequest: a member is unknown, or neutral but for its value.
+    """
+    used, neutrals = used_fields(model), neutral_fields(model)
+    kept: dict[str, Any] = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in used:
+            kept[name] = value
+        elif name not in neutrals:
+            near = f"is not supported{suggestion(name[:80], used)}; leave it out"
+            raise InvalidRequest(
+                f"`{where}{short_repr(name)[1:-1]}` {_elsewhere(model, name) or near}.",
+                param=where + name[:80],
+            )
+        elif not any(_same(value, candidate) for candidate in neutrals[name]):
+            allowed = " or ".join(short_repr(candidate) for candidate in neutrals[name])
+            raise InvalidRequest(
+                f"`{where}{name}` is {short_repr(value)}, which is not implemented; "
+                f"send {allowed} or leave it out.",
+                param=where + name,
+            )
+    return kept
+
+
+def _same(value: Any, candidate: Any) -> bool:
+    if type(candidate) is float:
+        return type(value) in (int, float) and value == candidate
+    return type(value) is type(candidate) and bool(value == candidate)
 
 
 def _elsewhere(model: type[Strict], name: str) -> str | None:
     """What to say of a field that other endpoints have and the one of `model` has not."""
-    path = next((path for path, body in _BODIES.items() if body is model), "")
+    path = model.endpoint
     if other := _CALLED.get(path, {}).get(name):
         return f"is called `{other}` at {path}; send that"
-    having = sorted(other for other, body in _BODIES.items() if name in body.model_fields)
+    having = sorted(other for other, (body, _) in BODIES.items() if name in used_fields(body))
     if not path or not having:
         return None
     return f"is not a parameter of {path} but of {' and '.join(having)}; leave it out"

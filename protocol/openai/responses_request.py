@@ -4,70 +4,67 @@ Nothing is stored, so an earlier response cannot be continued; the client sends 
 """
 
 from functools import cached_property
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, WithJsonSchema
 
 from protocol.errors import InvalidRequest
 from protocol.openai.chat import ChatRequest
-from protocol.openai.fields import drop_neutral
-from protocol.openai.requests import ModelName, Strict, body_of, clean, validate, wrong
+from protocol.openai.requests import ModelName, Strict, body_of, clean, neutral, validate, wrong
 from protocol.openai.sampling import MAX_INT31, GenerationConfig, Switch
 from protocol.openai.structured import Demand, find_demand
 
-NEUTRAL_RESPONSES: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "include": ([],),
-    "parallel_tool_calls": (True, False),
-    "reasoning": ({},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "stream_options": ({}, {"include_obfuscation": False}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-_NEUTRAL_ITEM: dict[str, tuple[Any, ...]] = {"type": ("message",)}
-_IGNORED_OF_ITEM = ("id", "status", "phase")  # of an earlier response, sent back
-_ROLES = ("system", "developer", "user", "assistant")
+Role = Literal["system", "developer", "user", "assistant"]
 _SAMPLING = {"temperature", "top_p"}
 _PARTS = ("input_text", "output_text", "text")
 
-_TEXT_PART = {
+_PART = {
     "type": "object",
     "properties": {"type": {"enum": list(_PARTS[:2])}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-_ITEM = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "message"},
-        "role": {"enum": list(_ROLES)},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
-    },
-    "required": ["role", "content"],
-}
-_INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _ITEM}]}
-_TEXT = {
-    "type": "object",
-    "properties": {
-        "format": {
-            "type": "object",
-            "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema"]},
-                "name": {"type": "string"},
-                "schema": {"type": "object"},
-                "strict": {"type": "boolean"},
-                "description": {"type": "string"},
-            },
-            "required": ["type"],
-        }
-    },
-}
 
 
-@body_of("/v1/responses")
+class InputItem(Strict):
+    """A message of the conversation."""
+
+    type: Any = neutral("message")
+    role: Role
+    content: Annotated[
+        Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]})
+    ]
+    # Not read: of an earlier response, sent back.
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+
+
+class TextOptions(Strict):
+    """What the text of the answer must be."""
+
+    format: Annotated[
+        Any,
+        WithJsonSchema(
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"enum": ["text", "json_object", "json_schema"]},
+                    "name": {"type": "string"},
+                    "schema": {"type": "object"},
+                    "strict": {"type": "boolean"},
+                    "description": {"type": "string"},
+                },
+                "required": ["type"],
+            }
+        ),
+    ] = None
+    verbosity: Any = neutral("medium")
+
+
+_ITEMS = {"type": "array", "minItems": 1, "items": InputItem.model_json_schema()}
+
+
+@body_of("/v1/responses", "Answers a text or a conversation.")
 class ResponsesRequest(Strict):
     """What a client sends. A field's description ends its error message: "must be ..."."""
 
@@ -75,7 +72,7 @@ class ResponsesRequest(Strict):
     input: Annotated[
         Any,
         Field(description="a string, or a list of messages with `role` and `content`"),
-        WithJsonSchema(_INPUT),
+        WithJsonSchema({"anyOf": [{"type": "string"}, _ITEMS]}),
     ]
     instructions: str | None = Field(None, description="a string")
     max_output_tokens: int | None = Field(
@@ -83,7 +80,11 @@ class ResponsesRequest(Strict):
     )
     temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
     top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1")
-    text: Annotated[Any, Field(description="an object with `format`"), WithJsonSchema(_TEXT)] = None
+    text: Annotated[
+        Any,
+        Field(description="an object with `format`"),
+        WithJsonSchema(TextOptions.model_json_schema()),
+    ] = None
     stream: Switch = False
     metadata: dict[str, str] = Field(
         default_factory=dict, description="an object of strings; it comes back with the response"
@@ -97,6 +98,18 @@ class ResponsesRequest(Strict):
     kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
         None, description="an object, or a list of one"
     )
+
+    background: Any = neutral(False)
+    include: Any = neutral([])
+    parallel_tool_calls: Any = neutral(True, False)
+    reasoning: Any = neutral({})
+    service_tier: Any = neutral("auto", "default")
+    store: Any = neutral(False)
+    stream_options: Any = neutral({}, {"include_obfuscation": False})
+    tool_choice: Any = neutral("none", "auto")
+    tools: Any = neutral([])
+    top_logprobs: Any = neutral(0)
+    truncation: Any = neutral("disabled")
 
 
 class ResponsesChat(ChatRequest):
@@ -122,7 +135,7 @@ class ResponsesChat(ChatRequest):
 
 def parse_responses(body: dict[str, Any]) -> ResponsesChat:
     """Validates the body of /v1/responses. Raises InvalidRequest naming the field."""
-    asked = validate(ResponsesRequest, clean(body, ResponsesRequest, NEUTRAL_RESPONSES))
+    asked = validate(ResponsesRequest, clean(body, ResponsesRequest))
     messages = _read_input(asked.input)
     if asked.instructions is not None:
         messages.insert(0, {"role": "system", "content": asked.instructions})
@@ -152,10 +165,9 @@ def _read_input(given: Any) -> list[dict[str, Any]]:
 def _read_item(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise wrong(where, item, "a message with `role` and `content`")
-    kept = {name: value for name, value in item.items() if name not in _IGNORED_OF_ITEM}
-    kept = drop_neutral(kept, frozenset(("role", "content")), _NEUTRAL_ITEM, where + ".")
+    kept = clean(item, InputItem, where + ".")
     role, content = kept.get("role"), kept.get("content")
-    if not isinstance(role, str) or role not in _ROLES:
+    if not isinstance(role, str) or role not in get_args(Role):
         raise wrong(f"{where}.role", role, "system, developer, user or assistant")
     if isinstance(content, list):
         parts = enumerate(content)
@@ -178,8 +190,7 @@ def _demand_of(text: Any) -> Demand | None:
         return None
     if not isinstance(text, dict):
         raise wrong("text", text, "an object with `format`")
-    drop_neutral(text, frozenset(("format",)), {"verbosity": ("medium",)}, "text.")
-    given = text.get("format")
+    given = clean(text, TextOptions, "text.").get("format")
     if isinstance(given, dict) and given.get("type") == "json_schema":
         named = {name: value for name, value in given.items() if name != "type"}
         given = {"type": "json_schema", "json_schema": named}

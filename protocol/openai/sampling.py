@@ -6,14 +6,13 @@ at most 1,024 prompts, 64 stop strings, 64 stop tokens and 1,024 biased tokens a
 `max_tokens` and `max_completion_tokens` may both be given: both are limits, so the smaller counts.
 """
 
-from typing import Annotated, Any, ClassVar, NoReturn, Self
+from typing import Annotated, Any, NoReturn, Self
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protocol.errors import InvalidRequest
 from protocol.messages import SamplingParams
-from protocol.openai.fields import NEUTRAL_STREAM_OPTIONS, drop_neutral
-from protocol.openai.requests import ModelName, Strict, clean
+from protocol.openai.requests import ModelName, Strict, clean, neutral
 from protocol.openai.structured import StructuredFields
 
 MAX_STOPS = 64
@@ -116,6 +115,7 @@ Biases = Annotated[
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Any = neutral(False)
 
 
 class SamplingFields(Strict):
@@ -147,8 +147,6 @@ class GenerationConfig(SamplingFields):
 class GenerationRequest(SamplingFields, StructuredFields):
     """What both endpoints share. A field's description ends its error message: "must be ..."."""
 
-    endpoint: ClassVar[str]
-
     model: ModelName = ""
     max_tokens: Tokens | None = Field(None, description=_A_LIMIT)
     max_completion_tokens: Tokens | None = Field(None, description=_A_LIMIT)
@@ -176,6 +174,25 @@ class GenerationRequest(SamplingFields, StructuredFields):
     kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
         None, description="an object, or a list of objects for several prompts"
     )
+
+    length_penalty: Any = neutral(1.0)
+    typical_p: Any = neutral(1.0)
+    top_a: Any = neutral(0.0)
+    priority: Any = neutral(0)
+    use_beam_search: Any = neutral(False)
+    early_stopping: Any = neutral(False)
+    return_hidden_states: Any = neutral(False)
+    no_stop_trim: Any = neutral(False)
+    spaces_between_special_tokens: Any = neutral(True)
+    detokenize: Any = neutral(True)
+    bad_words: Any = neutral([])
+    service_tier: Any = neutral("auto", "default")
+    store: Any = neutral(False)
+    metadata: Any = neutral({})
+    # Reasoning switches, for models that have none.
+    include_reasoning: Any = neutral(True)
+    separate_reasoning: Any = neutral(True)
+    stream_reasoning: Any = neutral(True)
 
     @property
     def include_usage(self) -> bool:
@@ -272,19 +289,14 @@ def refuse(field: str, problem: str) -> NoReturn:
     raise InvalidRequest(f"`{field}` {problem}.", param=field)
 
 
-def clean_request(
-    body: dict[str, Any], model: type[GenerationRequest], neutral: dict[str, tuple[Any, ...]]
-) -> dict[str, Any]:
-    """The members of `body` that `model` knows, those of `stream_options` looked at as well.
+def clean_request(body: dict[str, Any], model: type[GenerationRequest]) -> dict[str, Any]:
+    """The members of `body` that `model` uses, those of `stream_options` looked at as well.
 
     Raises:
         InvalidRequest: a member is unknown, or not implemented and not neutral.
     """
-    cleaned = clean(body, model, neutral)
+    cleaned = clean(body, model)
     options = cleaned.get("stream_options")
     if isinstance(options, dict):
-        known = frozenset(StreamOptions.model_fields)
-        cleaned["stream_options"] = drop_neutral(
-            options, known, NEUTRAL_STREAM_OPTIONS, "stream_options."
-        )
+        cleaned["stream_options"] = clean(options, StreamOptions, "stream_options.")
     return cleaned

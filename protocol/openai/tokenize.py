@@ -12,7 +12,7 @@ from protocol.openai.sampling import GenerationRequest, Switch, refuse
 from protocol.short_repr import short_repr
 
 
-@body_of("/tokenize")
+@body_of("/tokenize", "The token ids of a text or a conversation.")
 class TokenizeRequest(Strict):
     """Either `prompt` or `messages`."""
 
@@ -31,7 +31,7 @@ class TokenizeRequest(Strict):
     )
 
 
-@body_of("/detokenize")
+@body_of("/detokenize", "The text of token ids.")
 class DetokenizeRequest(Strict):
     model: ModelName = ""
     # Checked by hand: pydantic takes half a second for millions of ids, and all streams wait.
@@ -45,7 +45,7 @@ class DetokenizeRequest(Strict):
 
 def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     """Validates the body of /tokenize. Raises InvalidRequest naming the field."""
-    cleaned = clean(body, TokenizeRequest, {})
+    cleaned = clean(body, TokenizeRequest)
     if "messages" in cleaned:
         cleaned["messages"] = clean_messages(TokenizeRequest, cleaned["messages"])
     parsed = validate(TokenizeRequest, cleaned)
@@ -75,4 +75,4 @@ def as_request(parsed: TokenizeRequest) -> GenerationRequest:
 
 def parse_detokenize(body: dict[str, Any]) -> DetokenizeRequest:
     """Validates the body of /detokenize. Raises InvalidRequest naming the field."""
-    return validate(DetokenizeRequest, clean(body, DetokenizeRequest, {}))
+    return validate(DetokenizeRequest, clean(body, DetokenizeRequest))

@@ -20,6 +20,7 @@ from protocol.openai import openapi
 from protocol.openai.api import RELEASE_PATH
 from protocol.openai.chat import parse_chat
 from protocol.openai.completions import parse_completion
+from protocol.openai.requests import used_fields
 from protocol.openai.responses_request import ResponsesRequest
 from protocol.settings.settings import PROGRAMS, UpSettings, load
 from protocol.settings.sources import (
@@ -142,7 +143,7 @@ def test_the_fields_of_responses_are_in_the_text() -> None:
     text = (ROOT / "docs" / "structured_output.md").read_text().partition("## /v1/responses")[2]
     of_all = {"model", "stream", "kv_transfer_params"}
     named = set(re.findall(r"`(\w+)", text.partition("Nothing\nis stored")[0]))
-    assert named == set(ResponsesRequest.model_fields) - of_all
+    assert named == used_fields(ResponsesRequest) - of_all
 
 
 # -- docs/api.md ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from protocol.errors import InvalidRequest
 from protocol.openai.api import parse_chat, parse_completion, parse_json_object
+from protocol.openai.requests import Strict, clean, neutral
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.tokenize import parse_tokenize
 
@@ -73,3 +74,16 @@ def test_a_field_of_another_endpoint_is_told_from_a_misspelt_one(
         parse({**body, field: "x"})
     assert caught.value.message == f"`{field}` {told}"
     assert caught.value.param == field
+
+
+def test_zero_may_be_written_as_integer_or_float_but_never_as_false() -> None:
+    class Body(Strict):
+        number: Any = neutral(0.0)
+        one: Any = neutral(1)
+        switch: Any = neutral(True)
+
+    assert clean({"number": 0, "one": 1, "switch": True}, Body) == {}
+    assert clean({"number": 0.0}, Body) == {}
+    for field, value in (("number", False), ("one", True), ("one", 1.0), ("switch", 1)):
+        with pytest.raises(InvalidRequest, match=f"`{field}`"):
+            clean({field: value}, Body)

@@ -32,6 +32,7 @@ from benchmarks.engine_load import serve_requests
 from engine.config import EngineConfig
 from engine.core.batch import StepInput
 from engine.worker.memory import size_pool
+from engine.worker.rehearsal import kv_budget_bytes
 from engine.worker.runner import ModelRunner
 from model.config import ModelConfig, parse_config
 from model.parallel import Parallel
@@ -187,7 +188,7 @@ def _start(args: argparse.Namespace, config: ModelConfig) -> tuple[ModelRunner, 
         runner.config,
         block_bytes=runner.layout(num_blocks=2).block_bytes,
         model_max_len=config.max_position,
-        free_bytes=runner.kv_budget_bytes() if runner.device.type == "cuda" else 2**30,
+        free_bytes=kv_budget_bytes(runner) if runner.device.type == "cuda" else 2**30,
     )
     print(size.explanation, flush=True)
     runner.allocate(size.num_blocks)

@@ -17,7 +17,8 @@ from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
 from engine.process.transport import EngineTransport
-from engine.worker.worker import ConnectorFactory, RankContext, RankService, main
+from engine.worker.service import ConnectorFactory, RankContext, RankService
+from engine.worker.worker import main
 from kvcache.stripe import Stripe
 from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.mapped import MappedPath

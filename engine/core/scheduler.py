@@ -128,6 +128,11 @@ class Scheduler:
         self._copies: list[CopyBlock] = []  # for the next step to make before anything else
         self._copying: list[CopyBlock] = []  # of the step that is being built
 
+    @classmethod
+    def of_blocks(cls, limits: SchedulerLimits, num_blocks: int, *, cached: bool) -> "Scheduler":
+        allocator = BlockAllocator(num_blocks)
+        return cls(limits, allocator, PrefixIndex(allocator, limits.block_size) if cached else None)
+
     @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.running or self.receiving)
@@ -357,8 +362,7 @@ class Scheduler:
         self.allocator.share(child.block_ids)
         if rest:
             source, (target,) = carrier.block_ids[num_full], self.allocator.allocate(1)
-            self.allocator.share([source])
-            self.allocator.share([target])
+            self.allocator.share([source, target])
             self._copies.append(CopyBlock(source, target, child))
             child.block_ids = [*child.block_ids, target]
         child.num_computed = carrier.num_prompt_tokens
@@ -380,8 +384,7 @@ class Scheduler:
         """Of choices that were aborted or preempted before their step came."""
         for copy in [copy for copy in self._copies if not copy.is_wanted]:
             self._copies.remove(copy)
-            self.allocator.release([copy.source])
-            self.allocator.release([copy.target])
+            self.allocator.release([copy.source, copy.target])
 
     # -- around a step -----------------------------------------------------------------------
 
@@ -398,8 +401,7 @@ class Scheduler:
                 sequence.awaited_row = row
                 row += len(item.draws)
         for copy in self._copying:
-            self._deferred.append((self._num_launched_steps, [copy.source]))
-            self._deferred.append((self._num_launched_steps, [copy.target]))
+            self._deferred.append((self._num_launched_steps, [copy.source, copy.target]))
         self._copying = []
 
     def step_finished(self) -> None:

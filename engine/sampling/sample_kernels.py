@@ -10,15 +10,14 @@ The largest logit of a row tells how it is read: a finite one is subtracted; +in
 tokens that have it; where there is nothing but NaN and -inf, token 0 is sure.
 """
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-if TYPE_CHECKING:
-    from engine.sampling.sampler import SamplingBatch
+from engine.sampling.sampling_batch import SamplingBatch
 
 # Where a batch's tensors begin depends on its size; it shall not compile anything anew.
 _jit_any_alignment: Any = triton.jit(
@@ -210,7 +209,7 @@ def _finish(best, best_token, out, parts, PARTS: tl.constexpr):  # type: ignore[
     tl.store(out + row, tl.load(best_token + row * parts + index).to(tl.int64))
 
 
-def draw(logits: torch.Tensor, batch: "SamplingBatch") -> torch.Tensor:
+def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Draws a token for each row, int64 [S].
 
     Args:

@@ -29,82 +29,9 @@ import torch
 
 from engine.core.logits_processing import Shaping
 from engine.sampling.counter_rng import gumbel, gumbel_of_vocabulary, row_keys
+from engine.sampling.sampling_batch import SamplingBatch
 from model import fused_ops
 from protocol.messages import SamplingParams
-
-
-@dataclass(frozen=True, eq=False)
-class SamplingBatch:
-    """How to draw one token for each of S rows; see `from_params`."""
-
-    temperature: torch.Tensor  # float32 [S]
-    top_p: torch.Tensor  # float32 [S]
-    top_k: torch.Tensor  # int64 [S], 0 is off
-    min_p: torch.Tensor  # float32 [S]
-    seed: torch.Tensor  # int64 [S]
-    choice: torch.Tensor  # int64 [S]
-    position: torch.Tensor  # int64 [S], index in its sequence of the token being drawn
-    max_logprobs: int | None  # None: no logprobs at all; 0: of the drawn token only
-    # Known on the host, so that no step waits for the device to learn its own shape.
-    free_rows: torch.Tensor | None  # int64, rows of a temperature that allow every token
-    restricted_rows: torch.Tensor | None  # int64, rows of a temperature with top_k, top_p or min_p
-    max_top_k: int  # of the restricted rows
-    has_bare_top_p: bool  # some row has top_p without top_k
-
-    @classmethod
-    def from_params(
-        cls,
-        params: Sequence[SamplingParams],
-        positions: Sequence[int],
-        device: str | torch.device = "cpu",
-    ) -> "SamplingBatch":
-        """One row per entry; `positions` are those of the tokens being drawn."""
-        assert len(params) == len(positions), (len(params), len(positions))
-
-        sampled = [i for i, p in enumerate(params) if p.temperature > 0]
-        restricted = [i for i in sampled if _is_restricted(params[i])]
-        free = [i for i in sampled if not _is_restricted(params[i])]
-        wanted = [p.num_logprobs for p in params if p.num_logprobs is not None]
-        floats = torch.tensor(
-            [[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float32
-        ).reshape(-1, 3)
-        ints = torch.tensor(
-            [[p.top_k, p.seed, p.choice_index] for p in params], dtype=torch.int64
-        ).reshape(-1, 3)
-        temperature, top_p, min_p = _to_device(floats.t(), device).unbind()
-        top_k, seed, choice, position = _to_device(
-            torch.cat((ints.t(), torch.tensor([list(positions)], dtype=torch.int64))), device
-        ).unbind()
-        return cls(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            choice=choice,
-            position=position,
-            max_logprobs=max(wanted, default=None),
-            free_rows=_rows(free, device),
-            restricted_rows=_rows(restricted, device),
-            max_top_k=max((params[i].top_k for i in restricted), default=0),
-            has_bare_top_p=any(params[i].top_p < 1 and not params[i].top_k for i in restricted),
-        )
-
-
-def _rows(indices: list[int], device: str | torch.device) -> torch.Tensor | None:
-    return _to_device(torch.tensor(indices, dtype=torch.int64), device) if indices else None
-
-
-def _to_device(host: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """On a GPU without waiting for it: whatever it still computes would be waited for, too."""
-    host = host.contiguous()
-    if torch.device(device).type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
-
-
-def _is_restricted(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
 @dataclass(frozen=True, eq=False)

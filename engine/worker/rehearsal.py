@@ -7,16 +7,27 @@ two, which also have the libraries load what they take for small, middling and l
 NCCL set up what it takes for short and long messages.
 """
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
 import numpy as np
+import torch
 
-from engine.core.batch import ScoredRows, StepInput
-from engine.core.logits_processing import SamplingRow, StepShapes
+from engine.core.batch import ScoredRows, StepFailed, StepInput
+from engine.core.logits_processing import LogitShaper, SamplingRow, StepShapes
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.worker.kernel_watch import KERNELS
+from engine.worker.kv_memory import longest
+from engine.worker.memory import fitting, free_gpu_bytes, lower_for_steps
+from engine.worker.runner import ModelRunner
 from protocol.messages import SamplingParams
+
+logger = logging.getLogger("baton.engine")
 
 GREEDY: Final = SamplingParams(temperature=0.0)
 _SAMPLINGS: Final = (
@@ -28,6 +39,9 @@ _LOGPROBS: Final = (None, 0, 1, 20)
 _PENALTIES: Final = (0.1, 0.1, 1.1)
 _LONG: Final = 2048  # tokens of a prompt
 _SCORED: Final = 129  # tokens: of several chunks, see scoring.py
+# Graphs keep their logits, in the model's dtype and in float32, and the activations of one step.
+_GRAPH_BYTES_PER_LOGIT: Final = 6
+_GRAPHS_BASE_BYTES: Final = 512 * 2**20
 _DRAWS: Final = (1, 2, 24, 64)  # of one step; more take memory, but nothing else
 
 
@@ -65,6 +79,73 @@ class Stage:
             sample_rows=np.arange(len(lens), dtype=np.int32),
             sampling=[GREEDY] * len(lens),
         )
+
+
+def kv_budget_bytes(runner: ModelRunner) -> int:
+    """GPU memory that a rank's KV may take: what is free under the configured utilization
+    once the largest step has run and been measured."""
+    config = runner.config
+    what = f"a step of {config.max_num_batched_tokens} tokens beside the model's weights"
+    fix = f"lower {lower_for_steps(config)}, or use a larger --tp"
+    with fitting(what, runner.device, fix):
+        _run_largest_step(runner)
+    peak = torch.cuda.max_memory_allocated(runner.device)
+    torch.cuda.empty_cache()
+    graphs = config.max_num_seqs * runner.model_config.vocab_size * _GRAPH_BYTES_PER_LOGIT
+    return free_gpu_bytes(
+        runner.device,
+        config.gpu_memory_utilization,
+        peak_bytes=peak + (0 if config.enforce_eager else graphs + _GRAPHS_BASE_BYTES),
+    )
+
+
+@torch.inference_mode()
+def _run_largest_step(runner: ModelRunner) -> None:
+    """One prompt as long as a step may be, and as many draws."""
+    num_tokens = min(runner.config.max_num_batched_tokens, runner.model_config.max_position)
+    num_blocks = -(-num_tokens // runner.config.tokens_per_block)
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    memory = runner.make_memory(num_blocks + 1)
+    stage = Stage(num_blocks + 1, runner.config.tokens_per_block, num_tokens, num_tokens, 1)
+    hidden = runner.forward(memory, stage.step([num_tokens]))
+    rows = min(runner.config.max_num_seqs, num_tokens)
+    params = [SamplingParams(temperature=1.0, top_k=50, top_p=0.9)] * rows
+    batch = SamplingBatch.from_params(params, [0] * rows, runner.device)
+    sample(runner.model.logits(hidden[:rows]), batch)
+    torch.cuda.synchronize(runner.device)
+
+
+def rehearse(runner: ModelRunner) -> None:
+    """Runs every kind of step once, so that no request waits for what is compiled or loaded.
+    Every rank does, in the same order; no block has an owner yet."""
+    assert runner.memory is not None, "allocate() comes first"
+    started_s, num_kernels = time.monotonic(), KERNELS.num_before
+    stage = Stage(
+        num_blocks=runner.memory.pool.layout.num_blocks,
+        block_size=runner.config.tokens_per_block,
+        max_len=longest(runner.config, runner.model_config),
+        max_tokens=runner.config.max_num_batched_tokens,
+        max_seqs=runner.config.max_num_seqs,
+    )
+    for step in steps(stage):
+        try:
+            _rehearse(runner, step)
+        except StepFailed as error:  # of one rank, which has gone on; so would a request's
+            logger.warning("a step of %d tokens fails: %s", len(step.token_ids), error)
+    runner.shaper = LogitShaper(runner.model_config.vocab_size, runner.device)
+    logger.info(
+        "ran every kind of step in %.1f s; they loaded %d kernels",
+        time.monotonic() - started_s,
+        KERNELS.num_before - num_kernels,
+    )
+
+
+def _rehearse(runner: ModelRunner, step: StepInput) -> None:
+    pending = runner.launch(step)
+    if step.is_masked and runner.model.parallel.rank == 0:
+        words = -(-runner.model_config.vocab_size // 32)
+        pending.draw(np.full((len(step.sampling), words), -1, np.int32))
+    pending.result()
 
 
 def steps(stage: Stage) -> Iterator[StepInput]:

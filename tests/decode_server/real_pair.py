@@ -8,7 +8,8 @@ import msgspec
 
 from attention.registry import create_backend
 from engine.core.batch import PendingStep, StepInput
-from engine.worker.runner import ModelRunner, RankMemory
+from engine.worker.kv_memory import RankMemory
+from engine.worker.runner import ModelRunner
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from model.config import load_config

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from decode_server.connector import DecodeConnectorFactory
-from engine.worker.worker import ConnectorFactory, _pool_size
+from engine.worker.rank import pool_size
+from engine.worker.service import ConnectorFactory
 from prefill_server.connector import PrefillConnectorFactory
 from tests.decode_server.pair import make_config
 
 BLOCK_BYTES = 1 << 20
 RUNNER: Any = SimpleNamespace(
     layout=lambda num_blocks: SimpleNamespace(block_bytes=BLOCK_BYTES),
-    kv_budget_bytes=lambda: 300 * BLOCK_BYTES,
 )
 MODEL: Any = SimpleNamespace(max_position=256)
 
@@ -28,9 +28,13 @@ MODEL: Any = SimpleNamespace(max_position=256)
     ],
 )
 def test_staging_memory_is_no_kv_memory(
-    factory: ConnectorFactory, options: dict[str, Any], blocks: int
+    factory: ConnectorFactory,
+    options: dict[str, Any],
+    blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("engine.worker.rank.kv_budget_bytes", lambda _: 300 * BLOCK_BYTES)
     config = make_config(
         device="cuda", block_size=16, max_num_seqs=64, staging_bytes=64 * BLOCK_BYTES, **options
     )
-    assert _pool_size(config, MODEL, RUNNER, factory).num_blocks == blocks
+    assert pool_size(config, MODEL, RUNNER, factory).num_blocks == blocks

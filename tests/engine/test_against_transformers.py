@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from engine.core.core import EngineCore
-from engine.sampling.sampler import SamplingBatch, sample
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_batch import SamplingBatch
 from protocol.messages import AddRequest, SamplingParams, TokenLogprobs
 from tests.decode_server.real_pair import RealPair
 from tests.engine.shadow import MemoryTransport

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from engine.core.logits_processing import LogitShaper, ShapeBook
 from engine.core.sequence import Phase, Sequence
-from engine.sampling.sampler import SamplingBatch, sample
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_batch import SamplingBatch
 from engine.text.grammar import GrammarCompiler
 from protocol.kv_params import sampling_digest
 from protocol.messages import AddRequest, Grammar, SamplingParams

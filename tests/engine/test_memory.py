@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.process.host_memory import free_host_bytes
 from engine.worker.memory import MemoryTooSmall, check_weights_fit, longest_sequence, size_pool
 from engine.worker.runner import ModelRunner
-from engine.worker.worker import CannotStart, _reason, _starting
+from engine.worker.starting import CannotStart, reason_of, starting
 from model.config import load_config
 from model.parallel import Parallel
 from tests.make_models import ensure_model
@@ -92,10 +92,10 @@ def test_a_pool_larger_than_the_free_memory_is_refused() -> None:
 
 
 def test_a_user_is_told_without_the_names_of_our_classes() -> None:
-    with pytest.raises(CannotStart) as caught, _starting():
+    with pytest.raises(CannotStart) as caught, starting():
         raise MemoryTooSmall("too small: lower it")
-    assert _reason(caught.value) == "too small: lower it"
-    assert _reason(KeyError("x")) == "KeyError: 'x'"
+    assert reason_of(caught.value) == "too small: lower it"
+    assert reason_of(KeyError("x")) == "KeyError: 'x'"
 
 
 def test_free_memory_is_read_and_that_of_a_container_is_less(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling.sampler import SamplingBatch, sample
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_batch import SamplingBatch
 from protocol.messages import SamplingParams
 
 VOCAB = 50

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from engine.core.logits_processing import NO_ROW, LogitShaper, ShapeBook, Shaping
 from engine.core.sequence import Phase, Sequence
-from engine.sampling.sampler import SamplingBatch, sample
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_batch import SamplingBatch
 from protocol.messages import AddRequest, SamplingParams
 
 VOCAB = 70  # no multiple of 32

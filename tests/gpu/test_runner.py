@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.core.batch import StepFailed, StepInput
 from engine.core.logits_processing import NO_ROW, SamplingRow, StepShapes
 from engine.worker.memory import MemoryTooSmall, fitting, size_pool
+from engine.worker.rehearsal import kv_budget_bytes
 from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
@@ -303,7 +304,7 @@ def test_draws_with_a_seed_are_those_of_the_cpu(name: str) -> None:
 def test_the_pool_is_sized_from_what_is_free(name: str) -> None:
     with runner_for(MODELS[name], gpu_memory_utilization=0.5) as runner:
         total = torch.cuda.get_device_properties(0).total_memory
-        budget = runner.kv_budget_bytes()
+        budget = kv_budget_bytes(runner)
         assert 0.2 * total < budget < 0.5 * total
         block_bytes = runner.layout(2).block_bytes
         size = size_pool(
@@ -333,5 +334,5 @@ def test_a_pool_larger_than_the_gpu_is_refused(name: str) -> None:
                 runner.config,
                 block_bytes=runner.layout(2).block_bytes,
                 model_max_len=512,
-                free_bytes=runner.kv_budget_bytes(),
+                free_bytes=kv_budget_bytes(runner),
             )

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.sampling.sampler import SamplingBatch, sample
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_batch import SamplingBatch
 from protocol.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine.core.logits_processing import NO_ROW, LogitShaper, SamplingRow, StepShapes
-from engine.sampling.sampler import SamplingBatch, sample
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_batch import SamplingBatch
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from protocol.messages import SamplingParams

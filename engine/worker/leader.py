@@ -1,0 +1,81 @@
+"""Rank 0 of an engine: builds it with the other ranks, then runs its core."""
+
+from engine.config import EngineConfig
+from engine.core.core import EngineCore
+from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.process.transport import EngineTransport
+from engine.text.grammar import GrammarCompiler
+from engine.worker.rank import Rank
+from engine.worker.ranks import Leader
+from engine.worker.service import ConnectorFactory
+from engine.worker.starting import reason_of, starting
+from kvcache.transfer.threads import allow_short_naps
+from model.config import load_config
+from protocol.handshake import PROTOCOL_VERSION, EngineMetadata
+from protocol.messages import EngineReady
+from protocol.process.sigterm import ignore_sigterm
+
+
+def lead(config: EngineConfig, factory: ConnectorFactory) -> None:
+    transport = EngineTransport(config.http_address)
+    leader = Leader(config.control_address, config.tp)
+    try:
+        with starting():
+            core, rank, ready = _build(config, factory, leader, transport)
+    except Exception as error:
+        ignore_sigterm()
+        transport.send_failed(reason_of(error))
+        transport.close()
+        raise
+    rank.ready()
+    transport.send_ready(ready)
+    allow_short_naps()
+    try:
+        core.run()
+    except Exception as error:
+        leader.others.blame(error)
+        transport.send_failed(reason_of(error))
+        raise
+    finally:
+        core.role.close()
+        rank.service.close()
+        leader.close()
+        transport.close()
+
+
+def _build(
+    config: EngineConfig, factory: ConnectorFactory, leader: Leader, transport: EngineTransport
+) -> tuple[EngineCore, Rank, EngineReady]:
+    model_config = load_config(config.model_dir)
+    grammars = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
+    rank = Rank(config, model_config, 0, factory, on_listening=leader.share_port)
+    num_blocks = leader.agree_on_blocks(rank.size.num_blocks)
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=rank.longest_sequence(num_blocks),
+        block_size=config.tokens_per_block,
+    )
+    rank.allocate(num_blocks)
+    leader.runner = rank.runner
+    metadata = EngineMetadata(
+        protocol_version=PROTOCOL_VERSION,
+        engine_id=config.engine_id,
+        incarnation=config.incarnation,
+        compat=rank.context.compat,
+        tp_size=config.tp,
+        dcp_size=config.dcp,
+        ranks=leader.collect(rank.metadata),
+    )
+    rank.service.start()
+    role = factory.make_role(rank.context, metadata, transport)
+    scheduler = Scheduler.of_blocks(limits, num_blocks, cached=config.enable_prefix_caching)
+    core = EngineCore(scheduler, leader, role, transport, grammars)
+    ready = EngineReady(
+        num_blocks=num_blocks - 1,
+        block_size=limits.block_size,
+        max_model_len=limits.max_model_len,
+        vocab_size=model_config.vocab_size,
+        side_channel_port=role.side_channel_port(),
+    )
+    return core, rank, ready

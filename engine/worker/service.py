@@ -1,0 +1,53 @@
+"""What a server adds to the ranks of its engine: a service on each, a connector on rank 0."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.core.connector import KVConnector
+from engine.process.transport import EngineTransport
+from kvcache.pool import KVPool
+from kvcache.stepping import Stepping
+from kvcache.transfer.agent import TransferAgent
+from protocol.handshake import CompatRecord, EngineMetadata
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a role finds on one rank once its KV is allocated."""
+
+    config: EngineConfig
+    rank: int
+    pool: KVPool
+    agent: TransferAgent
+    compat: CompatRecord
+    stepping: Stepping  # whether the rank computes
+
+
+class RankService(ABC):
+    """What a role runs on a rank beside the engine. Making it registers the rank's KV with the
+    rank's agent, which the service owns from `start` on."""
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class ConnectorFactory(ABC):
+    """Makes the role-specific parts of an engine process."""
+
+    def reserved_bytes(self, config: EngineConfig) -> int:
+        """What the service of a rank takes of its device's memory, beside the KV pool."""
+        return 0
+
+    @abstractmethod
+    def make_service(self, context: RankContext) -> RankService:
+        """Called on every rank, once."""
+
+    @abstractmethod
+    def make_role(
+        self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
+    ) -> KVConnector:
+        """Called on rank 0, after `make_service`."""

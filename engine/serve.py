@@ -12,10 +12,8 @@ import contextlib
 import gc
 import logging
 import os
-import secrets
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,48 +22,33 @@ from typing import Any
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from msgspec.structs import replace
 
-from attention.support import UnsupportedPool
-from engine.config import EngineConfig
-from engine.geometry import check_attention, check_geometry, check_staging, check_weights
-from engine.http.app import ServerHooks, create_app
-from engine.http.generation_config import read_generation_config
-from engine.http.middleware import KV_PARAMS_BYTES
+from engine.http.api import Api
+from engine.http.app import create_app
+from engine.http.hooks import KV_PARAMS_BYTES, ServerHooks
+from engine.prepare import StartFailure, prepare, read_for_answers
 from engine.process.client import Engine, EngineClient
-from engine.process.launch import EngineProcesses, new_incarnation
-from engine.text.tokenizer import Tokenizer
-from model.config import ModelConfig, load_config
-from model.fingerprint import fingerprint
+from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
-from model.kv_scales import resolve_scales
 from protocol.errors import EngineDied
 from protocol.http.connections import bound_clients, bounded_protocol, raise_file_limit
 from protocol.ipc.listening import bind
-from protocol.messages import EngineReady
-from protocol.openai.sampling import GenerationConfig
 from protocol.process import lifecycle
-from protocol.process.cores import available_cores
 from protocol.process.logging import setup_logging
 from protocol.process.standard_streams import open_standard_streams
 from protocol.settings.cluster_secret import cluster_secret
-from protocol.settings.settings import DecodeSettings, EngineSettings, PrefillSettings, describe
-from protocol.version import system_fingerprint
+from protocol.settings.settings import DecodeSettings, PrefillSettings, describe
 
 logger = logging.getLogger("baton.serve")
 
 _START_TIMEOUT_S = 600.0
 _LEASES = "baton_leases_held"  # among an engine's stats
-_LOOK_S = 0.02  # how often they are looked at by a server that ends
+_LEASES_POLL_INTERVAL_S = 0.02
 _ENDING_S = 5.0  # for the processes of an engine that failed or hung up
 _KILLED = 130  # exit status, as of `baton up`
 _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
 
 HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
-
-
-class StartFailure(Exception):
-    """Why the server cannot start, in a sentence for the operator."""
 
 
 def run_server(
@@ -153,40 +136,24 @@ class _Server:
 
     async def _start_and_serve(self, listener: socket.socket) -> int:
         model_dir = await self._or_stop(_in_daemon_thread(_RESOLVER, self._resolve_model))
-        model_config = load_config(model_dir)
-        defaults = _request_defaults(self.settings, model_dir)
-        config = self._engine_config(model_dir, model_config)
-        check_weights(config, model_config)
-        layout = check_geometry(config, model_config)
-        _check_attention(config, model_config)
-        if isinstance(self.settings, DecodeSettings):
-            check_staging(config, layout)
-        else:  # better known before weights are loaded
-            port = self.settings.side_channel_port
-            bind(self.settings.host, port, "--side-channel-port").close()
-        config = replace(config, kv_scales=_kv_scales(self.settings, model_dir, model_config))
-        client = EngineClient(config.http_address)
+        prepared = prepare(self.settings, self.role, self.secret, model_dir, self.processes.address)
+        client = EngineClient(prepared.config.http_address)
         await client.start()
         try:
-            self.processes.start(config)
+            self.processes.start(prepared.config)
             lifecycle.report_progress("loading the model")
             # Before the weights are there: what is wrong with these files is known in a second.
-            tokenizer = await asyncio.to_thread(Tokenizer.from_directory, model_dir)
-            told = await asyncio.to_thread(self._fingerprint, model_config, model_dir)
-            app = create_app(client, tokenizer, self.settings, self.hooks, told, defaults)
+            tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
+            api = Api(client, tokenizer, self.settings, self.hooks, fingerprint, prepared.defaults)
+            app = create_app(api)
             try:
-                await app.state.grammars.start()
+                await api.grammars.start()
                 ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
-                return await self._serve(listener, client, app, ready)
+                return await self._serve(listener, client, app, ready.side_channel_port)
             finally:
-                app.state.grammars.close()
+                api.grammars.close()
         finally:
             await client.close()
-
-    def _fingerprint(self, config: ModelConfig, model_dir: Path) -> str:
-        settings = self.settings
-        found = fingerprint(config, model_dir, load_format=settings.load_format, seed=settings.seed)
-        return system_fingerprint(found)
 
     def _resolve_model(self) -> Path:
         return resolve_model(
@@ -211,9 +178,9 @@ class _Server:
     async def _serve(
         self,
         listener: socket.socket,
-        client: EngineClient,
+        client: Engine,
         app: FastAPI,
-        ready: EngineReady,
+        side_channel_port: int | None,
     ) -> int:
         server = _HttpServer(
             uvicorn.Config(
@@ -233,7 +200,7 @@ class _Server:
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         logger.info("%s serves at http://%s:%d", self.role, self.settings.host, port)
-        lifecycle.report_ready({"port": port, "side_channel_port": ready.side_channel_port})
+        lifecycle.report_ready({"port": port, "side_channel_port": side_channel_port})
         stopping = asyncio.ensure_future(self.stop.wait())
         hung = asyncio.ensure_future(self._watch_for_hang(client))
         assert self.failure is not None
@@ -263,7 +230,7 @@ class _Server:
         while client.stats.get(_LEASES, 0) and not self.failure.done():
             if self.loop.time() >= until:
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_LEASES_POLL_INTERVAL_S)
 
     async def _watch_for_hang(self, client: Engine) -> None:
         """Gives up an engine whose processes live but do not get on: a stopped rank, a GPU or a
@@ -280,91 +247,6 @@ class _Server:
             await asyncio.sleep(_ENDING_S)
             reason = client.failure or "the engine hung up, and its process does not end"
         self._engine_ended(reason)
-
-    def _engine_config(self, model_dir: Path, model_config: ModelConfig) -> EngineConfig:
-        settings = self.settings
-        device: str = settings.device
-        dtype: str = settings.dtype
-        if device == "auto":
-            device = "cuda" if _has_gpu() else "cpu"
-        if dtype == "auto":
-            # On a GPU the attention kernels and all products want 16 bits; files of full precision
-            # or quantised (GGUF) name none of them.
-            on_gpu = "bfloat16" if model_config.dtype == "float32" else model_config.dtype
-            dtype = "float32" if device == "cpu" else on_gpu
-        fields = type(settings).model_fields.keys() & set(EngineConfig.__struct_fields__)
-        options = {name: getattr(settings, name) for name in fields}
-        options |= {
-            "role": self.role,
-            "engine_id": f"{self.role}-{secrets.token_hex(8)}",
-            "incarnation": new_incarnation(),
-            "model_dir": str(model_dir),
-            "device": device,
-            "devices": _devices(settings, device),
-            "dtype": dtype,
-            "kv_scales": [],  # once the model's are read
-            "max_num_batched_tokens": settings.batched_tokens_for(device),
-            "threads": settings.threads or max(1, available_cores() // settings.tp),
-            "http_address": self.processes.address("http"),
-            "control_address": self.processes.address("ranks"),
-            "transfer_address": self.processes.address("pulls"),
-            "cluster_secret": self.secret,
-        }
-        if isinstance(settings, PrefillSettings):
-            options["side_channel_host"] = settings.host
-            options["side_channel_advertise"] = settings.advertised_host
-        if isinstance(settings, DecodeSettings):
-            options["transfer"] = settings.transfer_for(device)
-        return EngineConfig(**options)
-
-
-def _request_defaults(settings: EngineSettings, model_dir: Path) -> GenerationConfig:
-    """What requests get where they do not say, beside OpenAI's defaults."""
-    if settings.generation_config == "none":
-        return GenerationConfig()
-    found = read_generation_config(model_dir)
-    if given := found.model_dump(exclude_unset=True):
-        told = ", ".join(f"{name} {value:g}" for name, value in given.items())
-        logger.info(
-            "requests that do not say get %s, of the model's generation_config.json "
-            "(--generation-config none: OpenAI's defaults)",
-            told,
-        )
-    return found
-
-
-def _kv_scales(settings: EngineSettings, model_dir: Path, model_config: ModelConfig) -> list[float]:
-    """What FP8 KV is scaled by, and nothing for another dtype."""
-    if settings.kv_cache_dtype == "auto":
-        return []
-    scales = resolve_scales(
-        settings.kv_scales, model_config, model_dir, load_format=settings.load_format
-    )
-    logger.info(
-        "KV is stored as %s, with scales of %g to %g",
-        settings.kv_cache_dtype,
-        min(scales),
-        max(scales),
-    )
-    return list(scales)
-
-
-def _devices(settings: EngineSettings, device: str) -> list[int]:
-    """The GPU of each rank of an engine on `device`."""
-    if settings.devices and device != "cuda":
-        raise StartFailure(
-            f"--devices {','.join(map(str, settings.devices))} names GPUs and this server runs on "
-            f"the CPU (--device {settings.device}; is the driver there, and torch built with "
-            "CUDA?): leave it out, or see what `baton doctor` finds"
-        )
-    if not settings.devices:
-        return list(range(settings.tp))
-    if len(settings.devices) != settings.tp:
-        raise StartFailure(
-            f"--devices names {len(settings.devices)} GPUs ({settings.devices}) for {settings.tp} "
-            "ranks: name one for each, or change --tp"
-        )
-    return list(settings.devices)
 
 
 def _in_daemon_thread(name: str, work: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -391,21 +273,3 @@ def _in_daemon_thread(name: str, work: Callable[[], Any]) -> asyncio.Future[Any]
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-def _check_attention(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Raises UnsupportedPool, unless there is more to say: that there is no GPU, say the ranks."""
-    try:
-        check_attention(config, model_config)
-    except UnsupportedPool:
-        if config.device != "cuda" or _has_gpu():
-            raise
-
-
-def _has_gpu() -> bool:
-    """Whether an NVIDIA GPU is here, without loading torch."""
-    try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return found.returncode == 0 and b"GPU" in found.stdout

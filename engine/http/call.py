@@ -5,21 +5,19 @@ error; a later failure ends the stream with an error event and no [DONE].
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.http.choice import ChoiceStream
+from engine.http.choice import ChoiceGroup, ChoiceStream
 from engine.http.hooks import ServerHooks
 from engine.http.middleware import (
     CLIENT_GONE,
     cancelled_on_disconnect,
     error_response,
 )
-from engine.http.prompt import Prompt
 from engine.http.request_stats import RequestStats
 from engine.process.client import Subscription
 from protocol.errors import BatonError, InternalError, from_code
@@ -32,14 +30,6 @@ from protocol.openai.responses import add_kv
 from protocol.process.logging import get_logger
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class ChoiceGroup:
-    """One prompt and the choices drawn for it."""
-
-    prompt: Prompt
-    choices: list[ChoiceStream]
 
 
 class PromptGeneration:

@@ -1,12 +1,15 @@
 """One choice's answer: deltas of token ids in, pieces of text out. Pure, no I/O."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.http.prompt import Namer, Prompt
+from engine.http.text_encoder import given_texts
+from engine.http.tools import new_tool_parser
 from engine.text.detokenizer import StopFinder, create_detokenizer
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import ToolParser
-from protocol.messages import TokenDelta, TokenLogprobs
+from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
 from protocol.openai.api import ChoicePiece, GenerationRequest
 
 
@@ -140,3 +143,39 @@ def _take_calls_out(piece: ChoicePiece, parser: ToolParser) -> None:
         piece.tool_calls += parser.wanted(rest.calls)
         if piece.finish_reason == "stop" and parser.num_calls:
             piece.finish_reason = "tool_calls"
+
+
+@dataclass(frozen=True)
+class ChoiceGroup:
+    """One prompt and the choices drawn for it."""
+
+    prompt: Prompt
+    choices: list[ChoiceStream]
+
+
+def choice_groups(
+    parsed: GenerationRequest,
+    adds: Sequence[AddRequest],
+    tokenizer: Tokenizer,
+    tool_call_parser: str,
+) -> dict[str, ChoiceGroup]:
+    """The choices of each prompt of a request, by the id of what the engine was asked."""
+    namer = Namer(tokenizer, as_ids=parsed.return_tokens_as_token_ids)
+    groups: dict[str, ChoiceGroup] = {}
+    for number, (add, given) in enumerate(zip(adds, given_texts(parsed), strict=True)):
+        prompt = Prompt(parsed, add.token_ids, given, tokenizer, namer)
+        choices = [
+            ChoiceStream(
+                number * add.num_choices + choice,
+                parsed,
+                prompt,
+                tokenizer,
+                namer,
+                max_tokens=add.max_tokens,
+                end_ids=add.stop_token_ids,
+                tool_parser=new_tool_parser(parsed, tool_call_parser, tokenizer),
+            )
+            for choice in range(add.num_choices)
+        ]
+        groups[add.request_id] = ChoiceGroup(prompt, choices)
+    return groups

@@ -1,29 +1,15 @@
-"""What engine/http/app.py needs to be told by the server that it serves."""
+"""What a server adds to the HTTP application."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai.api import GenerationRequest
 
-
-class HttpSettings(Protocol):
-    """The settings that this module reads."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def served_model_name(self) -> str | None: ...
-    @property
-    def max_body_bytes(self) -> int: ...
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def cors_origin(self) -> tuple[str, ...]: ...
-    @property
-    def tool_call_parser(self) -> str: ...
-    @property
-    def grammar_timeout_s(self) -> float: ...
+# kv_transfer_params, which a proxy adds to a request, do not count as the client's. They carry a
+# prompt's logprobs where those are wanted: 20 bytes each, 20 of them at every token.
+LOGPROB_BYTES = 20
+KV_PARAMS_BYTES = 2**26
 
 
 class ServerHooks:
@@ -43,7 +29,7 @@ class ServerHooks:
 
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         """The text digest and the token ids of the one prompt, where a holder of the cluster
-        secret tells them; see http_text.text_digest."""
+        secret tells them; see text_encoder.text_digest."""
         return None
 
     def admit(

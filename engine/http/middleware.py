@@ -7,21 +7,28 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protocol.errors import BatonError, InvalidRequest, NoServerAvailable, PayloadTooLarge
+from engine.http.hooks import KV_PARAMS_BYTES
+from protocol.errors import (
+    BatonError,
+    InternalError,
+    InvalidRequest,
+    NoServerAvailable,
+    PayloadTooLarge,
+)
 from protocol.http import body as http_body
 from protocol.http.body import ClientDisconnected
 from protocol.http.connections import refusal
-from protocol.process.logging import request_context
+from protocol.process.logging import get_logger, request_context
+
+log = get_logger(__name__)
 
 CLIENT_GONE = 499  # what proxies log for it; nobody reads it
-# kv_transfer_params, which a proxy adds to a request, do not count as the client's. They carry a
-# prompt's logprobs where those are wanted: 20 bytes each, 20 of them at every token.
-LOGPROB_BYTES = 20
-KV_PARAMS_BYTES = 2**26
 
 
 class RequestIdMiddleware:
@@ -164,3 +171,28 @@ async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
 def now_s() -> float:
     """Seconds on a monotonic clock, for latencies."""
     return time.perf_counter()
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(BatonError)
+    async def on_baton_error(request: Request, error: BatonError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(ClientDisconnected)
+    async def on_client_gone(request: Request, error: ClientDisconnected) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path[:200]
+        if error.status_code == 404:
+            return plain_error(404, f"There is no {path} here.", "not_found")
+        if error.status_code == 405:
+            message = f"{path} does not take {request.method}."
+            return plain_error(405, message, "method_not_allowed", error.headers)
+        return plain_error(error.status_code, str(error.detail), "http_error")
+
+    @app.exception_handler(Exception)
+    async def on_any_error(request: Request, error: Exception) -> Response:
+        log.exception("unexpected error", exc_info=error)
+        return error_response(InternalError("The server failed on this request."))

@@ -3,7 +3,6 @@
 import fcntl
 import logging
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -140,8 +139,3 @@ class EngineProcesses:
             self._stopping = True
         lifecycle.terminate(self._children, grace_s)
         self._folder.remove()
-
-
-def new_incarnation() -> str:
-    """An id that no other start of any engine has."""
-    return secrets.token_hex(8)

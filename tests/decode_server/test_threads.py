@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # A rank as it is, but that its transfer thread cannot use its agent.
 _BROKEN_ROLE = """
 import threading
-from decode_server.connector import DecodeRoleFactory
+from decode_server.connector import DecodeConnectorFactory
 from engine.worker.worker import main
 from kvcache.transfer.nixl_agent import NixlAgent
 
@@ -25,12 +25,12 @@ def bind_thread(agent):
 
 NixlAgent.bind_thread = bind_thread
 if __name__ == "__main__":
-    main(DecodeRoleFactory())
+    main(DecodeConnectorFactory())
 """
 
 _SERVER = """
 import sys
-from engine.http.app import ServerHooks
+from engine.http.hooks import ServerHooks
 from engine.serve import run_server
 from protocol.settings.settings import DecodeSettings, parse
 

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import uvicorn
 
-from engine.http.app import ServerHooks, create_app
-from engine.http.middleware import KV_PARAMS_BYTES
+from engine.http.api import Api
+from engine.http.app import create_app
+from engine.http.hooks import KV_PARAMS_BYTES, ServerHooks
 from engine.process.client import ScriptedEngine, count_up
 from engine.text.tokenizer import Tokenizer
 from protocol.http.connections import bounded_protocol
@@ -71,10 +72,10 @@ async def serving(
     engine = ScriptedEngine(script, ready)
     await engine.start()
     settings = Settings(max_body_bytes=max_body, cors_origin=origins)
-    app = create_app(engine, tokenizer, settings, hooks or ServerHooks(), fingerprint, config)
+    api = Api(engine, tokenizer, settings, hooks or ServerHooks(), fingerprint, config)
     options = ListenOptions(max_body_bytes=max_body, client_timeout_s=WAIT_S)
     http = bounded_protocol(options, KV_PARAMS_BYTES)
-    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", http=http)
+    config = uvicorn.Config(create_app(api), port=0, log_level="warning", lifespan="off", http=http)
     server = uvicorn.Server(config)
     listener = config.bind_socket()
     listener.listen()
@@ -84,12 +85,12 @@ async def serving(
         async with httpx.AsyncClient(
             base_url=url, timeout=WAIT_S, trust_env=False, verify=False
         ) as http:
-            yield Server(engine, http, app.state.metrics)
+            yield Server(engine, http, api.metrics)
     finally:
         server.should_exit = True
         await engine.close()
         await task
-        app.state.grammars.close()
+        api.grammars.close()
         listener.close()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.http.generation_config import read_generation_config
+from engine.prepare import read_generation_config
 from engine.text.tokenizer import Tokenizer
 from model.errors import ModelLoadError
 from protocol.openai.sampling import GenerationConfig

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.http.app import ServerHooks
-from engine.http.generate import Api
+from engine.http.hooks import ServerHooks
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import (
     AddRequest,
@@ -415,7 +414,7 @@ async def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_eng
 
     async with serving(tokenizer, hangs) as server:
         with monkeypatch.context() as patched:
-            patched.setattr(Api, "_groups", fails)
+            patched.setattr("engine.http.generate.choice_groups", fails)
             assert (await server.post()).status_code == 500
         assert server.engine.aborted == [server.engine.added[0].request_id]
         assert server.engine.num_open == 0

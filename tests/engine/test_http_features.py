@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.http.generate import Api
+from engine.http.api import Api
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, EngineReady, TokenDelta, TokenLogprobs
 from tests.engine.http_server import USAGE, chunks, saying, serving

@@ -10,7 +10,7 @@ import pytest
 
 from decode_server.failure import FailurePolicy
 from decode_server.server import DecodeHooks
-from engine.http.generate import CHAT
+from engine.http.endpoints import ENDPOINTS
 from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder, text_digest
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
@@ -193,8 +193,8 @@ async def test_large_bodies_are_checked_aside(
         threads.append(threading.get_ident())
         return parse_chat(members)
 
-    chat = ("/v1/chat/completions", replace(CHAT, parse=parse))
-    monkeypatch.setattr("engine.http.app._ENDPOINTS", (chat,))
+    path = "/v1/chat/completions"
+    monkeypatch.setitem(ENDPOINTS, path, replace(ENDPOINTS[path], parse=parse))
 
     async with serving(
         tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=1_000_000

@@ -15,9 +15,12 @@ import pytest
 
 from attention.support import UnsupportedPool
 from engine.config import EngineConfig
-from engine.http.app import ServerHooks, create_app
+from engine.http.api import Api
+from engine.http.app import create_app
+from engine.http.hooks import ServerHooks
+from engine.prepare import StartFailure, _devices, engine_config
 from engine.process.client import ScriptedEngine
-from engine.serve import StartFailure, _devices, _Server, _told
+from engine.serve import _Server, _told
 from engine.text.tokenizer import Tokenizer
 from model.config import load_config
 from protocol.ipc.listening import CannotListen, bind
@@ -32,7 +35,7 @@ _RESOLVING_FOR_EVER = """
 import os, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import engine.serve
-from engine.http.app import ServerHooks
+from engine.http.hooks import ServerHooks
 from protocol.settings.settings import PrefillSettings
 
 def resolve(*args, **options):
@@ -87,8 +90,8 @@ def _serving(engine: _EndingEngine, **options: Any) -> tuple[_Server, _EndingEng
 async def _serve(
     server: _Server, listener: socket.socket, tokenizer: Tokenizer, engine: _EndingEngine
 ) -> int:
-    app = create_app(engine, tokenizer, server.settings, server.hooks)
-    return await server._serve(listener, engine, app, READY)  # type: ignore[arg-type]
+    app = create_app(Api(engine, tokenizer, server.settings, server.hooks))
+    return await server._serve(listener, engine, app, READY.side_channel_port)  # type: ignore[arg-type]
 
 
 async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokenizer) -> None:
@@ -205,7 +208,7 @@ async def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
     def start(config: EngineConfig) -> None:
         raise _Started
 
-    monkeypatch.setattr("engine.serve._has_gpu", lambda: has_gpu)
+    monkeypatch.setattr("engine.prepare._has_gpu", lambda: has_gpu)
     options = {"model": str(ensure_model("gqa")), "device": device}
 
     server, _ = _serving(_EndingEngine(), attention_backend="flashinfer", **options)
@@ -285,10 +288,8 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
         ("bfloat16", "cpu", "float32"),
     ],
 )
-async def test_the_dtype_that_auto_means(saved: str, device: str, chosen: str) -> None:
+def test_the_dtype_that_auto_means(saved: str, device: str, chosen: str) -> None:
     folder = ensure_model("gqa")
     model = dataclasses.replace(load_config(folder), dtype=saved)
-    server, _ = _serving(_EndingEngine(), device=device)
-    found = server._engine_config(folder, model).dtype
-    server.processes.stop(1.0)
-    assert found == chosen
+    settings = PrefillSettings(_cli_parse_args=[], device=device)
+    assert engine_config(settings, "prefill", b"", folder, model, str).dtype == chosen

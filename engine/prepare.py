@@ -1,0 +1,213 @@
+"""From settings and model files to what an engine is started with, or the reason why it cannot be.
+
+All that can be known without torch is found wrong here, before any process is started.
+"""
+
+import json
+import logging
+import secrets
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from attention.support import UnsupportedPool
+from engine.config import EngineConfig
+from engine.geometry import check_attention, check_geometry, check_staging, check_weights
+from engine.text.tokenizer import Tokenizer
+from model.config import ModelConfig, load_config
+from model.errors import ModelLoadError
+from model.fingerprint import fingerprint
+from model.kv_scales import resolve_scales
+from protocol.errors import InvalidRequest
+from protocol.ipc.listening import bind
+from protocol.openai.requests import validate
+from protocol.openai.sampling import GenerationConfig
+from protocol.process.cores import available_cores
+from protocol.settings.settings import DecodeSettings, EngineSettings, PrefillSettings
+from protocol.version import system_fingerprint
+
+logger = logging.getLogger("baton.serve")
+
+
+class StartFailure(Exception):
+    """Why the server cannot start, in a sentence for the operator."""
+
+
+class Prepared(NamedTuple):
+    config: EngineConfig
+    model_config: ModelConfig
+    defaults: GenerationConfig  # what requests get where they do not say
+
+
+def prepare(
+    settings: PrefillSettings | DecodeSettings,
+    role: str,
+    secret: bytes,
+    model_dir: Path,
+    address: Callable[[str], str],
+) -> Prepared:
+    """What to start.
+
+    Args:
+        secret: the cluster's.
+        address: of a socket of this engine, by its name.
+
+    Raises:
+        StartFailure, ValueError, OSError: options, model and machine do not go together.
+    """
+    model_config = load_config(model_dir)
+    defaults = _request_defaults(settings, model_dir)
+    config = engine_config(settings, role, secret, model_dir, model_config, address)
+    check_weights(config, model_config)
+    layout = check_geometry(config, model_config)
+    _check_attention(config, model_config)
+    if isinstance(settings, DecodeSettings):
+        check_staging(config, layout)
+    else:  # better known before weights are loaded
+        bind(settings.host, settings.side_channel_port, "--side-channel-port").close()
+    config = replace(config, kv_scales=_kv_scales(settings, model_dir, model_config))
+    return Prepared(config, model_config, defaults)
+
+
+def read_for_answers(prepared: Prepared) -> tuple[Tokenizer, str]:
+    """The tokenizer, and the `system_fingerprint` of answers, for which weights' files are read."""
+    config = prepared.config
+    folder = Path(config.model_dir)
+    tokenizer = Tokenizer(folder)  # the sooner its mistakes are told
+    found = fingerprint(
+        prepared.model_config, folder, load_format=config.load_format, seed=config.seed
+    )
+    return tokenizer, system_fingerprint(found)
+
+
+def engine_config(
+    settings: PrefillSettings | DecodeSettings,
+    role: str,
+    secret: bytes,
+    model_dir: Path,
+    model_config: ModelConfig,
+    address: Callable[[str], str],
+) -> EngineConfig:
+    device: str = settings.device
+    dtype: str = settings.dtype
+    if device == "auto":
+        device = "cuda" if _has_gpu() else "cpu"
+    if dtype == "auto":
+        # On a GPU the attention kernels and all products want 16 bits; files of full precision
+        # or quantised (GGUF) name none of them.
+        on_gpu = "bfloat16" if model_config.dtype == "float32" else model_config.dtype
+        dtype = "float32" if device == "cpu" else on_gpu
+    fields = type(settings).model_fields.keys() & set(EngineConfig.__struct_fields__)
+    options = {name: getattr(settings, name) for name in fields}
+    options |= {
+        "role": role,
+        "engine_id": f"{role}-{secrets.token_hex(8)}",
+        "incarnation": secrets.token_hex(8),  # that no other start of any engine has
+        "model_dir": str(model_dir),
+        "device": device,
+        "devices": _devices(settings, device),
+        "dtype": dtype,
+        "kv_scales": [],  # once the model's are read
+        "max_num_batched_tokens": settings.batched_tokens_for(device),
+        "threads": settings.threads or max(1, available_cores() // settings.tp),
+        "http_address": address("http"),
+        "control_address": address("ranks"),
+        "transfer_address": address("pulls"),
+        "cluster_secret": secret,
+    }
+    if isinstance(settings, PrefillSettings):
+        options["side_channel_host"] = settings.host
+        options["side_channel_advertise"] = settings.advertised_host
+    if isinstance(settings, DecodeSettings):
+        options["transfer"] = settings.transfer_for(device)
+    return EngineConfig(**options)
+
+
+def _request_defaults(settings: EngineSettings, model_dir: Path) -> GenerationConfig:
+    """What requests get where they do not say, beside OpenAI's defaults."""
+    if settings.generation_config == "none":
+        return GenerationConfig()
+    found = read_generation_config(model_dir)
+    if given := found.model_dump(exclude_unset=True):
+        told = ", ".join(f"{name} {value:g}" for name, value in given.items())
+        logger.info(
+            "requests that do not say get %s, of the model's generation_config.json "
+            "(--generation-config none: OpenAI's defaults)",
+            told,
+        )
+    return found
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """What of the file requests can say, too; nothing where there is no such file.
+
+    Raises:
+        ModelLoadError: a value that no request may have; names it, and how to do without.
+    """
+    path = folder / "generation_config.json"
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        known = {name: found.get(name) for name in GenerationConfig.model_fields}
+        given = {name: value for name, value in known.items() if value is not None}
+        return validate(GenerationConfig, given)
+    except FileNotFoundError:
+        return GenerationConfig()
+    except (InvalidRequest, ValueError, AttributeError) as error:
+        raise ModelLoadError(
+            f"{path}: {error} Correct it, or use --generation-config none."
+        ) from error
+
+
+def _kv_scales(settings: EngineSettings, model_dir: Path, model_config: ModelConfig) -> list[float]:
+    """What FP8 KV is scaled by, and nothing for another dtype."""
+    if settings.kv_cache_dtype == "auto":
+        return []
+    scales = resolve_scales(
+        settings.kv_scales, model_config, model_dir, load_format=settings.load_format
+    )
+    logger.info(
+        "KV is stored as %s, with scales of %g to %g",
+        settings.kv_cache_dtype,
+        min(scales),
+        max(scales),
+    )
+    return list(scales)
+
+
+def _devices(settings: EngineSettings, device: str) -> list[int]:
+    """The GPU of each rank of an engine on `device`."""
+    if settings.devices and device != "cuda":
+        raise StartFailure(
+            f"--devices {','.join(map(str, settings.devices))} names GPUs and this server runs on "
+            f"the CPU (--device {settings.device}; is the driver there, and torch built with "
+            "CUDA?): leave it out, or see what `baton doctor` finds"
+        )
+    if not settings.devices:
+        return list(range(settings.tp))
+    if len(settings.devices) != settings.tp:
+        raise StartFailure(
+            f"--devices names {len(settings.devices)} GPUs ({settings.devices}) for {settings.tp} "
+            "ranks: name one for each, or change --tp"
+        )
+    return list(settings.devices)
+
+
+def _check_attention(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Raises UnsupportedPool, unless there is more to say: that there is no GPU, say the ranks."""
+    try:
+        check_attention(config, model_config)
+    except UnsupportedPool:
+        if config.device != "cuda" or _has_gpu():
+            raise
+
+
+def _has_gpu() -> bool:
+    """Whether an NVIDIA GPU is here, without loading torch."""
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return found.returncode == 0 and b"GPU" in found.stdout

@@ -1,7 +1,7 @@
 """The HTTP process's side of the engine: requests out, tokens in.
 
-`EngineClient` talks to an engine process over a socket, `ScriptedEngine` plays one in memory. Both
-are `Engine`s, and all bookkeeping is in `Engine`: they differ in how a message gets out.
+`EngineClient` talks to an engine process over a socket; all bookkeeping is in `Engine`, which tests
+give a script to play.
 
     submit([AddRequest, ...]) -> Subscription -> batches of TokenDeltas, one terminal each
 
@@ -13,8 +13,7 @@ import asyncio
 import contextlib
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Sequence
 
 from engine.process.transport import MAX_BYTES, path_of
 from kvcache.transfer.wire import Wire, WireClosed
@@ -28,7 +27,6 @@ from protocol.messages import (
     EngineReady,
     EngineStats,
     ErrorInfo,
-    KVUsage,
     Outputs,
     Shutdown,
     TokenDelta,
@@ -48,7 +46,7 @@ def is_terminal(delta: TokenDelta) -> bool:
 class Subscription:
     """The deltas of some requests, in batches of what has arrived since the last look.
 
-    Use it as an async context manager: leaving it aborts whatever has not ended.
+    Closing it aborts whatever has not ended.
     """
 
     def __init__(self, engine: "Engine", requests: Iterable[AddRequest]) -> None:
@@ -108,17 +106,6 @@ class Subscription:
         self._retaining.clear()
         self._pending.clear()
 
-    async def __aenter__(self) -> "Subscription":
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 class Engine(ABC):
     """What engine/http/app.py needs to know of an engine."""
@@ -130,9 +117,8 @@ class Engine(ABC):
         self._subscriptions: dict[str, Subscription] = {}
         self._settled = asyncio.Event()  # ready or failed
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._was_heard = (
-            False  # since the last look: it spoke, or was given work after having none
-        )
+        # Since the last look: it spoke, or was given work after having none.
+        self._was_heard = False
 
     @property
     def healthy(self) -> bool:
@@ -195,13 +181,6 @@ class Engine(ABC):
             subscription.close()
             raise
         return subscription
-
-    async def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
-        """One request's deltas, ending after the terminal one; closing it early aborts."""
-        async with self.submit([request]) as subscription:
-            while batch := await subscription.next_batch():
-                for delta in batch:
-                    yield delta
 
     def send_abort(self, request_id: str, choice: int | None = None) -> None:
         """Asks for a request's end, or that of one of its choices."""
@@ -352,74 +331,3 @@ class EngineClient(Engine):
         except Exception as error:
             log.exception("the engine's messages cannot be read")
             self._fail(f"its messages cannot be read: {error}")
-
-
-Script = Callable[[AddRequest], AsyncIterator[TokenDelta]]
-
-
-async def count_up(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    """The default script: answers with the prompt's last token + 1, + 2, ... up to the limit."""
-    last = request.token_ids[-1]
-    for step in range(1, request.max_tokens + 1):
-        yield TokenDelta(request_id=request.request_id, token_ids=[last + step])
-        await asyncio.sleep(0)
-    yield TokenDelta(
-        request_id=request.request_id,
-        finish_reason="length",
-        usage=KVUsage(recomputed=len(request.token_ids)),
-    )
-
-
-SMALL_ENGINE = EngineReady(num_blocks=64, block_size=16, max_model_len=256, vocab_size=1000)
-
-
-class ScriptedEngine(Engine):
-    """An engine in memory that answers each request with what a script yields.
-
-    A script that returns without a terminal delta, or raises, leaves its request open: that is
-    how a test makes an engine hang. An abort ends the script and answers as the engine does.
-
-    Args:
-        script: an async generator function of the request.
-        ready: what the engine says of itself; None: it never becomes ready by itself.
-    """
-
-    def __init__(
-        self,
-        script: Script = count_up,
-        ready: EngineReady | None = SMALL_ENGINE,
-    ) -> None:
-        super().__init__()
-        self.added: list[AddRequest] = []
-        self.aborted: list[str] = []
-        self._script = script
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        if ready is not None:
-            self._take(ready)
-
-    async def close(self) -> None:
-        await super().close()
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    def say(self, message: EngineOutput) -> None:
-        """Plays a message of the engine."""
-        self._take(message)
-
-    def _send(self, message: EngineInput) -> None:
-        self.check_alive()
-        if isinstance(message, AddRequest):
-            self.added.append(message)
-            self._tasks[message.request_id] = asyncio.create_task(self._play(message))
-        elif isinstance(message, AbortRequest):
-            self.aborted.append(message.request_id)
-            self._tasks.pop(message.request_id).cancel()
-            delta = TokenDelta(
-                request_id=message.request_id, finish_reason="abort", usage=KVUsage()
-            )
-            asyncio.get_running_loop().call_soon(self._deliver, delta)
-
-    async def _play(self, request: AddRequest) -> None:
-        async for delta in self._script(request):
-            self._deliver(delta)

@@ -13,7 +13,6 @@ import uvicorn
 from engine.http.api import Api
 from engine.http.app import create_app
 from engine.http.hooks import KV_PARAMS_BYTES, ServerHooks
-from engine.process.client import ScriptedEngine, count_up
 from engine.text.tokenizer import Tokenizer
 from protocol.http.connections import bounded_protocol
 from protocol.http.sse import SSEParser
@@ -21,6 +20,7 @@ from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig
 from protocol.settings.settings import ListenOptions
+from tests.engine.scripted_engine import ScriptedEngine, count_up
 
 WAIT_S = 120.0
 CONTEXT = 64

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing
 from typing import Any
 
 import msgspec
 import pytest
 
-from engine.process.client import SMALL_ENGINE, Engine, EngineClient, ScriptedEngine
+from engine.process.client import Engine, EngineClient
 from kvcache.transfer.wire import framed
 from protocol.errors import EngineDied
 from protocol.messages import (
@@ -27,6 +27,7 @@ from protocol.messages import (
     decode_input,
     encode,
 )
+from tests.engine.scripted_engine import SMALL_ENGINE, ScriptedEngine, generate
 
 WAIT_S = 20.0
 
@@ -91,7 +92,7 @@ async def connected(socket_folder: Any) -> AsyncIterator[tuple[EngineClient, Rem
 
 
 async def collect(engine: Engine, request: AddRequest) -> list[TokenDelta]:
-    return [delta async for delta in engine.generate(request)]
+    return [delta async for delta in generate(engine, request)]
 
 
 def tokens(deltas: list[TokenDelta]) -> list[int]:
@@ -124,7 +125,7 @@ async def test_several_requests_share_one_subscription(socket_folder: Any) -> No
 
 async def test_a_request_is_open_until_every_choice_has_ended(socket_folder: Any) -> None:
     async with connected(socket_folder) as (client, remote):
-        async with client.submit([add("r", num_choices=2)]) as subscription:
+        with closing(client.submit([add("r", num_choices=2)])) as subscription:
             await remote.receive()
             for delta in (_delta("r", 1, finish="stop"), _delta("r", 2)):
                 await remote.send(Outputs([delta]))
@@ -148,7 +149,7 @@ async def test_an_error_ends_all_choices(socket_folder: Any) -> None:
 
 async def test_leaving_early_aborts_and_drops_what_still_comes(socket_folder: Any) -> None:
     async with connected(socket_folder) as (client, remote):
-        async with aclosing(client.generate(add("r"))) as answer:
+        async with aclosing(generate(client, add("r"))) as answer:
             asyncio.get_running_loop().create_task(remote.send(Outputs([_delta("r", 1)])))
             assert (await anext(answer)).token_ids == [1]
         assert await remote.receive() == add("r")
@@ -169,7 +170,7 @@ async def test_cancelling_aborts(socket_folder: Any) -> None:
 
 async def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder: Any) -> None:
     async with connected(socket_folder) as (client, remote):
-        async with client.submit([add("r")]) as subscription:
+        with closing(client.submit([add("r")])) as subscription:
             await remote.receive()
             subscription.abort("r")
             assert await remote.receive() == AbortRequest("r")
@@ -279,7 +280,7 @@ async def test_a_request_that_ends_while_the_client_closes_tells_nobody(socket_f
 async def test_silence_counts_only_while_requests_are_open() -> None:
     engine = ScriptedEngine(_silent)
     assert not engine.look(), "idle"
-    async with engine.submit([add("r")]):
+    with closing(engine.submit([add("r")])):
         assert not engine.look(), "its idle time is not held against it"
         assert engine.look()
         engine.submit([add("s")])
@@ -309,7 +310,7 @@ async def test_the_scripted_engine_answers_an_abort() -> None:
 
     engine = ScriptedEngine(silent)
     await engine.start()
-    async with engine.submit([add("r")]) as subscription:
+    with closing(engine.submit([add("r")])) as subscription:
         await subscription.next_batch()
         subscription.abort("r")
         (last,) = await subscription.next_batch()

@@ -19,7 +19,6 @@ from engine.http.api import Api
 from engine.http.app import create_app
 from engine.http.hooks import ServerHooks
 from engine.prepare import StartFailure, _devices, engine_config
-from engine.process.client import ScriptedEngine
 from engine.serve import _Server, _told
 from engine.text.tokenizer import Tokenizer
 from model.config import load_config
@@ -27,6 +26,7 @@ from protocol.ipc.listening import CannotListen, bind
 from protocol.messages import AddRequest, EngineFailed, TokenDelta
 from protocol.settings.settings import PrefillSettings
 from tests.engine.http_server import READY
+from tests.engine.scripted_engine import ScriptedEngine
 from tests.make_models import ensure_model
 
 _SECRET = "a secret of these tests"

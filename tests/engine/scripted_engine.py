@@ -1,0 +1,97 @@
+"""An engine in memory, which plays a script."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from engine.process.client import Engine
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineInput,
+    EngineOutput,
+    EngineReady,
+    KVUsage,
+    TokenDelta,
+)
+
+
+async def generate(engine: Engine, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
+    """One request's deltas, ending after the terminal one; closing it early aborts."""
+    subscription = engine.submit([request])
+    try:
+        while batch := await subscription.next_batch():
+            for delta in batch:
+                yield delta
+    finally:
+        subscription.close()
+
+
+Script = Callable[[AddRequest], AsyncIterator[TokenDelta]]
+
+
+async def count_up(request: AddRequest) -> AsyncIterator[TokenDelta]:
+    """The default script: answers with the prompt's last token + 1, + 2, ... up to the limit."""
+    last = request.token_ids[-1]
+    for step in range(1, request.max_tokens + 1):
+        yield TokenDelta(request_id=request.request_id, token_ids=[last + step])
+        await asyncio.sleep(0)
+    yield TokenDelta(
+        request_id=request.request_id,
+        finish_reason="length",
+        usage=KVUsage(recomputed=len(request.token_ids)),
+    )
+
+
+SMALL_ENGINE = EngineReady(num_blocks=64, block_size=16, max_model_len=256, vocab_size=1000)
+
+
+class ScriptedEngine(Engine):
+    """An engine in memory that answers each request with what a script yields.
+
+    A script that returns without a terminal delta, or raises, leaves its request open: that is
+    how a test makes an engine hang. An abort ends the script and answers as the engine does.
+
+    Args:
+        script: an async generator function of the request.
+        ready: what the engine says of itself; None: it never becomes ready by itself.
+    """
+
+    def __init__(
+        self,
+        script: Script = count_up,
+        ready: EngineReady | None = SMALL_ENGINE,
+    ) -> None:
+        super().__init__()
+        self.added: list[AddRequest] = []
+        self.aborted: list[str] = []
+        self._script = script
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        if ready is not None:
+            self._take(ready)
+
+    async def close(self) -> None:
+        await super().close()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def say(self, message: EngineOutput) -> None:
+        """Plays a message of the engine."""
+        self._take(message)
+
+    def _send(self, message: EngineInput) -> None:
+        self.check_alive()
+        if isinstance(message, AddRequest):
+            self.added.append(message)
+            self._tasks[message.request_id] = asyncio.create_task(self._play(message))
+        elif isinstance(message, AbortRequest):
+            self.aborted.append(message.request_id)
+            self._tasks.pop(message.request_id).cancel()
+            delta = TokenDelta(
+                request_id=message.request_id, finish_reason="abort", usage=KVUsage()
+            )
+            asyncio.get_running_loop().call_soon(self._deliver, delta)
+
+    async def _play(self, request: AddRequest) -> None:
+        async for delta in self._script(request):
+            self._deliver(delta)

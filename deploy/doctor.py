@@ -5,7 +5,6 @@ running server.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -43,64 +42,47 @@ def links(host: Host, nbytes: int) -> list[Link]:
 
 def advice(host: Host, found: Sequence[Link]) -> list[str]:
     """What should be changed, each with its fix."""
-    notes = []
-    if host.packages["nixl"] is None:
-        notes.append("NIXL is not installed: no KV moves between hosts. Fix: pip install nixl.")
-    if host.gpus and host.packages["triton"] is None:
-        notes.append("Triton is not installed: no mapped path. Fix: pip install triton.")
-    if host.gpus and host.packages["flashinfer-python"] is None:
-        notes.append("FlashInfer is not installed. Fix: pip install flashinfer-python.")
-    if len(host.gpus) > 1 and not host.peer_access:
-        notes.append(f"No GPU can read another's memory. {SLOW_GPU_FIX}")
+    gpus, rdma = host.gpus, ", ".join(host.rdma_devices)
+    lacks = {name for name, version in host.packages.items() if version is None}
     tls = host.ucx_environment.get("UCX_TLS", "all")
-    if host.gpus and tls != "all" and "cuda" not in tls:
-        notes.append(f"UCX_TLS={tls} leaves out cuda_ipc and cuda_copy. Fix: unset UCX_TLS.")
-    if not host.gpus and not host.can_read_peers:
-        notes.append(
-            "kernel.yama.ptrace_scope is above 1: servers cannot map each other's memory. Fix: "
-            "sysctl kernel.yama.ptrace_scope=1, or --transfer nixl."
-        )
-    if host.shm_bytes < _MIN_SHM_BYTES:
-        notes.append(
-            f"/dev/shm has {host.shm_bytes >> 20} MiB left; NCCL and UCX want more. Fix: in "
-            "compose, shm_size: 1gb or ipc: host."
-        )
-    return notes + _advice_on_rdma(host) + _advice_on_links(host, found)
+    memlock, shm = host.memlock_bytes, f"/dev/shm has {host.shm_bytes >> 20} MiB left"
+    notes: dict[str, object] = {
+        "NIXL is not installed: no KV moves between hosts. Fix: pip install nixl.":
+            "nixl" in lacks,
+        "Triton is not installed: no mapped path. Fix: pip install triton.":
+            gpus and "triton" in lacks,
+        "FlashInfer is not installed. Fix: pip install flashinfer-python.":
+            gpus and "flashinfer-python" in lacks,
+        f"No GPU can read another's memory. {SLOW_GPU_FIX}":
+            len(gpus) > 1 and not host.peer_access,
+        f"UCX_TLS={tls} leaves out cuda_ipc and cuda_copy. Fix: unset UCX_TLS.":
+            gpus and tls != "all" and "cuda" not in tls,
+        "kernel.yama.ptrace_scope is above 1: servers cannot map each other's memory. Fix: "
+        "sysctl kernel.yama.ptrace_scope=1, or --transfer nixl.":
+            not gpus and not host.can_read_peers,
+        f"{shm}; NCCL and UCX want more. Fix: in compose, shm_size: 1gb or ipc: host.":
+            host.shm_bytes < _MIN_SHM_BYTES,
+        f"This host has RDMA devices ({rdma}) and /dev/infiniband is not here: KV moves over "
+        "TCP between hosts. Fix: in compose, devices: /dev/infiniband.":
+            rdma and not host.rdma_usable,
+        f"RDMA ({rdma}) locks the KV pool in memory, and {memlock >> 20} MiB may be locked. Fix: "
+        "ulimit -l unlimited; in compose, ulimits: memlock: -1.":
+            rdma and host.rdma_usable and 0 <= memlock < _MIN_MEMLOCK_BYTES,
+    }  # fmt: skip
+    return [note for note, holds in notes.items() if holds] + [*filter(None, map(_on_link, found))]
 
 
-def _advice_on_rdma(host: Host) -> list[str]:
-    if not host.rdma_devices:
-        return []
-    names = ", ".join(host.rdma_devices)
-    if not host.rdma_usable:
-        return [
-            f"This host has RDMA devices ({names}) and /dev/infiniband is not here: KV moves over "
-            "TCP between hosts. Fix: in compose, devices: /dev/infiniband."
-        ]
-    if 0 <= host.memlock_bytes < _MIN_MEMLOCK_BYTES:
-        return [
-            f"RDMA ({names}) locks the KV pool in memory, and {host.memlock_bytes >> 20} MiB may "
-            "be locked. Fix: ulimit -l unlimited; in compose, ulimits: memlock: -1."
-        ]
-    return []
-
-
-def _advice_on_links(host: Host, found: Sequence[Link]) -> list[str]:
-    notes = []
-    for link in found:
-        if link.bytes_per_s is None:
-            notes.append(f"{link.path}, {link.source} to {link.target}: {link.reason}")
-        elif link.way is not None:
-            warning = link.way.warning(has_rdma=has_rdma())
-            if warning is not None:
-                notes.append(f"{warning} It was {link.bytes_per_s / 1e9:.1f} GB/s.")
-        elif link.source != link.target and link.bytes_per_s < SLOW_GPU_BYTES_PER_S:
-            rate = f"{link.bytes_per_s / 1e9:.1f} GB/s"
-            notes.append(
-                f"{link.path}, {link.source} to {link.target}: {rate} goes through host memory. "
-                f"{SLOW_GPU_FIX}"
-            )
-    return notes
+def _on_link(link: Link) -> str | None:
+    way = f"{link.path}, {link.source} to {link.target}"
+    if link.bytes_per_s is None:
+        return f"{way}: {link.reason}"
+    rate = f"{link.bytes_per_s / 1e9:.1f} GB/s"
+    if link.way is not None:
+        warning = link.way.warning(has_rdma=has_rdma())
+        return warning and f"{warning} It was {rate}."
+    if link.source != link.target and link.bytes_per_s < SLOW_GPU_BYTES_PER_S:
+        return f"{way}: {rate} goes through host memory. {SLOW_GPU_FIX}"
+    return None
 
 
 def used(transfer: str, found: Sequence[Link]) -> str:
@@ -112,32 +94,29 @@ def used(transfer: str, found: Sequence[Link]) -> str:
 
 
 def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
-    gpus = ", ".join(host.gpus) or "none"
     pairs = len(host.gpus) * (len(host.gpus) - 1)
-    lines = [f"{host.cores} cores, GPUs: {gpus}"]
-    if pairs:
-        lines.append(f"peer access: {len(host.peer_access)} of {pairs} pairs")
     installed = (f"{name} {version or 'not installed'}" for name, version in host.packages.items())
-    lines.append("packages: " + ", ".join(installed))
-    lines.append(f"UCX modules: {', '.join(host.ucx_modules) or 'the built-in ones only'}")
     memlock = "unlimited" if host.memlock_bytes < 0 else f"{host.memlock_bytes >> 20} MiB"
-    if host.rdma_devices:
-        lines.append(f"RDMA devices: {', '.join(host.rdma_devices)}")
-    lines.append(f"/dev/shm: {host.shm_bytes >> 20} MiB, locked memory: {memlock}")
-    for link in found:
-        rate = f"{link.bytes_per_s / 1e9:.2f} GB/s" if link.bytes_per_s else "does not work"
-        lines.append(f"{link.path:7} {link.source} -> {link.target}: {rate}{_way(link)}")
-    if found:
-        default = DecodeOptions().transfer_for("cuda" if host.gpus else "cpu")
-        lines.append(f"--transfer {default} (the default here) uses: {used(default, found)}")
-    lines += [f"WARNING: {note}" for note in notes] or ["nothing needs fixing"]
-    return "\n".join(lines)
+    default = DecodeOptions().transfer_for("cuda" if host.gpus else "cpu")
+    lines = [
+        f"{host.cores} cores, GPUs: {', '.join(host.gpus) or 'none'}",
+        pairs and f"peer access: {len(host.peer_access)} of {pairs} pairs",
+        "packages: " + ", ".join(installed),
+        f"UCX modules: {', '.join(host.ucx_modules) or 'the built-in ones only'}",
+        host.rdma_devices and f"RDMA devices: {', '.join(host.rdma_devices)}",
+        f"/dev/shm: {host.shm_bytes >> 20} MiB, locked memory: {memlock}",
+        *(f"{link.path:7} {link.source} -> {link.target}: {_rate(link)}" for link in found),
+        found and f"--transfer {default} (the default here) uses: {used(default, found)}",
+        *([f"WARNING: {note}" for note in notes] or ["nothing needs fixing"]),
+    ]
+    return "\n".join(str(line) for line in lines if line)
 
 
-def _way(link: Link) -> str:
-    if link.path == "mapped" or link.bytes_per_s is None:
-        return ""
-    return f" by {link.way}" if link.way else "; UCX does not say by what, judge by the rate"
+def _rate(link: Link) -> str:
+    if link.bytes_per_s is None:
+        return "does not work"
+    silent = "" if link.path == "mapped" else "; UCX does not say by what, judge by the rate"
+    return f"{link.bytes_per_s / 1e9:.2f} GB/s" + (f" by {link.way}" if link.way else silent)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,7 +131,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(text(host, found, notes))
     return 1 if found and all(link.bytes_per_s is None for link in found) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

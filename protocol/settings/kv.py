@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_validator
 
+from protocol.handshake import FP8
 from protocol.settings import sources
 from protocol.short_repr import short_repr
 
@@ -42,11 +43,12 @@ def _shares_of(dcp: int, info: ValidationInfo) -> int:
     tp = info.data.get("tp", dcp)
     if tp % dcp:
         raise ValueError(f"{dcp} does not divide --tp {tp}: use a divisor of it")
-    kv_dtype = info.data.get("kv_cache_dtype", "auto")
-    if dcp > 1 and kv_dtype != "auto":
+    of_server = "kv_cache_dtype" in info.data
+    kv_dtype = info.data.get("kv_cache_dtype" if of_server else "dtype")
+    if dcp > 1 and kv_dtype == FP8:
+        fix = "--kv-cache-dtype auto" if of_server else "another --dtype"
         raise ValueError(
-            f"{dcp} ranks cannot share tokens stored as {kv_dtype}: use --kv-cache-dtype auto, or "
-            "no --dcp"
+            f"{dcp} ranks cannot share tokens stored as {kv_dtype}: use {fix}, or no --dcp"
         )
     return dcp
 
@@ -56,12 +58,18 @@ ContextParallelism = Annotated[int, Field(ge=1, le=64), AfterValidator(_shares_o
 
 
 class LinkOptions(BaseModel):
-    """What moving KV costs, where that is not to be measured."""
+    """How KV of another geometry is read, and what that costs, where it is not to be measured."""
 
     transfer_costs: sources.Listed[float] = Field(
         (),
         description="costs of every link: us per descriptor, GB/s of reading, GB/s of placing, "
-        "such as 3,8,7 (none: measured at first contact)",
+        "such as 3,8,7 (none: measured at first contact; of `baton plan`: usual ones of --device)",
+    )
+    staging_bytes: int = Field(
+        512 * 2**20, ge=1, le=2**40, description="staging memory for KV in another geometry (bytes)"
+    )
+    kv_convert: bool = Field(
+        False, description="convert KV of another dtype or other scales instead of refusing"
     )
 
     @field_validator("transfer_costs")

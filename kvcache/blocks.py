@@ -33,6 +33,7 @@ from enum import IntEnum
 from operator import index
 
 NULL_BLOCK = 0
+_MAX_AT_RISK_SHARE = 0.75  # of the pool: blocks that READs may write to
 
 
 class BlockState(IntEnum):
@@ -110,6 +111,16 @@ class BlockAllocator:
     def num_quarantined(self) -> int:
         """Blocks out of reach until READs that were given up have ended."""
         return self._counts[BlockState.QUARANTINED]
+
+    def has_room_to_receive(self, num_blocks: int, *, beside_hung: bool = False) -> bool:
+        """Whether READs may write to so many more blocks. Where they are not the only ones they
+        have to leave a part of the pool to compute in, as all of them may hang.
+
+        Args:
+            beside_hung: when those that were not given up have ended.
+        """
+        at_risk = self.num_quarantined + (0 if beside_hung else self._counts[BlockState.RECEIVING])
+        return not at_risk or at_risk + num_blocks <= self.capacity * _MAX_AT_RISK_SHARE
 
     def counts(self) -> dict[BlockState, int]:
         """Blocks in each state; they add up to `capacity`."""

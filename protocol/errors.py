@@ -133,6 +133,12 @@ class TransferFailed(RemoteKVError):
     code = "transfer_failed"
 
 
+class PullWithheld(RemoteKVError):
+    """Not tried: earlier pulls from this prefill server failed, or hang."""
+
+    code = "pull_withheld"
+
+
 class PullTimeout(RemoteKVError):
     status = 504
     code = "pull_timeout"

@@ -5,7 +5,8 @@ Policy, in order:
 2. Prompts that are under way get what is left of the token budget, in order of admission.
 3. Waiting sequences are admitted first come, first served, when blocks for all their tokens are
    available; each takes what the prefix index holds and only allocates the rest. One that would
-   not even fit into what is not quarantined lets others pass until it does.
+   not even fit into what is not quarantined, or is to be pulled beside too much that is being
+   written to, lets others pass until it does.
 When a running sequence needs a block and none is available, the latest admitted one is preempted:
 its blocks are released and it waits, at the head of the queue, to be computed again (cheaply,
 as long as its blocks are still cached). A sequence that fits the pool alone therefore always ends.
@@ -213,14 +214,18 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit_waiting(self, budget: int, plan: Plan) -> None:
-        passed = 0
+        passed, pulls_wait = 0, False
         while passed < len(self.waiting):
             sequence = self.waiting[passed]
             if self._num_choices() + 1 + len(sequence.carried) > self.limits.max_num_seqs:
                 return
             if sequence.remote is None and budget == 0:
                 return
-            if self.is_locked_out(sequence):
+            is_locked_out = self.is_locked_out(sequence)
+            if sequence.remote is not None and not is_locked_out:
+                needed = sequence.num_blocks_for(sequence.num_prompt_tokens, self.limits.block_size)
+                pulls_wait = pulls_wait or not self.allocator.has_room_to_receive(needed)
+            if is_locked_out or (sequence.remote is not None and pulls_wait):  # in turn
                 passed += 1
                 continue
             if not self._admit(sequence):

@@ -13,9 +13,11 @@ from typing import Any
 
 from kvcache.stripe import Stripe
 from kvcache.transfer.peers import (
+    DISTRUSTED,
     Peer,
     PeerStatus,
     PeerTable,
+    Trust,
     address_of,
     check_reference,
     key_of,
@@ -29,9 +31,11 @@ from kvcache.transfer.pull import (
     PeerKey,
     PeerReady,
     Pull,
+    PullDone,
     PullDrained,
     PullFailed,
     PullSettings,
+    PullStuck,
     RankEnded,
     Report,
     StopPull,
@@ -55,16 +59,8 @@ from kvcache.transfer.rank_links import InsideLink, RankLinks
 from kvcache.transfer.side_channel import new_id
 from kvcache.transfer.side_client import Address, SideChannelClient
 from kvcache.transfer.waker import Waker
-from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable
-from protocol.handshake import (
-    CompatRecord,
-    GetMetadata,
-    Gone,
-    Metadata,
-    Ok,
-    Refused,
-    Reply,
-)
+from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable, PullWithheld
+from protocol.handshake import CompatRecord, GetMetadata, Gone, Metadata, Ok, Refused, Reply
 from protocol.messages import RemotePrefill
 from protocol.process.logging import get_logger
 from protocol.process.vital_threads import VitalThread
@@ -72,14 +68,6 @@ from protocol.process.vital_threads import VitalThread
 logger = get_logger(__name__)
 
 _CLOSE_LINGER_S = 0.2
-_COUNTERS = (
-    "pulls",
-    "pulls_failed",
-    "peer_restarts",
-    "connections_lost",
-    "refused",
-    "internal_errors",
-)
 
 
 class PullCoordinator:
@@ -119,7 +107,7 @@ class PullCoordinator:
         self._on_event = on_event or (lambda: None)
         self._events: deque[Event] = deque()
         self._untold = False  # an event has come since `on_event` was called
-        self._counters = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._counters: Counter[str] = Counter()
         self._ranks = RankLinks(worker_address, num_ranks, inside or {})
         self._side_channel = SideChannelClient(secret, clock)
         self._calls: deque[Callable[[], None]] = deque()
@@ -132,6 +120,7 @@ class PullCoordinator:
         for link in (inside or {}).values():
             link.on_report = self._waker.wake
         self._peers = PeerTable(compat, self._settings, convert, stripe)
+        self._trust = Trust(self._settings)
         self._pulls: dict[str, PullState] = {}
         self._attempts: dict[str, PullState] = {}  # by attempt id: whose answer it is
         self._orders: dict[str, Pull] = {}  # of pulls begun
@@ -152,7 +141,8 @@ class PullCoordinator:
     def knows(self, remote: RemotePrefill) -> bool:
         """Whether hands were shaken with its engine, so that `connect` would tell PeerReady."""
         peer = self._peers.get(key_of(remote))
-        return peer is not None and peer.status is PeerStatus.READY
+        is_trusted = not self._trust.refuses(key_of(remote), self._clock())
+        return peer is not None and peer.status is PeerStatus.READY and is_trusted
 
     def connect(self, remote: RemotePrefill) -> None:
         """Shakes hands unless that was done; PeerReady or PeerFailed tells the outcome."""
@@ -187,8 +177,9 @@ class PullCoordinator:
         """Events since the last call, in order."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def counters(self) -> dict[str, int]:
-        return {**self._counters, **self._side_channel.counters, "pulls_open": len(self._pulls)}
+    def counters(self) -> Counter[str]:
+        more = self._side_channel.counters
+        return Counter({**self._counters, **more, "pulls_open": len(self._pulls)})
 
     def handshakes(self) -> dict[str, int]:
         """Ended handshakes by outcome: "ok", or the code of the error."""
@@ -312,8 +303,11 @@ class PullCoordinator:
             if address_of(state.remote) == address:
                 self._forget(key_of(state.remote))
                 self._perform(state, state.fail(error, now))
+        self._fail_handshakes(address, error)
+
+    def _fail_handshakes(self, address: Address, error: PeerUnreachable) -> None:
         for peer in self._peers.fetching_from(address):
-            self._peers.fail(peer, error, now)
+            self._peers.fail(peer, error, self._clock())
             self._peer_decided(peer)
 
     def _forget(self, key: PeerKey) -> None:
@@ -324,6 +318,9 @@ class PullCoordinator:
     # -- what the engine asks for
 
     def _do_connect(self, remote: RemotePrefill) -> None:
+        if withheld := self._withheld(remote):
+            self._emit(PeerFailed(*key_of(remote), withheld))
+            return
         self._refresh_connection(address_of(remote))
         peer = self._peers.connect(remote, self._clock())
         self._awaiting_connect.add(peer.key)
@@ -375,16 +372,14 @@ class PullCoordinator:
             **{key_of(s.remote): address_of(s.remote) for s in self._states() if s.is_undecided},
         }
         for key, at in known.items():
-            if key != current and at == address:
-                self._drop(key)
-
-    def _drop(self, key: PeerKey) -> None:
-        self._counters["peer_restarts"] += 1
-        self._forget(key)
-        gone = LeaseGone(f"prefill server {key[0]} was restarted")
-        for state in self._states():
-            if key_of(state.remote) == key:
-                self._perform(state, state.fail(gone, self._clock()))
+            if key == current or at != address:
+                continue
+            self._counters["peer_restarts"] += 1
+            self._forget(key)
+            gone = LeaseGone(f"prefill server {key[0]} was restarted")
+            for state in self._states():
+                if key_of(state.remote) == key:
+                    self._perform(state, state.fail(gone, self._clock()))
 
     def _states(self) -> list[PullState]:
         return list(self._pulls.values())
@@ -417,6 +412,8 @@ class PullCoordinator:
             return
         try:
             check_reference(state.remote, peer.metadata)
+            if withheld := self._withheld(state.remote):
+                raise withheld
         except BatonError as error:
             self._perform(state, state.fail(error, now))
             return
@@ -424,6 +421,25 @@ class PullCoordinator:
             self._announced[peer.key] = peer.address
             self._ranks.broadcast(AddPeer(peer.metadata))
         self._perform(state, state.peer_ready(now))
+
+    def _withheld(self, remote: RemotePrefill) -> PullWithheld | None:
+        """Why nothing shall be pulled from there now: it would only be lost as well, and blocks
+        with it."""
+        key = key_of(remote)
+        if key not in self._trust:
+            return None
+        others = [s for s in self._pulls.values() if s.reads and key_of(s.remote) == key]
+        hangs = any(state.hangs for state in others)
+        if not hangs and not self._trust.refuses(key, self._clock(), busy=bool(others)):
+            return None
+        why = "READs from it hang" if hangs else "the latest pulls failed"
+        return PullWithheld(f"nothing is pulled from prefill server {key[0]} for now: {why}")
+
+    def _suspect(self, remote: RemotePrefill) -> None:
+        """A pull from there failed: shake hands anew, and do not try for ever."""
+        self._peers.forget(key_of(remote))
+        if self._trust.failed(key_of(remote), self._clock()):
+            logger.warning(DISTRUSTED, remote.engine_id, *address_of(remote))
 
     # -- actions
 
@@ -450,8 +466,12 @@ class PullCoordinator:
             case StopRanks():
                 self._ranks.broadcast(StopPull(state.pull_id))
             case SuspectPeer():
-                self._peers.forget(key_of(remote))
+                self._suspect(remote)
             case Emit(event):
+                if isinstance(event, PullDone):
+                    self._trust.done(key_of(remote))
+                elif isinstance(event, PullStuck):
+                    self._suspect(remote)
                 self._emit(event)
 
     # -- what comes in
@@ -468,19 +488,11 @@ class PullCoordinator:
         if isinstance(reply, Metadata):
             self._take_metadata(address, reply)
         elif isinstance(reply, Refused):
-            self._refused(address, reply)
-        else:
-            self._lease_answered(reply)
-
-    def _refused(self, address: Address, reply: Refused) -> None:
-        self._counters["refused"] += 1
-        error = PeerUnreachable(f"{address[0]}:{address[1]} refused us: {reply.reason}")
-        for peer in self._peers.fetching_from(address):
-            self._peers.fail(peer, error, self._clock())
-            self._peer_decided(peer)
-
-    def _lease_answered(self, reply: Ok | Gone) -> None:
-        if state := self._attempts.get(reply.nonce.partition("-")[2]):
+            self._counters["refused"] += 1
+            where = f"{address[0]}:{address[1]}"
+            error = PeerUnreachable(f"{where} refused us: {reply.reason}")
+            self._fail_handshakes(address, error)
+        elif state := self._attempts.get(reply.nonce.partition("-")[2]):
             reason = reply.reason if isinstance(reply, Gone) else ""
             answered = state.answered(reply.nonce, isinstance(reply, Ok), reason, self._clock())
             self._perform(state, answered)

@@ -16,7 +16,15 @@ from protocol.handshake import CompatRecord, EngineMetadata, check_compatible, c
 from protocol.messages import RemotePrefill
 
 _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
+_MAX_FAILURES = 2  # of pulls in a row, before a peer gets none for a while
 _MAX_FAILED = 1024  # remembered; the references that name peers are signed, so this is ample
+# To be filled in: engine id, host, port.
+DISTRUSTED = (
+    "pulls from prefill server %s (%s:%d) fail one after the other: its prompts are computed here, "
+    "and now and then it is tried again. As its side channel answers, look whether this host "
+    "reaches its transfer ports (UCX_TCP_PORT_RANGE pins them), and by which network devices "
+    "(UCX_NET_DEVICES names them, on both hosts)"
+)
 
 
 def unreachable(address: tuple[str, int], what: str) -> PeerUnreachable:
@@ -167,6 +175,40 @@ class PeerTable:
         failed = [key for key, p in self._peers.items() if p.status is PeerStatus.FAILED]
         for key in failed[: max(0, len(failed) - _MAX_FAILED)]:
             del self._peers[key]
+
+
+class Trust:
+    """Which peers get pulls: one whose pulls failed twice in a row gets none for a time that
+    doubles, then one at a time, until one is done. Times as of a failed handshake."""
+
+    def __init__(self, settings: PullSettings) -> None:
+        self._settings = settings
+        self._failed: dict[PeerKey, tuple[int, float]] = {}  # times in a row, no pulls until
+
+    def __contains__(self, key: PeerKey) -> bool:
+        """Whether its latest pull failed."""
+        return key in self._failed
+
+    def failed(self, key: PeerKey, now: float) -> bool:
+        """Counts a pull that failed; whether its peer has just lost its trust."""
+        failures, until = self._failed.pop(key, (0, now))
+        if is_news := now >= until:  # else it had begun before
+            failures += 1
+            over = failures - _MAX_FAILURES
+            wait_s = self._settings.backoff_min_s * 2.0 ** min(over, 30) if over >= 0 else 0.0
+            until = now + min(wait_s, self._settings.backoff_max_s)
+        self._failed[key] = failures, until
+        if len(self._failed) > _MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+        return is_news and failures == _MAX_FAILURES
+
+    def done(self, key: PeerKey) -> None:
+        self._failed.pop(key, None)
+
+    def refuses(self, key: PeerKey, now: float, *, busy: bool = False) -> bool:
+        """Whether a pull shall not be tried now; `busy`: another one is under way."""
+        failures, until = self._failed.get(key, (0, now))
+        return failures >= _MAX_FAILURES and (busy or now < until)
 
 
 def _check_identity(peer: Peer, metadata: EngineMetadata) -> None:

@@ -118,6 +118,16 @@ class PullState:
         return self._renews or self.phase is Phase.FENCING
 
     @property
+    def reads(self) -> bool:
+        """A rank has not ended what it was ordered to read."""
+        return bool(self._reading)
+
+    @property
+    def hangs(self) -> bool:
+        """It was given up, and its READs have not ended within the grace."""
+        return self.phase is Phase.DRAINING and self._timeout == float("inf")
+
+    @property
     def is_untouched(self) -> bool:
         """No READ was ordered, and who sent the reference ends its lease, or offers it to another
         engine: to give this pull up takes no abort."""

@@ -2,8 +2,7 @@
 prefill server that is started again.
 
 Whatever comes, each request has its terminal events, every token is the continuation of its own
-prompt, and in the end every block is home. Where more of D's pool hangs than an engine goes on
-with, it ends instead: all that was told until then was right, and P gets its blocks back.
+prompt, and in the end every block is home.
 """
 
 import random
@@ -14,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from decode_server.connector import QuarantineOverflow
 from kvcache.transfer.pull import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest, ReleaseRemote
 from tests.decode_server.pair import Pair
 from tests.decode_server.sharing_pair import SharingPair
-from tests.engine.shadow import VOCAB, add, assert_all_blocks_home, expected_output
+from tests.engine.shadow import VOCAB, add, expected_output
 
 
 class Chaos:
@@ -57,30 +55,15 @@ class Chaos:
         self.aborted: set[str] = set()
 
     def run(self) -> None:
-        try:
-            self._run(self.random.randrange(20, 70))
-        except QuarantineOverflow:
-            self.check_overflow()
-
-    def events(self, count: int, *, most_waiting: int | None = None) -> None:
-        """
-        Args:
-            most_waiting: requests in D's queue, before the next event. Where more come than a
-                pool of which half hangs can serve, every lease is gone before its turn.
-        """
-        waiting = self.pair.d.core.scheduler.waiting
-        for _ in range(count):
-            if most_waiting is not None:
-                self.pair.until(lambda: len(waiting) <= most_waiting)
+        for _ in range(self.random.randrange(20, 70)):
             self._event()
             self.pair.p.core.check_integrity()
             self.pair.d.core.check_integrity()
-
-    def _run(self, num_events: int) -> None:
-        self.events(num_events)
-        self.pair.d.agent.resume()
+        if not self.stays_hung:
+            self.pair.d.agent.resume()
         for name in self.asked:
             self._check(name)
+        self.pair.d.agent.resume()
         self.pair.settle()  # nothing has to expire for that
 
     def close(self) -> None:
@@ -166,19 +149,6 @@ class Chaos:
             tokens = out.tokens(name, choice)
             assert tokens == expected_output(prompt, max_tokens, choice=choice)[: len(tokens)]
 
-    def check_overflow(self) -> None:
-        pair = self.pair
-        allocator = pair.d.core.scheduler.allocator
-        assert allocator.num_quarantined > allocator.capacity / 2
-        pair.d.core.check_integrity()
-        for name in self.asked:
-            self._check_told(name)
-        pair.d.core.role.close()  # as the process ends
-        pair.until(lambda: pair.p.core.is_idle, sides=(pair.p,))
-        pair.now_s += 1e6
-        pair.until(pair.p.blocks_home, sides=(pair.p,))
-        assert_all_blocks_home(pair.p.core)
-
 
 def _run(seed: int, dcp: int = 1) -> None:
     chaos = Chaos(seed, dcp=dcp)
@@ -199,13 +169,11 @@ def test_faults_change_no_answer_where_ranks_share_tokens(dcp: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_engine_that_has_to_give_up_has_told_nothing_wrong(seed: int) -> None:
+def test_reads_that_hang_for_ever_leave_room_for_all_that_comes(seed: int) -> None:
     chaos = Chaos(seed, stays_hung=True)
     chaos.pair.d.agent.stall()
     try:
-        with pytest.raises(QuarantineOverflow):
-            chaos.events(10_000, most_waiting=4)  # mostly some 100
-        chaos.check_overflow()
+        chaos.run()
     finally:
         chaos.close()
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvcache.stripe import Stripe
-from kvcache.transfer.peers import PeerStatus, PeerTable
+from kvcache.transfer.peers import PeerStatus, PeerTable, Trust
 from kvcache.transfer.pull import PullSettings
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import (
@@ -204,3 +204,37 @@ def test_remembered_failures_are_bounded() -> None:
         remote = msgspec.structs.replace(REMOTE, incarnation=str(index))
         peers.fail(peers.connect(remote, 0.0), PeerUnreachable("x"), 0.0)
     assert len(peers._peers) < 1100
+
+
+def test_a_peer_whose_pulls_fail_twice_gets_none_for_a_time_that_doubles_up_to_a_bound() -> None:
+    trust, key, now, waits = Trust(SETTINGS), ("P", "i"), 0.0, []
+    assert not trust.failed(key, now) and not trust.refuses(key, now)
+    assert trust.failed(key, now), "which is told"
+    for _ in range(9):
+        assert not trust.failed(key, now), "it had begun before"
+        waits.append(next(s for s in (1, 2, 4, 8, 16, 32, 60) if not trust.refuses(key, now + s)))
+        assert trust.refuses(key, now + waits[-1] - 0.01)
+        now += waits[-1]
+        assert trust.refuses(key, now, busy=True), "one at a time"
+        assert not trust.failed(key, now), "which was told before"
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    trust.done(key)
+    assert key not in trust and not trust.refuses(key, now, busy=True)
+
+
+def test_one_failure_between_successes_is_forgiven_and_others_are_not_judged_by_it() -> None:
+    trust, key = Trust(SETTINGS), ("P", "i")
+    for now in (0.0, 1.0, 2.0):
+        trust.failed(key, now)
+        assert key in trust and not trust.refuses(key, now, busy=True)
+        trust.done(key)
+    trust.failed(key, 3.0)
+    trust.failed(key, 3.0)
+    assert trust.refuses(key, 3.0) and not trust.refuses(("P", "after its restart"), 3.0)
+
+
+def test_peers_that_failed_are_remembered_up_to_a_bound() -> None:
+    trust = Trust(SETTINGS)
+    for index in range(3000):
+        trust.failed(("P", str(index)), 0.0)
+    assert len(trust._failed) < 1100 and ("P", "2999") in trust

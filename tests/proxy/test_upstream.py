@@ -10,8 +10,7 @@ import time
 import pytest
 
 from protocol.errors import InvalidRequest
-from proxy import retry, upstream
-from proxy.transport import Socket
+from proxy import upstream
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable
 from tests.proxy.scripted import OK, Reader, Script, Writer, serving
 
@@ -103,6 +102,27 @@ async def test_a_connection_that_speaks_while_nobody_asks_is_not_used_again() ->
         assert script.num_connections == 2
 
 
+@pytest.mark.parametrize("told", [b"1", b"2"])
+async def test_what_a_server_says_of_itself_is_no_answer_to_the_next_request(told: bytes) -> None:
+    babbled = asyncio.Event()
+    answer = b"x-request-id: %s".join(OK.split(b"X-A: 1"))
+
+    async def babbles(reader: Reader, writer: Writer) -> None:
+        writer.write(answer % b"1")
+        await babbled.wait()
+        writer.write(answer % told)
+        await reader.read()
+
+    script = Script(babbles, OK)
+    async with serving(script) as client:
+        first = await client.send(script.url, "POST", "/", headers=[(b"x-request-id", b"1")])
+        assert await first.read() == b"ok"
+        babbled.set()
+        await asyncio.sleep(0.05)
+        with pytest.raises(Lost):
+            await client.send(script.url, "POST", "/", headers=[(b"x-request-id", b"3")])
+
+
 async def test_a_connection_that_ended_unseen_is_not_used_again() -> None:
     """As where the proxy stood still between an answer and the next request."""
     links: list[int] = []
@@ -142,6 +162,7 @@ async def test_nobody_listens() -> None:
             await client.send(server, "GET", "/")
     with pytest.raises(Unreachable):
         await client.send("http://name.invalid", "GET", "/")
+    await client.close()
 
 
 async def test_a_lack_of_descriptors_is_no_fault_of_the_server() -> None:
@@ -169,6 +190,7 @@ async def test_a_server_that_does_not_take_connections_is_given_up() -> None:
         client = HttpUpstream(connect_timeout_s=0.1, read_timeout_s=5.0)
         with pytest.raises(Unreachable, match=r"within 0\.1 s"):
             await client.send(f"http://127.0.0.1:{address[1]}", "GET", "/")
+        await client.close()
         for other in others:
             other.close()
 
@@ -199,7 +221,7 @@ async def test_a_head_has_a_limit() -> None:
 
     script = Script(endless)
     async with serving(script) as client:
-        with pytest.raises(Lost, match="too long"):
+        with pytest.raises(Lost, match="8190 bytes"):
             await client.send(script.url, "GET", "/")
 
 
@@ -287,29 +309,15 @@ async def test_closing_early_hangs_up() -> None:
         await hung_up.wait()
 
 
-async def test_a_connection_closed_for_idleness_on_its_next_use_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def close(_: Reader, writer: Writer) -> None:
-        pass
-
-    script = Script(OK, close, OK)
-    async with serving(script) as client:
-        await (await client.send(script.url, "GET", "/")).read()
-        monkeypatch.setattr(retry, "STALE_IDLE_S", -1.0)
-        assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
-        assert script.num_connections == 2
-
-
 async def test_a_connection_lost_while_it_was_busy_is_not_replaced() -> None:
     async def close(_: Reader, writer: Writer) -> None:
         pass
 
     script = Script(OK, close, OK)
     async with serving(script) as client:
-        await (await client.send(script.url, "GET", "/")).read()
+        await (await client.send(script.url, "POST", "/")).read()
         with pytest.raises(Lost):
-            await client.send(script.url, "GET", "/")
+            await client.send(script.url, "POST", "/")
         assert len(script.requests) == 2
 
 
@@ -326,17 +334,15 @@ async def test_connections_idle_for_long_are_not_used(monkeypatch: pytest.Monkey
 async def test_connections_that_nobody_needs_any_more_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    script = Script(*[OK] * 9)
+    monkeypatch.setattr(upstream, "IDLE_S", 0.1)
+    script = Script(*[OK] * 8)
     async with serving(script) as client:
         responses = await asyncio.gather(*(client.send(script.url, "GET", "/") for _ in range(8)))
         for response in responses:
             await response.read()
-        monkeypatch.setattr(upstream, "IDLE_S", 0.0)
-        await asyncio.sleep(0.01)
-        await (await client.send(script.url, "GET", "/")).read()
+        assert script.num_connections == 8
         while script.num_closed < 8:
             await asyncio.sleep(0.002)
-        assert (script.num_connections, script.num_closed) == (9, 8)
 
 
 async def test_cancelling_hangs_up_at_once_before_and_within_a_body() -> None:
@@ -365,12 +371,11 @@ async def test_cancelling_hangs_up_at_once_before_and_within_a_body() -> None:
                 await task
 
 
-@pytest.mark.parametrize("header", [(b"x-request-id", b"a\nb: c"), (b"x y", b"z")])
-async def test_headers_that_http_cannot_carry_are_refused(header: tuple[bytes, bytes]) -> None:
+async def test_headers_that_http_cannot_carry_are_refused() -> None:
     script = Script(OK)
     async with serving(script) as client:
         with pytest.raises(InvalidRequest):
-            await client.send(script.url, "GET", "/", headers=[header])
+            await client.send(script.url, "GET", "/", headers=[(b"x-request-id", b"a\nb: c")])
         assert script.requests == []
         assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
 
@@ -388,12 +393,12 @@ async def test_a_request_carries_the_given_headers_and_no_more() -> None:
     async with serving(script) as client:
         for _ in range(2):
             response = await client.send(
-                script.url, "POST", "/", headers=[(b"x-a", b"\xe9")], body=b"{}"
+                script.url, "POST", "/", headers=[(b"x-a", "é".encode())], body=b"{}"
             )
             await response.read()
         lines = set(script.requests[1].lower().split(b"\r\n"))
         host = b"host: " + script.url.removeprefix("http://").encode()
-        head = {b"post / http/1.1", host, b"x-a: \xe9", b"content-length: 2"}
+        head = {b"post / http/1.1", host, b"x-a: \xc3\xa9", b"content-length: 2"}
         assert lines == head | {b"", b"{}"}
 
 
@@ -418,23 +423,3 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
             await asyncio.sleep(0.05)
         assert written < size // 2
         assert len(await response.read()) == size
-
-
-async def test_a_request_over_a_kept_connection_is_written_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    written: list[bytes] = []
-    write = Socket.write
-
-    async def watched(self: Socket, buffer: bytes, timeout: float | None = None) -> None:
-        written.append(buffer)
-        await write(self, buffer, timeout)
-
-    script = Script(OK, OK)
-    async with serving(script) as client:
-        await (await client.send(script.url, "POST", "/x", body=b"{}")).read()
-        monkeypatch.setattr(Socket, "write", watched)
-        asked = asyncio.create_task(client.send(script.url, "POST", "/x", body=b"{}"))
-        await asyncio.sleep(0)
-        assert b"".join(written).endswith(b"\r\n\r\n{}")
-        assert await (await asked).read() == b"ok"

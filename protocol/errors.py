@@ -1,33 +1,12 @@
-"""Every error a client or a peer can see, as one tree.
-
-BatonError
-|- RequestError            4xx: the client's fault, never retried
-|  |- InvalidRequest       400, names the field
-|  |- ContextLengthExceeded 400, names both lengths
-|  |- KVParamsRejected     400, a kv_transfer_params that cannot be honoured
-|  |- GrammarFailed        400, an output that cannot match what the request demands
-|  |- ModelNotFound        404
-|  |- RequestTimeout       408, the body came too slowly
-|  |- PayloadTooLarge      413
-|  `- TargetTooLong        414
-|- RemoteKVError           502/504: the KV of a prefill server could not be used
-|  |- PeerUnreachable      502
-|  |- PeerIncompatible     502, names the field and both values
-|  |- LeaseGone            502
-|  |- TransferFailed       502
-|  `- PullTimeout          504
-`- ServiceError            5xx: this deployment's fault
-   |- NoServerAvailable    503
-   |- Overloaded           503
-   |- EngineDied           503
-   `- InternalError        500
-"""
+"""Every error a client or a peer can see, as one tree; proxy/errors.py has the proxy's own."""
 
 from typing import Any, ClassVar
 
 
 class BatonError(Exception):
     """An error with an HTTP status, whether a retry elsewhere can help, and the phase it arose in.
+
+    A subclass gives what it has of its own behind its base.
 
     Args:
         message: a sentence for the client that names the field, the value and the fix.
@@ -39,6 +18,11 @@ class BatonError(Exception):
     phase: ClassVar[str] = "internal"
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
+
+    def __init_subclass__(cls, **own: Any) -> None:
+        super().__init_subclass__()
+        for name, value in own.items():
+            setattr(cls, name, value)
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -59,119 +43,48 @@ class BatonError(Exception):
         }
 
 
-class RequestError(BatonError):
-    status = 400
-    phase = "request"
-    type = "invalid_request_error"
-    code = "invalid_request"
+# fmt: off
+class RequestError(  # the client's fault, never retried
+    BatonError, status=400, phase="request", type="invalid_request_error", code="invalid_request"
+): ...
+class InvalidRequest(RequestError): ...  # names the field
+class ContextLengthExceeded(RequestError, code="context_length_exceeded"): ...  # both lengths
+class GrammarFailed(RequestError, phase="engine", code="grammar_failed"): ...  # nothing can match
+class ModelNotFound(RequestError, status=404, code="model_not_found"): ...
+class RequestTimeout(RequestError, status=408, retryable=True, code="request_timeout"): ...  # body
+class PayloadTooLarge(RequestError, status=413, code="payload_too_large"): ...
+class TargetTooLong(RequestError, status=414, code="target_too_long"): ...
+class KVParamsRejected(  # that cannot be honoured
+    RequestError, phase="kv_params", code="kv_transfer_params_rejected"
+): ...
 
 
-class InvalidRequest(RequestError):
-    pass
+class RemoteKVError(  # the KV of a prefill server could not be used
+    BatonError, status=502, retryable=True, phase="transfer", type="remote_kv_error",
+    code="remote_kv_error",
+): ...
+class PeerUnreachable(RemoteKVError, phase="handshake", code="peer_unreachable"): ...
+class PeerIncompatible(  # names the field and both values
+    RemoteKVError, retryable=False, phase="handshake", code="peer_incompatible"
+): ...
+class LeaseGone(RemoteKVError, phase="fence", code="lease_gone"): ...
+class TransferFailed(RemoteKVError, code="transfer_failed"): ...
+class PullWithheld(RemoteKVError, code="pull_withheld"): ...  # earlier ones of this peer failed
+class PullTimeout(RemoteKVError, status=504, code="pull_timeout"): ...
 
 
-class ContextLengthExceeded(RequestError):
-    code = "context_length_exceeded"
-
-
-class KVParamsRejected(RequestError):
-    phase = "kv_params"
-    code = "kv_transfer_params_rejected"
-
-
-class GrammarFailed(RequestError):
-    phase = "engine"
-    code = "grammar_failed"
-
-
-class ModelNotFound(RequestError):
-    status = 404
-    code = "model_not_found"
-
-
-class PayloadTooLarge(RequestError):
-    status = 413
-    code = "payload_too_large"
-
-
-class RequestTimeout(RequestError):
-    status = 408
-    retryable = True
-    code = "request_timeout"
-
-
-class TargetTooLong(RequestError):
-    status = 414
-    code = "target_too_long"
-
-
-class RemoteKVError(BatonError):
-    status = 502
-    retryable = True
-    phase = "transfer"
-    type = "remote_kv_error"
-    code = "remote_kv_error"
-
-
-class PeerUnreachable(RemoteKVError):
-    phase = "handshake"
-    code = "peer_unreachable"
-
-
-class PeerIncompatible(RemoteKVError):
-    retryable = False
-    phase = "handshake"
-    code = "peer_incompatible"
-
-
-class LeaseGone(RemoteKVError):
-    phase = "fence"
-    code = "lease_gone"
-
-
-class TransferFailed(RemoteKVError):
-    code = "transfer_failed"
-
-
-class PullWithheld(RemoteKVError):
-    """Not tried: earlier pulls from this prefill server failed, or hang."""
-
-    code = "pull_withheld"
-
-
-class PullTimeout(RemoteKVError):
-    status = 504
-    code = "pull_timeout"
-
-
-class ServiceError(BatonError):
-    status = 503
-    retryable = True
-    phase = "routing"
-    type = "service_unavailable"
-    code = "service_unavailable"
-
-
-class NoServerAvailable(ServiceError):
-    code = "no_server_available"
-
-
-class Overloaded(ServiceError):
-    phase = "admission"
-    code = "overloaded"
-
-
-class EngineDied(ServiceError):
-    phase = "engine"
-    code = "engine_died"
-
-
-class InternalError(ServiceError):
-    status = 500
-    retryable = False
-    phase = "internal"
-    type = "server_error"
-    code = "internal_error"
+class ServiceError(  # this deployment's fault
+    BatonError, status=503, retryable=True, phase="routing", type="service_unavailable",
+    code="service_unavailable",
+): ...
+class NoServerAvailable(ServiceError, code="no_server_available"): ...
+class Overloaded(ServiceError, phase="admission", code="overloaded"): ...
+class EngineDied(ServiceError, phase="engine", code="engine_died"): ...
+class InternalError(
+    ServiceError, status=500, retryable=False, phase="internal", type="server_error",
+    code="internal_error",
+): ...
+# fmt: on
 
 
 def _classes(root: type[BatonError]) -> list[type[BatonError]]:

@@ -27,21 +27,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence as Sequenceable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-from llguidance import LLMatcher
 
 from engine.core.batch import Executor, PendingStep, StepFailed, StepInput, StepOutput, build_step
 from engine.core.connector import CoreServices, KVConnector, Transport
+from engine.core.core_grammar import CoreGrammars
 from engine.core.core_stats import SILENT_S, CoreStats
 from engine.core.logits_processing import ShapeBook
 from engine.core.output_processor import Draw, OutputProcessor
 from engine.core.scheduler import Plan, Scheduled, Scheduler
 from engine.core.sequence import Phase, Sequence
 from engine.core.step_pace import StepPace
-from engine.text.grammar import GrammarCompiler, StepMasks
 from kvcache.blocks import BlockError
 from protocol.errors import BatonError, GrammarFailed, InternalError
 from protocol.messages import (
@@ -66,6 +63,7 @@ class _Launched:
     pending: PendingStep
     num_tokens: int
     started_s: float
+    late: set[Sequence] = field(default_factory=set)  # draw nothing: they sit the step out
 
 
 class EngineCore(CoreServices):
@@ -77,17 +75,15 @@ class EngineCore(CoreServices):
         executor: Executor,
         role: KVConnector,
         transport: Transport,
-        grammars: GrammarCompiler | None = None,
+        grammars: CoreGrammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.role = role
         self.transport = transport
-        self.grammars = grammars
+        self.grammars = grammars or CoreGrammars()
         self.sequences: dict[str, Sequence] = {}
         self._shape_book = ShapeBook()
-        # To be enqueued once their grammars are there.
-        self._compiling: dict[Sequence, Future[LLMatcher]] = {}
         self._output = OutputProcessor()
         self._launched: deque[_Launched] = deque()
         self._pace = StepPace()
@@ -129,8 +125,10 @@ class EngineCore(CoreServices):
         was_under_way = bool(self._launched)
         if was_under_way:
             self._wait_while_too_soon(self._launched[-1])
-        for sequence in list(self._compiling):
+        for sequence in list(self.grammars.compiling):
             self.enqueue(sequence)
+        for sequence, error in self.grammars.returning():
+            self._return(sequence, error)
         if was_under_way and self.scheduler.may_preempt():
             self._finish_steps(0)
         plan = self.scheduler.schedule()
@@ -178,22 +176,29 @@ class EngineCore(CoreServices):
     def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
         """The masks are found while the step computes its logits: at once, or when the tokens of
         the step before are there."""
-        masks = None if self._launched else self._masks(scheduled)
+        masks = None if self._launched else self.grammars.masks(scheduled)
         try:
             pending = self._launch(scheduled, step)
         except StepFailed:
             if masks is not None:
-                masks.result()  # another thread fills them: it shall not go on with these grammars
+                masks.result(
+                    math.inf
+                )  # another thread fills them: it shall not go on with these grammars
             raise
         if masks is None:
             self._finish_steps(1)
-            masks = self._masks(scheduled)
+            masks = self.grammars.masks(scheduled)
+        allowed = masks.result()
+        late = self.grammars.late(scheduled, masks)
         try:
-            pending.draw(masks.result())
+            pending.draw(allowed)
         except StepFailed:
             self._launched.pop()  # no other was under way
             self.scheduler.step_undrawn(scheduled)
             raise
+        for sequence in late:
+            sequence.draw_again()
+        self._launched[-1].late.update(late)
 
     def _launch(self, scheduled: list[Scheduled], step: StepInput) -> PendingStep:
         started_s = time.perf_counter()
@@ -214,7 +219,7 @@ class EngineCore(CoreServices):
             self._pace.took(step.num_tokens, seconds)
             self._last_finish_s = now_s
             self.scheduler.step_finished()
-            self._commit(step.scheduled, output)
+            self._commit(step, output)
 
     def _wait_for(self, pending: PendingStep) -> None:
         """Until a launched step has ended. Who comes meanwhile has their pull begun at once, which
@@ -288,7 +293,7 @@ class EngineCore(CoreServices):
 
     def enqueue(self, sequence: Sequence) -> None:
         try:
-            if not self._prepare_grammar(sequence):
+            if not self.grammars.prepare(sequence):
                 return
         except GrammarFailed as error:
             self.role.on_abort(sequence)
@@ -304,8 +309,8 @@ class EngineCore(CoreServices):
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
         self.sequences.pop(sequence.request_id, None)
-        self._compiling.pop(sequence.choices[0], None)
         for choice in sequence.choices:
+            self.grammars.forget(choice)
             choice.has_ended = True
             if choice is not sequence and choice.phase in (Phase.WAITING, Phase.RUNNING):
                 self.scheduler.finish(choice)
@@ -315,33 +320,18 @@ class EngineCore(CoreServices):
     def wake(self) -> None:
         self.transport.wake()
 
-    # -- grammars ----------------------------------------------------------------------------
+    def _return(self, sequence: Sequence, error: GrammarFailed | None) -> None:
+        """A sequence sat out until it is known what its last token means to its grammar."""
+        reason = None if error else self._finish_reason(sequence)
+        if reason is not None:
+            self._end_choices([(sequence, reason)])
+        elif error is not None:
+            self._fail_queued(sequence, error)
 
-    def _prepare_grammar(self, sequence: Sequence) -> bool:
-        """Gives a sequence its place in its grammar, if it has one; False while that is compiled.
-
-        Raises:
-            GrammarFailed: it cannot be.
-        """
-        grammar = sequence.request.sampling.grammar
-        if grammar is None or sequence.grammar is not None:
-            return True
-        if self.grammars is None:
-            raise GrammarFailed("this engine follows no grammars")
-        compiled = self._compiling.get(sequence) or self.grammars.compiled(
-            grammar, sequence.request.grammar_bytes
-        )
-        if not compiled.done():
-            self._compiling[sequence] = compiled
-            return False
-        self._compiling.pop(sequence, None)
-        for choice in sequence.choices:
-            choice.grammar = self.grammars.state(sequence.request, compiled)
-        return True
-
-    def _masks(self, scheduled: Sequenceable[Scheduled]) -> StepMasks:
-        assert self.grammars is not None, "enqueue lets no sequence with a grammar through"
-        return self.grammars.masks([s.grammar for item in scheduled for s in item.draws])
+    def _fail_queued(self, sequence: Sequence, error: BatonError) -> None:
+        if sequence.phase in (Phase.WAITING, Phase.RUNNING):
+            self.scheduler.finish(sequence)
+        self.fail(sequence, error)
 
     # -- a round's work ----------------------------------------------------------------------
 
@@ -354,12 +344,14 @@ class EngineCore(CoreServices):
         for sequence in plan.receiving:
             self.role.on_receive(sequence)
 
-    def _commit(self, scheduled: list[Scheduled], output: StepOutput) -> None:
+    def _commit(self, step: _Launched, output: StepOutput) -> None:
         drawn = iter(zip(output.token_ids, output.logprobs, strict=True))
         scores = iter(output.scores)
-        for item in scheduled:
+        for item in step.scheduled:
             tokens = [next(drawn) for _ in item.draws]
             scored = next(scores) if item.scored else []
+            if item.sequence in step.late:
+                item, tokens = replace(item, num_tokens=item.num_tokens - 1, draws=()), []
             if item.sequence.phase is not Phase.RUNNING:
                 continue  # it ended after the step was launched
             try:
@@ -402,6 +394,8 @@ class EngineCore(CoreServices):
         sequence.append_output(token_id)
         if sequence.num_outputs == 1:
             sequence.first_logprobs = logprobs
+        if self.grammars.is_slow(sequence, self.scheduler.limits.max_model_len):
+            return Draw(sequence, token_id, logprobs, None)
         reason = self._finish_reason(sequence)
         sequence.has_ended = reason is not None
         return Draw(sequence, token_id, logprobs, reason)
@@ -410,9 +404,7 @@ class EngineCore(CoreServices):
         if draw.sequence.phase is Phase.FINISHED:
             return  # another choice's error has ended the request
         if draw.error is not None:
-            if draw.sequence.phase is Phase.RUNNING:
-                self.scheduler.finish(draw.sequence)
-            self.fail(draw.sequence, draw.error)
+            self._fail_queued(draw.sequence, draw.error)
         elif draw.reason is None:
             assert draw.token_id is not None
             self._output.token(draw.sequence, draw.token_id, draw.logprobs)
@@ -466,7 +458,7 @@ class EngineCore(CoreServices):
         """Ends a sequence wherever it is."""
         if sequence.phase is Phase.FINISHED:
             return
-        self._compiling.pop(sequence, None)
+        self.grammars.forget(sequence)
         if not self.role.on_abort(sequence):
             self.scheduler.finish(sequence)
         sequence.phase = Phase.FINISHED

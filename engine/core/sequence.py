@@ -73,6 +73,7 @@ class Sequence:
     # As far as they are known, of a prompt whose logprobs were asked for; None for its first token.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_prompt_logprobs_sent: int = 0
+    sits_out: bool = False  # it is not known yet what it may draw next
     grammar: GrammarState | None = None  # made when first needed, from the request and the outputs
 
     @classmethod
@@ -165,8 +166,10 @@ class Sequence:
         return (*first,) if self.has_ended else (self, *first)
 
     def awaits_result(self, max_model_len: int) -> bool:
-        """Whether it can go on only when its launched step has finished: all is computed, the
-        awaited token ends it by its length, or other choices fork off its prompt then."""
+        """Whether it sits out, or can go on only when its launched step has finished: all is
+        computed, the awaited token ends it by its length, or other choices fork off its prompt."""
+        if self.sits_out:
+            return True
         if not self.num_launched:
             return False
         if not self.num_uncomputed:
@@ -178,6 +181,12 @@ class Sequence:
             or len(self.token_ids) + self.num_awaited >= max_model_len
             or bool(self.carried)
         )
+
+    def draw_again(self) -> None:
+        """The launched step draws nothing for it: its last token is to be computed again."""
+        if self.phase is Phase.RUNNING:  # else its blocks are gone
+            self.num_launched -= 1
+            self.num_awaited -= 1
 
     def num_blocks_for(self, num_tokens: int, block_size: int) -> int:
         """Blocks still missing to hold `num_tokens` tokens."""

@@ -1,6 +1,7 @@
 """Outputs that must match a grammar: compiled once, followed by each sequence, as token masks.
 
-    request -> GrammarCompiler (threads, a cache) -> GrammarState of a sequence -> StepMasks
+    request -> GrammarCompiler (threads, a cache) -> GrammarState of a sequence
+            -> masks of steps (grammar_masks.py)
 
 A state is a function of the sequence's outputs, so preemption, recompute and a first token drawn
 on the prefill server change nothing: it catches up with whatever outputs the sequence has. Rank 0
@@ -11,14 +12,16 @@ How a sequence ends under a grammar:
   only where the text is complete, a client's own stop token only where the grammar allows it.
 - "length" at max_tokens, complete or not. min_tokens bars the stop tokens as ever; where nothing
   else could follow, the sequence ends with "stop" all the same.
-- GrammarFailed where an incomplete text cannot go on in this vocabulary, or the matcher gave up.
+- GrammarFailed where an incomplete text cannot go on in this vocabulary, or the matcher gave up, or
+  its masks go on to take too long.
 """
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Sequenceable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +40,12 @@ Int32s = npt.NDArray[np.int32]
 
 _MAX_CACHED_BYTES = 256 * 2**20
 _NUM_COMPILING = 2  # as one takes long, others do not wait: slow ones come one at a time
-_BITS = 32
+BITS = 32
+
+BUDGET_S = 0.02  # of a core: what a step waits for
+_SLOW_S = 0.01  # of a core: above it a grammar's latest mask makes all its sequences sit out
+_LONG_S = 0.1  # of a core: too long for a mask, but for a few
+_MAX_LONG = 8  # of them in a row
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,39 @@ class Ending:
 COMPLETE = Ending()
 
 
-class GrammarState:
-    """Where one sequence is in its grammar.
+@dataclass(eq=False)
+class CompiledGrammar:
+    """What all sequences under a grammar share.
 
     Args:
-        matcher: at the beginning; owned from now on.
+        matcher: at the beginning.
+        num_words: W of a mask.
+
+    Attributes:
+        first_mask: [W], before any output; None where that is for each state to find out.
+        mask_s: of a core, that the latest mask took. Taking in a token costs no more than the mask
+            that allowed it, which tries all of them.
+    """
+
+    matcher: LLMatcher
+    num_words: int
+    first_mask: Int32s | None = None
+    mask_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        began_s = time.thread_time()
+        matcher, row = self.matcher.deep_copy(), np.empty(self.num_words, dtype=np.int32)
+        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.mask_s = time.thread_time() - began_s
+        if not (matcher.is_error() or matcher.is_stopped()):
+            self.first_mask = row
+
+
+class GrammarState:
+    """Where one sequence is in its grammar. One thread works on it at a time.
+
+    Args:
+        grammar: what it follows.
         end_ids: the model's end tokens.
         stop_ids: token ids that end the request; of the end tokens only these may be drawn.
         min_tokens: outputs before which no stop token may be drawn.
@@ -62,18 +98,33 @@ class GrammarState:
 
     def __init__(
         self,
-        matcher: LLMatcher,
+        grammar: CompiledGrammar,
         *,
         end_ids: Sequenceable[int],
         stop_ids: Sequenceable[int],
         min_tokens: int = 0,
     ) -> None:
         self.ending: Ending | None = None
-        self._matcher = matcher
+        self.row = np.full(grammar.num_words, -1, dtype=np.int32)  # the mask, once it is filled
+        self.work: Future[None] | None = None  # of another thread, which is late with it
+        self._grammar = grammar
+        self._matcher = grammar.matcher.deep_copy()
         self._num_consumed = 0
+        self._num_filled_at = -1  # outputs that `row` is for
+        self._num_long = 0  # masks in a row that took so
         self._min_tokens = min_tokens
         self._stop_ids = list(stop_ids)
         self._silent_ids = [i for i in end_ids if i not in stop_ids]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another thread works on it, and no one else may."""
+        return self.work is not None and not self.work.done()
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether to follow an output, too, is work for another thread."""
+        return self._grammar.mask_s > _SLOW_S
 
     def follow(self, token_ids: Sequenceable[int], first_output: int) -> Ending | None:
         """Catches up with a sequence's outputs, none of which was to end it.
@@ -83,7 +134,7 @@ class GrammarState:
         """
         if len(token_ids) - first_output < self._num_consumed:  # a first token was taken back
             self._matcher.reset()
-            self._num_consumed, self.ending = 0, None
+            self._num_consumed, self._num_filled_at, self.ending = 0, -1, None
         news = list(token_ids[first_output + self._num_consumed :])
         if news and self.ending is None:
             try:
@@ -94,17 +145,29 @@ class GrammarState:
                 self.ending = self._broken(error)
         return self.ending
 
-    def fill(self, row: Int32s) -> None:
-        """Writes the allowed tokens' bits to `row` [W], W words of 32 tokens. Where nothing can be
-        drawn, that sets `ending`, and `row` allows everything."""
+    def fill(self) -> None:
+        """Writes the allowed tokens' bits to `row`. Where nothing can be drawn, that sets `ending`,
+        and `row` allows everything."""
+        if self._num_filled_at == self._num_consumed:
+            return
         if self.ending is None:
             try:
-                self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-                self.ending = self._look() or self._restrict(row)
+                self._compute(self.row)
+                self.ending = self._look() or self._restrict(self.row)
             except Exception as error:
                 self.ending = self._broken(error)
         if self.ending is not None:
-            row.fill(-1)
+            self.row.fill(-1)
+        self._num_filled_at = self._num_consumed
+
+    def _compute(self, row: Int32s) -> None:
+        if self._num_consumed == 0 and self._grammar.first_mask is not None:
+            row[:] = self._grammar.first_mask
+            return
+        began_s = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._grammar.mask_s = time.thread_time() - began_s
+        self._num_long = self._num_long + 1 if self._grammar.mask_s > _LONG_S else 0
 
     def _restrict(self, row: Int32s) -> Ending | None:
         _clear(row, self._silent_ids)
@@ -118,6 +181,10 @@ class GrammarState:
 
     def _look(self) -> Ending | None:
         """Whether the matcher itself says that nothing can follow."""
+        if self._num_long >= _MAX_LONG:
+            return self._failed(
+                f"what may follow takes more than {_LONG_S:g} s, each time, to find"
+            )
         if self._matcher.is_error():
             return self._failed(self._matcher.get_error().partition("\n")[0])
         if not self._matcher.is_stopped():
@@ -142,8 +209,8 @@ class GrammarState:
 
 def _clear(row: Int32s, token_ids: Sequenceable[int]) -> None:
     for token_id in token_ids:
-        if token_id < len(row) * _BITS:
-            row[token_id // _BITS] &= np.int32(~np.uint32(1 << token_id % _BITS).view(np.int32))
+        if token_id < len(row) * BITS:
+            row[token_id // BITS] &= np.int32(~np.uint32(1 << token_id % BITS).view(np.int32))
 
 
 class GrammarCompiler:
@@ -159,25 +226,24 @@ class GrammarCompiler:
         self, model_dir: str | Path, vocab_size: int, on_compiled: Callable[[], None]
     ) -> None:
         self._model_dir = model_dir
-        self._vocab_size = vocab_size
-        self._on_compiled = on_compiled
-        self._num_words = 0  # of the tokenizer's masks, which may be wider than the model's
+        self.vocab_size = vocab_size
+        self.on_compiled = on_compiled
+        self.num_words = 0  # W: of the tokenizer's masks, which may be wider than the model's
         self._end_ids: tuple[int, ...] = ()
-        self._compiled: OrderedDict[Grammar, tuple[Future[LLMatcher], int]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, tuple[Future[CompiledGrammar], int]] = OrderedDict()
         self._compiling = compiling_threads("grammar-compiler", _NUM_COMPILING)
-        self._filling = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         # At once: it takes about a second for a large vocabulary, and nobody waits for it yet.
         self._tokenizer = self._compiling.submit(self._load)
 
     def _load(self) -> LLTokenizer:
         tokenizer = Tokenizer.from_directory(self._model_dir)
-        num_tokens = max(self._vocab_size, tokenizer.vocab_size)
+        num_tokens = max(self.vocab_size, tokenizer.vocab_size)
         self._end_ids = tokenizer.eos_ids
-        self._num_words = -(-num_tokens // _BITS)
+        self.num_words = -(-num_tokens // BITS)
         end_ids = list(tokenizer.eos_ids) or None
         return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids)
 
-    def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[LLMatcher]:
+    def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
         """The grammar, perhaps still on its way. Who waits for it keeps it: there may be more that
         wait than the cache holds.
 
@@ -186,14 +252,20 @@ class GrammarCompiler:
         """
         future, nbytes = self._compiled.pop(grammar, (None, max(nbytes, len(grammar.text))))
         if future is None:
-            future = self._compiling.submit(lambda: make_matcher(self._tokenizer.result(), grammar))
-            future.add_done_callback(lambda _: self._on_compiled())
+            future = self._compiling.submit(self._compile, grammar)
+            future.add_done_callback(lambda _: self.on_compiled())
         self._compiled[grammar] = future, nbytes
         while sum(kept for _, kept in self._compiled.values()) > _MAX_CACHED_BYTES:
             self._compiled.popitem(last=False)
         return future
 
-    def state(self, request: AddRequest, compiled: Future[LLMatcher] | None = None) -> GrammarState:
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        matcher = make_matcher(self._tokenizer.result(), grammar)
+        return CompiledGrammar(matcher, self.num_words)
+
+    def state(
+        self, request: AddRequest, compiled: Future[CompiledGrammar] | None = None
+    ) -> GrammarState:
         """A state at the beginning of the request's grammar; waits where it is not compiled.
 
         Args:
@@ -205,57 +277,18 @@ class GrammarCompiler:
         grammar = request.sampling.grammar
         assert grammar is not None
         try:
-            matcher = (compiled or self.compiled(grammar)).result().deep_copy()
+            found = (compiled or self.compiled(grammar)).result()
         except Exception as error:
             if not isinstance(error, GrammarError):
                 logger.exception("a grammar could not be compiled", exc_info=error)
             raise GrammarFailed(f"the request's grammar cannot be used: {error}") from None
         return GrammarState(
-            matcher,
+            found,
             end_ids=self._end_ids,
             stop_ids=request.stop_token_ids,
             min_tokens=request.sampling.min_tokens,
         )
 
-    def masks(self, states: Sequenceable[GrammarState | None]) -> "StepMasks":
-        """Begins to fill the masks of a step's rows; a None may draw anything."""
-        return StepMasks(states, self._num_words, self._vocab_size, self._filling)
-
     def close(self) -> None:
         """Ends the threads."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        self._filling.shutdown(wait=False)
-
-
-class StepMasks:
-    """The masks of one step's R rows, filled by another thread.
-
-    Args:
-        states: [R], None where anything may be drawn.
-        num_words: W of the states' masks.
-        vocab_size: of the logits, perhaps of fewer tokens than the masks.
-    """
-
-    def __init__(
-        self,
-        states: Sequenceable[GrammarState | None],
-        num_words: int,
-        vocab_size: int,
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        self._states = list(states)
-        self._num_words = -(-vocab_size // _BITS)
-        width = max(num_words, self._num_words)  # none is known before there is a state
-        self._bits = np.full((len(states), width), -1, dtype=np.int32)
-        self._done = pool.submit(self._fill)
-
-    def _fill(self) -> None:
-        for row, state in zip(self._bits, self._states, strict=True):
-            if state is not None:
-                state.fill(row)
-
-    def result(self) -> Int32s:
-        """int32 [R, ceil(V / 32)], waited for: bit t % 32 of word t // 32 is set where token t may
-        be drawn."""
-        self._done.result()
-        return np.ascontiguousarray(self._bits[:, : self._num_words])

@@ -2,6 +2,7 @@
 
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
+from engine.core.core_grammar import CoreGrammars
 from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.process.transport import EngineTransport
 from engine.text.grammar import GrammarCompiler
@@ -70,7 +71,9 @@ def _build(
     rank.service.start()
     role = factory.make_role(rank.context, metadata, transport)
     scheduler = Scheduler.of_blocks(limits, num_blocks, cached=config.enable_prefix_caching)
-    core = EngineCore(scheduler, leader, role, transport, grammars)
+    core = EngineCore(
+        scheduler, leader, role, transport, CoreGrammars(grammars, config.grammar_timeout_s)
+    )
     ready = EngineReady(
         num_blocks=num_blocks - 1,
         block_size=limits.block_size,

@@ -24,7 +24,7 @@ class Waiting:
         self.go_on = threading.Event()
         for _ in range(_NUM_COMPILING):
             compiler._compiling.submit(self.go_on.wait)
-        pair.d.core.grammars = compiler
+        pair.d.core.grammars.compiler = compiler
 
     def ask(self, prompt: list[int], grammar: Grammar) -> str:
         params = kv_params.parse(self.pair.prefill(prompt))

@@ -13,14 +13,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
 from msgspec.structs import replace
 
 from decode_server.connector import DecodeConnector
 from decode_server.failure import FailurePolicy
 from engine.core.batch import Int32s, StepFailed, StepInput
 from engine.core.sequence import Phase
-from engine.text.grammar import GrammarCompiler
+from engine.text.grammar import CompiledGrammar, GrammarCompiler
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -81,10 +80,15 @@ class _LateGrammars:
 
     def __init__(self, rng: random.Random, compiler: GrammarCompiler) -> None:
         self._rng, self._compiler = rng, compiler
-        self._open: list[tuple[Future[LLMatcher], Grammar]] = []
-        self.state, self.masks = compiler.state, compiler.masks
+        self._open: list[tuple[Future[CompiledGrammar], Grammar]] = []
+        self.state, self.on_compiled = compiler.state, compiler.on_compiled
+        self.vocab_size = compiler.vocab_size
 
-    def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[LLMatcher]:
+    @property
+    def num_words(self) -> int:
+        return self._compiler.num_words
+
+    def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
         if self._rng.random() < 0.5:
             return self._compiler.compiled(grammar, nbytes)
         self._open.append((Future(), grammar))
@@ -123,7 +127,7 @@ class _Mixture:
             prefix_caching=rng.random() < 0.8,
         )
         self.grammars: Any = _LateGrammars(rng, compiler)
-        self.core.grammars = self.grammars
+        self.core.grammars.compiler = self.grammars
         self.compiler = compiler
         self.requests: dict[str, AddRequest] = {}
         self.remotes: list[RemotePrefill] = []
@@ -276,7 +280,7 @@ class _Mixture:
             if not has_progressed and self.core.is_idle and self.coordinator.is_idle:
                 break
         assert self.core.is_idle and self.coordinator.is_idle, "it never comes to rest"
-        assert self.core.scheduler.is_idle and not self.core._compiling
+        assert self.core.scheduler.is_idle and not self.core.grammars.compiling
         assert not (self.role._remote or self.role._undrained or self.role._unheld)
         assert_all_blocks_home(self.core)
         for request in self.requests.values():

@@ -7,6 +7,7 @@ hits or preemption changes the output, which `expected_output` computes without 
 
 import dataclasses
 import hashlib
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -25,6 +26,8 @@ from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
 from engine.core.logits_processing import NO_ROW, SamplingRow
 from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.text.grammar import GrammarCompiler, GrammarState
+from engine.text.grammar_masks import MaskThreads
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
 from protocol.messages import (
@@ -283,6 +286,12 @@ def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
     allocator.allocate = checked  # type: ignore[method-assign]
 
 
+def masks_of(compiler: GrammarCompiler, states: Sequence[GrammarState | None]) -> Int32s:
+    """Of one step, however long they take."""
+    threads = MaskThreads()
+    return threads.begin(states, compiler.num_words, compiler.vocab_size).result(math.inf)
+
+
 def add(
     request_id: str,
     prompt: Sequence[int],
@@ -302,10 +311,18 @@ def add(
 def run_until_idle(core: EngineCore, max_rounds: int = 2000) -> None:
     """Rounds until nothing progresses. A core that never settles fails here."""
     for _ in range(max_rounds):
-        if not core.round([]):
+        if not core.round([]) and not awaited_masks(core):
             return
         core.check_integrity()
     raise AssertionError("the core never came to rest")
+
+
+def awaited_masks(core: EngineCore) -> bool:
+    """Whether sequences sat out; they have no more reason to."""
+    sitting = list(core.grammars.sitting.values())
+    for sequence in sitting:
+        sequence.work.result(60.0)
+    return bool(sitting)
 
 
 @dataclasses.dataclass(frozen=True)

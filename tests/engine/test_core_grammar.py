@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 import engine.text.grammar
+import engine.text.grammar_masks
 from engine.core.core import EngineCore
-from engine.text.grammar import _NUM_COMPILING, GrammarCompiler
+from engine.text.grammar import _NUM_COMPILING, GrammarCompiler, GrammarState, Int32s
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import LeaseGone
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
@@ -49,7 +50,7 @@ def core_with(
     compiler: GrammarCompiler, depth: int, **limits: int
 ) -> tuple[EngineCore, MemoryTransport]:
     core, _, out = make_core(depth=depth, **limits)  # type: ignore[arg-type]
-    core.grammars = compiler
+    core.grammars.compiler = compiler
     return core, out
 
 
@@ -269,7 +270,7 @@ def test_more_grammars_may_be_waited_for_than_are_kept(
     core, out = core_with(compiler, depth)
     texts = [f"text {number}" for number in range(150)]
     core.round([constrained(text, choice(text)) for text in texts])
-    for compiling in list(core._compiling.values()):
+    for compiling in list(core.grammars.compiling.values()):
         compiling.exception()
     run_until_idle(core)
     for text in texts:
@@ -280,10 +281,103 @@ def test_more_grammars_may_be_waited_for_than_are_kept(
 def test_a_grammar_slows_nobody_and_itself_least(compiler: GrammarCompiler) -> None:
     """The forward pass of its next step is launched before the last token is known."""
     core, executor, out = make_core(depth=1)
-    core.grammars = compiler
+    core.grammars.compiler = compiler
     pattern = Grammar("regex", "([a-z]{3} ){30}")
     compiled(compiler, pattern)
     core.round([constrained("a", pattern, 20), add("b", [4, 5, 6], 20)])
     run_until_idle(core)
     assert (len(out.tokens("a")), len(out.tokens("b"))) == (20, 20)
     assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
+
+
+class Held:
+    """Masks after so many outputs of one grammar's sequences wait for `go_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        compute = GrammarState._compute
+
+        def held(state: GrammarState, row: Int32s) -> None:
+            if state._num_consumed == num_outputs:
+                self.begun.set()
+                assert self.go_on.wait(60.0)
+            compute(state, row)
+
+        monkeypatch.setattr(GrammarState, "_compute", held)
+        monkeypatch.setattr(engine.text.grammar_masks, "_MAX_WAIT_S", 0.001)
+
+
+def run_until_ended(core: EngineCore, out: MemoryTransport, request_id: str) -> None:
+    while not out.terminals(request_id):
+        core.round([])
+        core.check_integrity()
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_who_is_late_sits_out_and_draws_the_same(
+    depth: int, slow: bool, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = Grammar("regex", "([a-z]{3} ){30}")
+    compiled(compiler, pattern)
+    asked = replace(constrained("a", pattern, 12), num_choices=2)
+    alone, expected = core_with(compiler, depth)
+    alone.round([asked])
+    run_until_ended(alone, expected, "a")
+    if slow:
+        monkeypatch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
+    held = Held(monkeypatch, num_outputs=3)
+    core, out = core_with(compiler, depth)
+    core.grammars.timeout_s = 60.0
+    core.round([asked])
+    while not held.begun.is_set():
+        core.round([])
+    core.round([add("b", [4, 5, 6], 20)])
+    run_until_ended(core, out, "b")
+    assert out.tokens("b") == expected_output([4, 5, 6], 20) and not out.terminals("a")
+    held.go_on.set()
+    while len(out.terminals("a")) < 2:
+        core.round([])
+    for index in range(2):
+        told, same = (
+            [t for d in o.deltas if d.choice == index and d.request_id == "a" for t in d.token_ids]
+            for o in (out, expected)
+        )
+        assert told == same and len(told) == 12
+    run_until_idle(core)
+    assert_all_blocks_home(core)
+
+
+def test_who_is_late_for_too_long_fails_alone(
+    depth: int, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = Grammar("regex", "([a-z]{3} ){30}")
+    compiled(compiler, pattern)
+    held = Held(monkeypatch, num_outputs=3)
+    core, out = core_with(compiler, depth)
+    core.grammars.timeout_s = 0.0
+    core.round([constrained("a", pattern), add("b", [4, 5, 6], 20)])
+    run_until_ended(core, out, "a")
+    run_until_ended(core, out, "b")
+    (end,) = out.terminals("a")
+    assert end.error is not None and end.error.code == "grammar_failed"
+    assert "--grammar-timeout-s" in end.error.message
+    assert out.tokens("b") == expected_output([4, 5, 6], 20)
+    held.go_on.set()
+    run_until_idle(core)
+    assert_all_blocks_home(core)
+
+
+def test_a_grammar_that_is_always_late_ends_with_an_error(
+    depth: int, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.text.grammar, "_LONG_S", -1.0)  # whatever it takes
+    pattern = Grammar("regex", "([a-z]{3} ){30}")
+    compiled(compiler, pattern)
+    core, out = core_with(compiler, depth)
+    core.round([constrained("a", pattern)])
+    run_until_ended(core, out, "a")
+    (end,) = out.terminals("a")
+    assert end.error is not None and end.error.code == "grammar_failed"
+    assert 0 < len(out.tokens("a")) <= engine.text.grammar._MAX_LONG
+    run_until_idle(core)
+    assert_all_blocks_home(core)

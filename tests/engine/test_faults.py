@@ -153,7 +153,7 @@ def test_tokens_that_cannot_be_drawn_under_a_grammar_end_one_request(
     depth: int, length: int
 ) -> None:
     core, _, out = make_core(executor=_Undrawn(depth, length))
-    core.grammars = compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
+    core.grammars.compiler = compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     grammar = Grammar("regex", "([a-z]{3} ){12}")
     compiler.compiled(grammar).exception()
     ruled = SamplingParams(temperature=0.0, grammar=grammar)
@@ -288,7 +288,7 @@ class _BrokenMatcher:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_matcher_that_raises_ends_its_request(depth: int) -> None:
     core, _, out = make_core(depth=depth)
-    core.grammars = compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
+    core.grammars.compiler = compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     grammar = Grammar("regex", "([a-z]{3} ){12}")
     compiler.compiled(grammar).exception()
     request = add("x", [1, 2], 20, SamplingParams(temperature=0.0, grammar=grammar))

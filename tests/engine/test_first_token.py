@@ -19,6 +19,7 @@ from engine.sampling.sampling_batch import SamplingBatch
 from engine.text.grammar import GrammarCompiler
 from protocol.kv_params import sampling_digest
 from protocol.messages import AddRequest, Grammar, SamplingParams
+from tests.engine.shadow import masks_of
 from tests.make_models import ensure_model
 
 _VOCAB = 512
@@ -75,7 +76,7 @@ def _first_tokens(
     shaper = LogitShaper(_VOCAB)
     shaping = shaper.prepare(ShapeBook().plan(rows, positions))
     if params["grammar"] is not None:
-        masks = compiler.masks([row.grammar for row in rows]).result()
+        masks = masks_of(compiler, [row.grammar for row in rows])
         shaping = shaper.masked(shaping, np.ascontiguousarray(masks))
     batch = SamplingBatch.from_params([row.sampling for row in rows], positions)
     tokens: list[int] = sample(_LOGITS.clone(), batch, shaping).token_ids.tolist()

@@ -14,6 +14,7 @@ from engine.text.grammar import COMPLETE, GrammarCompiler, GrammarState
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar, GrammarKind, SamplingParams
+from tests.engine.shadow import masks_of
 from tests.make_models import ensure_model
 
 VOCAB = 512  # of the model, a little more than the tokenizer's
@@ -60,7 +61,7 @@ def request(
 
 
 def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
-    bits = compiler.masks([None, state]).result()
+    bits = masks_of(compiler, [None, state])
     assert bits.shape == (2, VOCAB // 32) and bits.dtype == np.int32
     assert (bits[0] == -1).all()
     return set(np.unpackbits(bits[1].view(np.uint8), bitorder="little").nonzero()[0].tolist())
@@ -259,7 +260,7 @@ def test_rows_without_a_grammar_may_draw_anything_before_the_tokenizer_is_read(
 
     monkeypatch.setattr(GrammarCompiler, "_load", loaded_later)
     compiler = GrammarCompiler(model_dir, VOCAB, lambda: None)
-    masks = compiler.masks([None, None]).result()
+    masks = masks_of(compiler, [None, None])
     reading.set()
     compiler.close()
     assert masks.shape == (2, VOCAB // 32) and (masks == -1).all()
@@ -269,5 +270,5 @@ def test_a_vocabulary_larger_than_the_logits(model_dir: Path, tokenizer: Tokeniz
     """Masks have the logits' width; ids beyond it cannot be drawn."""
     compiler = GrammarCompiler(model_dir, 300, lambda: None)
     state = compiler.state(request("regex", "[a-z]+"))
-    assert compiler.masks([state]).result().shape == (1, 10)
+    assert masks_of(compiler, [state]).shape == (1, 10)
     compiler.close()

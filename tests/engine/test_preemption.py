@@ -49,7 +49,7 @@ def _answers(num_blocks: int, compiler: GrammarCompiler) -> tuple[dict[Any, list
         block_size=BLOCK_SIZE,
         prefix_caching=False,
     )
-    core.grammars = compiler
+    core.grammars.compiler = compiler
     core.round(
         [
             add(str(at), [(at * 17 + i) % 200 + 20 for i in range(9)], 20, params, num_choices=2)

@@ -11,6 +11,7 @@ from engine.text.grammar import GrammarCompiler, GrammarState
 from engine.text.tokenizer import Tokenizer
 from engine.worker.runner import ModelRunner
 from protocol.messages import AddRequest, Grammar, SamplingParams
+from tests.engine.shadow import masks_of
 from tests.gpu.test_runner import MODELS, PROMPTS, SERVED, runner_for, step_at
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +44,7 @@ def _continue(
     for index in range(_NUM_STEPS):
         step = step_at(index, [done[-1:] for done in outputs], sampling, is_masked=True)
         launched = runner.launch(step)
-        launched.draw(compiler.masks(states).result())
+        launched.draw(masks_of(compiler, states))
         for row, token in enumerate(launched.result().token_ids):
             outputs[row].append(token)
             if (state := states[row]) is not None:

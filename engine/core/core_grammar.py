@@ -1,0 +1,149 @@
+"""Which sequences of an engine wait for their grammar, or sit out steps until it is known what they
+may draw next. For the engine core's thread.
+
+    compiling   not queued before their grammar is there
+    sitting     in a batch until they were late: another thread works on their state meanwhile
+"""
+
+import time
+from collections.abc import Sequence as Sequenceable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from engine.core.scheduler import Scheduled
+from engine.core.sequence import Phase, Sequence
+from engine.text.grammar import CompiledGrammar, GrammarCompiler
+from engine.text.grammar_masks import MaskThreads, StepMasks
+from protocol.errors import GrammarFailed
+
+
+class _Sitting(NamedTuple):
+    work: Future[None]
+    until_s: float
+
+
+class CoreGrammars:
+    """See above.
+
+    Args:
+        compiler: None: no request may have a grammar.
+        timeout_s: that a sequence sits out at once, at most.
+    """
+
+    def __init__(self, compiler: GrammarCompiler | None = None, timeout_s: float = 2.0) -> None:
+        self.compiler = compiler
+        self.compiling: dict[Sequence, Future[Any]] = {}
+        self.sitting: dict[Sequence, _Sitting] = {}
+        self.timeout_s = timeout_s
+        self._threads = MaskThreads()
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """Gives a sequence its place in its grammar, if it has one; False while that takes another
+        thread's work.
+
+        Raises:
+            GrammarFailed: it cannot be.
+        """
+        grammar = sequence.request.sampling.grammar
+        if grammar is None:
+            return True
+        if self.compiler is None:
+            raise GrammarFailed("this engine follows no grammars")
+        work = self.compiling.get(sequence)
+        if work is None and sequence.grammar is None:
+            work = self.compiler.compiled(grammar, sequence.request.grammar_bytes)
+        if work is not None and not work.done():
+            self.compiling[sequence] = work
+            return False
+        self.compiling.pop(sequence, None)
+        if sequence.grammar is None:
+            assert work is not None
+            self._make_states(sequence, work)
+        return sequence not in self.compiling
+
+    def _make_states(self, sequence: Sequence, compiled: Future[CompiledGrammar]) -> None:
+        assert self.compiler is not None
+        for choice in sequence.choices:
+            state = choice.grammar = self.compiler.state(sequence.request, compiled)
+            if state.is_slow and choice.num_outputs:  # they came with it; the last is done last
+                self.compiling[sequence] = self._advance(choice, fill=False)
+
+    def masks(self, scheduled: Sequenceable[Scheduled]) -> StepMasks:
+        """Begins to fill the masks of a step."""
+        assert self.compiler is not None, "prepare lets no sequence with a grammar through"
+        states = [sequence.grammar for item in scheduled for sequence in item.draws]
+        return self._threads.begin(states, self.compiler.num_words, self.compiler.vocab_size)
+
+    def late(self, scheduled: Sequenceable[Scheduled], masks: StepMasks) -> set[Sequence]:
+        """The sequences of a step that draw nothing, as a mask of theirs is late. Those that
+        another thread is at sit out until it is done."""
+        late, row = set(), 0
+        for item in scheduled:
+            for choice in item.draws:
+                if row in masks.late:
+                    late.add(item.sequence)
+                    if choice.grammar is not None and choice.grammar.is_busy:
+                        assert choice.grammar.work is not None
+                        # What it carries goes on with it.
+                        self._sit_out(item.sequence, choice.grammar.work)
+                row += 1
+        return late
+
+    def is_slow(self, sequence: Sequence, max_model_len: int) -> bool:
+        """Whether a sequence sits out, as it takes long to find out whether its last token ended
+        it, and what may follow."""
+        state = sequence.grammar
+        if state is None or not state.is_slow:
+            return False
+        if sequence.token_ids[-1] in sequence.request.stop_token_ids:
+            return False
+        goes_on = (
+            sequence.num_outputs < sequence.request.max_tokens
+            and len(sequence.token_ids) < max_model_len
+        )
+        self._sit_out(sequence, self._advance(sequence, fill=goes_on))
+        return True
+
+    def _advance(self, sequence: Sequence, *, fill: bool) -> Future[None]:
+        assert sequence.grammar is not None and self.compiler is not None
+        work = self._threads.advance(
+            sequence.grammar, list(sequence.token_ids), sequence.num_prompt_tokens, fill=fill
+        )
+        sequence.grammar.work = work
+        return work
+
+    def _sit_out(self, sequence: Sequence, work: Future[None]) -> None:
+        assert self.compiler is not None
+        if sequence not in self.sitting:
+            self.sitting[sequence] = _Sitting(work, time.monotonic() + self.timeout_s)
+            sequence.sits_out = True
+            wake = self.compiler.on_compiled
+            work.add_done_callback(lambda _: wake())
+
+    def returning(self) -> list[tuple[Sequence, GrammarFailed | None]]:
+        """Those that sat out and are to go on, or to end with an error."""
+        now_s = time.monotonic()
+        found: list[tuple[Sequence, GrammarFailed | None]] = []
+        for sequence, (work, until_s) in list(self.sitting.items()):
+            has_gone = sequence.phase is Phase.FINISHED
+            if not (has_gone or work.done() or now_s >= until_s):
+                continue
+            self.forget(sequence)
+            if has_gone or sequence.has_ended:  # or it goes on for those that it carries
+                continue
+            ending = sequence.grammar.ending if sequence.grammar and work.done() else None
+            error = ending.error if ending else None
+            found.append((sequence, error if work.done() else self._too_late(sequence)))
+        return found
+
+    def _too_late(self, sequence: Sequence) -> GrammarFailed:
+        return GrammarFailed(
+            f"after {sequence.num_outputs} tokens it took more than {self.timeout_s:g} s "
+            "(--grammar-timeout-s) to find out what may follow by the request's grammar; use one "
+            "that is less ambiguous, or fewer choices"
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        self.compiling.pop(sequence, None)
+        if self.sitting.pop(sequence, None) is not None:
+            sequence.sits_out = False

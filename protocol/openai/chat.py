@@ -14,6 +14,7 @@ from protocol.openai.sampling import (
     GenerationRequest,
     Switch,
     clean_request,
+    integer,
     refuse,
 )
 from protocol.openai.structured import Demand, only_one
@@ -68,9 +69,7 @@ class ChatRequest(GenerationRequest):
         min_length=1, description="a list, not empty, of objects with `role` and `content`"
     )
     logprobs: Switch = False
-    top_logprobs: int = Field(
-        0, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}"
-    )
+    top_logprobs: int = integer(0, 0, MAX_LOGPROBS)
     add_special_tokens: Switch = False  # beside those that the chat template writes
     add_generation_prompt: bool | None = Field(None, description="true or false")
     continue_final_message: Switch = False

@@ -13,13 +13,13 @@ from protocol.openai.sampling import (
     GenerationRequest,
     Switch,
     clean_request,
+    integer,
     refuse,
 )
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 1024
 
-_FROM_0 = f"an integer from 0 to {MAX_INT31}"
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 
@@ -63,16 +63,12 @@ class CompletionRequest(GenerationRequest):
         ),
         WithJsonSchema({"anyOf": [_TEXT, _several(_TEXT), _IDS, _several(_IDS)]}),
     ]
-    max_tokens: int | None = Field(None, ge=0, le=MAX_INT31, description=_FROM_0)
-    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_INT31, description=_FROM_0)
-    logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}"
-    )
+    max_tokens: int | None = integer(None, 0, MAX_INT31)
+    max_completion_tokens: int | None = integer(None, 0, MAX_INT31)
+    logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
     echo: Switch = False
     add_special_tokens: Switch = True  # those that the model expects around a text
-    best_of: int | None = Field(
-        None, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}"
-    )
+    best_of: int | None = integer(None, 1, MAX_CHOICES)
     suffix: Any = neutral("")
     continue_final_message: Any = neutral(False)
 

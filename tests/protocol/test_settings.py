@@ -11,7 +11,6 @@ from protocol.settings import cluster_secret as secret_file
 from protocol.settings.settings import (
     PROGRAMS,
     BatonSettings,
-    ConfigError,
     DecodeSettings,
     PrefillSettings,
     ProxySettings,
@@ -22,6 +21,7 @@ from protocol.settings.settings import (
     to_argv,
 )
 from protocol.settings.sources import (
+    ConfigError,
     clean_environment,
     field_paths,
     option_name,

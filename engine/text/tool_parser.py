@@ -16,9 +16,9 @@ What turns out not to be a call becomes content, so nothing of an answer is lost
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from protocol.openai.tools import ToolCallPiece, Tools, new_call_id
 
@@ -27,13 +27,20 @@ Syntax = Literal["hermes", "llama3_json"]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _BLANKS = " \t\r\n"
+_ARGUMENTS = ("arguments", "parameters")
 
 # Texts are read in runs, so that none is looked at again however long it gets.
-_BLANK_RUN = re.compile("[ \t\r\n]+")
 _PLAIN_RUN = re.compile(r'[ \t\r\n]+|["{}\[\],:]|[^"{}\[\],: \t\r\n]+')  # of JSON
 _STRING_RUN = re.compile(r'["\\]|[^"\\]+')  # inside a string of it
+_ANY = re.compile(".", re.DOTALL)
 _TEXT_RUN = re.compile("[^< \t\r\n]+")  # in which no tag begins, nor the blanks before one
+_BLANK_RUN = re.compile(r"[ \t\r\n]+")
+_BEFORE_TAG_RUN = re.compile(r"[ \t\r\n\[]+")
 _BETWEEN_RUN = re.compile(r"[ \t\r\n\[\],;]+")
+
+# A reader asks for more text wherever it is, and returns what the last type says.
+_T = TypeVar("_T")
+_Reader = Generator[None, str, _T]
 
 
 @dataclass
@@ -91,7 +98,7 @@ def _parser_for(tools: Tools, syntax: Syntax) -> ToolParser | None:
             assert tools.name is not None
             return NamedParser(tools.name)
         case "required":
-            return JsonParser(lambda _: True)
+            return JsonParser()
         case "auto":
             if syntax == "hermes":
                 return HermesParser()
@@ -123,117 +130,149 @@ class NamedParser(ToolParser):
         return self.feed("")
 
 
-class _CallReader:
-    """Reads a JSON object {"name": ..., "arguments" or "parameters": ...}, one run a time.
+class _NoCall(Exception):
+    """An object turned out to be no call."""
 
-    Attributes:
-        name: once it is there.
-        done: the object is complete.
-        failed: it is no call.
-    """
 
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.done = self.failed = False
-        self._text: list[str] = []
-        self._arguments: list[str] = []  # not taken yet
-        self._blanks: list[str] = []  # after them
-        self._depth = 0
-        self._in_string = self._escaped = False
-        self._key: str | None = None
-        self._value: list[str] = []  # of the current member, or its key while that is read
-        self._is_object = False  # the value is no string
-        self._saw_arguments = self._has_arguments = False
+class _ObjectsParser(ToolParser):
+    """What both ways of writing calls as JSON objects share."""
 
-    @property
-    def text(self) -> str:
-        """All that was read."""
-        return "".join(self._text)
+    def __init__(self, is_tool: Callable[[str], bool] = lambda _: True) -> None:
+        super().__init__()
+        self._is_tool = is_tool
+        self._text, self._at = "", 0  # that came last, and how far it is read
+        self._parsed = Parsed()
+        self._held: list[str] = []  # back, as it may become a tag
+        self._object: list[str] = []  # that may become a call
+        self._begun = False  # the call's name is out
+        self._arguments: list[str] = []  # that came before it
+        self._reader = self._read()
+        next(self._reader)
 
-    def take(self) -> str:
-        """The arguments' text since the last call, without the blanks around them."""
-        text = "".join(self._arguments)
-        self._arguments = []
-        return text
+    def feed(self, text: str) -> Parsed:
+        self._parsed = Parsed()
+        self._reader.send(text)
+        return self._parsed
 
-    def feed(self, text: str, at: int) -> int:
-        """Reads one run from `at` on; where it ends."""
-        run = self._run(text, at)
-        self._text.append(run)
-        if self._in_string:
-            self._feed_string(run)
-        elif self._depth == 0:
-            if run == "{":
-                self._depth = 1
-            elif run[0] not in _BLANKS:
-                self.failed = True
-        else:
-            self._feed_plain(run)
-        return at + len(run)
+    def finish(self) -> Parsed:
+        """A call that was cut off after its name stays a call."""
+        return Parsed("".join([*self._held, *self._object]))
 
-    def _run(self, text: str, at: int) -> str:
-        pattern = _STRING_RUN if self._in_string else _PLAIN_RUN if self._depth else _BLANK_RUN
-        found = None if self._escaped else pattern.match(text, at)
-        return found[0] if found else text[at]
+    @abstractmethod
+    def _read(self) -> _Reader[None]:
+        """Reads the whole answer."""
 
-    def _feed_string(self, run: str) -> None:
-        self._add(run)
-        if self._escaped:
-            self._escaped = False
-        elif run == "\\":
-            self._escaped = True
-        elif run == '"':
-            self._in_string = False
+    def _more_text(self) -> _Reader[None]:
+        """Returns once there is a character to be read."""
+        while self._at == len(self._text):
+            self._text, self._at = (yield), 0
 
-    def _feed_plain(self, run: str) -> None:
-        if self._depth == 1 and run == ":" and self._key is None:
-            self._key = _json_string("".join(self._value))
-            self._value = []
-            self.failed = self._key is None
+    def _run(self, pattern: re.Pattern[str]) -> _Reader[str]:
+        """A run of `pattern`, as far as it is there, or one character; of an object."""
+        yield from self._more_text()
+        found = pattern.match(self._text, self._at)
+        run = found[0] if found else self._text[self._at]
+        self._at += len(run)
+        if not self._begun:
+            self._object.append(run)
+        return run
+
+    def _tag(self, tag: str, before: re.Pattern[str]) -> _Reader[bool]:
+        """Whether a tag comes next, behind what `before` matches; what was read is held back."""
+        num_found, self._held = 0, []
+        while num_found < len(tag):
+            yield from self._more_text()
+            found = None if num_found else before.match(self._text, self._at)
+            run = found[0] if found else self._text[self._at]
+            if found is None:
+                if run != tag[num_found]:
+                    return False
+                num_found += 1
+            self._held.append(run)
+            self._at += len(run)
+        return True
+
+    def _call(self, begin: str) -> _Reader[bool]:
+        """Reads a JSON object {"name": ..., "arguments" or "parameters": ...}; whether it was a
+        call. If not it is content, behind `begin`, as the model wrote it."""
+        self._held, self._object, self._arguments = [], [begin], []
+        try:
+            yield from self._members()
+        except _NoCall:
+            self._parsed.content += "".join(self._object)
+        is_call, self._begun, self._object = self._begun, False, []
+        return is_call
+
+    def _members(self) -> _Reader[None]:
+        while (run := (yield from self._run(_BLANK_RUN))) != "{":
+            self._demand(run[0] in _BLANKS)
+        end, has_arguments = "", False
+        while end != "}":
+            end, text = yield from self._value(":,}")
+            if end != ":":
+                self._demand(end == "}" and not text)  # an empty object, or a comma at its end
+                continue
+            key = _json_string(text)
+            self._demand(key is not None)
+            end, text = yield from self._value(",}", streams=key in _ARGUMENTS)
+            if key == "name":
+                self._named(_json_string(text))
+            elif key in _ARGUMENTS:
+                has_arguments = True
+                if text.startswith('"'):  # some write the arguments as a string
+                    self._tell((_json_string(text) or "").strip())
+        self._demand(self._begun)
+        if not has_arguments:
+            self._tell("{}")
+
+    def _demand(self, holds: bool) -> None:
+        """Once a call's name is out, it is one, whatever follows."""
+        if not (holds or self._begun):
+            raise _NoCall
+
+    def _named(self, name: str | None) -> None:
+        if self._begun:
             return
-        if self._depth == 1 and run in (",", "}"):
-            self._end_member(is_last=run == "}")
-            return
-        if run in ("[", "{"):
-            self._depth += 1
-        elif run in ("]", "}"):
-            self._depth -= 1
-        self._in_string = run == '"'
-        self._add(run)
+        if name is None or not self._is_tool(name):
+            raise _NoCall
+        self._begun, self._object = True, []
+        self._parsed.calls.append(self._begin_call(name, "".join(self._arguments)))
 
-    def _add(self, run: str) -> None:
-        is_blank = run[0] in _BLANKS and not self._in_string
-        if not self._value:
-            if is_blank:
-                return
-            self._is_object = run != '"'  # some write the arguments as a string
-        if not (self._is_object and self._key in ("arguments", "parameters")):
-            self._value.append(run)
+    def _tell(self, arguments: str) -> None:
+        if not self._begun:
+            self._arguments.append(arguments)
             return
-        self._value = [run]
-        if is_blank:
-            self._blanks.append(run)
-            return
-        self._arguments += [*self._blanks, run]
-        self._blanks = []
+        calls = self._parsed.calls
+        if not calls or calls[-1].index != self.num_calls - 1:
+            calls.append(self._more(""))
+        calls[-1].arguments += arguments
 
-    def _end_member(self, *, is_last: bool) -> None:
-        value = "".join(self._value)
-        if self._key == "name":
-            self.name = _json_string(value)
-            self.failed = self.name is None
-        elif self._key in ("arguments", "parameters"):
-            self._saw_arguments = True
-            if not self._is_object:
-                self._arguments.append((_json_string(value) or "").strip())
-        elif self._key is None and (value or not is_last):
-            self.failed = True
-        self._key, self._value, self._blanks = None, [], []
-        if is_last:
-            self.done = True
-            self.failed = self.failed or self.name is None
-            if not self._saw_arguments:
-                self._arguments.append("{}")
+    def _value(self, stops: str, *, streams: bool = False) -> _Reader[tuple[str, str]]:
+        """Reads a key or value up to one of `stops`: that, and the text without the blanks around
+        it. Of one that `streams`, and is no string, all is told as it comes."""
+        parts: list[str] = []
+        blanks: list[str] = []
+        depth, quoted, escaped = 0, False, False
+        while True:
+            pattern = _ANY if escaped else _STRING_RUN if quoted else _PLAIN_RUN
+            run = yield from self._run(pattern)
+            if quoted:
+                quoted, escaped = escaped or run != '"', run == "\\" and not escaped
+            elif run in stops and not depth:
+                return run, "".join(parts)
+            elif run[0] in _BLANKS:
+                blanks += [run] if parts else []
+                continue
+            else:
+                quoted = run == '"'
+                depth += (run in "[{") - (run in "]}")
+                self._demand(depth >= 0)
+            if streams and (parts or [run])[0] != '"':
+                self._tell("".join([*blanks, run]))
+                parts = parts or [run]
+            else:
+                parts += [*blanks, run]
+            blanks = []
 
 
 def _json_string(text: str) -> str | None:
@@ -246,165 +285,52 @@ def _json_string(text: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-class _Awaited:
-    """A tag behind characters of `before`: held back while it may still come."""
-
-    def __init__(self, tag: str, before: str) -> None:
-        self._tag = tag
-        self._before = re.compile(f"[{re.escape(before)}]+")
-        self._held: list[str] = []
-        self._num_found = 0
-
-    def feed(self, text: str, at: int) -> tuple[int, bool | None]:
-        """Reads on from `at`: where that ends, and whether the tag is there; None: it may come."""
-        while at < len(text):
-            run = None if self._num_found else self._before.match(text, at)
-            if run is None and text[at] != self._tag[self._num_found]:
-                return at, False
-            self._num_found += run is None
-            self._held.append(run[0] if run else text[at])
-            at += len(self._held[-1])
-            if self._num_found == len(self._tag):
-                return at, True
-        return at, None
-
-    def take(self) -> str:
-        """What was held back; it is awaited anew."""
-        held, self._held, self._num_found = "".join(self._held), [], 0
-        return held
-
-
-class _ObjectsParser(ToolParser):
-    """What both ways of writing calls as JSON objects share."""
-
-    def __init__(self, is_tool: Callable[[str], bool]) -> None:
-        super().__init__()
-        self._is_tool = is_tool
-        self._reader: _CallReader | None = None
-        self._begun = False  # the call's name is out
-
-    def feed(self, text: str) -> Parsed:
-        parsed, at = Parsed(), 0
-        while at < len(text):
-            if self._reader is not None:
-                at = self._feed_reader(self._reader, text, at, parsed)
-            else:
-                text, at = self._feed_text(text, at, parsed)
-        return parsed
-
-    @abstractmethod
-    def _feed_text(self, text: str, at: int, parsed: Parsed) -> tuple[str, int]:
-        """Reads some text outside of objects; what is to be read then, and from where."""
-
-    @abstractmethod
-    def _ended(self, *, is_call: bool) -> None:
-        """An object is complete, or turned out to be no call."""
-
-    def _as_content(self, text: str) -> str:
-        """An object that is no call, as the model wrote it."""
-        return text
-
-    def _feed_reader(self, reader: _CallReader, text: str, at: int, parsed: Parsed) -> int:
-        at = reader.feed(text, at)
-        is_call = reader.name is None or self._begun or self._is_tool(reader.name)
-        if (reader.failed and not self._begun) or not is_call:
-            parsed.content += self._as_content(reader.text)
-            self._reader = None
-            self._ended(is_call=False)
-            return at
-        if reader.name is not None and not self._begun:
-            self._begun = True
-            parsed.calls.append(self._begin_call(reader.name))
-        if self._begun and (arguments := reader.take()):
-            if not parsed.calls or parsed.calls[-1].index != self.num_calls - 1:
-                parsed.calls.append(self._more(""))
-            parsed.calls[-1].arguments += arguments
-        if reader.done:
-            self._reader, self._begun = None, False
-            self._ended(is_call=True)
-        return at
-
-    def finish(self) -> Parsed:
-        """A call that was cut off after its name stays a call."""
-        reader, self._reader = self._reader, None
-        if reader is None or self._begun:
-            return Parsed()
-        return Parsed(self._as_content(reader.text))
-
-
 class JsonParser(_ObjectsParser):
     """Objects one after another, in a list or with semicolons between; else it is all content."""
 
-    def __init__(self, is_tool: Callable[[str], bool]) -> None:
-        super().__init__(is_tool)
-        self._beginning = _Awaited(_PYTHON_TAG, _BLANKS + "[")  # the tag that announces calls
-        self._is_content = False
-
-    def _ended(self, *, is_call: bool) -> None:
-        self._is_content = not is_call
-
-    def _feed_text(self, text: str, at: int, parsed: Parsed) -> tuple[str, int]:
-        if self._is_content:
-            parsed.content += text[at:]
-            return text, len(text)
-        if text[at] == "{":
-            self._beginning.take()
-            self._reader = _CallReader()
-            return text, at
-        if self.num_calls:
-            between = _BETWEEN_RUN.match(text, at)
-            self._is_content = between is None
-            return text, between.end() if between else at
-        at, is_there = self._beginning.feed(text, at)
-        if is_there:
-            self._beginning.take()
-        elif is_there is False and text[at] != "{":
-            parsed.content += self._beginning.take()
-            self._is_content = True
-        return text, at
-
-    def finish(self) -> Parsed:
-        parsed = super().finish()
-        parsed.content = self._beginning.take() + parsed.content
-        return parsed
+    def _read(self) -> _Reader[None]:
+        is_call = True
+        while is_call:
+            yield from self._more_text()
+            if self._text[self._at] == "{":
+                is_call = yield from self._call("")
+            elif self.num_calls:
+                between = _BETWEEN_RUN.match(self._text, self._at)
+                is_call = between is not None
+                self._at = between.end() if between else self._at
+            elif (yield from self._tag(_PYTHON_TAG, _BEFORE_TAG_RUN)):  # which announces calls
+                self._held = []
+            elif self._text[self._at] != "{":
+                break
+        self._parsed.content += "".join(self._held)
+        self._held = []
+        while True:
+            yield from self._more_text()
+            self._parsed.content += self._text[self._at :]
+            self._at = len(self._text)
 
 
 class HermesParser(_ObjectsParser):
     """Objects between tags, text around them."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda _: True)
-        self._inside = False  # between a call's end and the closing tag
-        self._tag = _Awaited(_OPEN, _BLANKS)
+    _inside = False  # between a call's end and the closing tag
 
-    def _ended(self, *, is_call: bool) -> None:
-        self._await_tag(inside=is_call)
-
-    def _await_tag(self, *, inside: bool) -> None:
-        self._inside = inside
-        self._tag = _Awaited(_CLOSE if inside else _OPEN, _BLANKS)
-
-    def _feed_text(self, text: str, at: int, parsed: Parsed) -> tuple[str, int]:
-        at, is_there = self._tag.feed(text, at)
-        if is_there is None:
-            return text, at
-        held, was_inside = self._tag.take(), self._inside
-        self._await_tag(inside=False)
-        if is_there and not was_inside:
-            self._reader = _CallReader()
-        elif not is_there and was_inside:  # another tag may begin in what was held back
-            return held + text[at:], 0
-        elif not is_there:
-            plain = _TEXT_RUN.match(text, at)
-            parsed.content += held + (plain[0] if plain else "")
-            at = plain.end() if plain else at
-        return text, at
-
-    def _as_content(self, text: str) -> str:
-        return _OPEN + text
+    def _read(self) -> _Reader[None]:
+        while True:
+            is_there = yield from self._tag(_CLOSE if self._inside else _OPEN, _BLANK_RUN)
+            if self._inside:
+                if not is_there:  # another tag may begin in what was held back
+                    self._text, self._at = "".join(self._held) + self._text[self._at :], 0
+                self._inside = False
+            elif is_there:
+                self._inside = yield from self._call(_OPEN)
+            else:
+                plain = _TEXT_RUN.match(self._text, self._at)
+                self._parsed.content += "".join(self._held) + (plain[0] if plain else "")
+                self._at = plain.end() if plain else self._at
 
     def finish(self) -> Parsed:
-        parsed, held = super().finish(), self._tag.take()
-        if not self._inside and (held.strip() or not self.num_calls):
-            parsed.content += held
-        return parsed
+        is_blank = not "".join(self._held).strip()
+        if self._inside or (is_blank and self.num_calls):
+            self._held = []
+        return super().finish()

@@ -9,7 +9,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     A field that is named as an option of the server has its value: `serve` copies it.
 
     Addresses are `ipc://PATH`. `http_address` connects rank 0 to the HTTP process,
-    `control_address` connects rank 0 to the other ranks (ZMQ), `transfer_address` connects the pull
+    `control_address` connects rank 0 to the other ranks, `transfer_address` connects the pull
     coordinator to every rank's pull worker.
     """
 

@@ -6,7 +6,7 @@ same arrays go through memory on rank 0 and as msgpack bytes to the other ranks.
 
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -170,53 +170,15 @@ def _scores(scheduled: Sequenceable[Scheduled]) -> list[ScoredRows]:
     return scores
 
 
-class _Wire(msgspec.Struct, frozen=True, array_like=True):
-    token_ids: bytes
-    query_lens: bytes
-    context_lens: bytes
-    block_tables: bytes
-    table_width: int
-    sample_rows: bytes
-    sampling: list[SamplingParams]
-    shapes: StepShapes | None
-    is_masked: bool
-    copies: list[tuple[int, int]]
-    scores: list[ScoredRows]
+def _array_to_wire(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    assert isinstance(array, np.ndarray), array
+    return array.dtype.str, array.shape, array.tobytes()
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Wire).decode
+def _array_from_wire(_kind: type, wire: tuple[str, list[int], bytes]) -> npt.NDArray[Any]:
+    dtype, shape, data = wire
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
-def step_to_bytes(step: StepInput) -> bytes:
-    return _encode(
-        _Wire(
-            token_ids=step.token_ids.tobytes(),
-            query_lens=step.query_lens.tobytes(),
-            context_lens=step.context_lens.tobytes(),
-            block_tables=step.block_tables.tobytes(),
-            table_width=step.block_tables.shape[1],
-            sample_rows=step.sample_rows.tobytes(),
-            sampling=step.sampling,
-            shapes=step.shapes,
-            is_masked=step.is_masked,
-            copies=step.copies,
-            scores=step.scores,
-        )
-    )
-
-
-def step_from_bytes(data: bytes) -> StepInput:
-    wire = _decode(data)
-    return StepInput(
-        token_ids=np.frombuffer(wire.token_ids, dtype=np.int64),
-        query_lens=np.frombuffer(wire.query_lens, dtype=np.int32),
-        context_lens=np.frombuffer(wire.context_lens, dtype=np.int32),
-        block_tables=np.frombuffer(wire.block_tables, dtype=np.int32).reshape(-1, wire.table_width),
-        sample_rows=np.frombuffer(wire.sample_rows, dtype=np.int32),
-        sampling=wire.sampling,
-        shapes=wire.shapes,
-        is_masked=wire.is_masked,
-        copies=wire.copies,
-        scores=wire.scores,
-    )
+step_to_bytes = msgspec.msgpack.Encoder(enc_hook=_array_to_wire).encode
+step_from_bytes = msgspec.msgpack.Decoder(StepInput, dec_hook=_array_from_wire).decode

@@ -1,12 +1,11 @@
-"""How rank 0 drives the other ranks of its engine: one ROUTER, one DEALER per follower.
+"""How rank 0 drives the other ranks of its engine: a socket for each follower, which connects.
 
-    follower -> 0   Join: who I am
-    0 -> follower   Store: the port where the collectives' ranks meet
-    follower -> 0   Hello: how many blocks I could hold
-    0 -> follower   Allocate: the number of blocks all ranks take
+    0 -> follower   Port: where the collectives' ranks meet
+    follower -> 0   Blocks: how many I could hold
+    0 -> follower   Blocks: how many all ranks take
     follower -> 0   Allocated: where my KV lies
     0 -> follower   Begin: which processes the ranks are
-    0 -> follower   Step ... Step, Stop
+    0 -> follower   Step ... Step, an empty one
 
 Steps are not answered: rank 0 takes part in each of them, and the collectives of the forward pass
 keep all ranks together: a step whose tokens rank 0 has drawn was computed on all. A follower that
@@ -14,63 +13,56 @@ dies ends the engine (its parent watches every rank).
 """
 
 import logging
+import select
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from math import inf
 from typing import TypeVar
 
 import msgspec
-import zmq
 
 from engine.core.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
+from engine.process.transport import MAX_BYTES, path_of
 from engine.worker.runner import ModelRunner
 from kvcache.transfer.processes import ProcessEnded, ProcessGone, Watched, is_ending
+from kvcache.transfer.wire import Wire, WireClosed, wait_readable
 from protocol.handshake import ProcessRecord, RankMetadata
 
 logger = logging.getLogger("baton.engine")
 
-_SOON_S = 0.1  # for a rank to begin to end, where a collective heard of it first
+_JOIN_TIMEOUT_S = 600.0  # loading the model included
+_END_DELAY_S = 0.1  # for a rank to begin to end, where a collective heard of it first
 _TORN_DOWN_S = 10.0
-_LOOK_S = 0.005
+_POLL_INTERVAL_S = 0.005
+_RETRY_DELAY_S = 0.02  # while rank 0 does not listen yet
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
-    rank: int
-
-
-class Store(msgspec.Struct, frozen=True, tag="store"):
+class Port(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    rank: int
-    num_blocks: int  # what this rank's memory allows, the null block included
+class Blocks(msgspec.Struct, frozen=True, tag=True):
+    num_blocks: int  # of a rank's pool, the null block included
 
 
-class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
-    num_blocks: int
-
-
-class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
+class Allocated(msgspec.Struct, frozen=True, tag=True):
     metadata: RankMetadata
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class Begin(msgspec.Struct, frozen=True, tag=True):
     processes: list[ProcessRecord | None]  # by rank
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
-    data: bytes  # batch.step_to_bytes
+class Step(msgspec.Struct, frozen=True, tag=True):
+    data: bytes  # batch.step_to_bytes; empty: there is no more
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    pass
-
-
-_M = TypeVar("_M", Join, Hello, Allocated)
+Message = Port | Blocks | Allocated | Begin | Step
+_M = TypeVar("_M", Port, Blocks, Allocated, Begin, Step)
 _encode = msgspec.msgpack.Encoder().encode
-_from_follower = msgspec.msgpack.Decoder(Join | Hello | Allocated).decode
-_from_leader = msgspec.msgpack.Decoder(Store | Allocate | Begin | Step | Stop).decode
 
 
 class RankTimeout(Exception):
@@ -117,9 +109,54 @@ class OtherRanks:
             for rank, (_, process) in self._watched.items():
                 if not process.all_alive():
                     raise RankLost(f"rank {rank} has ended") from error
-            if waited_s > _SOON_S and not any(is_ending(p) for p, _ in self._watched.values()):
+            if waited_s > _END_DELAY_S and not any(is_ending(p) for p, _ in self._watched.values()):
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
+
+
+class _Link:
+    """A connected rank. Both directions wait.
+
+    Args:
+        peer: who that is, for errors.
+    """
+
+    def __init__(self, connected: socket.socket, peer: str) -> None:
+        self._wire = Wire(connected, MAX_BYTES)
+        self._room = select.poll()
+        self._room.register(self._wire, select.POLLOUT)
+        self._peer = peer
+        self._received: deque[bytes] = deque()
+
+    def send(self, message: Message) -> None:
+        """Raises WireClosed: the rank has ended."""
+        self._wire.send(_encode(message))
+        while self._wire.has_unsent:
+            self._room.poll()
+            self._wire.flush()
+
+    def receive(self, kind: type[_M], timeout_s: float = inf) -> _M:
+        """The next message.
+
+        Raises:
+            RankTimeout: none came.
+            RankLost: the rank has ended; whoever started the ranks had time to hear why.
+        """
+        until_s = time.monotonic() + timeout_s
+        try:
+            while not self._received:
+                if time.monotonic() > until_s:
+                    told = f"no {kind.__name__} from {self._peer} within {timeout_s:g} s"
+                    raise RankTimeout(told)
+                wait_readable(self._wire, timeout_s=timeout_s)
+                self._received += self._wire.receive()
+        except WireClosed as error:
+            time.sleep(_TORN_DOWN_S)
+            raise RankLost(f"{self._peer} has ended") from error
+        return msgspec.msgpack.decode(self._received.popleft(), type=kind)
+
+    def close(self) -> None:
+        self._wire.close()
 
 
 class Leader:
@@ -130,37 +167,38 @@ class Leader:
         num_ranks: tensor parallelism of the engine.
     """
 
-    def __init__(self, address: str, num_ranks: int, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, address: str, num_ranks: int, *, timeout_s: float = _JOIN_TIMEOUT_S) -> None:
         self._num_followers = num_ranks - 1
-        self._timeout_ms = int(timeout_s * 1000)
-        self._identities: dict[int, bytes] = {}
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._timeout_s = timeout_s
+        self._links: list[_Link] = []
+        self._listener = socket.socket(socket.AF_UNIX)
         if self._num_followers:
-            self._socket.bind(address)
+            self._listener.bind(path_of(address))
+            self._listener.listen(self._num_followers)
+            self._listener.settimeout(timeout_s)
         self.runner: ModelRunner | None = None
         self.others = OtherRanks(0, [])
 
     def share_port(self, port: int) -> None:
         """Waits for every rank to join and tells it where the collectives' ranks meet."""
-        for _ in range(self._num_followers):
-            identity, message = self._receive(Join)
-            self._identities[message.rank] = identity
-        self._send_all(Store(port))
+        while len(self._links) < self._num_followers:
+            try:
+                self._links.append(_Link(self._listener.accept()[0], "a rank"))
+            except TimeoutError:
+                raise RankTimeout(f"no rank joined within {self._timeout_s:g} s") from None
+        self._send_all(Port(port))
 
     def agree_on_blocks(self, num_blocks: int) -> int:
         """The largest number of blocks that every rank can hold."""
-        for _ in range(self._num_followers):
-            message = self._receive(Hello)[1]
-            num_blocks = min(num_blocks, message.num_blocks)
-        self._send_all(Allocate(num_blocks))
+        found = [link.receive(Blocks, self._timeout_s).num_blocks for link in self._links]
+        num_blocks = min([num_blocks, *found])
+        self._send_all(Blocks(num_blocks))
         return num_blocks
 
     def collect(self, own: RankMetadata) -> list[RankMetadata]:
         """Metadata of all ranks, in order."""
-        others = [self._receive(Allocated)[1].metadata for _ in range(self._num_followers)]
-        ranks = sorted([own, *others], key=lambda metadata: metadata.rank)
+        found = [link.receive(Allocated, self._timeout_s).metadata for link in self._links]
+        ranks = sorted([own, *found], key=lambda metadata: metadata.rank)
         processes = [metadata.process for metadata in ranks]
         self._send_all(Begin(processes))
         self.others = OtherRanks(0, processes)
@@ -174,71 +212,64 @@ class Leader:
     def launch(self, step: StepInput) -> PendingStep:
         assert self.runner is not None, "the runner is set once its pool is allocated"
         self.runner.check(step)
-        if self._identities:
+        if self._links:
             self._send_all(Step(step_to_bytes(step)))
         return self.runner.launch(step)
 
     def close(self) -> None:
-        self._send_all(Stop())
-        self._socket.close(linger=1000)
-        self._context.term()
+        for link in self._links:
+            with suppress(WireClosed):
+                link.send(Step(b""))
+            link.close()
+        self._listener.close()
 
-    def _send_all(self, message: Store | Allocate | Begin | Step | Stop) -> None:
-        data = _encode(message)
-        for identity in self._identities.values():
-            self._socket.send_multipart([identity, data])
-
-    def _receive(self, kind: type[_M]) -> tuple[bytes, _M]:
-        if not self._socket.poll(self._timeout_ms):
-            raise RankTimeout(f"no {kind.__name__} from a rank within {self._timeout_ms / 1e3} s")
-        identity, data = self._socket.recv_multipart()
-        message = _from_follower(data)
-        assert isinstance(message, kind), message
-        return identity, message
+    def _send_all(self, message: Message) -> None:
+        for link in self._links:
+            link.send(message)
 
 
 class Follower:
-    """The other end: follows rank 0 until Stop."""
+    """The other end."""
 
     def __init__(self, address: str, rank: int) -> None:
         self._rank = rank
         self.others = OtherRanks(rank, [])
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(address)
+        self._link = _Link(_connected(path_of(address)), "rank 0")
 
     def join(self) -> int:
         """The port where the collectives' ranks meet."""
-        self._socket.send(_encode(Join(self._rank)))
-        message = _from_leader(self._socket.recv())
-        assert isinstance(message, Store), message
-        return message.port
+        return self._link.receive(Port).port
 
     def agree_on_blocks(self, num_blocks: int) -> int:
-        self._socket.send(_encode(Hello(self._rank, num_blocks)))
-        message = _from_leader(self._socket.recv())
-        assert isinstance(message, Allocate), message
-        return message.num_blocks
+        self._link.send(Blocks(num_blocks))
+        return self._link.receive(Blocks).num_blocks
 
     def announce(self, own: RankMetadata) -> None:
-        self._socket.send(_encode(Allocated(own)))
+        self._link.send(Allocated(own))
 
     def run(self, runner: ModelRunner) -> None:
-        """Executes steps until rank 0 says to stop, launching ahead as rank 0 does."""
+        """Executes steps until rank 0 has no more, launching ahead as rank 0 does."""
+        self.others = OtherRanks(self._rank, self._link.receive(Begin).processes)
         launched: deque[PendingStep] = deque()
-        while True:
-            message = _from_leader(self._socket.recv())
-            if isinstance(message, Stop):
-                return
-            if isinstance(message, Begin):
-                self.others = OtherRanks(self._rank, message.processes)
-                continue
-            assert isinstance(message, Step), message
-            launched.append(runner.launch(step_from_bytes(message.data)))
+        while data := self._link.receive(Step).data:
+            launched.append(runner.launch(step_from_bytes(data)))
             while len(launched) > runner.depth:
                 launched.popleft().result()
 
     def close(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
+        self._link.close()
+
+
+def _connected(path: str) -> socket.socket:
+    """Waits for rank 0 to listen."""
+    until_s = time.monotonic() + _JOIN_TIMEOUT_S
+    while True:
+        link = socket.socket(socket.AF_UNIX)
+        try:
+            link.connect(path)
+            return link
+        except OSError as error:
+            link.close()
+            if time.monotonic() > until_s:
+                raise RankTimeout(f"rank 0 did not listen within {_JOIN_TIMEOUT_S:g} s") from error
+            time.sleep(_RETRY_DELAY_S)

@@ -42,7 +42,7 @@ def test_followers_learn_the_port_and_the_smallest_number_of_blocks(socket_folde
 
 def test_a_rank_that_never_comes_is_a_typed_error(socket_folder: Path) -> None:
     leader = Leader(f"ipc://{socket_folder}/ranks", 2, timeout_s=0.05)
-    with pytest.raises(RankTimeout, match="Join"):
+    with pytest.raises(RankTimeout, match="no rank joined"):
         leader.share_port(4711)
     leader.close()
 
@@ -83,11 +83,13 @@ def test_followers_launch_ahead_as_far_as_rank_0_does(socket_folder: Path) -> No
 
     def follow() -> None:
         follower.join()
+        follower.announce(_metadata(1, None))
         follower.run(theirs)  # type: ignore[arg-type]
 
     thread = threading.Thread(target=follow)
     thread.start()
     leader.share_port(4711)
+    leader.collect(_metadata(0, None))
     assert leader.depth == 1
     under_way: list[PendingStep] = []
     for index in range(5):
@@ -235,3 +237,35 @@ def _metadata(rank: int, process: ProcessRecord | None) -> RankMetadata:
         layout=KVLayout("BHLCND", 2, 1, 1, 2, 4, 8, "float32").to_record(),
         process=process,
     )
+
+
+def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(
+    socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker.ranks._TORN_DOWN_S", 0.0)
+    address = f"ipc://{socket_folder}/ranks"
+    leader, follower = Leader(address, 2, timeout_s=30), Follower(address, 1)
+    leader.runner, theirs = _AheadRunner(), _AheadRunner()  # type: ignore[assignment]
+    ended: list[str] = []
+
+    def follow() -> None:
+        follower.join()
+        follower.announce(_metadata(1, None))
+        try:
+            follower.run(theirs)  # type: ignore[arg-type]
+        except RankLost as error:
+            ended.append(str(error))
+        follower.close()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    leader.share_port(4711)
+    leader.collect(_metadata(0, None))
+    one = np.ones(1, np.int32)
+    token_ids = np.arange(1 << 20)
+    leader.launch(StepInput(token_ids, one, one, one[None], one * 0, []))
+    leader._links[0].close()
+    thread.join(30)
+    leader.close()
+    assert theirs.token_ids == [token_ids.tolist()]
+    assert ended == ["rank 0 has ended"]

@@ -33,12 +33,11 @@ from typing import Any
 from engine.core.batch import Executor, PendingStep, StepFailed, StepInput, StepOutput, build_step
 from engine.core.connector import CoreServices, KVConnector, Transport
 from engine.core.core_grammar import CoreGrammars
-from engine.core.core_stats import SILENT_S, CoreStats
+from engine.core.core_stats import SILENT_S, CoreStats, StepPace
 from engine.core.logits_processing import ShapeBook
 from engine.core.output_processor import Draw, OutputProcessor
 from engine.core.scheduler import Plan, Scheduled, Scheduler
 from engine.core.sequence import Phase, Sequence
-from engine.core.step_pace import StepPace
 from kvcache.blocks import BlockError
 from protocol.errors import BatonError, GrammarFailed, InternalError
 from protocol.messages import (

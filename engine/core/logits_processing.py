@@ -32,6 +32,13 @@ _LOWEST = -1e30  # of a token that is allowed
 _BANNED = -3e30
 
 
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On a GPU without waiting for what it still computes."""
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
 class SamplingRow(msgspec.Struct, frozen=True, array_like=True):
     """What a state row starts from; it replaces whatever the row held."""
 
@@ -231,10 +238,7 @@ class LogitShaper:
         return bits_set.view(len(words), -1)[:, : self.vocab_size].bool()
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        host = torch.from_numpy(array)
-        if self.device.type == "cuda":  # without waiting for what the device still computes
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(array), self.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.core.logits_processing import to_device
 from protocol.messages import SamplingParams
 
 
@@ -35,6 +36,7 @@ class SamplingBatch:
     ) -> "SamplingBatch":
         """One row per entry; `positions` are those of the tokens being drawn."""
         assert len(params) == len(positions), (len(params), len(positions))
+        device = torch.device(device)
 
         sampled = [i for i, p in enumerate(params) if p.temperature > 0]
         restricted = [i for i in sampled if _is_restricted(params[i])]
@@ -46,8 +48,8 @@ class SamplingBatch:
         ints = torch.tensor(
             [[p.top_k, p.seed, p.choice_index] for p in params], dtype=torch.int64
         ).reshape(-1, 3)
-        temperature, top_p, min_p = _to_device(floats.t(), device).unbind()
-        top_k, seed, choice, position = _to_device(
+        temperature, top_p, min_p = to_device(floats.t().contiguous(), device).unbind()
+        top_k, seed, choice, position = to_device(
             torch.cat((ints.t(), torch.tensor([list(positions)], dtype=torch.int64))), device
         ).unbind()
         return cls(
@@ -66,16 +68,8 @@ class SamplingBatch:
         )
 
 
-def _rows(indices: list[int], device: str | torch.device) -> torch.Tensor | None:
-    return _to_device(torch.tensor(indices, dtype=torch.int64), device) if indices else None
-
-
-def _to_device(host: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """On a GPU without waiting for it: whatever it still computes would be waited for, too."""
-    host = host.contiguous()
-    if torch.device(device).type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+def _rows(indices: list[int], device: torch.device) -> torch.Tensor | None:
+    return to_device(torch.tensor(indices, dtype=torch.int64), device) if indices else None
 
 
 def _is_restricted(params: SamplingParams) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.core.batch import ScoredRows
+from engine.core.logits_processing import to_device
 from model.base import CausalLM
 from protocol.messages import TokenLogprobs
 
@@ -63,9 +64,7 @@ def score(model: CausalLM, hidden: torch.Tensor, wanted: list[ScoredRows]) -> Pe
         return PendingScores([], [])
     rows = torch.cat([torch.arange(w.first_row, w.first_row + len(w.targets)) for w in wanted])
     targets = torch.tensor([target for w in wanted for target in w.targets])
-    if hidden.device.type == "cuda":
-        rows, targets = rows.pin_memory(), targets.pin_memory()
-    rows, targets = (ids.to(hidden.device, non_blocking=True) for ids in (rows, targets))
+    rows, targets = (to_device(ids, hidden.device) for ids in (rows, targets))
     num_top = max(w.num_top for w in wanted)
     chunks = []
     for start in range(0, len(rows), _CHUNK_ROWS):

@@ -7,30 +7,13 @@ were cut into pieces.
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+
+from engine.text.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 8  # of the prompt; more than the bytes of any character
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-class TextSource(Protocol):
-    """What the detokenizer needs of a tokenizer."""
-
-    special_ids: frozenset[int]
-
-    @property
-    def token_bytes(self) -> Sequence[bytes] | None:
-        """The bytes of every id, when a text is the plain join of them."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, special tokens left out."""
-        ...
-
-    def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text, special tokens by name."""
-        ...
 
 
 class Detokenizer(Protocol):
@@ -44,32 +27,21 @@ class Detokenizer(Protocol):
 
 
 def create_detokenizer(
-    tokenizer: TextSource, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
 ) -> Detokenizer:
     """A fresh detokenizer for one sequence.
 
     The prompt's text and the generated text join to the text of all ids: where a vocabulary marks
     words by a leading space, the first generated word keeps it unless the text begins with it.
+
+    Args:
+        skip_special_tokens: else they are text like any other.
     """
-    source: TextSource = tokenizer if skip_special_tokens else _Unskipped(tokenizer)
-    if source.token_bytes is not None:
-        return ByteDetokenizer(source.token_bytes, source.special_ids)
-    return WindowDetokenizer(source, prompt_ids)
-
-
-class _Unskipped:
-    """A tokenizer whose special tokens are text like any other."""
-
-    special_ids: frozenset[int] = frozenset()
-
-    def __init__(self, tokenizer: TextSource) -> None:
-        self.token_bytes = tokenizer.token_bytes
-        self._tokenizer = tokenizer
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode_all(token_ids)
-
-    decode_all = decode
+    special_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    if tokenizer.token_bytes is not None:
+        return ByteDetokenizer(tokenizer.token_bytes, special_ids)
+    decode = tokenizer.decode if skip_special_tokens else tokenizer.decode_all
+    return WindowDetokenizer(decode, special_ids, prompt_ids)
 
 
 class ByteDetokenizer:
@@ -99,18 +71,24 @@ class WindowDetokenizer:
                     ^_context_start        ^_emitted         ^len
     """
 
-    def __init__(self, tokenizer: TextSource, prompt_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._ids = _text_tail(prompt_ids, tokenizer.special_ids)
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        special_ids: frozenset[int],
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        self._decode = decode
+        self._special_ids = special_ids
+        self._ids = _text_tail(prompt_ids, special_ids)
         self._context_start = 0
         self._emitted = len(self._ids)
-        self._context_text = tokenizer.decode(self._ids) if self._ids else ""
+        self._context_text = decode(self._ids) if self._ids else ""
 
     def push(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids:
+        if token_id in self._special_ids:
             return ""  # skipped before decoding, as a decode of the whole sequence does
         self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids[self._context_start :])
+        text = self._decode(self._ids[self._context_start :])
         if text.endswith(REPLACEMENT) and len(self._ids) - self._emitted < 8:
             return ""  # perhaps the beginning of a character; none takes more than 4 bytes
         return self._emit(text)
@@ -118,15 +96,15 @@ class WindowDetokenizer:
     def flush(self) -> str:
         if self._emitted == len(self._ids):
             return ""
-        return self._emit(self._tokenizer.decode(self._ids[self._context_start :]))
+        return self._emit(self._decode(self._ids[self._context_start :]))
 
     def _emit(self, text: str) -> str:
         if text.startswith(self._context_text):
             new = text[len(self._context_text) :]
         else:  # invalid bytes turned the context into U+FFFD as well: it stays as it was emitted
-            new = self._tokenizer.decode(self._ids[self._emitted :])
+            new = self._decode(self._ids[self._emitted :])
         self._context_start, self._emitted = self._emitted, len(self._ids)
-        self._context_text = self._tokenizer.decode(self._ids[self._context_start :])
+        self._context_text = self._decode(self._ids[self._context_start :])
         return new
 
 

@@ -15,7 +15,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, StepOutput
-from engine.core.logits_processing import LogitShaper, Shaping
+from engine.core.logits_processing import LogitShaper, Shaping, to_device
 from engine.sampling.sampler import SampledTokens, greedy, is_greedy, sample
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.scoring import PendingScores, score
@@ -244,8 +244,4 @@ class ModelRunner:
         return self.model.forward(token_ids, positions, memory.backend, wanted)
 
     def _to_device(self, array: Int64s) -> torch.Tensor:
-        """On a GPU without waiting for what it still computes."""
-        host = torch.from_numpy(array)
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(array), self.device)

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
+from engine.core.core_stats import StepPace
 from engine.core.sequence import Sequence
-from engine.core.step_pace import StepPace
 from kvcache.blocks import BlockState
 from protocol.messages import (
     AbortRequest,

@@ -67,7 +67,7 @@ def test_windows_are_decoded_as_if_at_once(texts: list[str]) -> None:
     ids = []
     for text in texts:
         ids += [PIECES.index(text)] if text in PIECES else ids_of(text)
-    assert run(WindowDetokenizer(TOKENIZER), ids) == TOKENIZER.decode(ids)
+    assert run(create_detokenizer(TOKENIZER), ids) == TOKENIZER.decode(ids)
 
 
 @settings(deadline=None)
@@ -78,34 +78,34 @@ def test_windows_are_decoded_as_if_at_once(texts: list[str]) -> None:
 def test_a_continuation_joins_its_prompt(prompt: list[str], texts: list[str]) -> None:
     before = [PIECES.index(text) for text in prompt]
     ids = [i for text in texts for i in ([PIECES.index(text)] if text in PIECES else ids_of(text))]
-    text = run(WindowDetokenizer(TOKENIZER, before), ids)
+    text = run(create_detokenizer(TOKENIZER, before), ids)
     assert TOKENIZER.decode(before) + text == TOKENIZER.decode(before + ids)
 
 
 def test_after_a_special_token_a_text_begins_anew() -> None:
-    assert run(WindowDetokenizer(TOKENIZER, [3, 0]), [2, 3]) == "hello"
+    assert run(create_detokenizer(TOKENIZER, [3, 0]), [2, 3]) == "hello"
 
 
 def test_a_character_comes_out_once_it_is_complete() -> None:
-    detokenizer = WindowDetokenizer(TOKENIZER)
+    detokenizer = create_detokenizer(TOKENIZER)
     assert [detokenizer.push(i) for i in ids_of("a€b")] == ["a", "", "", "€", "b"]
 
 
 def test_an_incomplete_character_ends_as_replacement() -> None:
-    detokenizer = WindowDetokenizer(TOKENIZER)
+    detokenizer = create_detokenizer(TOKENIZER)
     assert [detokenizer.push(i) for i in ids_of("a€")[:-1]] == ["a", "", ""]
     assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
     assert detokenizer.flush() == ""
 
 
 def test_endless_invalid_bytes_are_not_held_back_for_ever() -> None:
-    detokenizer = WindowDetokenizer(TOKENIZER)
+    detokenizer = create_detokenizer(TOKENIZER)
     lead = PIECES.index("€".encode()[:1])
     assert any(detokenizer.push(lead) for _ in range(20))
 
 
 def test_special_tokens_have_no_text() -> None:
-    detokenizer = WindowDetokenizer(TOKENIZER)
+    detokenizer = create_detokenizer(TOKENIZER)
     assert [detokenizer.push(i) for i in (0, 2, 0, 2)] == ["", "he", "", " he"]
 
 

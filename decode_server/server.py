@@ -19,7 +19,7 @@ from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.kv_params import FirstTokenBits, KVTransferParams
 from protocol.messages import AddRequest, EngineInput, EngineReady, ReleaseRemote
-from protocol.openai.api import GenerationRequest
+from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)

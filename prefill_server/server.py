@@ -16,7 +16,7 @@ from protocol.messages import (
     EngineReady,
     TokenDelta,
 )
-from protocol.openai.api import GenerationRequest
+from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 
 

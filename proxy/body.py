@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.errors import InvalidRequest
 from protocol.kv_params import SENDER_RELEASES
-from protocol.openai.api import CLIENT_MEMBERS, REMOTE_DECODE
+from protocol.openai.prefill_leg import CLIENT_MEMBERS, REMOTE_DECODE
 
 Body = dict[str, msgspec.Raw]
 

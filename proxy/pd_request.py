@@ -18,7 +18,7 @@ import msgspec
 from protocol.errors import BatonError, ContextLengthExceeded, NoServerAvailable, PayloadTooLarge
 from protocol.http import sse
 from protocol.metrics import Metrics
-from protocol.openai.api import RELEASE_PATH
+from protocol.openai.prefill_leg import RELEASE_PATH
 from protocol.process.logging import get_logger
 from proxy import body as bodies
 from proxy.body import Body

@@ -25,8 +25,8 @@ from protocol.http import sse
 from protocol.http.body import ClientDisconnected
 from protocol.http.connections import is_closing
 from protocol.messages import TokenDelta
-from protocol.openai.api import ChoicePiece, GenerationRequest, ResponseWriter, Usage, kv_header
-from protocol.openai.responses import add_kv
+from protocol.openai.responses import ChoicePiece, ResponseWriter, Usage, add_kv, kv_header
+from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import get_logger
 
 log = get_logger(__name__)

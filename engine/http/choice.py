@@ -10,7 +10,8 @@ from engine.text.detokenizer import StopFinder, create_detokenizer
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import ToolParser
 from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
-from protocol.openai.api import ChoicePiece, GenerationRequest
+from protocol.openai.responses import ChoicePiece
+from protocol.openai.sampling import GenerationRequest
 
 
 class ChoiceStream:

@@ -6,18 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from protocol.openai.api import (
-    ChatWriter,
-    CompletionWriter,
-    GenerationRequest,
-    ResponseWriter,
-    client_request,
-    parse_chat,
-    parse_completion,
-)
+from protocol.openai.chat import parse_chat
+from protocol.openai.completions import parse_completion
+from protocol.openai.prefill_leg import client_request
+from protocol.openai.responses import ChatWriter, CompletionWriter, ResponseWriter
 from protocol.openai.responses_request import ResponsesChat, parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
-from protocol.openai.sampling import GenerationConfig
+from protocol.openai.sampling import GenerationConfig, GenerationRequest
 
 
 @dataclass(frozen=True)

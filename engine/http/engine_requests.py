@@ -17,7 +17,7 @@ from engine.http.middleware import cancelled_on_disconnect
 from engine.http.text_encoder import text_digest
 from engine.http.tools import demands_of
 from protocol.messages import AddRequest, EngineReady
-from protocol.openai.api import GenerationRequest
+from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import current_request_id
 
 

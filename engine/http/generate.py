@@ -23,7 +23,8 @@ from engine.http.request_stats import RequestStats
 from protocol.errors import BatonError
 from protocol.http.body import ClientDisconnected
 from protocol.kv_params import sender_releases
-from protocol.openai.api import decode_context, parse_json_object
+from protocol.openai.prefill_leg import decode_context
+from protocol.openai.requests import parse_json_object
 
 # Larger bodies are checked off the event loop: one of many small messages takes half a second for
 # a megabyte.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
-from protocol.openai.api import GenerationRequest
+from protocol.openai.sampling import GenerationRequest
 
 # kv_transfer_params, which a proxy adds to a request, do not count as the client's. They carry a
 # prompt's logprobs where those are wanted: 20 bytes each, 20 of them at every token.

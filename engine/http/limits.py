@@ -7,7 +7,9 @@ from typing import Annotated, Any
 import msgspec
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from protocol.openai.api import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest
+from protocol.openai.chat import ChatRequest
+from protocol.openai.completions import DEFAULT_COMPLETION_TOKENS
+from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 
 # Of all sequences of one request, prompts and outputs. What --max-num-seqs sequences of the whole

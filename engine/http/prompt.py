@@ -7,7 +7,8 @@ from engine.text.detokenizer import create_detokenizer
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import InternalError
 from protocol.messages import TokenLogprobs
-from protocol.openai.api import GenerationRequest, TokenReport, TokenText
+from protocol.openai.logprobs import TokenReport, TokenText
+from protocol.openai.sampling import GenerationRequest
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _HEAD_CHARS = 4  # of a text, by which its beginning is found behind what was put before it

@@ -7,7 +7,7 @@ from engine.http.middleware import now_s
 from protocol.errors import BatonError, RequestError
 from protocol.http.body import ClientDisconnected
 from protocol.metrics import Metrics
-from protocol.openai.api import Usage, kv_header
+from protocol.openai.responses import Usage, kv_header
 from protocol.process.logging import get_logger
 
 log = get_logger(__name__)

@@ -16,7 +16,8 @@ from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import ModelNotFound
 from protocol.metrics import CONTENT_TYPE
 from protocol.openai import openapi
-from protocol.openai.api import RELEASE_PATH, parse_json_object
+from protocol.openai.prefill_leg import RELEASE_PATH
+from protocol.openai.requests import parse_json_object
 from protocol.openai.responses import model_card, model_list
 from protocol.openai.tokenize import as_request, parse_detokenize, parse_tokenize
 from protocol.short_repr import short_repr

@@ -23,7 +23,9 @@ import msgspec
 from engine.http.limits import prompt_param, too_long
 from engine.http.tools import with_tools
 from engine.text.tokenizer import Tokenizer
-from protocol.openai.api import ChatRequest, CompletionRequest, GenerationRequest
+from protocol.openai.chat import ChatRequest
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.sampling import GenerationRequest
 
 INLINE_CHARS = 2048  # longer texts are tokenized off the event loop: this many take 1 ms
 LONG_CHARS = 1 << 20  # texts beyond this are tokenized one at a time: each takes 250 MB and more

@@ -13,7 +13,8 @@ from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import Syntax, ToolParser, create_tool_parser, detect_syntax
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai.api import ChatRequest, GenerationRequest
+from protocol.openai.chat import ChatRequest
+from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import Demand
 from protocol.openai.tools import Tools, parameters_of
 

@@ -18,7 +18,7 @@ from protocol.messages import (
     SamplingParams,
     TokenLogprobs,
 )
-from protocol.openai.api import parse_completion
+from protocol.openai.completions import parse_completion
 
 _SECRET = b"the cluster's secret"
 _PROMPT = [5, 6, 7, 8, 9]

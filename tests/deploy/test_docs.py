@@ -17,9 +17,9 @@ from model.config import ARCHITECTURES, ROPE_TYPES
 from protocol import errors
 from protocol.kv_params import SENDER_RELEASES, KVTransferParams
 from protocol.openai import openapi
-from protocol.openai.api import RELEASE_PATH
 from protocol.openai.chat import parse_chat
 from protocol.openai.completions import parse_completion
+from protocol.openai.prefill_leg import RELEASE_PATH
 from protocol.openai.requests import used_fields
 from protocol.openai.responses_request import ResponsesRequest
 from protocol.settings.settings import PROGRAMS, UpSettings, load

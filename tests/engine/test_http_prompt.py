@@ -6,7 +6,7 @@ import pytest
 
 from engine.http.prompt import Namer, Prompt
 from engine.text.tokenizer import Tokenizer
-from protocol.openai.api import parse_completion
+from protocol.openai.completions import parse_completion
 from tests.engine.test_tokenizer import write_sentencepiece_like
 
 

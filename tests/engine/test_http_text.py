@@ -17,7 +17,10 @@ from engine.text.tokenizer import Tokenizer
 from prefill_server.server import PrefillHooks
 from protocol import kv_params
 from protocol.messages import FirstToken, SamplingParams
-from protocol.openai.api import REMOTE_DECODE, GenerationRequest, parse_chat, parse_completion
+from protocol.openai.chat import parse_chat
+from protocol.openai.completions import parse_completion
+from protocol.openai.prefill_leg import REMOTE_DECODE
+from protocol.openai.sampling import GenerationRequest
 from tests.engine.http_server import CONTEXT, READY, saying, serving
 
 _SECRET = b"the cluster's secret"

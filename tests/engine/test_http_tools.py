@@ -14,7 +14,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import create_tool_parser
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai.api import parse_chat
+from protocol.openai.chat import parse_chat
 from protocol.openai.tools import Tools
 from tests.engine.http_server import READY, chunks, saying, serving
 

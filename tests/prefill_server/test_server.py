@@ -10,7 +10,7 @@ from prefill_server.transfers import Transfers
 from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import AbortRequest, AddRequest, EngineReady, SamplingParams, TokenDelta
-from protocol.openai.api import parse_completion
+from protocol.openai.completions import parse_completion
 from tests.protocol.test_kv_params import values
 
 _ASK = {

@@ -11,22 +11,18 @@ from hypothesis import strategies as st
 from protocol.errors import InvalidRequest
 from protocol.http.sse import SSEParser
 from protocol.messages import KVUsage
-from protocol.openai.api import (
-    ChatRequest,
+from protocol.openai.chat import ChatRequest, parse_chat
+from protocol.openai.completions import CompletionRequest, parse_completion
+from protocol.openai.logprobs import TokenReport, TokenText
+from protocol.openai.requests import neutral_fields, parse_json_object
+from protocol.openai.responses import (
     ChatWriter,
     ChoicePiece,
-    CompletionRequest,
     CompletionWriter,
-    TokenReport,
-    TokenText,
     Usage,
+    add_kv,
     kv_header,
-    parse_chat,
-    parse_completion,
-    parse_json_object,
 )
-from protocol.openai.requests import neutral_fields
-from protocol.openai.responses import add_kv
 
 
 def completion(**fields: Any) -> CompletionRequest:

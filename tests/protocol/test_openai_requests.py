@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from protocol.errors import InvalidRequest
-from protocol.openai.api import parse_chat, parse_completion, parse_json_object
-from protocol.openai.requests import Strict, clean, neutral
+from protocol.openai.chat import parse_chat
+from protocol.openai.completions import parse_completion
+from protocol.openai.requests import Strict, clean, neutral, parse_json_object
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.tokenize import parse_tokenize
 

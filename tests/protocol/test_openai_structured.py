@@ -7,7 +7,8 @@ import pytest
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai.api import parse_chat, parse_completion
+from protocol.openai.chat import parse_chat
+from protocol.openai.completions import parse_completion
 from protocol.openai.structured import Demand
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}

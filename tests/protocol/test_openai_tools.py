@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import InvalidRequest
-from protocol.openai.api import parse_chat
+from protocol.openai.chat import parse_chat
 from protocol.openai.tools import MAX_TOOLS, ToolCallPiece, Tools, whole_calls
 
 

@@ -8,7 +8,7 @@ import pytest
 from protocol.errors import InvalidRequest
 from protocol.http.sse import SSEParser
 from protocol.messages import Grammar, KVUsage
-from protocol.openai.api import ChoicePiece, Usage
+from protocol.openai.responses import ChoicePiece, Usage
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
 

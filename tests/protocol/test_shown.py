@@ -7,7 +7,9 @@ import pytest
 
 from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected
-from protocol.openai.api import parse_chat, parse_completion, parse_json_object
+from protocol.openai.chat import parse_chat
+from protocol.openai.completions import parse_completion
+from protocol.openai.requests import parse_json_object
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.tokenize import parse_tokenize
 from protocol.short_repr import short_repr

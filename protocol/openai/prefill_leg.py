@@ -1,57 +1,6 @@
-"""OpenAI's HTTP API as these servers speak it: one import for requests and responses.
-
-sampling.py, completions.py and chat.py hold what is read, by the means of requests.py;
-responses.py what is written.
-The proxy needs only what is at the end of this file: see proxy/body.py.
-"""
+"""What a proxy and a prefill server tell each other about the request behind a prefill."""
 
 from typing import Any
-
-from protocol.errors import InvalidRequest
-from protocol.openai.chat import ChatRequest, Message, parse_chat
-from protocol.openai.completions import (
-    DEFAULT_COMPLETION_TOKENS,
-    CompletionRequest,
-    parse_completion,
-)
-from protocol.openai.logprobs import TokenReport, TokenText
-from protocol.openai.requests import parse_json_object
-from protocol.openai.responses import (
-    ChatWriter,
-    ChoicePiece,
-    CompletionWriter,
-    ResponseWriter,
-    Usage,
-    kv_header,
-    model_list,
-)
-from protocol.openai.sampling import GenerationRequest
-
-__all__ = [
-    "CLIENT_MEMBERS",
-    "DEFAULT_COMPLETION_TOKENS",
-    "RELEASE_PATH",
-    "REMOTE_DECODE",
-    "ChatRequest",
-    "ChatWriter",
-    "ChoicePiece",
-    "CompletionRequest",
-    "CompletionWriter",
-    "GenerationRequest",
-    "InvalidRequest",
-    "Message",
-    "ResponseWriter",
-    "TokenReport",
-    "TokenText",
-    "Usage",
-    "client_request",
-    "decode_context",
-    "kv_header",
-    "model_list",
-    "parse_chat",
-    "parse_completion",
-    "parse_json_object",
-]
 
 # The field's convention: a prefill server is told by this object that it prefills only.
 REMOTE_DECODE: dict[str, Any] = {

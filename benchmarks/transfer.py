@@ -1,106 +1,57 @@
-"""What a KV transfer costs for every pair of layouts and geometries.
+"""What a pull of KV costs between two processes of one host, for pairs of layouts and geometries.
 
     python -m benchmarks.transfer --device cpu|cuda
 
-One process holds the KV of all ranks of P, another is rank 0 of D and pulls. Every case is planned
-and moved by Baton (out of P's mapped memory, as servers of one host do, or over NIXL with
-`--transfer nixl`, by the pull job and the staging memory of a server, with costs measured as at a
-server's first contact), then over NIXL by the field's scheme: one descriptor per layer, component
-and block, of the smaller block size, and one per token where token-major blocks are cut by heads.
-That scheme is given equal scattered runs and no copy afterwards: its figure is an upper bound.
+P is one process, D another one for each rank. Pulls go through the servers' own coordinator,
+workers and side channel, from the order until the fence was passed, out of P's mapped memory or
+over NIXL (`--paths mapped,nixl`). Blocks are scattered unless a row says fresh; what arrives is
+compared with what was sent. Beside them in the same run: the plain copy between the two devices,
+what bare NIXL does with the same runs in the same order, and the field's scheme (one descriptor
+for each layer, component and block of the smaller size, or token where heads cut token-major
+blocks; given equal runs and no copy afterwards).
 
-Blocks are scattered on both sides; what arrives is compared with what was sent, byte for byte.
-Seconds are the best of the repetitions and cover planning, posting, reading and placing. GB/s
-counts useful bytes. Without `--only` the slowest plan of 32,768 tokens is looked for as well.
-The last line is one JSON document.
+Between GPUs (`--devices 0,1`) `--decode` runs a synthetic decode step (the matrices and the KV of
+64 sequences of an 8B model, as a CUDA graph) beside the pulls, so that each one's cost to the
+other is seen. The last line is one JSON document.
 """
 
 import argparse
 import json
-import multiprocessing
+import statistics
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-import numpy as np
 import torch
 
-from kvcache.layout import NAMED_ORDERS, KVLayout
-from kvcache.pool import KVPool
-from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.move.peer_memory import Memory as PeerMemory
-from kvcache.transfer.move.peer_memory import offer, open_host
-from kvcache.transfer.move.place import TorchPlacer, launches, place
-from kvcache.transfer.move.place import measure as measure_copies
-from kvcache.transfer.move.staging import StagingBuffer
-from kvcache.transfer.nixl_agent import NixlAgent
-from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
-from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
-from kvcache.transfer.plan.plan import Planner, plan_transfer
-from kvcache.transfer.posts import Post, PostLimits
-from kvcache.transfer.probe_job import ProbeJob
-from kvcache.transfer.pull_job import PullJob, Step
-from kvcache.transfer.threads import use_one_core
-from protocol.handshake import RankMetadata
+from benchmarks import transfer_bare as bare
+from benchmarks.processor import QUIET, fastest_loop_ms
+from benchmarks.transfer_decode import Decode, Setup
+from benchmarks.transfer_prefill import Case, Prefill, Remote, Side, Size, synchronize, use_device
+from kvcache.layout import NAMED_ORDERS
+from kvcache.stepping import Stepping
+from protocol.handshake import EngineMetadata
+from protocol.messages import RemotePrefill
 
-GEOMETRIES = ("same", "1->2", "2->1", "16->64", "64->16")
+DEFAULT = "BHLCND"
 MIXED = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
-PAGE_BYTES = 4096
-NAP_S = 0.0002
-PLANNED_TOKENS = 32_768
-
-
-@dataclass(frozen=True)
-class Size:
-    """The model and the prompt."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    tokens: int
-    dtype: str = "bfloat16"
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.layers * self.heads * self.head_dim * self.tokens * 2 * 2
-
-
-@dataclass(frozen=True)
-class Side:
-    """One engine in one case."""
-
-    order: str
-    tp: int
-    block_size: int
-    seed: int
-    scattered: bool = True
-
-    def endpoints(self, size: Size) -> list[Endpoint]:
-        return [Endpoint(self.layout(size, rank), rank, self.tp) for rank in range(self.tp)]
-
-    def layout(self, size: Size, rank: int) -> KVLayout:
-        heads = len(heads_of(rank, self.tp, size.heads))
-        blocks = size.tokens // self.block_size + 1
-        return KVLayout(
-            self.order, blocks, heads, size.layers, 2, self.block_size, size.head_dim, size.dtype
-        )
-
-    def blocks(self, size: Size) -> IntArray:
-        """A block table; block 0 stays the null block."""
-        blocks = np.arange(1, size.tokens // self.block_size + 1, dtype=np.int64)
-        return np.random.default_rng(self.seed).permutation(blocks) if self.scattered else blocks
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    p: Side
-    d: Side
+GEOMETRIES = {  # tp and block size of P and of D
+    "same": ((1, 64), (1, 64)),
+    "TP 1->2": ((1, 64), (2, 64)),
+    "TP 2->1": ((2, 64), (1, 64)),
+    "16->64": ((1, 16), (1, 64)),
+    "64->16": ((1, 64), (1, 16)),
+}
+SHORT_TOKENS = 128
+FIELD_CASE = Case("TP 1->2", Side(DEFAULT, 1, 16, 1), Side(DEFAULT, 2, 16, 2))
+FIELD = "the field's"
+Span = tuple[float, float]  # of time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -109,374 +60,377 @@ class Row:
     path: str
     descriptors: int
     bytes: int
-    seconds: float
+    milliseconds: float  # median
+    best_ms: float
     gb_per_s: float
-    copy_gb_per_s: float
+    of_copy: float
+    of_bare: float | None = None  # what bare NIXL reaches with the same runs
+    told_ms: float | None = None  # until the thread that ordered it has been woken
+    loop_ms: float | None = None  # DecodeRank.loop_ms, the slower of before and after
+    tries: int = 1  # until the processors were quiet, or there were no more
 
 
-def cases() -> Iterator[Case]:
-    for order in NAMED_ORDERS:
+# -- cases
+
+
+def _case(
+    name: str, geometry: str, p: str = DEFAULT, d: str = DEFAULT, fresh: bool = False
+) -> Case:
+    p_size, d_size = GEOMETRIES[geometry]
+    name += ", fresh" * fresh
+    return Case(name, Side(p, *p_size, 1, not fresh), Side(d, *d_size, 2, not fresh))
+
+
+def cases(device: str, path: str) -> Iterator[Case]:
+    if device == "cpu":
+        for order, geometry in product(NAMED_ORDERS, GEOMETRIES):
+            yield _case(f"{order} {geometry}", geometry, order, order)
+        for p, d in MIXED:
+            yield _case(f"{p}->{d} same", "same", p, d)
+    elif path == "mapped":
         for geometry in GEOMETRIES:
-            p_size, d_size = {"16->64": (16, 64), "64->16": (64, 16)}.get(geometry, (64, 64))
-            p_tp, d_tp = {"1->2": (1, 2), "2->1": (2, 1)}.get(geometry, (1, 1))
-            name = f"{order} {geometry}"
-            yield Case(name, Side(order, p_tp, p_size, 1), Side(order, d_tp, d_size, 2))
-    for p_order, d_order in MIXED:
-        yield Case(f"{p_order}->{d_order} same", Side(p_order, 1, 64, 1), Side(d_order, 1, 64, 2))
+            yield _case(geometry, geometry)
+        yield _case("NHD per layer", "same", "LBCNHD")
+    else:
+        yield _case("same", "same", fresh=True)
+        for geometry in ("same", "TP 1->2", "TP 2->1", "16->64"):
+            yield _case(geometry, geometry)
+        yield _case("64->16", "64->16", fresh=True)
+        yield _case("per layer", "same", "LBCHND", fresh=True)
+        yield _case("per layer", "same", "LBCHND")
 
 
-def reference_kv(size: Size) -> torch.Tensor:
-    """i16[tokens, heads, layers, 2, head_dim], the same bits in both processes."""
-    generator = torch.Generator().manual_seed(7)
-    shape = (size.tokens, size.heads, size.layers, 2, size.head_dim)
-    return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
-
-
-def pool_view(buffer: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """The pool at the buffer's start as i16[B, N, H, L, C, D]."""
-    pool = buffer[: layout.nbytes].view(torch.int16).view(layout.shape)
-    return pool.permute([layout.order.index(axis) for axis in "BNHLCD"])
-
-
-def by_block(kv: torch.Tensor, block_size: int, heads: range) -> torch.Tensor:
-    """i16[blocks, N, heads, L, C, D]"""
-    shape = (-1, block_size, *kv.shape[1:])
-    return kv.view(shape)[:, :, heads.start : heads.stop]
-
-
-def rank_offsets(side: Side, size: Size) -> list[int]:
-    """Where each rank's pool starts in the one buffer of its process."""
-    sizes = [-(-end.layout.nbytes // PAGE_BYTES) * PAGE_BYTES for end in side.endpoints(size)]
-    return [sum(sizes[:rank]) for rank in range(side.tp)]
-
-
-def buffer_bytes(size: Size) -> int:
-    # One null block per rank more than the KV, at 64 tokens a block.
-    return size.kv_bytes + 2 * size.kv_bytes // size.tokens * 64 + 2 * PAGE_BYTES
-
-
-def allocate(nbytes: int) -> KVPool:
-    """`nbytes` or a little more, as a server's KV pool allocates it."""
-    rows = -(-nbytes // PAGE_BYTES)
-    return KVPool(KVLayout("BHLCND", rows, 1, 1, 1, 1, PAGE_BYTES, "float8_e4m3fn"))
-
-
-class Memory:
-    """A buffer as a server's pool, registered with an agent."""
-
-    def __init__(self, nbytes: int, agent: TransferAgent) -> None:
-        self.agent = agent
-        self.pool = allocate(nbytes)
-        self.buffer = self.pool.flat_bytes
-        self.agent.register(self.buffer.data_ptr(), self.buffer.nbytes)
-
-
-def announce(memory: Memory) -> RankMetadata:
-    pool = memory.pool
-    return RankMetadata(
-        rank=0,
-        agent_metadata=memory.agent.metadata(),
-        base_address=pool.base_address,
-        nbytes=pool.nbytes,
-        device_id=0,
-        device_kind=pool.device.type,
-        layout=pool.layout.to_record(),
-        extra=offer(pool),
-    )
-
-
-def serve(connection: Connection, size: Size) -> None:
-    """Process P: fills its pools for each case it is told, and lets itself be read."""
-    memory = Memory(buffer_bytes(size), NixlAgent("bench"))
-    kv = reference_kv(size)
-    connection.send(announce(memory))
-    while (side := connection.recv()) is not None:
-        blocks = torch.from_numpy(side.blocks(size))
-        for end, offset in zip(side.endpoints(size), rank_offsets(side, size), strict=True):
-            heads = end.heads(size.heads)
-            pool = pool_view(memory.buffer[offset:], end.layout)
-            pool[blocks] = by_block(kv, side.block_size, heads)
-        connection.send("filled")
-    memory.agent.close()
-
-
-class Pulled(NamedTuple):
-    path: str
-    descriptors: int
-    nbytes: int  # wanted
+# -- pulls
 
 
 @dataclass
-class View:
-    """The part of the buffer that is the pool of a case."""
+class Bench:
+    prefill: Remote
+    size: Size
+    devices: tuple[str, ...]  # of D
+    staging_bytes: int
+    repeat: int
+    tries: int  # of a row, until its processors are quiet
+    copy_gb_per_s: float
+    fastest_loop_ms: float
+    rows: list[Row] = field(default_factory=list)
+    num_failed: int = 0
 
-    tensor: torch.Tensor
+    def open(self, case: Case, path: str) -> tuple[EngineMetadata, Decode]:
+        metadata: EngineMetadata = self.prefill.call("open", case.p)
+        decode = Decode(case.d, self.setup(path))
+        decode.connect(self.lease())
+        return metadata, decode
 
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device
+    def setup(self, path: str) -> Setup:
+        return Setup(self.size, self.devices, path == "mapped", self.staging_bytes)
 
+    def lease(self, tokens: int | None = None) -> RemotePrefill:
+        remote: RemotePrefill = self.prefill.call("lease", tokens or self.size.tokens)
+        return remote
 
-class Result(NamedTuple):
-    rows: list[Row]
-    costs: CostModel
+    def row(self, case: str, path: str, descriptors: int, nbytes: int, seconds: list[float]) -> Row:
+        median_s = statistics.median(seconds)
+        rate = nbytes / median_s / 1e9
+        times_ms = (median_s * 1e3, min(seconds) * 1e3)
+        return Row(case, path, descriptors, nbytes, *times_ms, rate, rate / self.copy_gb_per_s)
 
+    def bare_row(self, case: Case, path: str, timed: bare.Timed) -> Row:
+        row = self.row(case.name, path, timed.descriptors, self.size.kv_bytes, timed.seconds)
+        return replace(row, loop_ms=timed.loop_ms)
 
-class Puller:
-    """Process D's side: plans, reads, places, checks."""
+    def pulls(self, decode: Decode, name: str, tokens: int, count: int) -> Row:
+        """A row of pulls, with the seconds that their caller saw."""
+        loops_ms = decode.of_ranks("loop_ms")
+        results = [decode.pull(self.lease(tokens)) for _ in range(count)]
+        loops_ms += decode.of_ranks("loop_ms")
+        done, seconds = results[-1][1], [each.seconds for _, each in results]
+        row = self.row(name, done.path, done.descriptors, done.nbytes, seconds)
+        told_ms = statistics.median(seen for seen, _ in results) * 1e3
+        return replace(row, told_ms=told_ms, loop_ms=max(loops_ms))
 
-    def __init__(self, size: Size, staging_bytes: int, peer: RankMetadata, transfer: str) -> None:
-        self.size = size
-        self.agent = NixlAgent("bench")
-        self.memory = Memory(buffer_bytes(size), self.agent)
-        self.pool = self.memory.buffer
-        self.view = View(self.pool)
-        self.staging = StagingBuffer(staging_bytes, cast(KVPool, self.view))
-        self.agent.register(self.staging.base_address, self.staging.nbytes)
-        self.kv = reference_kv(size)
-        self.peer_base = peer.base_address
-        self.mapped = open_host(peer) if transfer == "auto" else None  # P's memory
-        use_one_core()  # as in a server's worker
-        self.peer = self.agent.add_peer(peer.agent_metadata)
-        self.costs = DEFAULT_COSTS["cpu"]
+    def measure(self, name: str, measured: Callable[[], list[Row]]) -> None:
+        """Measures with other threads until their processors are quiet: what a neighbour takes is
+        no property of what is measured. Else the quietest of `tries` counts."""
+        found: list[list[Row]] = []
+        with self.attempt(name):
+            while len(found) < self.tries:
+                found.append(measured())
+                if _loop_of(found[-1]) <= QUIET * self.fastest_loop_ms:
+                    break
+            rows = [replace(row, tries=len(found)) for row in min(found, key=_loop_of)]
+            print_table(rows)
+            self.rows += rows
 
-    def calibrate(self, remote: Endpoint, local: Endpoint) -> None:
-        """As a server's worker does at first contact."""
-        self.view.tensor = self.pool_of(local.layout)
-        job = ProbeJob("probe", local, remote, self.staging, PostLimits())
-        self.drive(job, [0] * remote.tp)
-        self.costs = job.costs(measure_copies()) or self.costs
-
-    def drive(self, job: PullJob, offsets: list[int]) -> None:
-        """Carries out a job, as a server's worker does."""
-        active: list[tuple[ReadHandle, Step, float]] = []
-        while not job.ended:
-            found = job.next_post() if len(active) < PostLimits().max_active else None
-            if found is not None:
-                step, post = found
-                started = time.perf_counter()
-                handle = self.post(step, post, offsets)
-                job.read_posted(step, handle)
-                active.append((handle, step, started))
-            ended = [each for each in active if self.agent.poll(each[0]) is not ReadState.ACTIVE]
-            for handle, step, started in ended:
-                active.remove((handle, step, started))
-                self.release(handle)
-                step.seconds += time.perf_counter() - started
-                job.read_ended(step)
-            if found is None and not ended:
-                time.sleep(NAP_S)
-        job.leave()
-
-    def post(self, step: Step, post: Post, offsets: list[int]) -> ReadHandle:
-        local = post.local_offsets + step.base_address
-        remote = post.remote_offsets + (self.peer_base + offsets[post.remote_rank])
-        return self.agent.read(self.peer, local, remote, post.lengths)
-
-    def release(self, handle: ReadHandle) -> None:
-        if handle.state is not ReadState.DONE:
-            raise RuntimeError("a READ failed")
-        self.agent.release(handle)
-
-    def pull(self, case: Case) -> Pulled:
-        return self.pull_reads(case) if self.mapped is None else self.pull_mapped(case, self.mapped)
-
-    def pool_of(self, layout: KVLayout) -> torch.Tensor:
-        return self.pool[: layout.nbytes].view(getattr(torch, self.size.dtype))
-
-    def pull_mapped(self, case: Case, memory: PeerMemory) -> Pulled:
-        size, offsets = self.size, rank_offsets(case.p, self.size)
-        remote, (local, *_) = case.p.endpoints(size), case.d.endpoints(size)
-        blocks = case.d.blocks(size), case.p.blocks(size)
-        planner = Planner(local, remote, size.heads)
-        transfer = planner.take((0, size.tokens), *blocks)
-        assert memory.bytes is not None
-        pool, copies = self.pool_of(local.layout), list(transfer.copies())
-        for index, first, count in launches(copies, TorchPlacer.launch_bytes):
-            copy = copies[index].part(first, count)
-            place(copy, memory.bytes[offsets[copy.owner] :], pool)
-        return Pulled("mapped", 0, transfer.useful_bytes)
-
-    def pull_reads(self, case: Case) -> Pulled:
-        local = case.d.endpoints(self.size)[0]
-        plan = plan_transfer(
-            local,
-            case.p.endpoints(self.size),
-            self.size.heads,
-            0,
-            self.size.tokens,
-            case.d.blocks(self.size),
-            case.p.blocks(self.size),
-            costs=self.costs,
-            staging_bytes=self.staging.nbytes,
-        )
-        self.view.tensor = self.pool_of(local.layout)
-        job = PullJob(case.name, plan, self.pool.data_ptr(), self.staging, PostLimits())
-        self.drive(job, rank_offsets(case.p, self.size))
-        return Pulled(plan.path, plan.descriptors, plan.useful_bytes)
-
-    def pull_per_layer(self, case: Case, useful_bytes: int) -> int:
-        """The field's scheme: that many equal runs, scattered on both sides."""
-        count = per_layer_descriptors(case, self.size)
-        length = useful_bytes // count
-        rng = np.random.default_rng(3)
-        local = rng.permutation(count) * length + self.pool.data_ptr()
-        remote = rng.permutation(count) * length + self.peer_base
-        lengths = np.full(count, length, np.int64)
-        handle = self.agent.read(self.peer, local, remote, lengths)
-        while self.agent.poll(handle) is ReadState.ACTIVE:
-            time.sleep(0)
-        self.release(handle)
-        return count
-
-    def check(self, case: Case) -> None:
-        layout = case.d.layout(self.size, 0)
-        blocks = torch.from_numpy(case.d.blocks(self.size))
-        found = pool_view(self.pool, layout)[blocks]
-        heads = heads_of(0, case.d.tp, self.size.heads)
-        if not torch.equal(found, by_block(self.kv, case.d.block_size, heads)):
-            raise RuntimeError(f"{case.name}: what arrived is not what was sent")
-
-    def copy_gb_per_s(self, nbytes: int, repeat: int) -> float:
-        target = torch.zeros(nbytes, dtype=torch.uint8)
-
-        def copy() -> None:
-            target.copy_(self.pool[:nbytes])
-
-        return nbytes / best_s(copy, repeat) / 1e9
-
-    def close(self) -> None:
-        self.agent.close()
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """A case that fails does not take the others' figures with it."""
+        try:
+            yield
+        except Exception as error:
+            self.num_failed += 1
+            print(f"{name}: failed, {error!r}", flush=True)
 
 
-def per_layer_descriptors(case: Case, size: Size) -> int:
-    """Layers x components x blocks of the smaller size, or x tokens where heads cut NHD."""
-    by_token = case.p.order.endswith("NHD") and case.p.tp != case.d.tp
-    block = 1 if by_token else min(case.p.block_size, case.d.block_size)
-    return size.layers * 2 * max(case.p.tp // case.d.tp, 1) * (size.tokens // block)
+def _loop_of(rows: list[Row]) -> float:
+    return max(row.loop_ms or 0.0 for row in rows)
 
 
-def best_s(action: Any, repeat: int) -> float:
-    times = []
-    for _ in range(repeat):
+def measure_case(bench: Bench, case: Case, path: str) -> list[Row]:
+    metadata, decode = bench.open(case, path)
+    try:
+        decode.pull(bench.lease())  # warms up
+        decode.check()
+        row = bench.pulls(decode, case.name, bench.size.tokens, bench.repeat)
+        if path == "mapped":
+            return [row]
+        timed = bare.planned(bench.setup(path), case, metadata, bench.repeat)
+        beside = bench.bare_row(case, "bare NIXL", timed)
+        return [replace(row, of_bare=row.gb_per_s / beside.gb_per_s), beside]
+    finally:
+        decode.close()
+
+
+def measure_short(bench: Bench, path: str) -> list[Row]:
+    _, decode = bench.open(_case("same", "same"), path)
+    name = f"{SHORT_TOKENS} tokens"
+    try:
+        bench.pulls(decode, name, SHORT_TOKENS, 5)  # warms up
+        held = bench.pulls(decode, name, SHORT_TOKENS, 25)
+        decode.holds = False
+        return [held, bench.pulls(decode, f"{name} unheld", SHORT_TOKENS, 25)]
+    finally:
+        decode.close()
+
+
+def measure_field(bench: Bench, case: Case) -> list[Row]:
+    metadata: EngineMetadata = bench.prefill.call("open", case.p)
+    return [bench.bare_row(case, FIELD, bare.field(bench.setup("nixl"), case, metadata))]
+
+
+def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
+    """The plain copy from one device to the other, eight in a row."""
+    a = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=source)
+    b = torch.empty(nbytes, dtype=torch.uint8, device=target)
+    seconds = []
+    for _ in range(4):
+        synchronize(target)
         started = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - started)
-    return min(times)
+        for _ in range(8):
+            b.copy_(a, non_blocking=True)
+        synchronize(source)  # whose stream copies
+        synchronize(target)
+        seconds.append((time.perf_counter() - started) / 8)
+    return nbytes / statistics.median(seconds[1:]) / 1e9
 
 
-def measure(puller: Puller, case: Case, repeat: int) -> list[Row]:
-    puller.pool.zero_()
-    path, descriptors, nbytes = puller.pull(case)
-    puller.check(case)
-    copy = puller.copy_gb_per_s(nbytes, repeat)
-    seconds = best_s(lambda: puller.pull(case), repeat)
-    row = Row(case.name, path, descriptors, nbytes, seconds, nbytes / seconds / 1e9, copy)
-    count = puller.pull_per_layer(case, nbytes)
-    seconds = best_s(lambda: puller.pull_per_layer(case, nbytes), repeat)
-    field = replace(
-        row,
-        path="per-layer",
-        descriptors=count,
-        seconds=seconds,
-        gb_per_s=nbytes / seconds / 1e9,
-    )
-    return [row, field]
+# -- beside a decode batch
+
+
+class DecodeStep:
+    """What a decode step of an 8B model costs a GPU: 64 sequences of 1,088 tokens, bf16."""
+
+    BATCH, CONTEXT, LAYERS = 64, 1088, 32
+
+    def __init__(self, device: str) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        options: Any = {"dtype": torch.bfloat16, "device": device}
+        shapes = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+        self.weights = [
+            [torch.randn(shape, **options) for shape in shapes] for _ in range(self.LAYERS)
+        ]
+        self.keys = [torch.randn(self.BATCH, 8, self.CONTEXT, 128, **options) for _ in range(4)]
+        self.queries = torch.randn(self.BATCH, 8, 4, 128, **options)
+        self.wide = torch.randn(self.BATCH, 14336, **options)
+        self.hidden = torch.randn(self.BATCH, 4096, **options)
+        with torch.cuda.stream(self.stream):
+            self._step()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self._step()
+        torch.cuda.synchronize(device)
+
+    def _step(self) -> None:
+        for layer, (qkv, out, up, down) in enumerate(self.weights):
+            self.hidden @ qkv
+            keys, values = self.keys[layer % 4], self.keys[(layer + 1) % 4]
+            scores = torch.softmax(self.queries @ keys.transpose(-1, -2), -1)
+            scores @ values
+            self.hidden @ out
+            self.hidden @ up
+            self.wide @ down
+
+    def run(self, stepping: Stepping, until: Callable[[], bool]) -> list[Span]:
+        """Steps, one after the other, as a server's engine: when each began and ended."""
+        spans = []
+        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self.stream):
+            while not until():
+                started = time.perf_counter()
+                stepping.launching()
+                self.graph.replay()
+                ended.record()
+                stepping.launched(ended.query)
+                ended.synchronize()
+                spans.append((started, time.perf_counter()))
+        return spans
+
+
+def measure_decode(bench: Bench, case: Case, path: str) -> dict[str, Any]:
+    """Steps alone, steps while pulls follow one another, and those pulls."""
+    _, decode = bench.open(case, path)
+    step = DecodeStep(bench.devices[0])
+    leases = [bench.lease() for _ in range(40)]
+    pulls: list[Span] = []
+    decode.pull(leases.pop())  # warms up
+
+    def pull_each() -> None:
+        for lease in leases:
+            seconds, _ = decode.pull(lease)
+            pulls.append((time.perf_counter() - seconds, time.perf_counter()))
+
+    try:
+        deadline = time.perf_counter() + 0.6
+        alone = step.run(decode.first.stepping, lambda: time.perf_counter() > deadline)[5:]
+        thread = threading.Thread(target=pull_each)
+        for other in decode.others:  # the first one has its own steps
+            other.call("count_as_busy")
+        thread.start()
+        beside = step.run(decode.first.stepping, lambda: not thread.is_alive())
+        thread.join()
+    finally:
+        decode.close()
+    base_s = statistics.mean(stop - start for start, stop in alone)
+    seen = [stop - start for start, stop in beside]
+    during = [s for s, span in zip(seen, beside, strict=True) if _overlap_s(span, pulls) > s / 2]
+    return {
+        "path": path,
+        "case": case.name,
+        "step_ms": base_s * 1e3,
+        "slower": statistics.mean(seen) / base_s - 1,
+        "slower_during_pulls": statistics.mean(during or seen) / base_s - 1,
+        "steps_during_pulls": len(during) / len(seen),
+        "pull_ms": statistics.median(stop - start for start, stop in pulls[2:]) * 1e3,
+    }
+
+
+def _overlap_s(span: Span, others: list[Span]) -> float:
+    """How long any of `others`, which follow one another, lay in `span`."""
+    start, stop = span
+    return sum(max(0.0, min(stop, b) - max(start, a)) for a, b in others)
+
+
+# -- the run
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"{'case':24} {'path':10} {'descriptors':>11} {'MB':>7} {'GB/s':>7} {'of copy':>7}")
+    name = f"{'case':20} {'path':12} descriptors"
+    print(f"{name}       ms     best    GB/s   copy  bare  told  loop tries")
     for row in rows:
-        share = row.gb_per_s / row.copy_gb_per_s
-        print(
-            f"{row.case:24} {row.path:10} {row.descriptors:11} {row.bytes / 1e6:7.1f} "
-            f"{row.gb_per_s:7.2f} {share:7.0%}"
-        )
+        of_bare = f"{row.of_bare:.0%}" if row.of_bare is not None else ""
+        told = f"{row.told_ms:.3f}" if row.told_ms is not None else ""
+        loop = f"{row.loop_ms:.1f}" if row.loop_ms is not None else ""
+        times = f"{row.milliseconds:8.3f} {row.best_ms:8.3f} {row.gb_per_s:7.1f} {row.of_copy:6.0%}"
+        name = f"{row.case:20} {row.path:12} {row.descriptors:11}"
+        print(f"{name} {times} {of_bare:>5} {told:>5} {loop:>5} {row.tries:5}", flush=True)
 
 
-def slowest_plan(size: Size, costs: CostModel, staging_bytes: int) -> tuple[str, float]:
-    """Which of all named pairs of orders, block sizes and tp takes the longest to plan, and ms."""
-    found = ("", 0.0)
-    sizes = (("same", 64, 64), ("16->64", 16, 64), ("64->16", 64, 16))
-    for p_order, d_order in product(NAMED_ORDERS, repeat=2):
-        for (name, p_size, d_size), (p_tp, d_tp) in product(sizes, ((1, 1), (1, 2), (2, 1))):
-            p, d = Side(p_order, p_tp, p_size, 1), Side(d_order, d_tp, d_size, 2)
-            remote, local = p.endpoints(size), d.endpoints(size)[0]
-            tables = d.blocks(size), p.blocks(size)
-            plan = partial(
-                plan_transfer, local, remote, size.heads, 0, size.tokens, *tables,
-                costs=costs, staging_bytes=staging_bytes,
-            )  # fmt: skip
-            milliseconds = best_s(plan, 3) * 1e3
-            if milliseconds > found[1]:
-                found = (f"{p_order}->{d_order} {name} TP {p_tp}->{d_tp}", milliseconds)
-    return found
+def print_bounds(rows: list[Row], ceiling: float) -> None:
+    """The field's scheme beside ours, and what no copy between these devices can beat."""
+    for theirs in (row for row in rows if row.path == FIELD):
+        ours = [
+            f"{row.path} {theirs.milliseconds / row.milliseconds:.1f} x as fast"
+            for row in rows
+            if row.case == theirs.case and row is not theirs
+        ]
+        ours.append(f"the plain copy {ceiling / theirs.gb_per_s:.1f} x")
+        took = f"{theirs.milliseconds:.1f} ms by the field's scheme"
+        print(f"{theirs.case}: {took}; {', '.join(ours)}", flush=True)
 
 
-def run(size: Size, staging_bytes: int, repeat: int, only: str, transfer: str = "auto") -> Result:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, size), daemon=True)
-    process.start()
-    puller = Puller(size, staging_bytes, here.recv(), transfer)
-    first = next(cases())
-    puller.calibrate(first.p.endpoints(size)[0], first.d.endpoints(size)[0])
-    rows: list[Row] = []
-    try:
-        for case in cases():
-            if only in case.name:
-                here.send(case.p)
-                here.recv()
-                rows += measure(puller, case, repeat)
-    finally:
-        here.send(None)
-        puller.close()
-        process.join(30)
-    return Result(rows, puller.costs)
+def run(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Fills `bench.rows`; what a decode step beside the pulls costs."""
+    decode: list[dict[str, Any]] = []
+    paths = args.paths.split(",")
+    for path in paths:
+        chosen = [case for case in cases(args.device, path) if args.only in case.name]
+        for case in chosen:
+            bench.measure(case.name, partial(measure_case, bench, case, path))
+        bench.measure(f"{SHORT_TOKENS} tokens", partial(measure_short, bench, path))
+        for case in chosen if args.decode else ():
+            name = f"decode beside {path}, {case.name}"
+            with bench.attempt(name):
+                decode.append(found := measure_decode(bench, case, path))
+                print(
+                    f"{name}: step of {found['step_ms']:.2f} ms "
+                    f"{found['slower_during_pulls']:+.1%} during pulls "
+                    f"({found['steps_during_pulls']:.0%} of the steps; all steps "
+                    f"{found['slower']:+.1%}), pulls of {found['pull_ms']:.2f} ms",
+                    flush=True,
+                )
+    against = [FIELD_CASE] if "nixl" in paths else []
+    if args.device == "cpu":
+        against = [case for case in cases("cpu", "nixl") if args.only in case.name]
+    for case in against:
+        bench.measure(f"{case.name}, {FIELD}", partial(measure_field, bench, case))
+    return decode
 
 
 def main(argv: list[str] | None = None) -> int:
+    args = _parse_args(argv)
+    devices = ["cpu", "cpu"]
+    if args.device == "cuda":
+        devices = [f"cuda:{index}" for index in args.devices.split(",")]
+    source, *targets = devices
+    size = Size(args.layers, args.heads, args.head_dim, args.tokens)
+    use_device(targets[0])
+    ceiling = copy_gb_per_s(source, targets[0], size.kv_bytes)
+    fastest_ms = fastest_loop_ms()
+    print(f"plain copy {source} -> {targets[0]}: {ceiling:.1f} GB/s")
+    print(f"the fastest processor's loop: {fastest_ms:.1f} ms", flush=True)
+    prefill = Remote(Prefill, source, size)
+    bench = Bench(
+        prefill, size, tuple(targets), args.staging_bytes, args.repeat, args.tries,
+        ceiling, fastest_ms,
+    )  # fmt: skip
+    try:
+        decode = run(bench, args)
+    finally:
+        prefill.close()
+    print_table(bench.rows)
+    print_bounds(bench.rows, ceiling)
+    name = torch.cuda.get_device_name(targets[0]) if args.device == "cuda" else "cpu"
+    rows = [asdict(row) for row in bench.rows]
+    figures = {"device": name, "copy_gb_per_s": ceiling, "rows": rows, "decode": decode}
+    print(json.dumps(figures))
+    return 1 if bench.num_failed else 0
+
+
+def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=int, help="32; 16 on the CPU")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--tokens", type=int, help="a multiple of 64")
+    parser.add_argument("--tokens", type=int, help="a multiple of 64: 8192; 2048 on the CPU")
     parser.add_argument("--staging-bytes", type=int, default=512 << 20)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--transfer", choices=("auto", "nixl"), default="auto")
+    parser.add_argument("--paths", "--transfer", help="mapped,nixl; mapped on the CPU")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    cuda_only = parser.add_argument_group("with --device cuda")
-    cuda_only.add_argument("--devices", default="0,1", help="GPU of P and GPUs of D's ranks")
-    cuda_only.add_argument("--paths", default="mapped,nixl")
-    cuda_only.add_argument("--decode", action="store_true", help="also beside a decode batch")
-    cuda_only.add_argument("--timeline", action="store_true", help="where the time of pulls goes")
-    cuda_only.add_argument("--post-bytes", type=int, help="most bytes of one post")
-    cuda_only.add_argument("--post-runs", type=int, default=1024)
-    cuda_only.add_argument("--num-threads", type=int, help="of NIXL, ours and bare READs alike")
-    cuda_only.add_argument("--tries", type=int, default=1, help="of a row, for quiet processors")
+    parser.add_argument("--tries", type=int, default=1, help="of a row, for quiet processors")
+    parser.add_argument("--devices", default="0,1", help="GPU of P and GPUs of D's ranks")
+    parser.add_argument("--decode", action="store_true", help="also beside a decode batch")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
-    size = Size(
-        args.layers or (32 if cuda else 16),
-        args.heads,
-        args.head_dim,
-        args.tokens or (8192 if cuda else 2048),
-    )
-    if cuda:
-        from benchmarks import transfer_cuda  # the other half of one program
-
-        print(json.dumps(transfer_cuda.run(args, size)))
-        return 0
-    rows, costs = run(size, args.staging_bytes, args.repeat, args.only, args.transfer)
-    print_table(rows)
-    print(f"costs measured: {costs}")
-    if not args.only:
-        size = replace(size, tokens=PLANNED_TOKENS)
-        name, plan_ms = slowest_plan(size, costs, args.staging_bytes)
-        print(f"slowest plan of {PLANNED_TOKENS} tokens: {name}, {plan_ms:.1f} ms")
-    print(json.dumps({"rows": [asdict(row) for row in rows]}))
-    return 0
+    args.layers = args.layers or (32 if cuda else 16)
+    args.tokens = args.tokens or (8192 if cuda else 2048)
+    if args.paths in (None, "auto"):
+        args.paths = "mapped,nixl" if cuda else "mapped"
+    if unknown := set(args.paths.split(",")) - {"mapped", "nixl"}:
+        parser.error(f"--paths names {', '.join(sorted(unknown))}; use mapped, nixl or both")
+    if args.decode and not cuda:
+        parser.error("--decode needs --device cuda")
+    return args
 
 
 if __name__ == "__main__":

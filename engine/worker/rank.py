@@ -13,13 +13,12 @@ from engine.worker.rehearsal import kv_budget_bytes, rehearse
 from engine.worker.runner import ModelRunner
 from engine.worker.service import ConnectorFactory, RankContext
 from kvcache.prefault import PrefaultThread
-from kvcache.transfer.move.peer_memory import offer
+from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.nixl_agent import NixlAgent
-from kvcache.transfer.processes import own_record
 from model.config import ModelConfig
 from model.fingerprint import fingerprint
 from model.parallel import Parallel
-from protocol.handshake import CompatRecord, RankMetadata
+from protocol.handshake import CompatRecord
 
 
 class Rank:
@@ -75,17 +74,7 @@ class Rank:
         compat = _compat(config, self._model_config)
         self.context = RankContext(config, self._rank, pool, agent, compat, runner.stepping)
         self.service = self._factory.make_service(self.context)
-        self.metadata = RankMetadata(
-            rank=self._rank,
-            agent_metadata=agent.metadata(),
-            base_address=pool.base_address,
-            nbytes=pool.nbytes,
-            device_id=pool.device_id,
-            device_kind=config.device,
-            layout=pool.layout.to_record(),
-            extra=offer(pool),
-            process=own_record(),
-        )
+        self.metadata = describe(pool, self._rank, agent.metadata())
 
     def ready(self) -> None:
         """Requests come from now on. What is there by now stays: looking through it for garbage

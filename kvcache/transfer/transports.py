@@ -23,7 +23,7 @@ from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, ReadState
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.peer_memory import NotMappable, offer
+from kvcache.transfer.move.peer_memory import NotMappable, describe
 from kvcache.transfer.move.place import Placer, TorchPlacer, Work, launches
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.plan.plan import Planner
@@ -175,17 +175,7 @@ def _own(connection: Connection, device_name: str, layout: KVLayout, path: str) 
             data = agent.metadata()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        rank = RankMetadata(
-            rank=0,
-            agent_metadata=data,
-            base_address=pool.base_address,
-            nbytes=pool.nbytes,
-            device_id=pool.device_id,
-            device_kind=device.type,
-            layout=layout.to_record(),
-            extra=offer(pool),
-        )
-        connection.send(rank)
+        connection.send(describe(pool, 0, data))
     except Exception as error:
         connection.send(str(error) or repr(error))
     try:

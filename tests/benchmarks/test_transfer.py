@@ -1,10 +1,12 @@
 """The transfer benchmark: it checks what it moves, and ends in one line of JSON."""
 
 import json
+from dataclasses import fields
 
 import pytest
 
 from benchmarks import transfer
+from kvcache.transfer.move import place as placing
 
 SMALL = ["--layers", "2", "--head-dim", "16", "--tokens", "128", "--repeat", "1"]
 
@@ -15,40 +17,44 @@ def rows_of(capfd: pytest.CaptureFixture[str], *argv: str) -> dict[tuple[str, st
     return {(row["case"], row["path"]): row for row in rows}
 
 
-@pytest.fixture
-def default_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs measured on a busy machine may choose another path."""
-    monkeypatch.setattr(transfer.Puller, "calibrate", lambda self, remote, local: None)
-
-
-@pytest.mark.usefixtures("default_costs")
-def test_every_case_is_measured_against_the_per_layer_scheme(capfd) -> None:
-    rows = rows_of(capfd, "--only", "LBCNHD ", "--transfer", "nixl")
-    assert [case for case, _ in rows] == [
-        f"LBCNHD {geometry}" for geometry in transfer.GEOMETRIES for _ in range(2)
-    ]
-    assert rows[("LBCNHD 1->2", "per-layer")]["descriptors"] == 2 * 2 * 128
-    assert rows[("LBCNHD 1->2", "staged")]["descriptors"] <= 2 * 2
+def test_reads_are_measured_against_bare_nixl_and_the_per_layer_scheme(capfd) -> None:
+    rows = rows_of(capfd, "--only", "BHLCND TP 1->2", "--transfer", "nixl")
+    name = "BHLCND TP 1->2"
+    assert rows[name, "direct"]["descriptors"] == 2 * 128 // 64  # of each rank one per block
+    assert rows[name, "bare NIXL"]["descriptors"] == 2 * 128 // 64
+    assert rows[name, transfer.FIELD]["descriptors"] == 2 * 2 * 2 * 128 // 64
     for row in rows.values():
-        assert set(row) == {
-            "case", "path", "descriptors", "bytes", "seconds", "gb_per_s", "copy_gb_per_s",
-        }  # fmt: skip
-        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+        assert set(row) == {each.name for each in fields(transfer.Row)}
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["milliseconds"] / 1e6)
 
 
-@pytest.mark.usefixtures("default_costs")
-def test_the_default_layout_cut_by_heads_is_one_descriptor_per_block(capfd) -> None:
-    rows = rows_of(capfd, "--only", "BHLCND 1->2", "--transfer", "nixl")
-    assert rows[("BHLCND 1->2", "direct")]["descriptors"] == 128 // 64
+def test_every_layout_and_geometry_has_its_row_of_mapped_pulls(capfd) -> None:
+    rows = rows_of(capfd, "--only", "LBCNHD")
+    names = [f"LBCNHD {geometry}" for geometry in transfer.GEOMETRIES]
+    names.append("LBCNHD->BHLCND same")
+    short = ["128 tokens", "128 tokens unheld"]
+    assert [case for case, path in rows if path == "mapped"] == [*names, *short]
+    assert [case for case, path in rows if path == transfer.FIELD] == names
+    assert rows["LBCNHD TP 2->1", "mapped"]["descriptors"] == 0
+    # Heads cut token-major blocks, so the scheme reads each token of each layer by itself.
+    assert rows["LBCNHD TP 2->1", transfer.FIELD]["descriptors"] == 2 * 2 * 2 * 128
 
 
-def test_unless_told_otherwise_it_copies_out_of_the_peers_mapped_memory(capfd) -> None:
-    rows = rows_of(capfd, "--only", "LBCNHD 2->1")
-    assert set(rows) == {("LBCNHD 2->1", "mapped"), ("LBCNHD 2->1", "per-layer")}
-    assert rows[("LBCNHD 2->1", "mapped")]["descriptors"] == 0
+def test_wrong_bytes_fail_the_run(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setattr(placing, "place", lambda *args: None)
+    assert transfer.main([*SMALL, "--only", "LBCNHD 16->64"]) == 1
+    assert "LBCNHD 16->64: failed" in (out := capfd.readouterr().out)
+    assert "what arrived is not what was sent" in out
 
 
-def test_wrong_bytes_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "place", lambda *args: None)
-    with pytest.raises(RuntimeError, match="LBCNHD 1->2: what arrived is not what was sent"):
-        transfer.main([*SMALL, "--only", "LBCNHD 1->2"])
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--paths", "mapped,rdma"], "--paths names rdma; use mapped, nixl or both"),
+        (["--decode"], "--decode needs --device cuda"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(argv: list[str], told: str, capfd) -> None:
+    with pytest.raises(SystemExit):
+        transfer.main(argv)
+    assert told in capfd.readouterr().err

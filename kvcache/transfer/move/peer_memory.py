@@ -18,7 +18,7 @@ import torch
 from kvcache.pool import KVPool
 from kvcache.shared_memory import NotShared, OpenedMemory
 from kvcache.transfer.move import cuda
-from kvcache.transfer.processes import host_id
+from kvcache.transfer.processes import host_id, own_record
 from protocol.handshake import RankMetadata
 from protocol.process.logging import get_logger
 
@@ -68,6 +68,21 @@ def offer(pool: KVPool) -> dict[str, Any]:
         host=host_id(), pid=os.getpid(), handle=handle, offset=offset, fd=fd, token=token
     )
     return {EXTRA_KEY: msgspec.to_builtins(record, builtin_types=(bytes,))}
+
+
+def describe(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
+    """How peers reach a rank's pool: by NIXL, and mapped."""
+    return RankMetadata(
+        rank=rank,
+        agent_metadata=agent_metadata,
+        base_address=pool.base_address,
+        nbytes=pool.nbytes,
+        device_id=pool.device_id,
+        device_kind=pool.device.type,
+        layout=pool.layout.to_record(),
+        extra=offer(pool),
+        process=own_record(),
+    )
 
 
 def offered(rank: RankMetadata) -> MappableRecord:

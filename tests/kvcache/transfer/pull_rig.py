@@ -26,11 +26,10 @@ from kvcache.stripe import Stripe
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.move.peer_memory import offer
+from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.posts import PostLimits
-from kvcache.transfer.processes import own_record
 from kvcache.transfer.pull import Event, PullDone, PullDrained, PullFailed, PullSettings
 from kvcache.transfer.pull_worker import PullWorker
 from kvcache.transfer.rank_links import InsideLink
@@ -189,17 +188,7 @@ class Prefill:
             torch.cuda.synchronize(pool.device)
         kind: Any = "VRAM" if cuda else "DRAM"
         agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
-        return RankMetadata(
-            rank=rank,
-            agent_metadata=agent.metadata(),
-            base_address=pool.base_address,
-            nbytes=pool.nbytes,
-            device_id=pool.device_id,
-            device_kind=pool.device.type,
-            layout=pool.layout.to_record(),
-            extra=offer(pool),
-            process=own_record(),
-        )
+        return describe(pool, rank, agent.metadata())
 
     def lease(
         self, block_ids: list[int], num_tokens: int, lease_s: float = 60.0, request_id: str = "r"

@@ -1,0 +1,180 @@
+"""D of the transfer benchmark: the servers' own coordinator and workers, without the engines.
+
+Rank 0 and the coordinator are in this process, the other ranks in processes of their own, as in a
+server. So a pull is timed from its order to the fence's answer.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.processor import loop_ms_beside
+from benchmarks.transfer_prefill import (
+    SECRET,
+    WAIT_S,
+    RankMemory,
+    Remote,
+    Side,
+    Size,
+    new_agent,
+    use_device,
+)
+from kvcache.stepping import Stepping
+from kvcache.transfer.coordinator import PullCoordinator
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.move.cuda_placer import CudaPlacer
+from kvcache.transfer.move.place import Placer, TorchPlacer
+from kvcache.transfer.pull import Event, PeerReady, PullDone
+from kvcache.transfer.pull_worker import PullWorker
+from kvcache.transfer.rank_links import InsideLink
+from kvcache.transfer.threads import allow_short_naps
+from protocol.messages import RemotePrefill
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How every rank of D pulls.
+
+    Attributes:
+        devices: of D's ranks, taken in turn.
+        mapped: by the mapped path; else by NIXL.
+    """
+
+    size: Size
+    devices: tuple[str, ...]
+    mapped: bool
+    staging_bytes: int
+
+    def device(self, rank: int) -> str:
+        return self.devices[rank % len(self.devices)]
+
+
+class DecodeRank:
+    """One rank of D: its pool and its worker."""
+
+    def __init__(
+        self, rank: int, side: Side, setup: Setup, address: str, inside: InsideLink | None = None
+    ) -> None:
+        device = setup.device(rank)
+        use_device(device)
+        self._memory = RankMemory(side, setup.size, rank, device)
+        self.stepping = Stepping()
+        self.worker = PullWorker(
+            rank,
+            side.tp,
+            setup.size.heads,
+            new_agent("bench-d", device),
+            self._memory.pool,
+            address,
+            staging_bytes=None if setup.mapped else setup.staging_bytes,
+            mapped=MappedPath(self._placer(), required=True) if setup.mapped else None,
+            inside=inside,
+            busy=lambda: self.stepping.busy,
+        )
+        self.worker.start()
+
+    def _placer(self) -> Placer:
+        pool = self._memory.pool
+        if pool.device.type == "cpu":
+            return TorchPlacer(pool)
+        return CudaPlacer(pool, busy=lambda: self.stepping.busy)
+
+    def loop_ms(self) -> float:
+        """What a fixed loop of Python takes on the processors that the pull thread and the calling
+        one are on, in ms, the slower of them."""
+        ids = (self.worker.native_id, threading.get_native_id())
+        return max(loop_ms_beside(thread_id) for thread_id in ids)
+
+    def count_as_busy(self) -> None:
+        """As a rank whose steps follow one another."""
+        self.stepping.launched(lambda: False)
+
+    def is_filled(self) -> bool:
+        """Whether what was sent has arrived."""
+        return self._memory.is_filled()
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+class Decode:
+    """D for one case.
+
+    Attributes:
+        holds: leases are held before they are pulled, as those of an unknown P, or of a request
+            that waits for blocks; else with the pull.
+    """
+
+    holds = True
+
+    def __init__(self, side: Side, setup: Setup) -> None:
+        self._side, self._size = side, setup.size
+        self._woken = threading.Event()
+        self._count = 0
+        link = InsideLink()
+        self._coordinator = PullCoordinator(
+            "tcp://127.0.0.1:0",
+            side.tp,
+            setup.size.compat,
+            SECRET,
+            on_event=self._woken.set,
+            inside={0: link},
+        )
+        address = self._coordinator.worker_address
+        self._coordinator.start()
+        self.others = [Remote(DecodeRank, r, side, setup, address) for r in range(1, side.tp)]
+        self.first = DecodeRank(0, side, setup, address, link)
+        self.of_ranks("is_filled")  # all are there
+        allow_short_naps()
+
+    def of_ranks(self, method: str) -> list[Any]:
+        """What DecodeRank's method says on every rank."""
+        others = (other.call(method) for other in self.others)
+        return [getattr(self.first, method)(), *others]
+
+    def connect(self, remote: RemotePrefill) -> None:
+        self._coordinator.connect(remote)
+        event = self._wait()
+        if not isinstance(event, PeerReady):
+            raise RuntimeError(f"the handshake failed: {event}")
+
+    def pull(self, remote: RemotePrefill) -> tuple[float, PullDone]:
+        """Seconds from the order to the end of the pull, fence included."""
+        self._count += 1
+        pull_id = str(self._count)
+        blocks = self._side.blocks(self._size, remote.num_tokens).tolist()
+        if self.holds:
+            self._coordinator.hold(pull_id, remote)
+        # The lease's first renewal, which no pull waits for. The thread that orders pulls works
+        # until then, as an engine's does: one that sleeps for 2 ms takes 0.05 ms longer to order.
+        renewed = time.perf_counter() + 0.002
+        while time.perf_counter() < renewed:
+            time.sleep(0.00002)
+        started = time.perf_counter()
+        self._coordinator.pull(pull_id, remote, 0, remote.num_tokens, blocks)
+        event = self._wait()
+        seconds = time.perf_counter() - started
+        if not isinstance(event, PullDone):
+            raise RuntimeError(f"the pull failed: {event}")
+        return seconds, event
+
+    def check(self) -> None:
+        found = self.of_ranks("is_filled")
+        if not all(found):
+            raise RuntimeError(f"what arrived is not what was sent, by rank: {found}")
+
+    def _wait(self) -> Event:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            if self._woken.wait(1.0):
+                self._woken.clear()
+                for event in self._coordinator.drain():
+                    return event
+        raise RuntimeError(f"no event within {WAIT_S} s")
+
+    def close(self) -> None:
+        self._coordinator.close()
+        self.first.close()
+        for other in self.others:
+            other.close()

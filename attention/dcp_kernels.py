@@ -71,16 +71,9 @@ def pack(out: torch.Tensor, lse: torch.Tensor, absent: torch.Tensor, size: int) 
     num_rows, num_heads, dim = out.shape
     packed = out.new_empty(size, num_rows, num_heads // size, dim + _LSE_ELEMENTS)
     _pack_kernel[(num_rows, num_heads)](
-        out,
-        lse,
-        absent,
-        packed,
-        num_rows,
-        num_heads,
-        num_heads // size,
-        D=dim,
-        BLOCK=triton.next_power_of_2(dim),
-    )
+        out, lse, absent, packed, num_rows, num_heads, num_heads // size,
+        D=dim, BLOCK=triton.next_power_of_2(dim),
+    )  # fmt: skip
     return packed
 
 

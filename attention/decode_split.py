@@ -18,13 +18,7 @@ from attention.pages import Pages
 
 
 def plan(
-    kernel: Any,
-    pages: Pages,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
+    kernel: Any, pages: Pages, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> None:
     """Plans a captured decode wrapper, which its own `plan` has planned once, for a new step."""
     num_seqs = len(pages.last_page_lens)

@@ -23,16 +23,10 @@ from flashinfer.utils import is_sm90a_supported
 
 from attention import decode_split, rotate_kernel
 from attention.base import AttentionBatch
-from attention.flashinfer_base import (
-    LN_2,
-    CapturedBuffers,
-    FlashInferBase,
-    indptr_of,
-    pinned,
-)
+from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of, pinned
 from attention.flashinfer_workspace import LEAST_INT_BYTES, Gpu, Workspace, workspace_of
 from attention.pages import Int32s, Pages, num_leading_decodes, pages_of
-from attention.support import DEFAULT_LIMITS, StepLimits, UnsupportedPool
+from attention.support import StepLimits, UnsupportedPool
 from kvcache import fp8
 from kvcache.pool import KVPool
 
@@ -55,43 +49,26 @@ class _Part:
 
 
 class FlashInferBackend(FlashInferBase):
-    """See AttentionBackend. `prefill` is "auto" (fa3 where the chip has it), "fa2" or "fa3".
+    """See AttentionBackend. `prefill` is "auto" (fa3 where the chip has it), "fa2" or "fa3"; the
+    other options are FlashInferBase's.
 
     Raises:
         UnsupportedPool: a device, dtype or head_dim that the kernels lack.
     """
 
-    def __init__(
-        self,
-        pool: KVPool,
-        *,
-        num_q_heads: int,
-        head_dim: int,
-        scale: float,
-        dtype: torch.dtype | None = None,
-        limits: StepLimits = DEFAULT_LIMITS,
-        prefill: str = "auto",
-    ) -> None:
+    def __init__(self, pool: KVPool, *, prefill: str = "auto", **options: Any) -> None:
         self._is_fp8 = pool.tensor.dtype is fp8.DTYPE
         if self._is_fp8 and prefill == "fa3":
             raise UnsupportedPool(
                 "the fa3 kernels read FP8 KV with FP8 queries only: leave `prefill` to auto or fa2"
             )
-        super().__init__(
-            pool,
-            num_q_heads=num_q_heads,
-            head_dim=head_dim,
-            scale=scale,
-            dtype=dtype,
-            limits=limits,
-        )
-        self._caches = [
-            (pool.component(layer, 0), pool.component(layer, 1))
-            for layer in range(pool.layout.num_layers)
-        ]
-        self._scales = [
-            (pool.scale(layer, 0), pool.scale(layer, 1)) for layer in range(pool.layout.num_layers)
-        ]
+        super().__init__(pool, **options)
+        layers = range(pool.layout.num_layers)
+        self._caches = [(pool.component(layer, 0), pool.component(layer, 1)) for layer in layers]
+        self._scales = [(pool.scale(layer, 0), pool.scale(layer, 1)) for layer in layers]
+        self._types = {
+            "q_data_type": self.dtype, "kv_data_type": self.kv_dtype, "sm_scale": self.scale
+        }  # fmt: skip
         self._int_workspace = self._new_int_workspace()
         self._decode = self._decode_kernel()
         self._prefill = self._roomy(
@@ -107,7 +84,7 @@ class FlashInferBackend(FlashInferBase):
         self._planned: set[Any] = set()
 
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
-        return workspace_of(self.num_q_heads, self.num_kv_heads, self.head_dim, limits, gpu)
+        return workspace_of(*self.heads, limits, gpu)
 
     def _new_int_workspace(self) -> torch.Tensor:
         return torch.zeros(self.sizes.ints, dtype=torch.uint8, device=self.device)
@@ -154,48 +131,17 @@ class FlashInferBackend(FlashInferBase):
         start = self._parts[-1].stop if self._parts else 0
         for kernel, num_tokens in zip(self._fresh, lens, strict=False):
             indptr = torch.tensor([0, num_tokens], dtype=torch.int32)
-            kernel.plan(
-                indptr,
-                indptr,
-                self.num_q_heads,
-                self.num_kv_heads,
-                self.head_dim,
-                causal=True,
-                q_data_type=self.dtype,
-                sm_scale=self.scale,
-            )
+            options = {"q_data_type": self.dtype, "sm_scale": self.scale}
+            kernel.plan(indptr, indptr, *self.heads, causal=True, **options)
             self._parts.append(_Part(start, start + num_tokens, kernel, is_fresh=True))
             start += num_tokens
 
     def _plan_decode(self, plan: Callable[..., None], pages: Pages) -> None:
-        plan(
-            torch.from_numpy(pages.indptr),
-            torch.from_numpy(pages.indices),
-            torch.from_numpy(pages.last_page_lens),
-            self.num_q_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.block_size,
-            q_data_type=self.dtype,
-            kv_data_type=self.kv_dtype,
-            sm_scale=self.scale,
-        )
+        plan(*map(torch.from_numpy, pages), *self.heads, self.block_size, **self._types)
 
     def _plan_prefill(self, query_lens: Int32s, pages: Pages) -> None:
-        self._prefill.plan(
-            indptr_of(query_lens),
-            pinned(pages.indptr),
-            pinned(pages.indices),
-            pinned(pages.last_page_lens),
-            self.num_q_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.block_size,
-            causal=True,
-            q_data_type=self.dtype,
-            kv_data_type=self.kv_dtype,
-            sm_scale=self.scale,
-        )
+        indices = (indptr_of(query_lens), *map(pinned, pages))
+        self._prefill.plan(*indices, *self.heads, self.block_size, causal=True, **self._types)
 
     def captured_kernel(self, num_rows: int, buffers: CapturedBuffers) -> Any:
         kernel = self._decode_kernel(
@@ -212,14 +158,7 @@ class FlashInferBackend(FlashInferBase):
         if kernel not in self._planned:  # a kernel's first plan also loads it
             self._planned.add(kernel)
             self._plan_decode(kernel.plan, pages)
-        decode_split.plan(
-            kernel,
-            pages,
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            block_size=self.block_size,
-        )
+        decode_split.plan(kernel, pages, *self.heads, self.block_size)
         self._parts = [_Part(0, batch.num_seqs, kernel)]
 
     @property
@@ -247,7 +186,12 @@ class FlashInferBackend(FlashInferBase):
         for part in self._parts:
             rows = slice(part.start, part.stop)
             wanted = {} if lse is None else {"lse": lse[rows], "return_lse": True}
-            self._run(part, layer, q, k, v, out=out[rows], **wanted)
+            if part.is_fresh:
+                part.kernel.run(q[rows], k[rows], v[rows], out=out[rows], **wanted)
+            else:
+                cache, (k_scale, v_scale) = self._caches[layer], self._scales[layer]
+                scales = {"k_scale": k_scale, "v_scale": v_scale}
+                part.kernel.run(q[rows], cache, out=out[rows], **scales, **wanted)
         if lse is not None:
             lse.mul_(LN_2)  # the kernels count in powers of two
         return out
@@ -255,22 +199,6 @@ class FlashInferBackend(FlashInferBase):
     @property
     def _any_fresh(self) -> bool:
         return any(part.is_fresh for part in self._parts)
-
-    def _run(
-        self,
-        part: _Part,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        **options: Any,
-    ) -> None:
-        rows = slice(part.start, part.stop)
-        if part.is_fresh:
-            part.kernel.run(q[rows], k[rows], v[rows], **options)
-            return
-        k_scale, v_scale = self._scales[layer]
-        part.kernel.run(q[rows], self._caches[layer], k_scale=k_scale, v_scale=v_scale, **options)
 
     def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores k and v [T, H, D] by slot."""
@@ -280,14 +208,8 @@ class FlashInferBackend(FlashInferBase):
             caches, scales = self._caches[layer], self._scales[layer]
             fp8_store.store(k, v, self._slots, caches, scales, read_back=self._any_fresh)
             return
-        append_paged_kv_cache(
-            k,
-            v,
-            *self.append_indices(),
-            self._caches[layer],
-            *self.append_pages(),
-            kv_layout=_VIEW_ORDER,
-        )
+        where = (*self.append_indices(), self._caches[layer], *self.append_pages())
+        append_paged_kv_cache(k, v, *where, kv_layout=_VIEW_ORDER)
 
 
 def _num_fresh(query_lens: Int32s, context_lens: Int32s) -> int:

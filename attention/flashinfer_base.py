@@ -22,7 +22,7 @@ import torch
 from attention.base import AttentionBackend, AttentionBatch
 from attention.flashinfer_workspace import Gpu, Workspace, explaining
 from attention.pages import Int32s, Int64s, Pages, pages_of
-from attention.support import StepLimits, Wanted, check_flashinfer
+from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, check_flashinfer
 from kvcache.pool import KVPool
 
 LN_2: Final = math.log(2)  # from the kernels' log-sum-exps, in powers of two, to natural ones
@@ -84,14 +84,15 @@ class FlashInferBase(AttentionBackend):
         num_q_heads: int,
         head_dim: int,
         scale: float,
-        dtype: torch.dtype | None,
-        limits: StepLimits,
+        dtype: torch.dtype | None = None,
+        limits: StepLimits = DEFAULT_LIMITS,
     ) -> None:
         check_flashinfer(wanted_of(pool, dtype, num_q_heads), limits)
         super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
         self.device = pool.device
         self.dtype, self.kv_dtype = dtype or pool.tensor.dtype, pool.tensor.dtype
         self.block_size = pool.layout.block_size
+        self.heads = (num_q_heads, self.num_kv_heads, head_dim)  # as the kernels' plans take them
         self._limits = limits
         self.sizes = self.workspace_sizes(limits, _gpu(self.device))
         self.workspace = torch.zeros(self.sizes.floats, dtype=torch.uint8, device=self.device)

@@ -9,6 +9,7 @@ import flashinfer
 import torch
 from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.page import append_paged_mla_kv_cache
+from flashinfer.utils import is_sm90a_supported
 
 from attention.base import AttentionBatch
 from attention.flashinfer_base import (
@@ -19,35 +20,20 @@ from attention.flashinfer_base import (
 )
 from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
 from attention.pages import Pages, pages_of
-from attention.support import DEFAULT_LIMITS, LATENT_DIM, ROPE_DIM, StepLimits
+from attention.support import LATENT_DIM, ROPE_DIM, StepLimits
 from kvcache.pool import KVPool
 
 
 class FlashInferMLABackend(FlashInferBase):
-    """See AttentionBackend. `kernel` is "auto" (fa3 where the chip has it), "fa2" or "fa3"."""
+    """See AttentionBackend. `kernel` is "auto" (fa3 where the chip has it), "fa2" or "fa3"; the
+    other options are FlashInferBase's."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        *,
-        num_q_heads: int,
-        head_dim: int,
-        scale: float,
-        dtype: torch.dtype | None = None,
-        limits: StepLimits = DEFAULT_LIMITS,
-        kernel: str = "auto",
-    ) -> None:
-        super().__init__(
-            pool,
-            num_q_heads=num_q_heads,
-            head_dim=head_dim,
-            scale=scale,
-            dtype=dtype,
-            limits=limits,
-        )
+    def __init__(self, pool: KVPool, *, kernel: str = "auto", **options: Any) -> None:
+        super().__init__(pool, **options)
         latents = [pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)]
         self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
-        self._backend = kernel if kernel != "auto" else _best_kernel(self.device)
+        best = "fa3" if is_sm90a_supported(self.device) else "fa2"
+        self._backend = best if kernel == "auto" else kernel
         self._eager = flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self.workspace, backend=self._backend
         )
@@ -114,13 +100,9 @@ class FlashInferMLABackend(FlashInferBase):
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         cache = self._caches[layer]
-        append_paged_mla_kv_cache(
-            latent[:, :LATENT_DIM],
-            latent[:, LATENT_DIM:],
-            *self.append_indices(),
-            *cache,
-            *self.append_pages(),
-        )
+        parts = (latent[:, :LATENT_DIM], latent[:, LATENT_DIM:])
+        where = (*self.append_indices(), *cache, *self.append_pages())
+        append_paged_mla_kv_cache(*parts, *where)
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         rows = slice(0, self._num_rows)
         wanted = {} if lse is None else {"lse": lse[rows], "return_lse": True}
@@ -130,7 +112,3 @@ class FlashInferMLABackend(FlashInferBase):
         if lse is not None:
             lse.mul_(LN_2)  # the kernels count in powers of two
         return out
-
-
-def _best_kernel(device: torch.device) -> str:
-    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"

@@ -11,24 +11,10 @@ import triton.language as tl
 
 
 def _store(  # type: ignore[no-untyped-def]
-    keys,
-    values,
-    slots,
-    key_cache,
-    value_cache,
-    key_scale,
-    value_scale,
-    key_factor,
-    value_factor,
-    block_size,
-    key_token,
-    value_token,
-    cache_block,
-    cache_head,
-    cache_token,
-    DIM: tl.constexpr,
-    READ_BACK: tl.constexpr,
-):
+    keys, values, slots, key_cache, value_cache, key_scale, value_scale, key_factor, value_factor,
+    block_size, key_token, value_token, cache_block, cache_head, cache_token,
+    DIM: tl.constexpr, READ_BACK: tl.constexpr,
+):  # fmt: skip
     """One head of one token; names of the form x_axis are strides in elements."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, DIM)
@@ -73,19 +59,7 @@ def store(
     assert caches[0].stride() == caches[1].stride()
     block, head, token, _ = caches[0].stride()
     _store_kernel[(num_tokens, num_heads)](
-        keys,
-        values,
-        slots,
-        *caches,
-        *scales,
-        *(1.0 / scale for scale in scales),
-        caches[0].shape[2],
-        keys.stride(0),
-        values.stride(0),
-        block,
-        head,
-        token,
-        DIM=head_dim,
-        READ_BACK=read_back,
-        num_warps=1,
-    )
+        keys, values, slots, *caches, *scales, *(1.0 / scale for scale in scales),
+        caches[0].shape[2], keys.stride(0), values.stride(0), block, head, token,
+        DIM=head_dim, READ_BACK=read_back, num_warps=1,
+    )  # fmt: skip

@@ -1,6 +1,6 @@
 """Block tables as the compressed rows that paged attention kernels take: numpy, once per step."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,8 +9,7 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Pages:
+class Pages(NamedTuple):
     """Blocks of S sequences, one after the other: sequence i has indices[indptr[i]:indptr[i+1]]."""
 
     indptr: Int32s  # [S + 1]

@@ -1,6 +1,7 @@
 """Attention backends by name."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,24 +19,22 @@ def create_backend(
     name: str,
     pool: KVPool,
     *,
-    num_q_heads: int,
-    head_dim: int,
-    scale: float,
-    dtype: torch.dtype | None = None,
     limits: StepLimits = DEFAULT_LIMITS,
+    **options: Any,
 ) -> AttentionBackend:
     """The backend `name` over `pool`; "auto" is flashinfer on a GPU and torch elsewhere.
 
     Args:
-        dtype: of the queries; the pool's where not given.
         limits: of the steps to come.
+        options: num_q_heads, head_dim and scale as of AttentionBackend; dtype, of the queries:
+            the pool's where not given.
 
     Raises:
         ValueError: an unknown name, a pool that the backend cannot read, or a missing package.
     """
     make = backend_class(name, pool.device.type, pool.layout.num_components)
     sized = {} if make is TorchBackend else {"limits": limits}  # that one takes what it needs
-    return make(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale, dtype=dtype, **sized)
+    return make(pool, **options, **sized)
 
 
 def backend_class(name: str, device: str, num_components: int) -> Callable[..., AttentionBackend]:

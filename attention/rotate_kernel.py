@@ -87,10 +87,7 @@ def rotate_and_store(
         also_k: whether k is to be rotated in place, too; else it stays as it is.
     """
     block_stride, head_stride, slot_stride, element_stride = keys.stride()
-    assert keys.stride() == values.stride() and element_stride == 1, (
-        keys.stride(),
-        values.stride(),
-    )
+    assert keys.stride() == values.stride() and element_stride == 1, keys.stride()
     assert keys.dtype == k.dtype and v.stride()[1:] == (v.shape[2], 1), (keys.dtype, v.stride())
     strides = (block_stride, head_stride, slot_stride, keys.shape[2])
     _launch(q, k, cos_sin, (v, v.stride(0), slots, keys, values, strides), keep_k=also_k)

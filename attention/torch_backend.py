@@ -23,13 +23,6 @@ _MAX_SPARSE_GROUP = 4  # query heads per KV head up to which reading in place be
 
 
 @dataclass(frozen=True, eq=False)
-class _Chunk:
-    start: int  # query rows [start, stop)
-    stop: int
-    context_rows: torch.Tensor | None  # [H * cached tokens]
-
-
-@dataclass(frozen=True, eq=False)
 class _Cache:
     """One layer's keys and values: the pool's rows shifted to them (MLA: twice the same)."""
 
@@ -101,13 +94,9 @@ class TorchBackend(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> None:
         self._slots = self._to_device(self._rows.of_slots(batch.slot_mapping))
         self._num_tokens = batch.num_tokens
-        self._chunks = [
-            _Chunk(
-                chunk.start,
-                chunk.stop,
-                self._to_device(chunk.context_rows) if chunk.context_rows.size else None,
-            )
-            for chunk in prefill_chunks(batch, self._rows)
+        self._chunks = [  # rows of the step, the pool's of their cached context [H * tokens]
+            (chunk, self._to_device(rows) if rows.size else None)
+            for chunk, rows in prefill_chunks(batch, self._rows)
         ]
         groups = decode_groups(
             batch,
@@ -166,34 +155,24 @@ class TorchBackend(AttentionBackend):
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of all rows; k and v as stored, and so the output."""
-        with_lse = lse is not None
+        scale = self.scale * cache.k_scale
         if self._is_decode_in_order:
-            out, found = self._attend_decodes(cache, q, with_lse=with_lse)
-            if lse is not None and found is not None:
-                lse.copy_(found)
-            return out
+            return self._decode.attend(q, cache.k_rows, cache.v_rows, scale=scale, lse=lse)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         if lse is not None:
             lse.zero_()
-        if self._decode_rows is not None:
-            part, found = self._attend_decodes(
-                cache, q.index_select(0, self._decode_rows), with_lse=with_lse
-            )
-            out.index_copy_(0, self._decode_rows, part)
+        if (rows := self._decode_rows) is not None:
+            found = None if lse is None else lse[rows]
+            part = self._decode.attend(q[rows], cache.k_rows, cache.v_rows, scale=scale, lse=found)
+            out.index_copy_(0, rows, part)
             if lse is not None and found is not None:
-                lse.index_copy_(0, self._decode_rows, found)
-        for chunk in self._chunks:
-            part, chunk_lse = self._attend_chunk(chunk, cache, q, k, v)
-            out[chunk.start : chunk.stop] = part.flatten(0, 1).transpose(0, 1)
+                lse.index_copy_(0, rows, found)
+        for chunk, context_rows in self._chunks:
+            part, part_lse = self._attend_chunk(q[chunk], k[chunk], v[chunk], cache, context_rows)
+            out[chunk] = part.flatten(0, 1).transpose(0, 1)
             if lse is not None:
-                lse[chunk.start : chunk.stop] = chunk_lse.flatten(0, 1).transpose(0, 1)
+                lse[chunk] = part_lse.flatten(0, 1).transpose(0, 1)
         return out
-
-    def _attend_decodes(
-        self, cache: _Cache, q: torch.Tensor, *, with_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        scale = self.scale * cache.k_scale
-        return self._decode.attend(q, cache.k_rows, cache.v_rows, scale=scale, with_lse=with_lse)
 
     def _write(self, rows: torch.Tensor, new: torch.Tensor, scale: float) -> torch.Tensor:
         """Stores [T, H, D] by slot; returns it as a later step will read it, not yet scaled."""
@@ -205,34 +184,30 @@ class TorchBackend(AttentionBackend):
 
     def _attend_chunk(
         self,
-        chunk: _Chunk,
-        cache: _Cache,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        cache: _Cache,
+        context_rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [H, Hq/H, chunk, D] and log-sum-exp [H, Hq/H, chunk] of one prompt chunk."""
-        span, scale = slice(chunk.start, chunk.stop), self.scale * cache.k_scale
         # Heads by KV head: [chunk, H, Hq/H, D] -> [H, Hq/H, chunk, D].
-        queries = q[span].reshape(chunk.stop - chunk.start, self.num_kv_heads, -1, self.head_dim)
-        queries = queries.permute(1, 2, 0, 3)
-        new = [self._per_query_head(x[span].transpose(0, 1), queries) for x in (k, v)]
-        out, lse = dense_attention(queries, new[0], new[1], scale=scale, causal=True)
-        if chunk.context_rows is None:
+        queries = q.reshape(len(q), self.num_kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
+
+        def attend(
+            keys: torch.Tensor, values: torch.Tensor, *, causal: bool
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            # [H, n, D] -> [H, Hq/H, n, D], the same memory for each query head
+            each = (x.unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values))
+            return dense_attention(queries, *each, scale=self.scale * cache.k_scale, causal=causal)
+
+        out, lse = attend(k.transpose(0, 1), v.transpose(0, 1), causal=True)
+        if context_rows is None:
             return out, lse
-        cached = [
-            self._per_query_head(self._read(rows, chunk.context_rows), queries)
-            for rows in (cache.k_rows, cache.v_rows)
-        ]
-        context = dense_attention(queries, cached[0], cached[1], scale=scale)
-        return merge_attention(out, lse, *context)
+        cached = (self._read(rows, context_rows) for rows in (cache.k_rows, cache.v_rows))
+        return merge_attention(out, lse, *attend(*cached, causal=False))
 
     def _read(self, rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """[H * n] rows as [H, n, D] in the queries' dtype."""
         found = fp8.numbers(rows.index_select(0, indices), self._dtype)
         return found.view(self.num_kv_heads, -1, self.head_dim)
-
-    @staticmethod
-    def _per_query_head(kv: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """[H, n, D] -> [H, Hq/H, n, D], the same memory for each query head."""
-        return kv.unsqueeze(1).expand(-1, queries.shape[1], -1, -1)

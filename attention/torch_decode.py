@@ -25,8 +25,6 @@ from attention.dense import dense_attention
 from attention.torch_plan import DecodeGroup
 from kvcache import fp8
 
-Result = tuple[torch.Tensor, torch.Tensor | None]
-
 
 class Decode(ABC):
     """Attention of G query tokens, one per sequence, over the groups given to `plan`."""
@@ -51,13 +49,13 @@ class Decode(ABC):
         v_rows: torch.Tensor,
         *,
         scale: float,
-        with_lse: bool,
-    ) -> Result:
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
         """q: [G, Hq, D]; k_rows, v_rows: [rows, D], the layer's keys and values (MLA: the same);
-        scale: of the scores.
+        scale: of the scores; lse: float32 [G, Hq], to be filled.
 
         Returns:
-            [G, Hq, D] in q's dtype, and float32 [G, Hq] where asked for.
+            [G, Hq, D] in q's dtype.
         """
 
 
@@ -156,8 +154,8 @@ class SparseDecode(Decode):
         v_rows: torch.Tensor,
         *,
         scale: float,
-        with_lse: bool,
-    ) -> Result:
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
         queries = q.reshape(-1, q.shape[-1])
         if self._query_of_row is not None:
             queries = queries.index_select(0, self._query_of_row)
@@ -177,8 +175,9 @@ class SparseDecode(Decode):
             out = q.new_zeros(q.shape[0] * q.shape[1], q.shape[2]).index_add_(
                 0, self._query_of_row, out
             )
-        lse = torch.cat([part.logsumexp(-1) for part in scores]) if with_lse else None
-        return out.view(q.shape), lse
+        if lse is not None:
+            lse.copy_(torch.cat([part.logsumexp(-1) for part in scores]))
+        return out.view(q.shape)
 
 
 def _repeated(
@@ -208,11 +207,8 @@ class GatherDecode(Decode):
     def plan(self, groups: list[DecodeGroup]) -> None:
         self._shapes = [g.pool_rows.shape for g in groups]  # [G, H, width]
         self._indices = [torch.from_numpy(g.pool_rows.reshape(-1)).to(self._device) for g in groups]
-        self._biases = [self._bias(g) for g in groups]
-
-    def _bias(self, group: DecodeGroup) -> torch.Tensor | None:
-        bias = _padding_bias(group, self._dtype, self._device)
-        return None if bias is None else bias.unsqueeze(1)
+        biases = (_padding_bias(g, self._dtype, self._device) for g in groups)
+        self._biases = [None if bias is None else bias.unsqueeze(1) for bias in biases]
 
     def attend(
         self,
@@ -221,9 +217,9 @@ class GatherDecode(Decode):
         v_rows: torch.Tensor,
         *,
         scale: float,
-        with_lse: bool,
-    ) -> Result:
-        outs, lses, start = [], [], 0
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        outs, start = [], 0
         for (num_seqs, heads, width), indices, bias in zip(
             self._shapes, self._indices, self._biases, strict=True
         ):
@@ -232,11 +228,12 @@ class GatherDecode(Decode):
             v = k if v_rows is k_rows else self._gather(1, v_rows, indices).view(shape)
             # The query heads of one KV head become query positions: no KV is repeated.
             group_q = q[start : start + num_seqs].reshape(num_seqs, heads, -1, self._head_dim)
-            out, lse = dense_attention(group_q, k, v, scale=scale, bias=bias)
+            out, found = dense_attention(group_q, k, v, scale=scale, bias=bias)
             outs.append(out.reshape(num_seqs, -1, self._head_dim))
-            lses.append(lse.reshape(num_seqs, -1))
+            if lse is not None:
+                lse[start : start + num_seqs] = found.reshape(num_seqs, -1)
             start += num_seqs
-        return torch.cat(outs), torch.cat(lses) if with_lse else None
+        return torch.cat(outs)
 
     def _gather(self, which: int, rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """[n, D] rows in the queries' dtype, in a buffer that is kept: fresh pages cost more."""

@@ -9,7 +9,7 @@ rows of D elements. Token t of a sequence, KV head h, layer l, component c is ro
 leave them out and serve every layer: the backend shifts the matrix instead.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,15 +36,6 @@ class DecodeGroup:
     @property
     def is_padded(self) -> bool:
         return bool((self.context_lens < self.width).any())
-
-
-@dataclass(frozen=True, eq=False)
-class PrefillChunk:
-    """One sequence of several query tokens, and the rows of its tokens from earlier steps."""
-
-    start: int  # query rows [start, stop)
-    stop: int
-    context_rows: Indices  # [H, cached tokens]
 
 
 class RowMap:
@@ -78,15 +69,15 @@ class RowMap:
         return tokens[:, None, :] + self._heads[:, None]
 
 
-def prefill_chunks(batch: AttentionBatch, rows: RowMap) -> list[PrefillChunk]:
+def prefill_chunks(batch: AttentionBatch, rows: RowMap) -> Iterator[tuple[slice, Indices]]:
+    """For each sequence of several query tokens its rows of the step, and the pool's rows of its
+    tokens from earlier steps [H, cached tokens]."""
     stops = np.cumsum(batch.query_lens)
-    chunks = []
     for seq in np.flatnonzero(batch.query_lens > 1):
         query_len, stop = int(batch.query_lens[seq]), int(stops[seq])
         cached = np.arange(int(batch.context_lens[seq]) - query_len, dtype=np.int64)
-        context = rows.of_context(batch.block_tables[seq : seq + 1], cached[None])[0]
-        chunks.append(PrefillChunk(stop - query_len, stop, context))
-    return chunks
+        table = batch.block_tables[seq : seq + 1]
+        yield slice(stop - query_len, stop), rows.of_context(table, cached[None])[0]
 
 
 def decode_groups(

@@ -10,10 +10,9 @@ from typing import Final
 import torch
 
 from attention.base import AttentionBackend
-from model.base import AttentionSpec
+from model.base import AttentionLayer, AttentionSpec, CausalLM, FeedForward
 from model.config import MLAConfig, ModelConfig
-from model.decoder import AttentionLayer, Decoder, FeedForward
-from model.layers import Linear, RMSNorm, even_share, load_mlp, load_norm, load_rows
+from model.layers import GatedMLP, Linear, RMSNorm, even_share, load_norm, load_rows
 from model.moe import MoELayer
 from model.parallel import Parallel
 from model.rope import Angles, Rope, mscale_of_scores
@@ -86,8 +85,8 @@ class LatentAttention:
             f"{prefix}.o_proj",
             (config.hidden_size, config.num_heads * mla.v_head_dim),
             range(heads.start * mla.v_head_dim, heads.stop * mla.v_head_dim),
-            bias=config.output_bias,
-            parallel=parallel,
+            config.output_bias,
+            parallel,
         )
 
     def __call__(
@@ -121,24 +120,17 @@ class LatentAttention:
         return self._out(values.transpose(0, 1).reshape(hidden.shape[0], -1), hidden)
 
 
-class DeepseekV2ForCausalLM(Decoder):
+class DeepseekV2ForCausalLM(CausalLM):
     """See CausalLM. Calls AttentionBackend.forward_latent."""
 
     def make_attention(self, loader: WeightLoader, layer: int, rope: Rope) -> AttentionLayer:
         return LatentAttention(loader, self.config, layer, self.parallel, rope)
 
     def make_feed_forward(self, loader: WeightLoader, layer: int) -> FeedForward:
-        prefix, config = f"model.layers.{layer}.mlp", self.config
-        if config.moe is not None and layer >= config.moe.first_dense_layers:
-            return MoELayer(
-                loader,
-                prefix,
-                config.moe,
-                hidden_size=config.hidden_size,
-                bias=config.mlp_bias,
-                parallel=self.parallel,
-            )
-        return load_mlp(loader, prefix, config, self.parallel)
+        moe = self.config.moe
+        is_mixed = moe is not None and layer >= moe.first_dense_layers
+        make = MoELayer if is_mixed else GatedMLP
+        return make(loader, f"model.layers.{layer}.mlp", self.config, self.parallel)
 
     @property
     def attention_spec(self) -> AttentionSpec:

@@ -111,9 +111,9 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     try:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
-        _ = {tensor["dtype"]: int(math.prod(tensor["shape"])) for tensor in tensors}
+        header.pop("__metadata__", None)
+        end = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
+        _ = {t["dtype"]: int(math.prod(t["shape"])) for t in header.values()}
     except _UNREADABLE as error:
         raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
     start, found = 8 + size, os.fstat(file.fileno()).st_size
@@ -122,14 +122,18 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     return header, start
 
 
-def num_weights(folder: Path) -> int:
-    """Elements of all tensors in a directory's safetensors files; reads their headers only."""
-    total = 0
+def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
+    """What a directory's safetensors files say of each tensor, by name."""
+    found: dict[str, dict[str, Any]] = {}
     for path in weight_files(folder):
         with path.open("rb") as file:
-            header, _ = read_header(path, file)
-        total += sum(math.prod(t["shape"]) for n, t in header.items() if n != "__metadata__")
-    return total
+            found |= read_header(path, file)[0]
+    return found
+
+
+def num_weights(folder: Path) -> int:
+    """Elements of all tensors in a directory's safetensors files; reads their headers only."""
+    return sum(math.prod(tensor["shape"]) for tensor in read_headers(folder).values())
 
 
 class PlannedTensor(NamedTuple):

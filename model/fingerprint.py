@@ -50,8 +50,6 @@ def _read(path: Path, vocab_size: int) -> Iterator[tuple[str, bytes]]:
     with path.open("rb") as file:
         header, start = read_header(path, file)
         for name, tensor in header.items():
-            if name == "__metadata__":
-                continue
             described = json.dumps([tensor["dtype"], tensor["shape"]]).encode()
             first, end = (start + offset for offset in tensor["data_offsets"])
             samples = _samples(file, first, end)

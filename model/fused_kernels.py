@@ -1,14 +1,16 @@
-"""Triton kernels for the decoder's small operations: norms, the product in a feed-forward, tokens.
+"""Triton kernels for the decoder: norms, products of one row, products in a feed-forward, tokens.
 
 Sizes that differ from step to step are not specialised (`do_not_specialize`): one variant serves
 all, so that what has run once before a server is ready compiles nothing more.
 """
 
-from typing import Any, Final
+import functools
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 AHEAD = True  # False in an interpreter, which knows no launches
 _NORM_ELEMENTS: Final = 1024  # of one program, at least: rows of few elements share one
@@ -139,4 +141,210 @@ def first_largest(logits: torch.Tensor) -> torch.Tensor:
     )
     PARTS = triton.next_power_of_2(parts)
     _first_largest_part_kernel[(rows,)](values, indices, out, parts, PARTS=PARTS, num_warps=1)
+    return out
+
+
+# -- products of one row: a decode step of batch 1 consists of them. Such a product is bound by
+# reading the matrix. What comes before it (the norm) and after it (silu, adding to the residual) is
+# done in the same kernel, and each kernel starts to load its matrix while the one before it is
+# still ending (programmatic dependent launch), before it waits for its input.
+
+_ROWS: Final = 4  # of the matrix, of one program
+_GATED_ROWS: Final = 2  # of either half of a gated one: 2 and 4 take 4.01 and 4.09 ms a step of 8B
+_MAX_COLUMNS: Final = 1024  # loaded at a time
+_MIN_COLUMNS: Final = 128
+_ROW_WARPS: Final = 4
+
+
+def _wait(AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+_wait = triton.jit(_wait)
+
+
+def _one_row(  # type: ignore[no-untyped-def]
+    x, weight, out, norm, residual, eps, WIDTH: tl.constexpr, NUM_OUT: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    tile_at = weight + row[:, None].to(tl.int64) * WIDTH + column[None, :]
+    tile = tl.load(tile_at, eviction_policy="evict_first")
+    if GATED:
+        up_at = tile_at + NUM_OUT * WIDTH
+        up_tile = tl.load(up_at, eviction_policy="evict_first")
+        up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    _wait(AHEAD)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, WIDTH, COLUMNS):
+        more = start + COLUMNS < WIDTH
+        value = tl.load(x + start + column).to(tl.float32)
+        if NORM:
+            squares += value * value
+            value *= tl.load(norm + start + column).to(tl.float32)
+        sums += tile.to(tl.float32) * value[None, :]
+        tile = tl.load(
+            tile_at + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first"
+        )
+        if GATED:
+            up += up_tile.to(tl.float32) * value[None, :]
+            up_tile = tl.load(
+                up_at + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first"
+            )
+    scale = 1.0
+    if NORM:
+        scale = 1 / tl.sqrt(tl.sum(squares) / WIDTH + eps)
+    result = tl.sum(sums, 1) * scale
+    if GATED:
+        result = result / (1 + tl.exp(-result)) * (tl.sum(up, 1) * scale)
+    if ADD:
+        result += tl.load(residual + row).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty))
+
+
+_one_row_kernel: Any = triton.jit(_one_row)
+
+
+def one_row_works(weight: torch.Tensor, *, gated: bool = False) -> bool:
+    """Whether `one_row` can take the matrix [out, in], a contiguous one on a GPU."""
+    num_out, width = weight.shape
+    return weight.is_contiguous() and _columns(width) > 0 and num_out % (_ROWS << gated) == 0
+
+
+def _columns(width: int) -> int:
+    """The largest power of two to load at a time that divides the width; 0: none will do."""
+    largest = min(width & -width, _MAX_COLUMNS)
+    return largest if largest >= _MIN_COLUMNS else 0
+
+
+def one_row(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """weight [out, in] times x [1, in] -> [1, out].
+
+    Args:
+        norm: the weight of a root-mean-square norm that x passes first.
+        gated: the weight is a gate's rows, then as many others: silu of the first half times the
+            second, [1, out / 2].
+        residual: [1, out], added to, and returned.
+    """
+    num_out, width = weight.shape[0] >> gated, weight.shape[1]
+    out = residual
+    if out is None:
+        out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
+    options = {"launch_pdl": True} if AHEAD else {}
+    rows = _GATED_ROWS if gated else _ROWS
+    _one_row_kernel[(num_out // rows,)](
+        x, weight, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,
+        NORM=norm is not None, GATED=gated, ADD=residual is not None, AHEAD=AHEAD,
+        ROWS=rows, COLUMNS=_columns(width), num_warps=_ROW_WARPS, **options,
+    )  # fmt: skip
+    return out
+
+
+# -- silu(gate(x)) * up(x) of many rows: the product of a prefill's feed-forward. With cuBLAS the
+# two products are written, 0.5 GB for 8,192 tokens of an 8B model, and read by another kernel. Here
+# a program keeps a tile of both in registers and writes only the result. There are as many programs
+# as multiprocessors, each of which computes one tile after another; operands are loaded by TMA,
+# which fills what is outside x with zeros.
+
+GATED_MIN_ROWS: Final = 1024  # of fewer the tiles do not fill the GPU evenly
+
+
+class Tiling(NamedTuple):
+    """How the kernel divides its work; measured on an H200, see docs/performance.md."""
+
+    rows: int = 128  # of x
+    columns: int = 128  # of the result
+    depth: int = 64  # elements of a row multiplied at a time
+    group: int = 8  # tiles of rows whose programs run beside each other, sharing the matrix
+    flatten: bool = False  # load a tile's first operands while the one before it is written
+    halves: bool = False  # write a tile in two
+    stages: int = 3
+
+
+TILING: Final = Tiling()
+_GATED_WARPS: Final = 8
+
+
+def _gated_rows(  # type: ignore[no-untyped-def]
+    x, weight, out, num_rows, num_columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr, HALVES: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    down = tl.cdiv(num_rows, ROWS)
+    across = tl.cdiv(num_columns, COLUMNS)
+    for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=FLATTEN):
+        first = tile // (GROUP * across) * GROUP
+        height = min(down - first, GROUP)
+        row = (first + tile % (GROUP * across) % height) * ROWS
+        column = tile % (GROUP * across) // height * COLUMNS
+        both = tl.zeros((ROWS, 2 * COLUMNS), tl.float32)
+        for step in range(tl.cdiv(width, DEPTH)):
+            left = x.load([row, step * DEPTH])
+            right = weight.load([0, column, step * DEPTH])
+            both = tl.dot(left, tl.reshape(right, (2 * COLUMNS, DEPTH)).T, both)
+        gate, up = tl.split(tl.permute(tl.reshape(both, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+        result = (gate / (1 + tl.exp(-gate)) * up).to(out.dtype)
+        if HALVES:
+            halves = tl.permute(tl.reshape(result, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
+            lower, upper = tl.split(halves)
+            out.store([row, column], lower)
+            out.store([row, column + COLUMNS // 2], upper)
+        else:
+            out.store([row, column], result)
+
+
+_gated_rows_kernel: Any = triton.jit(_gated_rows, do_not_specialize=["num_rows"])
+
+
+@functools.cache
+def _num_programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def gated_rows_work(weight: torch.Tensor) -> bool:
+    """Whether `gated_rows` can take the matrix [2 n, in], a contiguous one on a GPU."""
+    num_out, width = weight.shape
+    return (
+        torch.cuda.get_device_capability(weight.device)[0] == 9
+        and weight.is_contiguous()
+        and num_out % (2 * TILING.columns) == 0
+        and width % TILING.depth == 0
+    )
+
+
+def gated_rows(x: torch.Tensor, weight: torch.Tensor, tiling: Tiling = TILING) -> torch.Tensor:
+    """x [T, in] times weight [2 n, in] -> silu of the first n columns times the others, [T, n]."""
+    num_rows, width = x.shape
+    num_columns = weight.shape[0] // 2
+    out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
+    rows, columns, depth = tiling.rows, tiling.columns, tiling.depth
+    programs = _num_programs(x.device)
+    _gated_rows_kernel[(programs,)](
+        TensorDescriptor(x, [num_rows, width], [width, 1], [rows, depth]),
+        TensorDescriptor(
+            weight,
+            [2, num_columns, width],
+            [num_columns * width, width, 1],
+            [2, columns, depth],
+        ),
+        TensorDescriptor(
+            out, [num_rows, num_columns], [num_columns, 1], [rows, columns >> tiling.halves]
+        ),
+        num_rows, num_columns, width, ROWS=rows, COLUMNS=columns, DEPTH=depth, GROUP=tiling.group,
+        FLATTEN=tiling.flatten, HALVES=tiling.halves, PROGRAMS=programs,
+        num_warps=_GATED_WARPS, num_stages=tiling.stages,
+    )  # fmt: skip
     return out

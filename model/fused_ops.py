@@ -30,30 +30,14 @@ def _rotation() -> Any:
     return rotate_kernel
 
 
-@functools.cache
-def one_row() -> Any:
-    """Triton kernels for the products of one row; imported on first use, too."""
-    from model import one_row
-
-    return one_row
-
-
 def one_row_works(weight: torch.Tensor, *, gated: bool = False) -> bool:
-    """Whether `one_row().product` can take the matrix."""
-    return works(weight.device, weight.dtype) and bool(one_row().works(weight, gated=gated))
-
-
-@functools.cache
-def gated_product() -> Any:
-    """The Triton kernel for many rows of a gated product; imported on first use, too."""
-    from model import gated_product
-
-    return gated_product
+    """Whether `kernels().one_row` can take the matrix."""
+    return works(weight.device, weight.dtype) and bool(kernels().one_row_works(weight, gated=gated))
 
 
 def gated_rows_work(weight: torch.Tensor) -> bool:
-    """Whether `gated_product().silu_product` can take the matrix."""
-    return works(weight.device, weight.dtype) and bool(gated_product().works(weight))
+    """Whether `kernels().gated_rows` can take the matrix."""
+    return works(weight.device, weight.dtype) and bool(kernels().gated_rows_work(weight))
 
 
 def works(device: torch.device, dtype: torch.dtype) -> bool:

@@ -52,7 +52,7 @@ class RowParallelLinear:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         if self._takes_one_row and x.shape[0] == 1:
-            fused_ops.one_row().product(x, self.weight, residual=residual)
+            fused_ops.kernels().one_row(x, self.weight, residual=residual)
         elif self._parallel.size == 1 and self._weight_t is not None:
             residual.addmm_(x, self._weight_t)
         else:
@@ -101,8 +101,7 @@ class LMHead:
     def __init__(
         self, weight: torch.Tensor, vocab_size: int, parallel: Parallel, *, pack: bool = False
     ) -> None:
-        self._is_packed = pack and packed.can_pack(weight)
-        self._weight = packed.pack(weight) if self._is_packed else weight
+        self._product = Linear(weight, pack=pack)
         self._vocab_size = vocab_size
         self._parallel = parallel
 
@@ -112,20 +111,17 @@ class LMHead:
 
     def raw(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden] -> [S, vocab] as computed, perhaps in 16 bits."""
-        if self._is_packed:
-            local = packed.linear(hidden, self._weight, None)
-        elif hidden.device.type == "cpu" and hidden.shape[0] in _CHUNKED_ROWS:
-            local = self._in_chunks(hidden)
-        else:
-            local = F.linear(hidden, self._weight)
+        is_few = hidden.device.type == "cpu" and hidden.shape[0] in _CHUNKED_ROWS
+        in_chunks = is_few and not self._product.is_packed
+        local = self._in_chunks(hidden) if in_chunks else self._product(hidden)
         return self._parallel.all_gather_last_dim(local)[:, : self._vocab_size]
 
     def _in_chunks(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = self._weight.shape[0]
-        out = hidden.new_empty(hidden.shape[0], rows)
-        for start in range(0, rows, _HEAD_CHUNK):
-            stop = min(start + _HEAD_CHUNK, rows)
-            torch.mm(hidden, self._weight[start:stop].t(), out=out[:, start:stop])
+        weight = self._product.weight
+        out = hidden.new_empty(hidden.shape[0], len(weight))
+        for start in range(0, len(weight), _HEAD_CHUNK):
+            part = slice(start, start + _HEAD_CHUNK)
+            torch.mm(hidden, weight[part].t(), out=out[:, part])
         return out
 
 
@@ -136,20 +132,17 @@ class GatedMLP:
         self,
         loader: WeightLoader,
         prefix: str,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool,
+        config: ModelConfig,
         parallel: Parallel,
+        width: int | None = None,
     ) -> None:
-        rows = even_share(parallel, intermediate_size)
-        shape = (intermediate_size, hidden_size)
+        """`width`: of the intermediate; the config's where not given."""
+        width, bias = width or config.intermediate_size, config.mlp_bias
+        rows, shape = even_share(parallel, width), (width, config.hidden_size)
         self._gate_up = load_columns(
             loader, [(f"{prefix}.{name}_proj", shape, rows) for name in ("gate", "up")], bias=bias
         )
-        self._down = load_rows(
-            loader, f"{prefix}.down_proj", shape[::-1], rows, bias=bias, parallel=parallel
-        )
+        self._down = load_rows(loader, f"{prefix}.down_proj", shape[::-1], rows, bias, parallel)
         self._is_fused = self._gate_up.is_joined and fused_ops.works(
             self._down.weight.device, self._down.weight.dtype
         )
@@ -190,7 +183,7 @@ class Columns:
 
     def one_gated_row(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """silu of the first projection of norm(x), x [1, in], times the second."""
-        return fused_ops.one_row().product(  # type: ignore[no-any-return]
+        return fused_ops.kernels().one_row(  # type: ignore[no-any-return]
             x, self._matrix, norm=norm.weight, eps=norm.eps, gated=True
         )
 
@@ -202,8 +195,8 @@ class Columns:
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> silu of the first projection times the second."""
         assert self._joined is not None
-        if self._takes_gated_rows and x.shape[0] >= fused_ops.gated_product().MIN_ROWS:
-            return fused_ops.gated_product().silu_product(  # type: ignore[no-any-return]
+        if self._takes_gated_rows and x.shape[0] >= fused_ops.kernels().GATED_MIN_ROWS:
+            return fused_ops.kernels().gated_rows(  # type: ignore[no-any-return]
                 x, self._matrix
             )
         return fused_ops.silu_and_mul(self._joined(x))
@@ -212,7 +205,7 @@ class Columns:
         """x [T, in], normed first -> one [T, out] per projection, perhaps views of one tensor."""
         if norm is not None:
             if self._takes_one_row and x.shape[0] == 1:
-                joined = fused_ops.one_row().product(
+                joined = fused_ops.kernels().one_row(
                     x, self._matrix, norm=norm.weight, eps=norm.eps
                 )
                 return torch.split_with_sizes(joined, self._sizes, dim=-1)
@@ -256,7 +249,6 @@ def load_rows(
     name: str,
     shape: tuple[int, ...],
     cols: range,
-    *,
     bias: bool,
     parallel: Parallel,
 ) -> RowParallelLinear:
@@ -268,20 +260,6 @@ def load_rows(
     if linear.weight is not weight:
         packed.forget_pages(weight)
     return linear
-
-
-def load_mlp(
-    loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel
-) -> GatedMLP:
-    """The feed-forward of a dense layer."""
-    return GatedMLP(
-        loader,
-        prefix,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        bias=config.mlp_bias,
-        parallel=parallel,
-    )
 
 
 def load_norm(loader: WeightLoader, name: str, size: int, eps: float) -> RMSNorm:

@@ -3,10 +3,9 @@
 import torch
 
 from attention.base import AttentionBackend
-from model.base import AttentionSpec
+from model.base import AttentionLayer, AttentionSpec, CausalLM, FeedForward
 from model.config import ModelConfig
-from model.decoder import AttentionLayer, Decoder, FeedForward
-from model.layers import RMSNorm, even_share, load_columns, load_mlp, load_norm, load_rows
+from model.layers import GatedMLP, RMSNorm, even_share, load_columns, load_norm, load_rows
 from model.parallel import Parallel
 from model.rope import Angles, Rope
 from model.weights import WeightLoader
@@ -30,33 +29,21 @@ class LlamaAttention:
             loader,
             [
                 (f"{prefix}.q_proj", q_shape, q_rows),
-                (f"{prefix}.k_proj", kv_shape, kv_rows),
-                (f"{prefix}.v_proj", kv_shape, kv_rows),
+                *((f"{prefix}.{name}_proj", kv_shape, kv_rows) for name in "kv"),
             ],
             bias=config.attention_bias,
         )
         self._out = load_rows(
-            loader,
-            f"{prefix}.o_proj",
-            q_shape[::-1],
-            q_rows,
-            bias=config.output_bias,
-            parallel=parallel,
+            loader, f"{prefix}.o_proj", q_shape[::-1], q_rows, config.output_bias, parallel
         )
-        self._q_norm, self._k_norm = self._head_norms(loader, prefix, config)
+        self._head_norms = [
+            load_norm(loader, f"{prefix}.{name}", config.head_dim, config.rms_eps)
+            for name in ("q_norm", "k_norm")
+            if config.qk_norm
+        ]
 
     def _element_rows(self, heads: range) -> range:
         return range(heads.start * self._head_dim, heads.stop * self._head_dim)
-
-    @staticmethod
-    def _head_norms(
-        loader: WeightLoader, prefix: str, config: ModelConfig
-    ) -> tuple[RMSNorm | None, RMSNorm | None]:
-        if not config.qk_norm:
-            return None, None
-        size, eps = config.head_dim, config.rms_eps
-        q_norm = load_norm(loader, f"{prefix}.q_norm", size, eps)
-        return q_norm, load_norm(loader, f"{prefix}.k_norm", size, eps)
 
     def __call__(
         self,
@@ -69,26 +56,25 @@ class LlamaAttention:
         """See AttentionLayer."""
         num_tokens = hidden.shape[0]
         q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in self._qkv(hidden, norm))
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k = self._q_norm(q), self._k_norm(k)
+        if self._head_norms:
+            q, k = (norm(x) for norm, x in zip(self._head_norms, (q, k), strict=True))
         cos_sin = self._rope.cos_sin(angles)
         if cos_sin is None or not attention.rotates:
             (q, k), cos_sin = self._rope.rotate_pair(q, k, angles), None
-        attended = attention.forward(self._layer, q, k, v, cos_sin=cos_sin)
-        attended = attended.reshape(num_tokens, -1)
+        attended = attention.forward(self._layer, q, k, v, cos_sin=cos_sin).flatten(1)
         if rows is not None:
             attended, hidden = attended[rows], hidden[rows]
         return self._out(attended, hidden)
 
 
-class LlamaForCausalLM(Decoder):
+class LlamaForCausalLM(CausalLM):
     """See CausalLM."""
 
     def make_attention(self, loader: WeightLoader, layer: int, rope: Rope) -> AttentionLayer:
         return LlamaAttention(loader, self.config, layer, self.parallel, rope)
 
     def make_feed_forward(self, loader: WeightLoader, layer: int) -> FeedForward:
-        return load_mlp(loader, f"model.layers.{layer}.mlp", self.config, self.parallel)
+        return GatedMLP(loader, f"model.layers.{layer}.mlp", self.config, self.parallel)
 
     @property
     def attention_spec(self) -> AttentionSpec:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from model import fused_ops
-from model.config import MoEConfig
+from model.config import ModelConfig, MoEConfig
 from model.layers import GatedMLP, RMSNorm, even_share
 from model.parallel import Parallel
 from model.weights import WeightLoader
@@ -21,27 +21,19 @@ class MoELayer:
         self,
         loader: WeightLoader,
         prefix: str,
-        config: MoEConfig,
-        *,
-        hidden_size: int,
-        bias: bool,
+        config: ModelConfig,
         parallel: Parallel,
     ) -> None:
-        self._config = config
+        assert config.moe is not None
+        self._config, hidden_size = config.moe, config.hidden_size
         self._parallel = parallel
-        shape = (config.num_experts, hidden_size)
+        shape = (config.moe.num_experts, hidden_size)
         self._router = loader.load(f"{prefix}.gate.weight", shape).float()
         self._experts = Experts(
-            *load_experts(loader, f"{prefix}.experts", config, hidden_size, parallel)
+            *load_experts(loader, f"{prefix}.experts", config.moe, hidden_size, parallel)
         )
-        self._shared = GatedMLP(
-            loader,
-            f"{prefix}.shared_experts",
-            hidden_size=hidden_size,
-            intermediate_size=config.expert_intermediate_size * config.num_shared_experts,
-            bias=bias,
-            parallel=parallel,
-        )
+        width = config.moe.expert_intermediate_size * config.moe.num_shared_experts
+        self._shared = GatedMLP(loader, f"{prefix}.shared_experts", config, parallel, width)
 
     def __call__(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """hidden [T, hidden], changed in place and returned."""

@@ -7,7 +7,6 @@ import torch
 
 from model.base import CausalLM
 from model.config import ModelConfig
-from model.decoder import Decoder
 from model.deepseek import DeepseekV2ForCausalLM
 from model.errors import ModelError
 from model.llama import LlamaForCausalLM
@@ -17,7 +16,7 @@ from model.weights import DummySource, SafetensorsSource, TensorSource, WeightLo
 
 LOAD_FORMATS: Final = ("auto", "dummy")
 
-_MODELS: Final[dict[str, type[Decoder]]] = {
+_MODELS: Final[dict[str, type[CausalLM]]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,

@@ -7,13 +7,11 @@ norms and biases are negligible.
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
-from typing import Any
 
 from model.config import MLAConfig, ModelConfig, MoEConfig
 from model.errors import ModelLoadError
-from model.files import read_header, weight_files
+from model.files import read_headers
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def check_files(config: ModelConfig, folder: Path) -> None:
     Raises:
         ModelLoadError: names the field of config.json, its value, and what the files have.
     """
-    entries = _entries(folder)
+    entries = read_headers(folder)
     told = f"in {folder}: correct config.json, or take the one that came with these weights"
     for weights in implied_weights(config):
         found = entries[weights.name]["shape"] if weights.name in entries else []
@@ -170,16 +168,6 @@ def check_files(config: ModelConfig, folder: Path) -> None:
 def stored_elements(folder: Path) -> Counter[str]:
     """How many elements a directory's safetensors files have of each dtype, by its name there."""
     found: Counter[str] = Counter()
-    for entry in _entries(folder).values():
+    for entry in read_headers(folder).values():
         found[entry["dtype"]] += math.prod(entry["shape"])
     return found
-
-
-def _entries(folder: Path) -> dict[str, dict[str, Any]]:
-    return reduce(lambda found, path: found | _entries_of(path), weight_files(folder), {})
-
-
-def _entries_of(path: Path) -> dict[str, dict[str, Any]]:
-    with path.open("rb") as file:
-        header, _ = read_header(path, file)
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}

@@ -88,7 +88,7 @@ def test_tokens_that_the_device_knows_are_filled_in() -> None:
 @pytest.mark.parametrize(("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)])
 def test_products_of_one_row_follow_each_other(num_out: int, width: int) -> None:
     """Each begins before the one before it has ended, and must yet see what that one wrote."""
-    product = fused_ops.one_row().product
+    product = fused_ops.kernels().one_row
     weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
     back = torch.randn(width, num_out // 2, **BF16) / num_out**0.5
     norm, x = torch.randn(width, **BF16), torch.randn(1, width, **BF16)
@@ -145,7 +145,7 @@ def test_a_gated_product_of_many_rows(
     x = torch.randn(rows, width, device="cuda").to(dtype)
     assert fused_ops.gated_rows_work(weight)
     x_before, weight_before = x.clone(), weight.clone()
-    found = fused_ops.gated_product().silu_product(x, weight)
+    found = fused_ops.kernels().gated_rows(x, weight)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
     assert found.dtype == dtype
     # Closer than two kernels, which round gate and up in between.

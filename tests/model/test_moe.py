@@ -1,12 +1,14 @@
 """Experts sum what each chosen one makes of a token, in any number of tokens, and without a look
 at the values: what a CUDA graph needs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from model import moe
-from model.config import MoEConfig
+from model.config import MoEConfig, parse_config
 from model.layers import RMSNorm
 from model.moe import Experts, MoELayer
 from model.parallel import Parallel
@@ -15,6 +17,17 @@ from model.weights import DummySource, WeightLoader
 HIDDEN = 32
 NUM_EXPERTS = 6
 CHOSEN = 2
+CONFIG = parse_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+    }
+)
 # Rows of 3 floats are none that a grouped product takes: every expert sees every token then.
 WIDTHS = {"grouped": 16, "each": 3}
 
@@ -51,7 +64,7 @@ def test_every_token_gets_the_weighted_sum_of_its_experts(way, num_tokens, patte
 @pytest.mark.parametrize("num_tokens", [1, 128, 129, 256])
 def test_a_layer_reads_no_value_back(way, topk_method, num_tokens):
     """On the device `meta` there are none."""
-    config = MoEConfig(
+    mixture = MoEConfig(
         num_experts=NUM_EXPERTS,
         num_shared_experts=1,
         experts_per_token=CHOSEN,
@@ -64,7 +77,7 @@ def test_a_layer_reads_no_value_back(way, topk_method, num_tokens):
     )
     there = {"dtype": torch.bfloat16, "device": "meta"}
     loader = WeightLoader(DummySource(0, "cpu"), **there)
-    layer = MoELayer(loader, "mlp", config, hidden_size=HIDDEN, bias=False, parallel=Parallel())
+    layer = MoELayer(loader, "mlp", replace(CONFIG, moe=mixture), Parallel())
     hidden = torch.empty(num_tokens, HIDDEN, **there)
     norm = RMSNorm(torch.empty(HIDDEN, **there), 1e-6)
     assert layer(hidden, norm).shape == hidden.shape

@@ -155,51 +155,9 @@ class KVLayout:
         """Blocks that `num_tokens` tokens take, the last one perhaps partly filled."""
         return -(-num_tokens // self.block_size)
 
-    def offset_bytes(
-        self, *, block: int = 0, head: int = 0, layer: int = 0, component: int = 0, token: int = 0
-    ) -> int:
-        """Byte offset, from the allocation's base, of one head of one token."""
-        index = (block, head, layer, component, token, 0)
-        strides = self.byte_strides.values()
-        return sum(at * stride for at, stride in zip(index, strides, strict=True))
 
-    def block_range(self, block: int) -> tuple[int, int]:
-        """First byte of a block and the byte after its last one.
-
-        Only where B is the outermost axis are all the bytes between the two the block's own.
-        """
-        sizes, strides = self.sizes, self.byte_strides
-        reach = sum((sizes[axis] - 1) * strides[axis] for axis in AXES if axis != "B")
-        start = block * strides["B"]
-        return start, start + reach + self.itemsize
-
-    def run_axes(self, whole: str) -> str:
-        """The innermost axes that form one contiguous run when the axes `whole` are wanted whole.
-
-        `BHLCND.run_axes("LCND")` is "LCND": for given B and H everything is one run.
-        `BLCHND.run_axes("LCND")` is "ND": the heads lie between the components.
-        """
-        keep = len(self.order)
-        while keep and self.order[keep - 1] in whole:
-            keep -= 1
-        return self.order[keep:]
-
-    def run_bytes(self, whole: str) -> int:
-        """Bytes of that run; one element when even D is not wanted whole."""
-        sizes = self.sizes
-        return prod(sizes[axis] for axis in self.run_axes(whole)) * self.itemsize
-
-
-# The size fields, in the order of AXES.
-_SIZE_FIELDS = (
-    "num_blocks",
-    "num_heads",
-    "num_layers",
-    "num_components",
-    "block_size",
-    "head_dim",
-)
 _FIELDS = tuple(field.name for field in fields(KVLayout))
+_SIZE_FIELDS = _FIELDS[1:-1]  # in the order of AXES
 
 
 def _check_order(order: str) -> None:

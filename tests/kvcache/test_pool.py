@@ -56,7 +56,8 @@ def test_pools_of_any_two_orders_hold_the_same_content(
 @pytest.mark.parametrize("dtype", sorted(ITEMSIZE_BYTES))
 def test_a_views_element_lies_where_the_layout_says(order: str, dtype: str) -> None:
     pool = KVPool(replace(BASE, order=order, dtype=dtype))
-    at = pool.layout.offset_bytes(block=2, head=1, layer=1, component=1, token=3)
+    strides = pool.layout.byte_strides
+    at = sum(i * strides[axis] for axis, i in zip(AXES, (2, 1, 1, 1, 3, 0), strict=True))
     view = pool.component(1, 1)[2, 1, 3]
     assert view.data_ptr() == pool.base_address + at
     view.copy_(torch.arange(1, 6).to(view.dtype))

@@ -1,7 +1,8 @@
 """The decoder of every architecture here: they differ only in attention and feed-forward."""
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -23,53 +24,19 @@ class AttentionSpec(NamedTuple):
     mla: bool  # the model calls forward_latent
 
 
-class AttentionLayer(Protocol):
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        norm: RMSNorm,
-        angles: Angles,
-        attention: AttentionBackend,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """hidden [T, hidden], changed in place and returned, or only its `rows` [R, hidden];
-        `norm` comes first."""
-        ...
+# hidden [T, hidden], changed in place and returned, or only its rows [R, hidden] where these are
+# given. The norm comes first.
+AttentionLayer = Callable[
+    [torch.Tensor, RMSNorm, Angles, AttentionBackend, torch.Tensor | None], torch.Tensor
+]
+FeedForward = Callable[[torch.Tensor, RMSNorm], torch.Tensor]
 
 
-class FeedForward(Protocol):
-    def __call__(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """hidden [T, hidden], changed in place and returned; `norm` comes first."""
-        ...
-
-
-class _Layer:
-    def __init__(
-        self,
-        loader: WeightLoader,
-        config: ModelConfig,
-        index: int,
-        attention: AttentionLayer,
-        feed_forward: FeedForward,
-    ) -> None:
-        names = ("input_layernorm", "post_attention_layernorm")
-        self._norm, self._mlp_norm = (
-            load_norm(loader, f"model.layers.{index}.{name}", config.hidden_size, config.rms_eps)
-            for name in names
-        )
-        self._attention = attention
-        self._feed_forward = feed_forward
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        angles: Angles,
-        attention: AttentionBackend,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """hidden [T, hidden], changed in place and returned, or only its `rows` [R, hidden]."""
-        hidden = self._attention(hidden, self._norm, angles, attention, rows)
-        return self._feed_forward(hidden, self._mlp_norm)
+class _Layer(NamedTuple):
+    norm: RMSNorm
+    attention: AttentionLayer
+    mlp_norm: RMSNorm
+    feed_forward: FeedForward
 
 
 class CausalLM(ABC):
@@ -90,7 +57,13 @@ class CausalLM(ABC):
 
     def _make_layer(self, loader: WeightLoader, index: int) -> _Layer:
         attention = self.make_attention(loader, index, self._rope)
-        return _Layer(loader, self.config, index, attention, self.make_feed_forward(loader, index))
+        feed_forward = self.make_feed_forward(loader, index)
+        size, eps = self.config.hidden_size, self.config.rms_eps
+        norm, mlp_norm = (
+            load_norm(loader, f"model.layers.{index}.{name}", size, eps)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        )
+        return _Layer(norm, attention, mlp_norm, feed_forward)
 
     @abstractmethod
     def make_attention(self, loader: WeightLoader, layer: int, rope: Rope) -> AttentionLayer: ...
@@ -119,9 +92,11 @@ class CausalLM(ABC):
         """
         hidden = self._vocab.embedding(token_ids)
         angles = self._rope.angles(positions)
-        for layer in self._layers[:-1]:
-            hidden = layer(hidden, angles, attention, None)
-        return self._norm(self._layers[-1](hidden, angles, attention, rows))
+        for index, layer in enumerate(self._layers, 1):
+            wanted = rows if index == len(self._layers) else None
+            hidden = layer.attention(hidden, layer.norm, angles, attention, wanted)
+            hidden = layer.feed_forward(hidden, layer.mlp_norm)
+        return self._norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [S, vocab] of hidden [S, hidden], the whole vocabulary on every rank."""

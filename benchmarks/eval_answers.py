@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,19 +100,16 @@ def compare(
         if same_prompts and expected.requests != answered.requests:
             raise ValueError(f"document {expected.doc_id} was asked in other words")
         result.num_documents += 1
-        for index, (want, have) in enumerate(_pairs(expected, answered)):
+        if len(expected.answers) != len(answered.answers):
+            raise ValueError(f"document {expected.doc_id} has another number of requests")
+        pairs = zip(expected.answers, answered.answers, strict=True)
+        for index, (want, have) in enumerate(pairs):
             result.num_requests += 1
             gap = _gap(want, have)
             result.worst = max(result.worst, gap if math.isfinite(gap) else 0.0)
             if not gap <= tolerance:  # NaN is no answer
                 result.different.append(Difference(expected.doc_id, index, want, have))
     return result
-
-
-def _pairs(expected: Document, answered: Document) -> Iterator[tuple[Answer, Answer]]:
-    if len(expected.answers) != len(answered.answers):
-        raise ValueError(f"document {expected.doc_id} has another number of requests")
-    yield from zip(expected.answers, answered.answers, strict=True)
 
 
 def _gap(want: Answer, have: Answer) -> float:

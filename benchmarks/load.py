@@ -4,12 +4,14 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.openai_stream import KV_FIELDS, Timeline
 from benchmarks.percentiles import LEVELS, percentile
 
 FIRST_TOKEN_ID = 32  # below: special tokens, in many vocabularies
+_T = TypeVar("_T")
+# Each about one token of an English vocabulary.
 WORDS = "time year people way day man thing woman life child world school state family".split()
 
 
@@ -38,22 +40,13 @@ def arrivals_s(rate: float, count: int, seed: int) -> list[float]:
     return times
 
 
-def prompt_token_ids(
-    length: int, vocab_size: int, seed: int, index: int, *, shared: int = 0
-) -> list[int]:
-    """Prompt `index`: `length` ids, of which the first `shared` are those of every prompt."""
+def drawn(vocab: Sequence[_T], length: int, seed: int, index: int, *, shared: int = 0) -> list[_T]:
+    """Prompt `index`: `length` ids or words, of which the first `shared` are those of every
+    prompt."""
     common = random.Random(f"shared {seed}")
     own = random.Random(f"prompt {seed} {index}")
-    ids = [common.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(shared)]
-    return ids + [own.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(length - shared)]
-
-
-def prompt_words(length: int, seed: int, index: int, *, shared: int = 0) -> str:
-    """The same in words, each about one token of an English vocabulary."""
-    common = random.Random(f"shared {seed}")
-    own = random.Random(f"prompt {seed} {index}")
-    words = [common.choice(WORDS) for _ in range(shared)]
-    return " ".join(words + [own.choice(WORDS) for _ in range(length - shared)])
+    start = [common.choice(vocab) for _ in range(shared)]
+    return start + [own.choice(vocab) for _ in range(length - shared)]
 
 
 def union_s(spans: Iterable[tuple[float, float]]) -> float:

@@ -14,7 +14,7 @@ import ipaddress
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,11 +23,11 @@ import uvloop
 
 from benchmarks.load import (
     FIRST_TOKEN_ID,
+    WORDS,
     Objective,
     arrivals_s,
+    drawn,
     figures,
-    prompt_token_ids,
-    prompt_words,
     table,
 )
 from benchmarks.openai_stream import Endpoint, Timeline
@@ -45,6 +45,10 @@ _PERSON = {
 }
 SCHEMA = {"type": "array", "items": _PERSON, "minItems": 1000}
 
+_TOLD = (
+    "url", "model", "endpoint", "rate", "concurrency", "input_len", "shared_len", "output_len",
+    "seed",
+)  # fmt: skip
 MAX_REQUESTS = 100_000
 MAX_IN_FLIGHT = 16_384
 
@@ -74,11 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of prompts and arrivals; take another for the next "
         "run on the same servers, whose prefix caches know these prompts")  # fmt: skip
     add("--no-ignore-eos", action="store_true", help="outputs may end early")
-    add(
-        "--schema",
-        action="store_true",
-        help="outputs are JSON by a schema (a long list of objects)",
-    )
+    add("--schema", action="store_true", help="outputs are JSON by a schema (a list of objects)")
     add("--slo-ttft-ms", type=float, default=1000.0, help="longest good time to first token (ms)")
     add("--slo-itl-ms", type=float, default=100.0, help="longest good mean time per token (ms)")
     add("--timeout-s", type=float, default=120.0, help="longest silence of the endpoint (s)")
@@ -121,9 +121,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"--vocab-size {options.vocab_size} must be above {FIRST_TOKEN_ID}")
     if options.warmup < 0:
         parser.error(f"--warmup {options.warmup} must not be negative")
-    if options.prompt is None:
-        options.prompt = "words" if options.endpoint == "chat" else "token-ids"
-    if options.endpoint == "chat" and options.prompt == "token-ids":
+    is_chat = options.endpoint == "chat"
+    options.path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    options.prompt = options.prompt or ("words" if is_chat else "token-ids")
+    if is_chat and options.prompt == "token-ids":
         parser.error("--prompt token-ids: a chat message has no token ids; use words")
     if options.concurrency is None:
         options.concurrency = MAX_IN_FLIGHT if options.rate else 8
@@ -139,12 +140,10 @@ def request_body(options: argparse.Namespace, index: int) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    vocab = WORDS if options.prompt == "words" else range(FIRST_TOKEN_ID, options.vocab_size)
+    prompt: Any = drawn(vocab, options.input_len, *shape, shared=options.shared_len)
     if options.prompt == "words":
-        prompt: Any = prompt_words(options.input_len, *shape, shared=options.shared_len)
-    else:
-        prompt = prompt_token_ids(
-            options.input_len, options.vocab_size, *shape, shared=options.shared_len
-        )
+        prompt = " ".join(prompt)
     if options.endpoint == "chat":
         body["messages"] = [{"role": "user", "content": prompt}]
     else:
@@ -160,7 +159,6 @@ def request_body(options: argparse.Namespace, index: int) -> dict[str, Any]:
 
 async def drive(options: argparse.Namespace, endpoint: Endpoint) -> tuple[list[Timeline], float]:
     """Offers the load; returns what became of each request, and the seconds it took."""
-    path = "/v1/chat/completions" if options.endpoint == "chat" else "/v1/completions"
     slots = asyncio.Semaphore(options.concurrency)
     bodies = [request_body(options, index) for index in range(options.num_requests)]
     gc.collect()
@@ -172,11 +170,15 @@ async def drive(options: argparse.Namespace, endpoint: Endpoint) -> tuple[list[T
             await asyncio.sleep(due_at - time.perf_counter())
         async with slots:
             now = time.perf_counter()
-            return await endpoint.stream(path, bodies[index], now if due_at is None else due_at)
+            return await endpoint.stream(
+                options.path, bodies[index], now if due_at is None else due_at
+            )
 
-    tasks = [
-        asyncio.create_task(one(index, due_at)) for index, due_at in enumerate(_due(options, began))
-    ]
+    due: list[float | None] = [None] * options.num_requests
+    if options.rate is not None:
+        offsets = arrivals_s(options.rate, options.num_requests, options.seed)
+        due = [began + offset for offset in offsets]
+    tasks = [asyncio.create_task(one(*each)) for each in enumerate(due)]
     done, late = await asyncio.wait(tasks, timeout=options.max_duration_s)
     for task in late:
         task.cancel()
@@ -185,14 +187,6 @@ async def drive(options: argparse.Namespace, endpoint: Endpoint) -> tuple[list[T
     await asyncio.gather(*late, return_exceptions=True)
     unfinished = [Timeline(began, error="not ended by --max-duration-s") for _ in late]
     return [task.result() for task in tasks if task in done] + unfinished, elapsed_s
-
-
-def _due(options: argparse.Namespace, began: float) -> Iterator[float | None]:
-    if options.rate is None:
-        yield from [None] * options.num_requests
-    else:
-        for offset in arrivals_s(options.rate, options.num_requests, options.seed):
-            yield began + offset
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -206,11 +200,9 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         card = await endpoint.get_model()
         options.model = options.model or card["id"]
         options.is_baton = card.get("owned_by") == "baton"
-        path = "/v1/chat/completions" if options.endpoint == "chat" else "/v1/completions"
         for index in range(options.warmup):
-            warm = await endpoint.stream(
-                path, request_body(options, -1 - index), time.perf_counter()
-            )
+            body = request_body(options, -1 - index)
+            warm = await endpoint.stream(options.path, body, time.perf_counter())
             if not warm.succeeded:
                 raise RuntimeError(f"the warm-up request failed: {warm.error}")
         timelines, elapsed_s = await drive(options, endpoint)
@@ -219,15 +211,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     objective = Objective(options.slo_ttft_ms, options.slo_itl_ms)
     return {
         "benchmark": "serve",
-        "url": options.url,
-        "model": options.model,
-        "endpoint": options.endpoint,
-        "rate": options.rate,
-        "concurrency": options.concurrency,
-        "input_len": options.input_len,
-        "shared_len": options.shared_len,
-        "output_len": options.output_len,
-        "seed": options.seed,
+        **{name: getattr(options, name) for name in _TOLD},
         **figures(timelines, elapsed_s, objective, options.output_len),
     }
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from benchmarks import serve
 from benchmarks.load import (
+    WORDS,
     Objective,
     arrivals_s,
+    drawn,
     figures,
-    prompt_token_ids,
-    prompt_words,
     table,
     union_s,
 )
@@ -60,13 +60,14 @@ def test_arrivals_are_a_seeded_poisson_process() -> None:
 
 
 def test_prompts_are_seeded_and_share_what_they_are_told_to() -> None:
-    one, two = (prompt_token_ids(20, 100, 0, index, shared=5) for index in (1, 2))
-    assert one == prompt_token_ids(20, 100, 0, 1, shared=5)
+    ids = range(32, 100)
+    one, two = (drawn(ids, 20, 0, index, shared=5) for index in (1, 2))
+    assert one == drawn(ids, 20, 0, 1, shared=5)
     assert one[:5] == two[:5]
     assert one[5:] != two[5:]
     assert len(one) == 20
     assert all(32 <= token < 100 for token in one)
-    assert len(prompt_words(7, 0, 1).split()) == 7
+    assert len(drawn(WORDS, 7, 0, 1)) == 7
 
 
 @settings(deadline=None)

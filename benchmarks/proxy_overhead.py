@@ -14,8 +14,7 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import uvloop
 
@@ -23,29 +22,29 @@ from benchmarks.percentiles import LEVELS, percentile
 from benchmarks.processor import cpu_s
 from protocol.process import lifecycle
 
-PATH = "/v1/completions"
 BODY = json.dumps({"model": "m", "prompt": [1] * 512, "max_tokens": 16, "seed": 1}).encode()
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": list(range(8)), "signature": "0" * 64}
 ANSWER = json.dumps({"choices": [{"text": "x" * 64}], "kv_transfer_params": PARAMS}).encode()
-RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (
-    len(ANSWER),
-    ANSWER,
-)
-REQUEST = (
-    b"POST %s HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\n\r\n%s" % (PATH.encode(), len(BODY), BODY)
-)
+JSON_OF = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+RESPONSE = b"HTTP/1.1 200 OK\r\n" + JSON_OF % (len(ANSWER), ANSWER)
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\n" + JSON_OF % (len(BODY), BODY)
 READY = b"GET /ready HTTP/1.1\r\nhost: bench\r\n\r\n"
 START_TIMEOUT_S = 180.0
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Head and body of what comes next: just enough HTTP."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
+    return head, await reader.readexactly(int(length or 0))
 
 
 async def _respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answers every request on a connection with RESPONSE."""
     try:
         while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            _, _, rest = head.lower().partition(b"content-length:")
-            await reader.readexactly(int(rest.split(b"\r\n")[0]) if rest else 0)
+            await _message(reader)
             writer.write(RESPONSE)
     except (asyncio.IncompleteReadError, ConnectionError):
         writer.close()
@@ -67,105 +66,74 @@ def _start(name: str, *argv: str) -> tuple[lifecycle.Child, str]:
     return child, str(event.info["url"])
 
 
-class _Client:
-    """Just enough HTTP for answers with a content-length; one connection per request in flight."""
-
-    def __init__(self) -> None:
-        self._idle: dict[str, list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
-
-    async def send(self, url: str, request: bytes) -> tuple[int, bytes]:
-        """The status and the body of the answer to `request`."""
-        idle = self._idle.setdefault(url, [])
-        if idle:
-            reader, writer = idle.pop()
-        else:
-            host, _, port = url.removeprefix("http://").rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(request)
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
-        body = await reader.readexactly(int(length))
-        idle.append((reader, writer))
-        return int(head.split()[1]), body
-
-    def close(self) -> None:
-        for idle in self._idle.values():
-            for _, writer in idle:
-                writer.close()
+async def _send(idle: dict[str, list[Streams]], url: str, request: bytes) -> tuple[int, bytes]:
+    """Status and body of the answer; one connection per request in flight."""
+    connections = idle.setdefault(url, [])
+    if connections:
+        reader, writer = connections.pop()
+    else:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    head, body = await _message(reader)
+    connections.append((reader, writer))
+    return int(head.split()[1]), body
 
 
-async def _timed(work: Callable[[], Awaitable[None]], concurrency: int, count: int) -> list[float]:
-    """Durations in seconds of `count` calls of `work`, `concurrency` at a time."""
+async def _timed(
+    idle: dict[str, list[Streams]], urls: Sequence[str], concurrency: int, count: int
+) -> list[float]:
+    """Seconds of `count` requests to each of `urls` in turn, `concurrency` at a time."""
     durations: list[float] = []
 
     async def worker() -> None:
         while len(durations) < count:
             started = time.perf_counter()
-            await work()
+            for url in urls:
+                status, body = await _send(idle, url, REQUEST)
+                if status != 200:
+                    raise RuntimeError(f"{url} answered {status}: {body.decode()[:200]}")
             durations.append(time.perf_counter() - started)
 
     await asyncio.gather(*(worker() for _ in range(concurrency)))
     return durations
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Durations in seconds, of requests through both legs."""
-
-    direct_s: list[float]
-    proxied_s: list[float]
-    elapsed_s: float  # of the proxied ones
-    proxy_cpu_s: float  # likewise, of the proxy's process
-
-
-async def _measure(urls: Sequence[str], proxy_pid: int, concurrency: int, count: int) -> Measured:
-    """`urls`: of the prefill server, the decode server and the proxy."""
-    prefill, decode, proxy = urls
-    client = _Client()
-
-    async def ask(url: str) -> None:
-        status, body = await client.send(url, REQUEST)
-        if status != 200:
-            raise RuntimeError(f"{url} answered {status}: {body.decode()[:200]}")
-
-    async def both() -> None:
-        await ask(prefill)
-        await ask(decode)
-
-    while (await client.send(proxy, READY))[0] != 200:
+async def _measure(
+    servers: Sequence[str], proxy: str, pid: int, concurrency: int, count: int
+) -> None:
+    """Prints the figures; `pid` is the proxy's."""
+    idle: dict[str, list[Streams]] = {}
+    while (await _send(idle, proxy, READY))[0] != 200:
         await asyncio.sleep(0.05)
-    await _timed(lambda: ask(proxy), concurrency, count // 4)
-    direct_s = await _timed(both, concurrency, count)
-    began, cpu_began = time.perf_counter(), cpu_s(proxy_pid)
-    proxied_s = await _timed(lambda: ask(proxy), concurrency, count)
-    elapsed_s, used_s = time.perf_counter() - began, cpu_s(proxy_pid) - cpu_began
-    client.close()
-    return Measured(direct_s, proxied_s, elapsed_s, used_s)
-
-
-def _report(measured: Measured, concurrency: int) -> None:
+    await _timed(idle, [proxy], concurrency, count // 4)
+    direct_s = await _timed(idle, servers, concurrency, count)
+    began, cpu_began = time.perf_counter(), cpu_s(pid)
+    proxied_s = await _timed(idle, [proxy], concurrency, count)
+    elapsed_s, used_s = time.perf_counter() - began, cpu_s(pid) - cpu_began
+    for _, writer in (each for connections in idle.values() for each in connections):
+        writer.close()
     figures = {
         f"{name}_p{level}_ms": round(percentile(values, level) * 1e3, 3)
-        for name, values in (("direct", measured.direct_s), ("proxied", measured.proxied_s))
+        for name, values in (("direct", direct_s), ("proxied", proxied_s))
         for level in LEVELS
     }
-    added = round(figures["proxied_p50_ms"] - figures["direct_p50_ms"], 3)
-    cpu = round(measured.proxy_cpu_s / len(measured.proxied_s) * 1e3, 3)
-    rate = round(len(measured.proxied_s) / measured.elapsed_s, 1)
-    print(f"both legs by the client  p50 {figures['direct_p50_ms']:.2f} ms")
-    print(f"through the proxy        p50 {figures['proxied_p50_ms']:.2f} ms, {rate} requests/s")
-    print(f"added by the proxy       p50 {added:.2f} ms at concurrency {concurrency}")
-    print(f"processor time           {cpu:.2f} ms per request")
     result = {
         "benchmark": "proxy_overhead",
         "concurrency": concurrency,
-        "requests": len(measured.proxied_s),
+        "requests": len(proxied_s),
         **figures,
-        "added_p50_ms": added,
-        "proxy_cpu_ms_per_request": cpu,
-        "requests_per_s": rate,
+        "added_p50_ms": round(figures["proxied_p50_ms"] - figures["direct_p50_ms"], 3),
+        "proxy_cpu_ms_per_request": round(used_s / len(proxied_s) * 1e3, 3),
+        "requests_per_s": round(len(proxied_s) / elapsed_s, 1),
         "load_average": round(os.getloadavg()[0], 1),
     }
+    print(f"both legs by the client  p50 {result['direct_p50_ms']:.2f} ms")
+    print(f"through the proxy        p50 {result['proxied_p50_ms']:.2f} ms, "
+          f"{result['requests_per_s']} requests/s")  # fmt: skip
+    print(f"added by the proxy       p50 {result['added_p50_ms']:.2f} ms at concurrency "
+          f"{concurrency}")  # fmt: skip
+    print(f"processor time           {result['proxy_cpu_ms_per_request']:.2f} ms per request")
     print(json.dumps(result))
 
 
@@ -181,23 +149,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         uvloop.run(_play_server())
         return 0
     this = ("benchmarks.proxy_overhead", "--play-server")
-    prefill, prefill_url = _start("prefill", *this)
-    decode, decode_url = _start("decode", *this)
-    legs = ("--prefill", prefill_url, "--decode", decode_url)
+    servers = [_start(name, *this) for name in ("prefill", "decode")]
+    urls = [url for _, url in servers]
+    legs = ("--prefill", urls[0], "--decode", urls[1])
     proxy, proxy_url = _start("proxy", "proxy", "--port", "0", "--log-level", "warning", *legs)
     try:
-        measured = uvloop.run(
-            _measure(
-                (prefill_url, decode_url, proxy_url),
-                proxy.pid,
-                options.concurrency,
-                options.num_requests,
-            )
-        )
+        sizes = (options.concurrency, options.num_requests)
+        uvloop.run(_measure(urls, proxy_url, proxy.pid, *sizes))
     finally:
         lifecycle.terminate([proxy], 5)
-        lifecycle.terminate([prefill, decode], 5)
-    _report(measured, options.concurrency)
+        lifecycle.terminate([child for child, _ in servers], 5)
     return 0
 
 

@@ -24,6 +24,7 @@ from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.place import TorchPlacer
+from kvcache.transfer.peer_link import SCRATCH_BYTES
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pull import (
     PATHS,
@@ -371,7 +372,8 @@ class DecodeConnectorFactory(ConnectorFactory):
         self._inside = InsideLink()  # between the coordinator and the worker of rank 0
 
     def reserved_bytes(self, config: EngineConfig) -> int:
-        return _staging_bytes(config) or 0
+        staging_bytes = _staging_bytes(config)
+        return 0 if staging_bytes is None else staging_bytes + SCRATCH_BYTES
 
     def make_service(self, context: RankContext) -> RankService:
         config = context.config
@@ -390,6 +392,7 @@ class DecodeConnectorFactory(ConnectorFactory):
                 mapped=_mapped_path(config.transfer, context),
                 inside=self._inside if context.rank == 0 else None,
                 busy=lambda: context.stepping.busy,
+                connect_timeout_s=config.connect_timeout_s,
             )
         )
 

@@ -53,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: str = "auto"
     kv_convert: bool = False
     handshake_timeout_s: float = 5.0
+    connect_timeout_s: float = 5.0
     pull_timeout_s: float = 30.0
     fence_timeout_s: float = 5.0
     quarantine_timeout_s: float = 30.0

@@ -21,9 +21,9 @@ Addresses = npt.NDArray[np.int64]
 
 
 class ReadState(Enum):
-    ACTIVE = "active"  # bytes may still arrive, whatever was released or removed meanwhile
+    ACTIVE = "active"  # bytes may still arrive, whatever was released meanwhile
     DONE = "done"
-    ERROR = "error"
+    ERROR = "error"  # some runs may go on: bytes may still arrive until the agent is closed
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,15 @@ class ReadHandle:
 class TransferAgent(ABC):
     """One-sided reads out of peers' registered memory.
 
-    A READ has ended only when `poll` said DONE or ERROR, or `read` raised: releasing a handle,
-    removing a peer or deregistering memory ends nothing (invariant I7).
+    Nothing is written for a READ any more when `poll` said DONE, `read` raised, or `close` has
+    returned; releasing a handle or deregistering memory ends nothing (invariant I7).
     """
 
     name: str  # unique over all engines and time
+
+    @abstractmethod
+    def another(self) -> "TransferAgent":
+        """A new agent of the same device and options, with nothing registered and no peers."""
 
     def bind_thread(self) -> None:  # noqa: B027 - most agents need nothing
         """Called once by the thread that is going to use this agent."""
@@ -82,15 +86,12 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def add_peer(self, metadata: bytes) -> str:
-        """Makes a peer readable and returns its agent name. Adding it again is harmless.
+        """Makes a peer readable and returns its agent name. Adding it again is harmless. May block
+        for as long as the system tries to connect.
 
         Raises:
             TransferFailed: the metadata is not usable.
         """
-
-    @abstractmethod
-    def remove_peer(self, peer: str) -> None:
-        """Forgets a peer; unknown names are ignored. No READ from it may be active."""
 
     @abstractmethod
     def read(
@@ -112,7 +113,7 @@ class TransferAgent(ABC):
             kinds: memory kind of the local and of the remote side.
 
         Raises:
-            TransferFailed: nothing was posted, or the transport refused it.
+            TransferFailed: nothing was posted.
         """
 
     @abstractmethod
@@ -134,5 +135,4 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives everything back. With a READ still active the transport's own state is left to
-        the end of the process on purpose: freeing it could not stop the bytes."""
+        """Gives everything back, whatever is still active: nothing reads or is read any more."""

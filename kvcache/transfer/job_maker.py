@@ -6,11 +6,10 @@ from kvcache.transfer.link_log import log_measured
 from kvcache.transfer.mapped import MappedJob, MappedPath
 from kvcache.transfer.move.place import measure
 from kvcache.transfer.move.staging import StagingBuffer
-from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel, Sample, fit_costs
 from kvcache.transfer.plan.endpoint import Endpoint, PlanError, head_groups
 from kvcache.transfer.plan.plan import Planner
 from kvcache.transfer.posts import PostLimits
-from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import Pull
 from kvcache.transfer.pull_job import PullJob
 from kvcache.transfer.read_throttle import Throttle
@@ -20,7 +19,7 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-_MIN_PROBE_BYTES = 4 << 20  # of staging memory: less tells nothing
+_LEAST_STAGING_BYTES = 4 << 20  # with less there is little to choose
 
 Job = PullJob | MappedJob
 
@@ -64,13 +63,14 @@ class JobMaker:
             logger.info("every link, as configured: %s", costs)
 
     @property
-    def _measures(self) -> bool:
+    def measures(self) -> bool:
+        """Plans depend on what is measured of a peer's link."""
         room = self._staging.nbytes if self._staging else 0
-        return self._costs is None and room >= _MIN_PROBE_BYTES
+        return self._costs is None and room >= _LEAST_STAGING_BYTES
 
     def measure_copies(self) -> None:
         """Takes some ms on a CPU, where plans depend on it."""
-        if self._measures and not self._on_gpu:
+        if self.measures and not self._on_gpu:
             self._reformat_bytes_per_s = measure()
 
     def owners(self, remote_tp: int) -> set[int]:
@@ -79,26 +79,15 @@ class JobMaker:
         groups = head_groups(ours, remote_tp, self._total_kv_heads)
         return {owner for group in groups for owner in group.owners}
 
-    def probe(self, peer: JobPeer, rank: int) -> ProbeJob | None:
-        """What measures the link to a peer, unless its costs are configured."""
-        staging = self._staging
-        if staging is None or not self._measures:
-            return None
-        name = f"probe {peer.metadata.engine_id} {peer.metadata.incarnation}"
+    def learn(self, peer: JobPeer, samples: tuple[Sample, Sample], way: UcxRead | None) -> None:
+        """Takes in what was measured of a link, which reads by `way`, if that is known."""
         try:
-            return ProbeJob(name, self._endpoint, peer.endpoints[rank], staging, self._limits)
-        except Exception:
-            logger.exception("%s; the usual costs are assumed", name)
-            return None
-
-    def learn(self, probe: ProbeJob, peer: JobPeer, way: UcxRead | None) -> None:
-        """Takes in what a probe has found; it read by `way`, if that is known."""
-        costs = peer.costs = probe.costs(self._reformat_bytes_per_s)
-        if costs is None:
-            logger.info("%s came to nothing; the usual costs are assumed", probe.pull_id)
+            peer.costs = fit_costs(*samples, reformat_bytes_per_s=self._reformat_bytes_per_s)
+        except ValueError as error:  # a null block too small to tell runs apart
+            logger.info("prefill server %s: %s; the usual costs", peer.metadata.engine_id, error)
             return
         between_gpus = self._between_gpus(peer)
-        log_measured(peer.metadata.engine_id, costs, way, between_gpus=between_gpus)
+        log_measured(peer.metadata.engine_id, peer.costs, way, between_gpus=between_gpus)
 
     def make(self, pull: Pull, peer: JobPeer) -> Job:
         """The job of a pull.

@@ -3,25 +3,26 @@
 from dataclasses import dataclass, field
 
 from kvcache.layout import KVLayout
+from kvcache.transfer.peer_link import PeerLink
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.plan.plan import Planner
-from kvcache.transfer.probe_job import ProbeJob
-from kvcache.transfer.pull import PeerKey
+from kvcache.transfer.pull import PeerKey, Pull
 from protocol.handshake import EngineMetadata
 
 
-@dataclass
+@dataclass(eq=False)
 class JobPeer:
     metadata: EngineMetadata
     endpoints: tuple[Endpoint, ...]
     planner: Planner | None = None  # once pulled from
     costs: CostModel | None = None  # as measured
-    probe: ProbeJob | None = None  # measuring them
-    names: dict[int, str] = field(default_factory=dict)  # of its agents, by rank, once read from
+    link: PeerLink | None = None  # once there is something to read over it
+    suspect: bool = False  # its last link failed
+    waiting: dict[str, Pull] = field(default_factory=dict)  # for the link, by pull id
     users: int = 0  # jobs
     speed_told: bool = False
-    stale: bool = False  # connect anew when nobody uses it
+    stale: bool = False  # map its memory anew when nobody uses it
     dropped: bool = False  # forget when nobody uses it
 
     @classmethod

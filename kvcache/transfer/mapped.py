@@ -45,7 +45,7 @@ class MappedPath:
         self, placer: Placer, *, required: bool = False, launch_bytes: int | None = None
     ) -> None:
         self._placer = placer
-        self._required = required
+        self.required = required
         self._launch_bytes = launch_bytes or placer.launch_bytes
         self._mappings: dict[PeerKey, _Mapping] = {}
 
@@ -84,7 +84,7 @@ class MappedPath:
             self.meet(metadata, {owner for group in transfer.groups for owner in group.owners})
             mapping = self._mappings[metadata.engine_id, metadata.incarnation]
         if mapping.refusal is not None:
-            if self._required:
+            if self.required:
                 raise PeerIncompatible(
                     f"KV of prefill server {metadata.engine_id} cannot be mapped: "
                     f"{mapping.refusal}. Use --transfer auto or nixl.",

@@ -9,7 +9,8 @@ import json
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 
 from kvcache.transfer.agent import (
     Addresses,
@@ -31,28 +32,57 @@ class _Runs:
     remote: list[int]
     lengths: list[int]
 
+    @property
+    def but_last(self) -> "_Runs":
+        return _Runs(self.local[:-1], self.remote[:-1], self.lengths[:-1])
+
+
+@dataclass
+class _Network:
+    """What befalls the READs of an agent and of all that are `another` of it."""
+
+    stalled: set[str | None] = field(default_factory=set)  # peers; None: all of them
+    failing: int = 0
+    active: int = 0  # READs posted and not ended
+    late: list[tuple["MemoryAgent", _Runs]] = field(default_factory=list)  # of failed READs
+
 
 class MemoryAgent(TransferAgent):
-    def __init__(self, prefix: str = "memory") -> None:
-        self.name = f"{prefix}-{uuid.uuid4().hex}"
+    def __init__(self, prefix: str = "memory", network: _Network | None = None) -> None:
+        self._prefix = prefix
+        self._network = network or _Network()
+        self._begin()
+
+    def another(self) -> "MemoryAgent":
+        made = copy(self)
+        made._begin()
+        return made
+
+    def _begin(self) -> None:
+        self.name = f"{self._prefix}-{uuid.uuid4().hex}"
         self._regions: list[Region] = []
         self._peers: dict[str, list[tuple[int, int]]] = {}  # readable (address, nbytes)
-        self._stalled: set[str | None] = set()  # peers; None: all of them
-        self._failing = 0
-        self.active = 0  # READs posted and not ended
+        self._mine = 0  # of the network's active READs
         with _lock:
             _living[self.name] = self
 
+    @property
+    def active(self) -> int:
+        """READs that were posted and have not ended, of all agents of this network."""
+        return self._network.active
+
     def stall(self, peer: str | None = None) -> None:
         """READs, or those from one peer, stay active and deliver nothing until `resume`."""
-        self._stalled.add(peer)
+        self._network.stalled.add(peer)
 
     def resume(self) -> None:
-        self._stalled.clear()
+        self._network.stalled.clear()
 
     def fail(self, count: int = 1) -> None:
-        """The next `count` READs to be polled end in ERROR."""
-        self._failing = count
+        """The next `count` READs to be polled end in ERROR. As UCX reports the first failure of
+        several runs, all but the last go on: they arrive when another READ is polled, unless the
+        agent was closed before."""
+        self._network.failing = count
 
     def register(
         self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"
@@ -83,9 +113,6 @@ class MemoryAgent(TransferAgent):
         self._peers[name] = regions
         return name
 
-    def remove_peer(self, peer: str) -> None:
-        self._peers.pop(peer, None)
-
     def read(
         self,
         peer: str,
@@ -103,22 +130,36 @@ class MemoryAgent(TransferAgent):
         own = [(region.address, region.nbytes) for region in self._regions]
         _require_inside(own, runs.local, runs.lengths, "local")
         _require_inside(self._peers[peer], runs.remote, runs.lengths, "remote")
-        self.active += 1
+        self._count(1)
         return ReadHandle(peer, ReadState.ACTIVE, runs)
 
     def poll(self, handle: ReadHandle) -> ReadState:
-        if handle.ended or self._stalled & {None, handle.peer}:
+        network = self._network
+        late, network.late = network.late, []
+        for agent, runs in late:
+            agent._deliver(runs)
+        if handle.ended or network.stalled & {None, handle.peer}:
             return handle.state
         with _lock:
             gone = handle.peer not in _living
-        if gone or self._failing:
-            self._failing = max(0, self._failing - 1)
+        if gone or network.failing:
+            network.failing = max(0, network.failing - 1)
             handle.state = ReadState.ERROR
+            if not gone:
+                network.late.append((self, handle.key.but_last))
         else:
             _copy(handle.key)
             handle.state = ReadState.DONE
-        self.active -= 1
+        self._count(-1)
         return handle.state
+
+    def _deliver(self, runs: _Runs) -> None:
+        if self._regions:  # it has not been closed
+            _copy(runs)
+
+    def _count(self, change: int) -> None:
+        self._mine += change
+        self._network.active += change
 
     def release(self, handle: ReadHandle) -> None:
         if not handle.ended:
@@ -130,6 +171,7 @@ class MemoryAgent(TransferAgent):
             _living.pop(self.name, None)
         self._regions.clear()
         self._peers.clear()
+        self._count(-self._mine)
 
 
 def _require_inside(

@@ -7,7 +7,6 @@ once for a peer's first contact, which is what it is needed for: without it a pe
 calls of its own never answers.
 """
 
-import ctypes
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -73,8 +72,10 @@ class NixlAgent(TransferAgent):
         num_threads: int | None = None,
     ) -> None:
         self.name = f"{prefix}-{uuid.uuid4().hex}"
+        self._prefix = prefix
         self._device_id = device_id
         self._set_device = set_device
+        self._num_threads = num_threads
         self.bind_thread()
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -93,6 +94,15 @@ class NixlAgent(TransferAgent):
         self._regions: list[Region] = []
         self._peers: set[str] = set()
         self._active = 0
+        self._failed = False  # a READ
+
+    def another(self) -> "NixlAgent":
+        return NixlAgent(
+            self._prefix,
+            device_id=self._device_id,
+            set_device=self._set_device,
+            num_threads=self._num_threads,
+        )
 
     def bind_thread(self) -> None:
         if self._device_id is not None and self._set_device is not None:
@@ -123,15 +133,6 @@ class NixlAgent(TransferAgent):
         self._peers.add(peer)
         return peer
 
-    def remove_peer(self, peer: str) -> None:
-        if peer not in self._peers:
-            return
-        self._peers.discard(peer)
-        try:
-            self._agent.invalidateRemoteMD(peer)
-        except Exception as error:  # NIXL's exceptions share no base class
-            logger.warning("removing peer %s: %s", peer, error)
-
     def read(
         self,
         peer: str,
@@ -149,17 +150,14 @@ class NixlAgent(TransferAgent):
             request = self._agent.createXferReq(
                 nixl.NIXL_READ, local, remote, peer, b"", [self._backend]
             )
-            state = self._post(request)
-        self._active += state is ReadState.ACTIVE
-        return ReadHandle(peer, state, request)
-
-    def _post(self, request: Any) -> ReadState:
         try:
-            status = self._agent.postXferReq(request, b"")
-        except Exception:
-            self._release(request)
-            raise
-        return _STATES.get(status, ReadState.ERROR)
+            state = _STATES.get(self._agent.postXferReq(request, b""), ReadState.ERROR)
+        except Exception as error:  # some runs may have been posted
+            logger.warning("cannot read %d runs from %s: %s", len(lengths), peer, error)
+            state = ReadState.ERROR
+        self._active += state is ReadState.ACTIVE
+        self._failed |= state is ReadState.ERROR
+        return ReadHandle(peer, state, request)
 
     def poll(self, handle: ReadHandle) -> ReadState:
         if handle.ended:
@@ -171,6 +169,7 @@ class NixlAgent(TransferAgent):
             handle.state = ReadState.ERROR
         self._active -= handle.ended
         if handle.state is ReadState.ERROR:
+            self._failed = True
             self._relay_warnings()
         return handle.state
 
@@ -188,26 +187,18 @@ class NixlAgent(TransferAgent):
             raise RuntimeError(f"released an active READ from {handle.peer}")
         request, handle.key = handle.key, None
         if request is not None:
-            self._release(request)
-
-    def _release(self, request: Any) -> None:
-        try:
-            self._agent.releaseXferReq(request)
-        except Exception as error:
-            logger.warning("releasing a READ: %s", error)
+            _quietly(self._agent.releaseXferReq, request)
 
     def close(self) -> None:
         if self._agent is None:
             return
         agent, self._agent = self._agent, None
-        if self._active:
-            # Freeing it now would take the transport away from under reads that still run.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
-            return
-        for peer in self._peers:
-            _quietly(agent.invalidateRemoteMD, peer)
-        for region in self._regions:
-            _quietly(agent.deregisterMem, region.key, [self._backend])
+        if not (self._active or self._failed):  # else its end takes the connections away
+            for peer in self._peers:
+                _quietly(agent.invalidateRemoteMD, peer)
+            for region in self._regions:
+                _quietly(agent.deregisterMem, region.key, [self._backend])
+        del agent  # the last reference: UCX's sockets, queues and threads are gone with it
         self._peers.clear()
         self._regions.clear()
 
@@ -222,7 +213,7 @@ def _quietly(call: Callable[..., Any], *args: Any) -> None:
     try:
         call(*args)
     except Exception as error:
-        logger.debug("closing an agent: %s", error)
+        logger.debug("giving back what NIXL lent: %s", error)
 
 
 def _why_not(error: Exception) -> str:

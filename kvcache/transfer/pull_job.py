@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvcache.transfer.agent import ReadHandle
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.plan import TransferPlan
@@ -24,10 +23,8 @@ class Step:
     base_address: int  # of the memory that local offsets count from
     chunk: Chunk | None = None
     slot: int = -1  # of staging memory, where there is a chunk
-    at_once: bool = True  # every READ had ended when it was posted
     active: int = 0
     posted: bool = False  # all of them
-    seconds: float = 0.0  # from each post to its end, together
 
 
 class PullJob:
@@ -88,7 +85,12 @@ class PullJob:
     @property
     def hangs(self) -> bool:
         """READs of it are active, and none has ended for long."""
-        return self.active > 0 and time.monotonic() - self._moved_at >= _HANGS_S
+        return self.still_s >= _HANGS_S
+
+    @property
+    def still_s(self) -> float:
+        """How long no READ of it has been posted or has ended, though some are active."""
+        return time.monotonic() - self._moved_at if self.active else 0.0
 
     @property
     def awaits_staging(self) -> bool:
@@ -162,10 +164,9 @@ class PullJob:
         base = self._staging.base_address + slot * self._slot_bytes
         return self._begin(Step(cut(chunk.reads, self._limits, self._most_now), base, chunk, slot))
 
-    def read_posted(self, step: Step, handle: ReadHandle) -> None:
+    def read_posted(self, step: Step) -> None:
         step.active += 1
         self._moved_at = time.monotonic()
-        step.at_once &= handle.ended
 
     def prepare(self) -> bool:
         """Works out one thing that will soon be wanted, as nothing else is to be done; whether

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from functools import cached_property
 
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import MemoryKind, TransferAgent
@@ -16,10 +17,10 @@ from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.link_log import log_first_pull
 from kvcache.transfer.mapped import MappedJob, MappedPath
 from kvcache.transfer.move.staging import StagingBuffer, placing
+from kvcache.transfer.peer_link import LocalEnd, PeerLink
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.posts import GPU_LIMITS, PostLimits
-from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull import (
     AddPeer,
     Command,
@@ -49,6 +50,7 @@ logger = get_logger(__name__)
 _POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.00005)}  # shortest and longest nap
 _SAMPLE_BYTES = 1 << 20  # less says nothing about speed
 _MAX_FAILURES = 100  # rounds in a row, which take two seconds
+_TEAR_DOWN_S = 10.0  # after which READs that nobody wants and that hang end with their link
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
 
@@ -57,7 +59,7 @@ class PullWorker:
 
     Args:
         tp_size, total_kv_heads, dcp: geometry of this engine; dcp as of Endpoint.
-        agent: not yet used for reads; the worker registers the pool and owns the agent from
+        agent: reads nothing; another of it is made for each peer that is read from. Owned from
             `start` on, its `close` included.
         connect_address: the coordinator's `worker_address`.
         staging_bytes: bound of the memory for staged transfers; None plans direct ones only.
@@ -66,6 +68,7 @@ class PullWorker:
         mapped: takes the pulls from peers that it can map; the agent moves the others.
         inside: the link to the coordinator, where that is in this process.
         busy: whether this rank's engine computes: READs between GPUs then leave it room.
+        connect_timeout_s: longest wait of a pull for the connection to its peer.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class PullWorker:
         mapped: MappedPath | None = None,
         inside: InsideLink | None = None,
         busy: Callable[[], bool] = lambda: False,
+        connect_timeout_s: float = 5.0,
     ) -> None:
         self._endpoint = Endpoint(pool.layout, rank, tp_size, pool.scales, dcp)
         self._agent = agent
@@ -116,11 +120,13 @@ class PullWorker:
         self._poll_min_s, self._poll_max_s = _POLL_S[self._kind]
         self._idle_s = self._poll_min_s
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
-        self._reads = Reads(agent, pool, limits, self._fail, self.counters, throttle)
+        self._connect_timeout_s = connect_timeout_s
+        self._links: list[PeerLink] = []
+        self._unsettled: set[JobPeer] = set()  # whose links connect or end
+        self._reads = Reads(limits, self._break_link, self.counters, throttle)
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, f"pull-{rank}")
         self._watch = Watch(self._thread.name)
-        self._register()
 
     def start(self) -> None:
         self._thread.start()
@@ -132,20 +138,18 @@ class PullWorker:
         return self._thread.native_id
 
     def close(self) -> None:
-        """Ends the thread and closes the agent; READs still active stay the transport's."""
+        """Ends the thread, and every READ."""
         self._stopping.set()
         self._link.waker.wake()
         if self._thread.is_alive():
             self._thread.join()
         self._watch.close()
+        for link in self._links:
+            link.close()
+        for link in self._links:
+            link.join()
         self._link.close()
         self._agent.close()
-
-    def _register(self) -> None:
-        register, device, kind = self._agent.register, self._pool.device_id, self._kind
-        for memory in (self._pool, self._staging):
-            if memory is not None:
-                register(memory.base_address, memory.nbytes, device_id=device, kind=kind)
 
     def _run(self) -> None:
         allow_short_naps()
@@ -195,7 +199,7 @@ class PullWorker:
             time.sleep(self._nap_s())
         else:
             self._watch.resting = True
-            self._link.wait(None)
+            self._link.wait(self._patience_s())
 
     def _nap_s(self) -> float:
         nap_s, is_wanted = self._idle_s, not all(job.stopping for job, _ in self._jobs.values())
@@ -217,6 +221,7 @@ class PullWorker:
                 peer = self._peers.get((engine_id, incarnation))
                 if peer is not None:
                     peer.dropped = True
+                    self._refuse(peer, _not_connected(engine_id))
                     self._clean(peer)
 
     def _add_peer(self, metadata: EngineMetadata) -> None:
@@ -229,41 +234,138 @@ class PullWorker:
         except ValueError as error:  # its pulls fail: not connected
             logger.error("prefill server %s: %s", metadata.engine_id, error)
             return
-        owners = self._maker.owners(metadata.tp_size)
-        if self._mapped is not None and self._mapped.meet(metadata, owners):
-            self._maker.prepare(peer, mapped=True)
-        else:
-            self._maker.prepare(peer, mapped=False)
-            self._probe(peer, min(owners))
-
-    def _probe(self, peer: JobPeer, rank: int) -> None:
-        if (job := self._maker.probe(peer, rank)) is not None:
-            peer.users += 1
-            peer.probe = job
-            self._jobs[job.pull_id] = (job, peer)
+        mapped = self._is_mapped(peer)
+        self._maker.prepare(peer, mapped=mapped)
+        if not mapped:
+            self._link_to(peer)
 
     def _stop_waiting(self, pull_id: str) -> None:
         """Says that no READ of it is active: again, if it has ended here already."""
         for peer in self._peers.values():
-            if peer.probe is not None:
-                peer.probe.waiting.pop(pull_id, None)
+            peer.waiting.pop(pull_id, None)
         self._tell_end(pull_id, None, None)
 
-    def _probed(self, job: ProbeJob, peer: JobPeer) -> None:
-        peer.probe = None
+    # -- links
+
+    def _is_mapped(self, peer: JobPeer) -> bool:
+        """Its pulls go without a link, or fail for want of a mapping."""
+        if self._mapped is None:
+            return False
+        owners = self._maker.owners(peer.metadata.tp_size)
+        return self._mapped.meet(peer.metadata, owners) or self._mapped.required
+
+    @cached_property
+    def _here(self) -> LocalEnd:
+        """Not made where every peer is mapped."""
+        return LocalEnd(self._pool, self._staging)
+
+    def _link_to(self, peer: JobPeer) -> PeerLink:
+        """Begins to connect, unless that was done."""
+        if peer.link is None:
+            owners = sorted(self._maker.owners(peer.metadata.tp_size))
+            peer.link = PeerLink(
+                self._agent,
+                self._here,
+                peer.metadata,
+                [peer.endpoints[rank] for rank in owners],
+                self._connect_timeout_s,
+                self._link.waker.wake,
+                probes=self._maker.measures or peer.suspect,
+            )
+            self._unsettled.add(peer)
+            self._links = [*(link for link in self._links if not link.is_closed), peer.link]
+        return peer.link
+
+    def _is_linked(self, peer: JobPeer, pull: Pull) -> bool:
+        """Where it is not, the pull waits for that, or has ended."""
+        link = self._link_to(peer)
+        if link.is_ready and not link.is_closing:
+            return True
+        if link.error is not None:
+            self._tell_end(pull.pull_id, None, link.error)
+        else:
+            peer.waiting[pull.pull_id] = pull
+        return False
+
+    def _settle(self) -> bool:
+        """Takes in what became of links; whether anything has."""
+        before = len(self._unsettled)
+        for peer in list(self._unsettled):
+            link = peer.link
+            assert link is not None
+            if link.is_closed:
+                self._unsettled.remove(peer)
+                peer.link = None
+                if peer.waiting:
+                    self._link_to(peer)
+            elif link.is_closing:
+                continue
+            elif link.is_ready:
+                self._unsettled.remove(peer)
+                self._linked(peer, link)
+            elif link.error is not None:
+                logger.warning("%s", link.error.message)
+                peer.suspect = True
+                self._refuse(peer, link.error)
+                link.close()
+        return len(self._unsettled) != before
+
+    def _linked(self, peer: JobPeer, link: PeerLink) -> None:
+        waiting, peer.waiting, peer.suspect = peer.waiting, {}, False
         try:
-            self._maker.learn(job, peer, self._way_of_reading(peer))
+            if link.samples is not None and self._maker.measures:
+                self._maker.learn(peer, link.samples, self._way_of_reading(peer))
         finally:
-            for pull in job.waiting.values():
+            for pull in waiting.values():
                 self._begin(pull)
+
+    def _refuse(self, peer: JobPeer, error: BatonError) -> None:
+        """Ends the pulls that wait for a link: nothing of them was posted."""
+        waiting, peer.waiting = peer.waiting, {}
+        for pull_id in waiting:
+            self._tell_end(pull_id, None, error)
+
+    def _patience_s(self) -> float | None:
+        """Until a link counts as failed; None: nothing but news is waited for."""
+        links = [peer.link for peer in self._unsettled if peer.link and not peer.link.is_closing]
+        first = min((link.deadline for link in links), default=None)
+        return None if first is None else max(first - time.monotonic(), 0.0)
+
+    def _break_hung(self) -> None:
+        """Ends the READs of pulls that were given up and that hang, with all else of their link."""
+        hung = [
+            peer
+            for job, peer in self._jobs.values()
+            if isinstance(job, PullJob) and job.stopping and job.still_s >= _TEAR_DOWN_S
+        ]
+        for peer in hung:
+            reading = [job for job in self._reading(peer) if job.active]
+            if all(job.still_s >= _TEAR_DOWN_S for job in reading):
+                self._break_link(peer, TransferFailed("READs hang"))
+
+    def _reading(self, peer: JobPeer) -> list[PullJob]:
+        jobs = list(self._jobs.values())
+        return [job for job, whose in jobs if whose is peer and isinstance(job, PullJob)]
+
+    def _break_link(self, peer: JobPeer, error: TransferFailed) -> None:
+        """Whatever is read over it has failed, and ends when it has."""
+        if peer.link is None or peer.link.is_closing:
+            return
+        logger.warning("prefill server %s: %s", peer.metadata.engine_id, error.message)
+        peer.link.close()
+        peer.suspect = True
+        self._unsettled.add(peer)
+        for job in self._reading(peer):
+            self._fail(job, error)
+
+    # -- pulls
 
     def _begin(self, pull: Pull) -> None:
         peer = self._peers.get((pull.engine_id, pull.incarnation))
         if peer is None:
-            told = f"prefill server {pull.engine_id} is not connected any more"
-            self._tell_end(pull.pull_id, None, TransferFailed(told))
+            self._tell_end(pull.pull_id, None, _not_connected(pull.engine_id))
             return
-        if peer.probe is not None and peer.probe.delays(pull):
+        if not self._is_mapped(peer) and not self._is_linked(peer, pull):
             return
         try:
             job = self._maker.make(pull, peer)
@@ -288,7 +390,8 @@ class PullWorker:
 
     def _progress(self) -> bool:
         """Polls, posts at most one piece, ends what has ended; whether anything happened."""
-        polled = self._reads.poll() | self._advance()
+        polled = self._reads.poll() | self._advance() | self._settle()
+        self._break_hung()
         for job in starved(self._staging, self._jobs):
             self._fail(job, TransferFailed("READs that hang have the staging memory"))
         posted = self._reads.post_one(self._jobs.values())
@@ -313,14 +416,13 @@ class PullWorker:
             return job.advance()
         except Exception as error:
             logger.exception("pull %s", job.pull_id)
+            self._jobs[job.pull_id][1].stale = True
             self._fail(job, TransferFailed(f"gathering mapped KV failed: {error!r}"))
             return True
 
     def _fail(self, job: Job, error: BatonError) -> None:
         job.stop(error)
-        _, peer = self._jobs[job.pull_id]
-        peer.stale = True
-        if job.active and not job.failure_told and not isinstance(job, ProbeJob):
+        if job.active and not job.failure_told:
             job.failure_told = True
             report = RankFailing(job.pull_id, self._endpoint.rank, error_info(error))
             self._link.report(report)
@@ -329,16 +431,14 @@ class PullWorker:
         _, peer = self._jobs.pop(job.pull_id)
         peer.users -= 1
         seconds = time.perf_counter() - job.began
-        is_read = job.complete and not isinstance(job, ProbeJob)
+        is_read = job.complete
         if is_read:  # first of all: the fence waits for it
             self._tell_end(job.pull_id, job, None)
         try:
             job.leave()
             self._clean(peer)
         finally:
-            if isinstance(job, ProbeJob):
-                self._probed(job, peer)
-            elif not is_read:
+            if not is_read:
                 self._tell_end(job.pull_id, job, job.error)
         if is_read and not peer.speed_told and job.plan.bytes_read >= _SAMPLE_BYTES:
             peer.speed_told = True
@@ -354,14 +454,14 @@ class PullWorker:
     def _clean(self, peer: JobPeer) -> None:
         if peer.users or not (peer.stale or peer.dropped):
             return
-        for name in peer.names.values():
-            self._agent.remove_peer(name)
-        peer.names.clear()
         peer.stale = False
         if self._mapped is not None:
-            self._mapped.forget((peer.metadata.engine_id, peer.metadata.incarnation))
+            self._mapped.forget(peer.key)
         if peer.dropped:
-            self._peers.pop((peer.metadata.engine_id, peer.metadata.incarnation), None)
+            if peer.link is not None:
+                peer.link.close()
+            self._unsettled.discard(peer)
+            self._peers.pop(peer.key, None)
 
     def _tell_end(self, pull_id: str, job: Job | None, error: BatonError | None) -> None:
         complete = job is not None and job.complete
@@ -375,3 +475,7 @@ class PullWorker:
             path=job.plan.path if job and job.plan.useful_bytes else "none",
         )
         self._link.report(ended)
+
+
+def _not_connected(engine_id: str) -> TransferFailed:
+    return TransferFailed(f"prefill server {engine_id} is not connected any more")

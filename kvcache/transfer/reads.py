@@ -5,63 +5,66 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvcache.pool import KVPool
-from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.agent import ReadHandle, ReadState
 from kvcache.transfer.job_maker import Job
 from kvcache.transfer.job_peer import JobPeer
+from kvcache.transfer.peer_link import PeerLink
 from kvcache.transfer.posts import Post, PostLimits
 from kvcache.transfer.pull import PeerKey
 from kvcache.transfer.pull_job import PullJob, Step
 from kvcache.transfer.read_throttle import Throttle
-from protocol.errors import BatonError, TransferFailed
+from protocol.errors import TransferFailed
 
 
 @dataclass
 class _Read:
     handle: ReadHandle
+    link: PeerLink
     peer: JobPeer
     job: PullJob
     step: Step
-    started: float
 
 
 class Reads:
-    """Driven by the worker's thread, which owns the agent.
+    """Driven by the worker's thread. A READ that fails stays active until its link is closed: some
+    of its runs may go on.
 
     Args:
         limits: READs of jobs that were given up do not count as active: a peer that hangs takes
             none of what others may have.
         throttle: bounds the rate beside a batch.
-        failed: is told of a job of which a READ failed, or could not be posted.
+        broken: is told of a peer of which a READ failed, or could not be posted.
         counters: `posts` are counted here.
     """
 
     def __init__(
         self,
-        agent: TransferAgent,
-        pool: KVPool,
         limits: PostLimits,
-        failed: Callable[[PullJob, BatonError], None],
+        broken: Callable[[JobPeer, TransferFailed], None],
         counters: Counter[str],
         throttle: Throttle | None = None,
     ) -> None:
-        self._agent = agent
-        self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
-        self._device_id = pool.device_id
         self._limits = limits
-        self._failed = failed
+        self._broken = broken
         self._active: list[_Read] = []
         self._counters = counters
         self._throttle = throttle
 
     def poll(self) -> bool:
-        """Ends the READs that have ended; whether any had."""
+        """Ends the READs that have ended; whether anything happened."""
         before = len(self._active)
+        failed: list[_Read] = []
         for read in list(self._active):
-            if self._agent.poll(read.handle) is not ReadState.ACTIVE:
-                self._active.remove(read)
+            if read.link.is_closing:
+                if read.link.is_closed:
+                    self._end(read)
+            elif (state := read.link.agent.poll(read.handle)) is ReadState.DONE:
                 self._end(read)
-        return len(self._active) < before
+            elif state is ReadState.ERROR:
+                failed.append(read)
+        for read in failed:
+            self._broken(read.peer, TransferFailed(f"a READ from {read.handle.peer} failed"))
+        return len(self._active) < before or bool(failed)
 
     def post_one(self, jobs: Iterable[tuple[Job, JobPeer]]) -> PullJob | None:
         """Posts one piece of the first job that has one now; whose it was."""
@@ -85,43 +88,27 @@ class Reads:
         return {key for key, count in counts.items() if count >= self._limits.max_active}
 
     def _post(self, job: PullJob, peer: JobPeer, step: Step, post: Post) -> None:
+        assert peer.link is not None, "its pulls wait for it"
+        started = time.perf_counter()
         try:
-            started = time.perf_counter()
-            handle = self._read(peer, step.base_address, post)
-        except BatonError as error:
-            self._failed(job, error)
+            handle = peer.link.read(post, step.base_address)
+        except TransferFailed as error:
+            self._broken(peer, error)
             return
-        job.read_posted(step, handle)
+        job.read_posted(step)
         self._counters["posts"] += 1
         if self._throttle is not None:
-            staged = step.chunk is not None
-            self._throttle.posted(post.nbytes, started, staged=staged)
-        read = _Read(handle, peer, job, step, started)
-        if handle.ended:
+            self._throttle.posted(post.nbytes, started, staged=step.chunk is not None)
+        read = _Read(handle, peer.link, peer, job, step)
+        self._active.append(read)
+        if handle.state is ReadState.DONE:
             self._end(read)
-        else:
-            self._active.append(read)
-
-    def _read(self, peer: JobPeer, base_address: int, post: Post) -> ReadHandle:
-        remote = peer.metadata.ranks[post.remote_rank]
-        name = peer.names.get(remote.rank)
-        if name is None:
-            name = peer.names[remote.rank] = self._agent.add_peer(remote.agent_metadata)
-        return self._agent.read(
-            name,
-            post.local_offsets + base_address,
-            post.remote_offsets + remote.base_address,
-            post.lengths,
-            local_device=self._device_id,
-            remote_device=remote.device_id,
-            kinds=(self._kind, "VRAM" if remote.device_kind == "cuda" else "DRAM"),
-        )
 
     def _end(self, read: _Read) -> None:
-        if read.handle.state is ReadState.ERROR:
-            self._failed(read.job, TransferFailed(f"a READ from {read.handle.peer} failed"))
+        """Nothing is written for it any more."""
+        self._active.remove(read)
         try:
-            self._agent.release(read.handle)
+            if not read.link.is_closing:
+                read.link.agent.release(read.handle)
         finally:
-            read.step.seconds += time.perf_counter() - read.started
             read.job.read_ended(read.step)

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from kvcache.transfer.job_maker import Job
 from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.move.staging import StagingBuffer
-from kvcache.transfer.probe_job import ProbeJob
 from kvcache.transfer.pull_job import PullJob
 
 
@@ -27,8 +26,7 @@ def starved(staging: StagingBuffer | None, jobs: Mapping[str, tuple[Job, JobPeer
     for job, _ in jobs.values():
         if not (isinstance(job, PullJob) and job.awaits_staging) or job.pass_staging_by():
             continue
-        # A holder that nobody else waits for goes on for ever; a probe is not worth the wait.
-        if holder.stopping or isinstance(holder, ProbeJob) or isinstance(job, ProbeJob):
+        if holder.stopping:  # nobody else waits for it
             found.append(job)
     return found
 

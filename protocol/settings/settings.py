@@ -207,6 +207,9 @@ class DecodeOptions(EngineOptions, LinkOptions):
     handshake_timeout_s: Seconds = Field(
         5.0, description="longest first contact with a prefill server (s)"
     )
+    connect_timeout_s: Seconds = Field(
+        5.0, description="longest wait of a pull for the NIXL connection to its prefill server (s)"
+    )
     pull_timeout_s: Seconds = Field(30.0, description="longest pull of one prompt's KV (s)")
     fence_timeout_s: Seconds = Field(5.0, description="longest wait for a lease to complete (s)")
     quarantine_timeout_s: Seconds = Field(

@@ -21,8 +21,8 @@ MODEL: Any = SimpleNamespace(max_position=256)
 @pytest.mark.parametrize(
     "factory, options, blocks",
     [
-        (DecodeConnectorFactory(), {"transfer": "auto"}, 300 - 64),
-        (DecodeConnectorFactory(), {"transfer": "nixl"}, 300 - 64),
+        (DecodeConnectorFactory(), {"transfer": "auto"}, 300 - 64 - 4),
+        (DecodeConnectorFactory(), {"transfer": "nixl"}, 300 - 64 - 4),
         (DecodeConnectorFactory(), {"transfer": "mapped"}, 300),  # stages nothing
         (PrefillConnectorFactory(), {}, 300),
     ],

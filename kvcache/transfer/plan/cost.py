@@ -2,11 +2,12 @@
 is measured at first contact.
 
 Two probes tell the cost of a descriptor from that of a byte: a few long runs and many short ones.
-Both read the peer's null block, which holds nobody's KV and always exists, into staging memory.
-The caller does the reading and the timing.
+Both read the peer's null block, which holds nobody's KV and always exists. The caller does the
+reading and the timing. Long runs grow while they take no time, so that a slow link is not busy with
+them for seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, descriptors
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray
 
-_LONG_BYTES = 16 << 20  # enough to time, little enough to wait for
+_FIRST_BYTES, _GROWTH, _ENOUGH_S = 256 << 10, 4, 0.002
 _SHORT_RUNS = 512
 _SHORT_BYTES = 256
 
@@ -85,44 +86,83 @@ class Sample(NamedTuple):
     descriptors: int
     nbytes: int
     seconds: float
+    at_once: bool = False  # it had ended when it was posted: a copy by the thread that posts
 
 
-def probe_reads(remote: Endpoint, staging_bytes: int) -> tuple[ReadDescriptors, ReadDescriptors]:
-    """A read of few long runs and one of many short runs, both of the null block of one rank."""
-    layout, start = remote.layout, np.zeros(1, np.int64)
-    block = BlockCopy(0, layout, layout, layout.num_heads, layout.block_size, start, start)
-    (runs,) = descriptors([block])  # the null block
-    total = min(_LONG_BYTES, staging_bytes)
-    lengths = np.minimum(runs.lengths, total)
-    times = max(1, total // int(lengths.sum()))
-    long = _packed(remote.rank, np.tile(runs.remote_offsets, times), np.tile(lengths, times), total)
-    size = int(min(_SHORT_BYTES, lengths.min()))
-    within = np.arange(0, int(lengths.min()) - size + 1, size)
-    starts = np.resize(runs.remote_offsets[:, None] + within, _SHORT_RUNS)
-    short = _packed(remote.rank, starts, np.full(_SHORT_RUNS, size, np.int64), staging_bytes)
+def measure_link(
+    remote: Endpoint, room: int, most_bytes: int, read: Callable[[ReadDescriptors], Sample]
+) -> tuple[Sample, Sample]:
+    """A probe of few long runs and one of many short runs.
+
+    Args:
+        room: bytes to read into, which many runs may share.
+        most_bytes: of the long runs.
+        read: carries out one of `room`; local offsets count from its start.
+    """
+    few = short_read(remote, room)
+    read(few)  # connects, and makes memory resident
+    short = read(few)
+    nbytes = min(_FIRST_BYTES, most_bytes)
+    long = read(long_read(remote, room, nbytes))
+    while long.seconds < _ENOUGH_S and nbytes < most_bytes:
+        nbytes = min(nbytes * _GROWTH, most_bytes)
+        long = read(long_read(remote, room, nbytes))
+    if long.seconds < _ENOUGH_S:  # that was the first use of some of the memory
+        long = read(long_read(remote, room, nbytes))
     return long, short
+
+
+def long_read(remote: Endpoint, room: int, nbytes: int) -> ReadDescriptors:
+    """Few long runs of the null block, again and again, of about `nbytes` together."""
+    runs = _null_block(remote)
+    lengths = np.minimum(runs.lengths, min(nbytes, room))
+    times = max(1, nbytes // int(lengths.sum()))
+    remotes, lengths = np.tile(runs.remote_offsets, times), np.tile(lengths, times)
+    fitting = max(1, int(np.searchsorted(np.cumsum(lengths), nbytes, side="right")))
+    return _placed(remote.rank, remotes[:fitting], lengths[:fitting], room)
+
+
+def short_read(remote: Endpoint, room: int) -> ReadDescriptors:
+    """Many short runs of the null block."""
+    runs = _null_block(remote)
+    size = int(min(_SHORT_BYTES, runs.lengths.min(), room))
+    last = int(runs.lengths.min()) - size
+    starts = (runs.remote_offsets[:, None] + np.arange(0, last + 1, size)).reshape(-1)
+    lengths = np.full(_SHORT_RUNS, size, np.int64)
+    return _placed(remote.rank, np.resize(starts, _SHORT_RUNS), lengths, room)
 
 
 def fit_costs(long: Sample, short: Sample, *, reformat_bytes_per_s: float) -> CostModel:
     """The two constants that explain both samples.
 
     A run of a probe costs p + bytes / w: two equations in p and 1 / w. Where noise makes one of
-    them negative, it is taken as far too small to matter, not as a gain.
+    them negative, it is taken as far too small to matter, not as a gain. Where READs are copies by
+    the thread that posts them, placing is such a copy as well, and nothing overlaps.
     """
     determinant = long.descriptors * short.nbytes - short.descriptors * long.nbytes
     if determinant == 0:
         raise ValueError(f"probes {long} and {short} are alike; use runs of two lengths")
     per_descriptor = (long.seconds * short.nbytes - short.seconds * long.nbytes) / determinant
     per_byte = (long.descriptors * short.seconds - short.descriptors * long.seconds) / determinant
+    bytes_per_s = 1 / max(per_byte, 1e-13)
+    copies = long.at_once and short.at_once
     return CostModel(
         per_descriptor_s=max(per_descriptor, 1e-8),
-        bytes_per_s=1 / max(per_byte, 1e-13),
-        reformat_bytes_per_s=reformat_bytes_per_s,
+        bytes_per_s=bytes_per_s,
+        # What was measured of placing was in the cache.
+        reformat_bytes_per_s=min(reformat_bytes_per_s, bytes_per_s if copies else float("inf")),
+        overlaps=not copies,
     )
 
 
-def _packed(rank: int, remote: IntArray, lengths: IntArray, room: int) -> ReadDescriptors:
-    """The runs side by side in staging memory, as many as fit."""
-    ends = np.cumsum(lengths)
-    fitting = max(1, int(np.searchsorted(ends, room, side="right")))
-    return ReadDescriptors(rank, remote[:fitting], (ends - lengths)[:fitting], lengths[:fitting])
+def _null_block(remote: Endpoint) -> ReadDescriptors:
+    layout, start = remote.layout, np.zeros(1, np.int64)
+    block = BlockCopy(0, layout, layout, layout.num_heads, layout.block_size, start, start)
+    (runs,) = descriptors([block])
+    return runs
+
+
+def _placed(rank: int, remote: IntArray, lengths: IntArray, room: int) -> ReadDescriptors:
+    """The runs side by side, and over the first ones again where the room ends."""
+    local = (np.cumsum(lengths) - lengths) % (room - int(lengths.max()) + 1)
+    return ReadDescriptors(rank, remote, local, lengths)

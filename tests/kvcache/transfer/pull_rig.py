@@ -245,6 +245,7 @@ class Decode:
         make_mapped: Callable[[KVPool], MappedPath | None] = lambda pool: None,
         convert: bool = False,
         costs: CostModel | None = None,
+        connect_timeout_s: float = 5.0,
         **changes: Any,
     ) -> None:
         self.tp, self.dcp, self.heads, self.clock = tp, dcp, heads, Clock()
@@ -281,6 +282,7 @@ class Decode:
                 costs=costs,
                 mapped=make_mapped(self.pools[rank]),
                 inside=None if rank else first,
+                connect_timeout_s=connect_timeout_s,
             )
             for rank in range(tp)
         ]

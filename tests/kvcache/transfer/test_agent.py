@@ -185,13 +185,7 @@ def test_unknown_peers_and_bad_metadata_are_refused(reader: Reader) -> None:
         reader.post([(0, 0, 8)])
 
 
-def test_a_peer_can_be_added_twice_removed_and_added_again(reader: Reader) -> None:
-    assert reader.agent.add_peer(reader.peer.metadata) == reader.name
-    assert reader.finish(reader.post([(0, 0, 8)])) is ReadState.DONE
-    reader.agent.remove_peer(reader.name)
-    reader.agent.remove_peer(reader.name)
-    with pytest.raises(TransferFailed):
-        reader.post([(0, 0, 8)])
+def test_a_peer_can_be_added_twice(reader: Reader) -> None:
     assert reader.agent.add_peer(reader.peer.metadata) == reader.name
     assert reader.finish(reader.post([(0, 0, 64)])) is ReadState.DONE
     assert np.array_equal(reader.into[:64], reader.peer.memory[:64])
@@ -208,7 +202,6 @@ def test_a_dead_peer_ends_in_an_error_and_harms_no_other(reader: Reader) -> None
             return True
 
     wait_until(fails)  # a transport may need a moment to notice
-    reader.agent.remove_peer(reader.name)
     second = LocalPeer(another(reader))
     try:
         reader.peer, reader.name = second, reader.agent.add_peer(second.metadata)
@@ -261,7 +254,6 @@ def test_memory_agent_delivers_late_and_only_while_active() -> None:
     assert reader.agent.poll(handle) is ReadState.ACTIVE
     with pytest.raises(RuntimeError):
         reader.agent.release(handle)
-    reader.agent.remove_peer(reader.name)
     assert not reader.into.any() and reader.agent.active == 1
     reader.agent.resume()
     assert reader.agent.poll(handle) is ReadState.DONE and reader.agent.active == 0

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.layout import NAMED_ORDERS, KVLayout
-from kvcache.transfer.plan.cost import CostModel, Sample, fit_costs, probe_reads
+from kvcache.transfer.plan.cost import (
+    CostModel,
+    Sample,
+    fit_costs,
+    long_read,
+    measure_link,
+    short_read,
+)
 from kvcache.transfer.plan.endpoint import Endpoint
 
 
@@ -18,20 +25,24 @@ def null_bytes(layout: KVLayout) -> np.ndarray:
 
 
 @pytest.mark.parametrize("order", NAMED_ORDERS)
-@pytest.mark.parametrize("staging_bytes", [4096, 1 << 20])
-def test_probes_stay_in_the_null_block_and_in_staging_memory(order, staging_bytes) -> None:
+@pytest.mark.parametrize("room", [4096, 1 << 20])
+def test_probes_stay_in_the_null_block_and_in_their_room(order, room) -> None:
     layout = KVLayout(order, 3, 2, 3, 2, 16, 8, "bfloat16")
     readable = null_bytes(layout)
-    for read in probe_reads(Endpoint(layout, 0, 1), staging_bytes):
+    end = Endpoint(layout, 0, 1)
+    for read in (short_read(end, room), long_read(end, room, 4096), long_read(end, room, 4 << 20)):
         assert len(read.lengths) >= 1
-        assert (read.local_offsets + read.lengths).max() <= staging_bytes
+        assert (read.local_offsets + read.lengths).max() <= room
+        assert read.local_offsets.min() >= 0
         for start, length in zip(read.remote_offsets, read.lengths, strict=True):
             assert length > 0 and readable[start : start + length].all()
 
 
 def test_the_two_probes_differ_in_the_length_of_their_runs() -> None:
     layout = KVLayout("BHLCND", 3, 8, 32, 2, 64, 128, "bfloat16")
-    long, short = probe_reads(Endpoint(layout, 0, 1), 256 << 20)
+    end = Endpoint(layout, 0, 1)
+    long, short = long_read(end, 4 << 20, 16 << 20), short_read(end, 4 << 20)
+    assert int(long.lengths.sum()) == 16 << 20
     assert long.lengths.mean() > 1000 * short.lengths.mean()
     assert len(short.lengths) == 512
 
@@ -55,3 +66,23 @@ def test_noise_never_makes_a_constant_negative() -> None:
 def test_probes_that_are_alike_are_refused() -> None:
     with pytest.raises(ValueError, match="alike"):
         fit_costs(Sample(1, 10, 1.0), Sample(2, 20, 2.0), reformat_bytes_per_s=1e9)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "most_bytes", "most_s"), [(12e6, 16 << 20, 0.05), (1e9, 4 << 20, 0.02)]
+)
+def test_a_slow_link_is_measured_in_little_time_and_a_fast_one_with_long_reads(
+    bytes_per_s, most_bytes, most_s
+) -> None:
+    layout, truth = KVLayout("BHLCND", 3, 8, 32, 2, 64, 128, "bfloat16"), []
+
+    def read(runs) -> Sample:
+        nbytes = int(runs.lengths.sum())
+        truth.append(Sample(len(runs.lengths), nbytes, 1e-5 + nbytes / bytes_per_s))
+        return truth[-1]
+
+    measured = measure_link(Endpoint(layout, 0, 1), 4 << 20, most_bytes, read)
+    costs = fit_costs(*measured, reformat_bytes_per_s=1e9)
+    assert costs.bytes_per_s == pytest.approx(bytes_per_s, rel=0.05)
+    assert sum(sample.seconds for sample in truth) < most_s
+    assert measured[0].seconds >= 0.002 or measured[0].nbytes == most_bytes

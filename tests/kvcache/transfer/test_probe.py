@@ -1,4 +1,4 @@
-"""A peer is measured at first contact, before its first pull is planned; no pull fails for it."""
+"""A peer is connected to and measured before its first pull is planned."""
 
 import logging
 import sys
@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer import probe_job, pull_job
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.memory_agent import MemoryAgent
 from kvcache.transfer.move.place import TorchPlacer
 from kvcache.transfer.plan.block_copy import Transfer
-from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
+from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.plan import Planner
-from kvcache.transfer.pull import PullDone, PullDrained
+from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from protocol.errors import PeerUnreachable
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import ENDINGS, Decode, Prefill, assert_pulled, nixl_agent
+from pull_rig import DEADLINE_S, ENDINGS, Decode, Prefill, assert_pulled, nixl_agent
 
 
 def pull(decode: Decode, prefill: Prefill, pull_id: str) -> None:
@@ -32,8 +32,6 @@ def pull(decode: Decode, prefill: Prefill, pull_id: str) -> None:
 def measured(decode: Decode) -> Any:
     """The costs of the one peer, once its probe has ended; None when that came to nothing."""
     (peer,) = decode.workers[0]._peers.values()
-    while peer.users:
-        decode.woken.wait(0.01)
     return peer.costs
 
 
@@ -53,18 +51,18 @@ def planned_with(monkeypatch: Any) -> list[CostModel]:
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_the_first_pull_is_planned_with_what_was_measured(
-    rig: Any, make_agent: Any, planned_with: list[CostModel], monkeypatch: Any
+    rig: Any, make_agent: Any, planned_with: list[CostModel]
 ) -> None:
-    monkeypatch.setattr(probe_job, "_WAIT_S", 60.0)
-    prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent, staging_bytes=4 << 20)
+    prefill = rig(Prefill, make_agent)
+    decode = rig(Decode, make_agent, staging_bytes=4 << 20, connect_timeout_s=DEADLINE_S)
     pull(decode, prefill, "a")
     pull(decode, prefill, "b")
     assert planned_with == [measured(decode)] * 2 and planned_with[0] is not None
 
 
-def stalled_probe(rig: Any, pull_ids: list[str]) -> tuple[Prefill, Decode]:
+def stalled_probe(rig: Any, pull_ids: list[str], **options: Any) -> tuple[Prefill, Decode]:
     """Pulls that wait for a probe that does not end before the agent's `resume`."""
-    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20)
+    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, **options)
     decode.agents[0].stall()
     for number, pull_id in enumerate(pull_ids):
         block = 3 * number + 1
@@ -75,9 +73,8 @@ def stalled_probe(rig: Any, pull_ids: list[str]) -> tuple[Prefill, Decode]:
     return prefill, decode
 
 
-def test_a_pull_that_waits_for_the_probe_can_be_given_up(rig: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(probe_job, "_WAIT_S", 60.0)
-    _, decode = stalled_probe(rig, ["a", "b"])
+def test_a_pull_that_waits_for_the_probe_can_be_given_up(rig: Any) -> None:
+    _, decode = stalled_probe(rig, ["a", "b"], connect_timeout_s=DEADLINE_S)
     decode.coordinator.cancel("a")
     decode.wait(PullDrained, pull_id="a")
     decode.agents[0].resume()
@@ -85,48 +82,28 @@ def test_a_pull_that_waits_for_the_probe_can_be_given_up(rig: Any, monkeypatch: 
     assert decode.settle() == []
 
 
-def test_no_pull_waits_for_a_probe_that_takes_too_long(
-    rig: Any, planned_with: list[CostModel], monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(probe_job, "_WAIT_S", 0.0)
-    _, decode = stalled_probe(rig, ["a"])
-    while not planned_with:
-        decode.woken.wait(0.001)
+def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(rig: Any) -> None:
+    prefill, decode = stalled_probe(rig, ["a"], connect_timeout_s=0.05)
+    failed = decode.wait(*ENDINGS, pull_id="a")
+    assert isinstance(failed, PullFailed) and failed.drained  # nothing of it was posted
+    assert isinstance(failed.error, PeerUnreachable)
     decode.agents[0].resume()
-    assert isinstance(decode.wait(*ENDINGS, pull_id="a"), PullDone)
-    assert planned_with == [DEFAULT_COSTS["cpu"]]
+    (peer,) = decode.workers[0]._peers.values()
+    while peer.link is not None:  # it ends
+        decode.woken.wait(0.001)
+    decode.workers[0]._connect_timeout_s = DEADLINE_S
+    pull(decode, prefill, "b")
 
 
-def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
+def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any) -> None:
     hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
-    decode = rig(Decode, staging_bytes=4 << 20, settings={"drain_grace_s": 0.05})
+    decode = rig(Decode, staging_bytes=4 << 20, connect_timeout_s=DEADLINE_S)
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("hung", remote := hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
     while not decode.agents[0].active:  # the probe has begun
         decode.woken.wait(0.001)
     pull(decode, other, "a")
     pull(decode, other, "b")
-    decode.agents[0].resume()
-    assert isinstance(decode.wait(*ENDINGS, pull_id="hung"), PullDone)
-    assert_pulled(decode, remote, [4, 2, 8], 0, 20)
-
-
-def test_a_peer_is_not_measured_where_that_would_wait_for_a_pull_that_hangs(
-    rig: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
-    monkeypatch.setattr(probe_job, "_WAIT_S", 60.0)
-    hung = rig(Prefill, engine_id="hung", order="LBCNHD")
-    other = rig(Prefill, order="LBCNHD")
-    decode = rig(Decode, staging_bytes=4 << 20)
-    pull(decode, hung, "first")
-    measured(decode)
-    decode.agents[0].stall(hung.agents[0].name)
-    decode.coordinator.pull("hung", remote := hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
-    while decode.workers[0]._staging.owner != "hung":
-        decode.woken.wait(0.001)
-    pull(decode, other, "a")
     decode.agents[0].resume()
     assert isinstance(decode.wait(*ENDINGS, pull_id="hung"), PullDone)
     assert_pulled(decode, remote, [4, 2, 8], 0, 20)
@@ -167,11 +144,13 @@ def test_measuring_writes_nothing_into_the_pool(rig: Any) -> None:
     assert bool((decode.pools[0].canonical[others] == -1).all())
 
 
-def test_a_failing_probe_fails_no_pull(rig: Any) -> None:
+def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20)
     decode.agents[0].fail()
-    pull(decode, prefill, "a")
-    assert measured(decode) is None
+    decode.coordinator.pull("a", prefill.lease([5, 2, 9], 20), 0, 20, [3, 1, 7])
+    failed = decode.wait(*ENDINGS, pull_id="a")
+    assert isinstance(failed, PullFailed) and isinstance(failed.error, PeerUnreachable)
+    assert "UCX_NET_DEVICES" in failed.error.message
     pull(decode, prefill, "b")
 
 

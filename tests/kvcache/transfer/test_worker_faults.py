@@ -62,13 +62,16 @@ class FaultyAgent(MemoryAgent):
     """Each call may fail, in the way its interface knows or in one of its own. A READ that was
     posted stays one that has to end, whatever a poll raises."""
 
-    def __init__(self, faults: Faults) -> None:
-        super().__init__()
+    def __init__(self, faults: Faults, network: Any = None) -> None:
+        super().__init__(network=network)
         self._faults = faults
         self.add_peer = faults.before(self.add_peer)  # type: ignore[method-assign]
-        self.remove_peer = faults.before(self.remove_peer)  # type: ignore[method-assign]
         self.read = faults.before(self.read)  # type: ignore[method-assign]
         self.release = faults.after(self.release)  # type: ignore[method-assign]
+
+    def another(self) -> "FaultyAgent":
+        self._faults.may_raise()
+        return FaultyAgent(self._faults, self._network)
 
     def poll(self, handle: ReadHandle) -> ReadState:
         self._faults.may_raise()

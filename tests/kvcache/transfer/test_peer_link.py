@@ -1,0 +1,268 @@
+"""A link to a peer: what fails or hangs on it ends with it, and no other peer waits for that."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.pool import KVPool
+from kvcache.transfer import pull_worker
+from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.pull import DropPeer, PullDone, PullDrained, PullFailed
+from protocol.errors import PeerUnreachable
+
+sys.path.insert(0, str(Path(__file__).parent))
+from memory_placer import MemoryPlacer
+from pull_rig import DEADLINE_S, ENDINGS, Decode, Prefill, assert_pulled
+
+HERE = Path(__file__).parent
+BLOCKS = [3, 1, 7]
+
+
+def until(condition: Callable[[], bool], decode: Decode) -> None:
+    for _ in range(int(DEADLINE_S / 0.002)):
+        if condition():
+            return
+        decode.woken.wait(0.002)
+    raise AssertionError("the state did not come")
+
+
+def pulled(decode: Decode, prefill: Prefill, pull_id: str, blocks: list[int]) -> None:
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.pull(pull_id, remote, 0, 24, blocks)
+    done = decode.wait(*ENDINGS, pull_id=pull_id)
+    assert isinstance(done, PullDone), done
+    assert_pulled(decode, remote, blocks, 0, 24)
+
+
+def is_filled(decode: Decode, blocks: list[int], number: float) -> bool:
+    return all(bool((pool.canonical[blocks] == number).all()) for pool in decode.pools)
+
+
+def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_never(
+    rig: Any,
+) -> None:
+    """UCX reports the first failure of several runs while earlier ones go on; the blocks may be
+    computed in again as soon as the pull has drained."""
+    prefill, decode = rig(Prefill), rig(Decode)
+    pulled(decode, prefill, "first", BLOCKS)
+    decode.agents[0].fail()
+    decode.coordinator.pull("a", prefill.lease([6, 4, 8], 24), 0, 24, BLOCKS)
+    failed = decode.wait(*ENDINGS, pull_id="a")
+    assert isinstance(failed, PullFailed), failed
+    if not failed.drained:
+        decode.wait(PullDrained, pull_id="a")
+    decode.fill(-1.0)
+    pulled(decode, prefill, "b", [2, 4, 6])
+    assert is_filled(decode, BLOCKS, -1.0)
+
+
+def test_blocks_of_a_read_that_hangs_come_home_and_are_not_written_to_any_more(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_worker, "_TEAR_DOWN_S", 0.05)
+    hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
+    decode = rig(Decode, settings={"pull_timeout_s": 100.0, "drain_grace_s": 0.0})
+    decode.agents[0].stall(hung.agents[0].name)
+    decode.coordinator.pull("a", hung.lease([6, 4, 8], 24), 0, 24, BLOCKS)
+    until(lambda: decode.agents[0].active == 1, decode)
+    decode.skip(100.0)
+    assert isinstance(decode.wait(PullFailed), PullFailed)
+    until(lambda: decode.agents[0].active == 0, decode)
+    decode.fill(-1.0)
+    decode.agents[0].resume()
+    pulled(decode, other, "b", [2, 4, 6])
+    assert is_filled(decode, BLOCKS, -1.0)
+    pulled(decode, hung, "c", BLOCKS)
+
+
+class _Dropped(MemoryAgent):
+    """Cannot connect to one peer: packets are dropped on the way, until `passes`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreachable: list[bytes] = []
+        self.passes = threading.Event()
+
+    def add_peer(self, metadata: bytes) -> str:
+        if metadata in self.unreachable:
+            assert self.passes.wait(DEADLINE_S)
+        return super().add_peer(metadata)
+
+
+def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(rig: Any) -> None:
+    gone, other = rig(Prefill, engine_id="gone"), rig(Prefill)
+    agent = _Dropped()
+    decode = rig(Decode, lambda: agent, connect_timeout_s=DEADLINE_S)
+    agent.unreachable += [gone.agents[0].metadata()]
+    remote = gone.lease([5, 2, 9], 24)
+    decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
+    worker = decode.workers[0]
+    until(lambda: any(peer.waiting for peer in worker._peers.values()), decode)
+    pulled(decode, other, "b", [2, 4, 6])
+    (peer,) = (peer for peer in worker._peers.values() if peer.waiting)
+    peer.link.deadline = 0.0  # it has taken too long
+    worker._link.waker.wake()
+    failed = decode.wait(*ENDINGS, pull_id="a")
+    assert isinstance(failed, PullFailed) and failed.drained
+    assert isinstance(failed.error, PeerUnreachable)
+    for name in ("--connect-timeout-s", "UCX_TCP_PORT_RANGE", "UCX_NET_DEVICES"):
+        assert name in failed.error.message
+    pulled(decode, other, "c", [2, 4, 6])
+    agent.passes.set()  # the system has given up, or not
+    until(lambda: peer.link is None, decode)
+    assert agent.active == 0
+
+
+def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig: Any) -> None:
+    placers: list[MemoryPlacer] = []
+
+    def mapped(pool: KVPool) -> MappedPath:
+        placers.append(MemoryPlacer(pool))
+        placers[0].stalled = True
+        return MappedPath(placers[0])
+
+    prefill, decode = rig(Prefill), rig(Decode, make_mapped=mapped)
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
+    worker = decode.workers[0]
+    until(lambda: any(peer.users for peer in worker._peers.values()), decode)
+    (peer,) = worker._peers.values()
+    worker._link.send(DropPeer(remote.engine_id, remote.incarnation))
+    until(lambda: peer.dropped, decode)
+    rounds = worker._watch.at
+    until(lambda: worker._watch.at > rounds + 1, decode)
+    assert placers[0].mapped == [prefill.pools[0].base_address]
+    placers[0].stalled = False
+    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    assert placers[0].unmapped.wait(DEADLINE_S)
+    until(lambda: not worker._peers, decode)
+
+
+@pytest.fixture(scope="module")
+def over_tcp() -> Iterator[Callable[[str], str]]:
+    """Runs a program where UCX reads over TCP, which it decides once a process."""
+
+    def run(program: str) -> str:
+        root = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
+        env = {**os.environ, "PYTHONPATH": root, "UCX_TLS": "tcp,self"}
+        argv = [sys.executable, "-c", program]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
+        assert "as expected" in done.stdout, done.stdout + done.stderr
+        return done.stdout
+
+    yield run
+
+
+UNREACHABLE = """
+import os, socket
+from pathlib import Path
+from pull_rig import *
+from protocol.errors import PeerUnreachable
+
+
+def listening_ports():
+    own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1][-4:], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+other = Prefill(nixl_agent, engine_id="other")
+before = listening_ports()
+gone = Prefill(nixl_agent, engine_id="gone")
+dead = socket.create_server(("", 0), backlog=0)  # full: the system drops what else comes
+filling = [socket.socket() for _ in range(3)]
+for each in filling:
+    each.setblocking(False)
+    each.connect_ex(("127.0.0.1", dead.getsockname()[1]))
+data = gone.server._metadata.ranks[0].agent_metadata
+for port in listening_ports() - before - {dead.getsockname()[1], gone.server.address[1]}:
+    data = data.replace(port.to_bytes(2, "big"), dead.getsockname()[1].to_bytes(2, "big"))
+shown = gone.server._metadata
+assert data != shown.ranks[0].agent_metadata
+ranks = [msgspec.structs.replace(shown.ranks[0], agent_metadata=data)]
+gone.server._metadata = msgspec.structs.replace(shown, ranks=ranks)
+
+decode = Decode(nixl_agent, connect_timeout_s=60.0)
+decode.coordinator.pull("a", gone.lease([5, 2], 16), 0, 16, [3, 1])
+while not any(peer.waiting for peer in decode.workers[0]._peers.values()):
+    decode.woken.wait(0.01)
+remote = other.lease([5, 2, 9], 24)
+decode.coordinator.pull("b", remote, 0, 24, [4, 6, 8])
+assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
+assert_pulled(decode, remote, [4, 6, 8], 0, 24)
+peers = decode.workers[0]._peers.values()
+(peer,) = (peer for peer in peers if peer.metadata.engine_id == "gone")
+assert not peer.link.is_ready and peer.waiting, "it is not unreachable at all"
+peer.link.deadline = 0.0
+decode.workers[0]._link.waker.wake()
+failed = decode.wait(*ENDINGS, pull_id="a")
+assert isinstance(failed, PullFailed) and failed.drained, failed
+assert isinstance(failed.error, PeerUnreachable), failed
+print("as expected", flush=True)
+os._exit(0)  # the system tries to connect for two minutes
+"""
+
+
+def test_a_prefill_server_whose_ucx_port_answers_nothing_delays_no_other(
+    over_tcp: Callable[[str], str],
+) -> None:
+    over_tcp(UNREACHABLE)
+
+
+STOPPED = """
+import os, signal
+import numpy as np
+import test_agent as t
+from kvcache.transfer.agent import ReadState
+from protocol.errors import TransferFailed
+
+
+def late_bytes(closes):
+    '''Of a READ from a peer that was stopped in its middle.'''
+    reader = t.Reader(t.nixl_agent(), t.ProcessPeer(t.NBYTES))
+    assert reader.finish(reader.post([(0, 0, 8)])) is ReadState.DONE
+    handle = reader.post([(0, 0, t.NBYTES)])
+    reader.peer.signal(signal.SIGSTOP)
+    for _ in range(1000):  # takes what the peer had sent
+        assert reader.agent.poll(handle) is ReadState.ACTIVE
+    if closes:
+        reader.agent.close()
+    else:
+        reader.agent._agent.releaseXferReq(handle.key)
+        reader.agent._agent.deregisterMem(reader.region.key, [reader.agent._backend])
+    reader.into[:] = 0
+    reader.peer.signal(signal.SIGCONT)
+    serves_another(reader.peer)
+    reader.peer.kill()
+    return int(np.count_nonzero(reader.into))
+
+
+def serves_another(peer):
+    '''What it still had to send is sent then; or UCX has ended it, as the reader is gone.'''
+    try:
+        other = t.Reader(t.nixl_agent(), peer)
+        other.finish(other.post([(0, 0, t.NBYTES)]))
+    except TransferFailed:
+        assert peer.process.wait(t.DEADLINE_S)
+
+
+t.NBYTES = 64 << 20
+assert late_bytes(closes=False) > t.NBYTES // 10, "nothing is late: this shows nothing"
+assert late_bytes(closes=True) == 0
+print("as expected", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_closed_agent_writes_nothing_though_its_stopped_peer_goes_on(
+    over_tcp: Callable[[str], str],
+) -> None:
+    """As it does after its READs were released and its memory was deregistered."""
+    over_tcp(STOPPED)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from protocol.logging import get_logger
 
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
@@ -24,6 +23,7 @@ from kvcache.transfer.posts import Post
 from kvcache.transfer.threads import allow_short_naps
 from protocol.errors import PeerUnreachable, TransferFailed
 from protocol.handshake import EngineMetadata
+from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 

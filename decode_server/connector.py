@@ -24,7 +24,6 @@ from kvcache.transfer.coordinator import PullCoordinator
 from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.place import TorchPlacer
-from kvcache.transfer.peer_link import SCRATCH_BYTES
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pull import (
     PATHS,
@@ -372,8 +371,7 @@ class DecodeConnectorFactory(ConnectorFactory):
         self._inside = InsideLink()  # between the coordinator and the worker of rank 0
 
     def reserved_bytes(self, config: EngineConfig) -> int:
-        staging_bytes = _staging_bytes(config)
-        return 0 if staging_bytes is None else staging_bytes + SCRATCH_BYTES
+        return PullWorker.reserved_bytes(_staging_bytes(config))
 
     def make_service(self, context: RankContext) -> RankService:
         config = context.config

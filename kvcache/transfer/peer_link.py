@@ -83,6 +83,7 @@ class PeerLink:
         *,
         probes: bool,
     ) -> None:
+        self.is_connecting = True  # as a system may for minutes after it has failed
         self.is_ready = False
         self.is_closed = False
         self.samples: tuple[Sample, Sample] | None = None
@@ -134,7 +135,7 @@ class PeerLink:
 
     def join(self) -> None:
         """Waits for the end, unless it is stuck in connecting: it has read nothing then."""
-        if self.is_ready or self._error is not None:
+        if not self.is_connecting:
             self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
@@ -143,8 +144,10 @@ class PeerLink:
         try:
             agent = self.agent = self._prototype.another()
             self._connect(agent)
-            self.is_ready = not self.is_closing
+            self.is_connecting = False
+            self.is_ready = True
         except Exception as error:  # NIXL's share no base class
+            self.is_connecting = False
             self._error = self._unreachable(str(error) or repr(error))
         self._wake()
         self._closing.wait()

@@ -17,7 +17,7 @@ from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.link_log import log_first_pull
 from kvcache.transfer.mapped import MappedJob, MappedPath
 from kvcache.transfer.move.staging import StagingBuffer, placing
-from kvcache.transfer.peer_link import LocalEnd, PeerLink
+from kvcache.transfer.peer_link import SCRATCH_BYTES, LocalEnd, PeerLink
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.posts import GPU_LIMITS, PostLimits
@@ -127,6 +127,11 @@ class PullWorker:
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, f"pull-{rank}")
         self._watch = Watch(self._thread.name)
+
+    @staticmethod
+    def reserved_bytes(staging_bytes: int | None) -> int:
+        """What a worker takes of its device's memory; with None there are no READs."""
+        return 0 if staging_bytes is None else staging_bytes + SCRATCH_BYTES
 
     def start(self) -> None:
         self._thread.start()
@@ -281,7 +286,7 @@ class PullWorker:
         link = self._link_to(peer)
         if link.is_ready and not link.is_closing:
             return True
-        if link.error is not None:
+        if link.error is not None and link.is_connecting:
             self._tell_end(pull.pull_id, None, link.error)
         else:
             peer.waiting[pull.pull_id] = pull
@@ -311,13 +316,13 @@ class PullWorker:
         return len(self._unsettled) != before
 
     def _linked(self, peer: JobPeer, link: PeerLink) -> None:
-        waiting, peer.waiting, peer.suspect = peer.waiting, {}, False
+        peer.suspect = False
         try:
             if link.samples is not None and self._maker.measures:
                 self._maker.learn(peer, link.samples, self._way_of_reading(peer))
         finally:
-            for pull in waiting.values():
-                self._begin(pull)
+            self._commands += peer.waiting.values()
+            peer.waiting.clear()
 
     def _refuse(self, peer: JobPeer, error: BatonError) -> None:
         """Ends the pulls that wait for a link: nothing of them was posted."""

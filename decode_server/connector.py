@@ -394,7 +394,7 @@ class DecodeConnectorFactory(ConnectorFactory):
             )
         )
 
-    def make_role(
+    def make_connector(
         self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
     ) -> KVConnector:
         config = context.config

@@ -196,7 +196,7 @@ class _Server:
             )
         )
         gc.collect()
-        gc.freeze()  # a look through all of this would hold up every stream for 10 ms and more
+        gc.freeze()  # a look through all of this would hold up every stream
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         logger.info("%s serves at http://%s:%d", self.role, self.settings.host, port)

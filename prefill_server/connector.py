@@ -146,7 +146,7 @@ class PrefillConnectorFactory(ConnectorFactory):
     def make_service(self, context: RankContext) -> RankService:
         return _Readable(context)
 
-    def make_role(
+    def make_connector(
         self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
     ) -> KVConnector:
         config = context.config

@@ -10,7 +10,7 @@ from protocol.messages import EngineInput, RemotePrefill, TokenDelta
 
 
 class CoreServices(ABC):
-    """What a role may ask of the engine core; all calls from the core's own thread."""
+    """What a connector may ask of the engine core; all calls from the core's own thread."""
 
     scheduler: Scheduler
 
@@ -43,7 +43,7 @@ class Transport(Protocol):
 class KVConnector:
     """The hooks that make an engine a prefill or a decode engine.
 
-    A role owns threads (side channel, pulls) but changes sequences and blocks only inside these
+    A connector owns threads (leases, pulls) but changes sequences and blocks only inside these
     calls, which all come from the core's thread.
     """
 
@@ -51,16 +51,16 @@ class KVConnector:
         self.core = core
 
     def on_add(self, sequence: Sequence) -> None:
-        """A request has come; the role enqueues it now or once its peer is known."""
+        """A request has come; the connector enqueues it now or once its peer is known."""
         self.core.enqueue(sequence)
 
     def on_receive(self, sequence: Sequence) -> None:
-        """The sequence has RECEIVING blocks; the role starts the pull into them."""
+        """The sequence has RECEIVING blocks; the connector starts the pull into them."""
         raise AssertionError(f"{type(self).__name__} admits no remote sequences")
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        """The sequence ended with a token, its blocks still in hand. What the role wants to keep
-        of them it takes another reference on; the core releases the sequence's own.
+        """The sequence ended with a token, its blocks still in hand. The connector takes another
+        reference on what it wants to keep of them; the core releases the sequence's own.
 
         Returns:
             kv_transfer_params for the answer, or None.
@@ -68,7 +68,7 @@ class KVConnector:
         return None
 
     def on_abort(self, sequence: Sequence) -> bool:
-        """The sequence is given up. True if the role took over its RECEIVING blocks."""
+        """The sequence is given up. True if the connector took over its RECEIVING blocks."""
         return False
 
     def on_abort_unknown(self, request_id: str) -> None:
@@ -79,7 +79,7 @@ class KVConnector:
         its KV."""
 
     def poll(self) -> None:
-        """Takes in what the role's threads have learned since the last round."""
+        """Takes in what the connector's threads have learned since the last round."""
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -88,4 +88,4 @@ class KVConnector:
         return None
 
     def close(self) -> None:
-        """Stops the role's threads; no call comes after it."""
+        """Stops the connector's threads; no call comes after it."""

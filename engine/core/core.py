@@ -2,10 +2,10 @@
 
 One thread, one loop:
 
-    inputs (add, abort) -> role.poll (what pulls and leases have done) -> schedule -> launch
+    inputs (add, abort) -> connector.poll (what pulls and leases have done) -> schedule -> launch
     -> result of the step launched before -> tokens out -> ...
 
-When nothing can be computed the loop sleeps on its sockets; the role's threads wake it.
+When nothing can be computed the loop sleeps on its sockets; the connector's threads wake it.
 
 An executor says how many steps may be under way while the next one is planned and launched (its
 `depth`): none on a CPU, one on a GPU, where the work of a round hides behind it. A step is then
@@ -72,13 +72,13 @@ class EngineCore(CoreServices):
         self,
         scheduler: Scheduler,
         executor: Executor,
-        role: KVConnector,
+        connector: KVConnector,
         transport: Transport,
         grammars: CoreGrammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.role = role
+        self.connector = connector
         self.transport = transport
         self.grammars = grammars or CoreGrammars()
         self.sequences: dict[str, Sequence] = {}
@@ -90,7 +90,7 @@ class EngineCore(CoreServices):
         self._is_last = False  # whether the link asked to end while a step was waited for
         self._stats = CoreStats()
         self._check_due_s = 0.0
-        role.bind(self)
+        connector.bind(self)
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class EngineCore(CoreServices):
         """One pass of the loop. True if another should follow at once."""
         for message in messages:
             self._take(message)
-        self.role.poll()
+        self.connector.poll()
         was_under_way = bool(self._launched)
         if was_under_way:
             self._wait_while_too_soon(self._launched[-1])
@@ -246,7 +246,7 @@ class EngineCore(CoreServices):
         num_waiting = len(self.scheduler.waiting)
         for message in messages:
             self._take(message)
-        self.role.poll()
+        self.connector.poll()
         if len(self.scheduler.waiting) > num_waiting:
             self._begin(self.scheduler.admit_remote())
         self._flush()
@@ -266,7 +266,7 @@ class EngineCore(CoreServices):
         elif isinstance(message, AbortRequest):
             self._abort(message.request_id, message.choice)
         elif isinstance(message, ReleaseRemote):
-            self.role.on_release(message.remote)
+            self.connector.on_release(message.remote)
 
     def _add(self, request: AddRequest) -> None:
         sequence = Sequence.from_request(request)
@@ -274,11 +274,11 @@ class EngineCore(CoreServices):
         if error is not None:
             for remote in (request.remote, request.kv_unused):
                 if remote is not None:
-                    self.role.on_release(remote)
+                    self.connector.on_release(remote)
             self._output.error(sequence, error)
             return
         self.sequences[request.request_id] = sequence
-        self.role.on_add(sequence)
+        self.connector.on_add(sequence)
 
     def _abort(self, request_id: str, choice: int | None) -> None:
         first = self.sequences.get(request_id)
@@ -286,16 +286,16 @@ class EngineCore(CoreServices):
             wanted = first.choices if choice is None else first.choices[choice : choice + 1]
             self._end_choices([(sequence, "abort") for sequence in wanted])
         elif choice is None:
-            self.role.on_abort_unknown(request_id)
+            self.connector.on_abort_unknown(request_id)
 
-    # -- services to the role ----------------------------------------------------------------
+    # -- services to the connector ----------------------------------------------------------------
 
     def enqueue(self, sequence: Sequence) -> None:
         try:
             if not self.grammars.prepare(sequence):
                 return
         except GrammarFailed as error:
-            self.role.on_abort(sequence)
+            self.connector.on_abort(sequence)
             self.fail(sequence, error)
             return
         ends = [(choice, self._finish_reason(choice)) for choice in sequence.choices]
@@ -341,7 +341,7 @@ class EngineCore(CoreServices):
         if plan.receiving:
             self._flush()  # nor do they wait for a pull to be begun
         for sequence in plan.receiving:
-            self.role.on_receive(sequence)
+            self.connector.on_receive(sequence)
 
     def _commit(self, step: _Launched, output: StepOutput) -> None:
         drawn = iter(zip(output.token_ids, output.logprobs, strict=True))
@@ -416,8 +416,8 @@ class EngineCore(CoreServices):
     # -- ends --------------------------------------------------------------------------------
 
     def _end_choices(self, ends: Sequenceable[tuple[Sequence, str]]) -> None:
-        """Ends those of some choices that have not ended; first all are marked, so that a carrier
-        knows whether it carries any on."""
+        """Ends those of some choices that have not ended; first all are marked, so that a parent
+        knows whether it has children left."""
         ending = [(choice, reason) for choice, reason in ends if not choice.has_ended]
         for choice, _ in ending:
             choice.has_ended = True
@@ -427,17 +427,17 @@ class EngineCore(CoreServices):
     def _end(self, choice: Sequence, reason: str, draw: Draw | None = None) -> None:
         """Lets go of a choice that is marked as ended, and says so."""
         params: dict[str, Any] | None = None
-        carrier = choice.choices[0]
-        if choice.carried:
-            choice.end_but_carry()
+        parent = choice.choices[0]
+        if choice.children:
+            choice.end_but_for_children()
         elif not choice.is_forked:
             choice.phase = Phase.FINISHED
-            if carrier.has_ended and not carrier.carried:
-                self._stop(carrier)
+            if parent.has_ended and not parent.children:
+                self._stop(parent)
         elif reason == "abort":
             self._stop(choice)
         else:
-            params = self.role.on_finish(choice)
+            params = self.connector.on_finish(choice)
             self.scheduler.finish(choice)
         self._output.end(choice, reason, draw, params)
         if all(other.has_ended for other in choice.choices):
@@ -458,7 +458,7 @@ class EngineCore(CoreServices):
         if sequence.phase is Phase.FINISHED:
             return
         self.grammars.forget(sequence)
-        if not self.role.on_abort(sequence):
+        if not self.connector.on_abort(sequence):
             self.scheduler.finish(sequence)
         sequence.phase = Phase.FINISHED
 
@@ -479,4 +479,4 @@ class EngineCore(CoreServices):
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
-        return {**self.scheduler.stats(), **self._stats.totals(), **self.role.stats()}
+        return {**self.scheduler.stats(), **self._stats.totals(), **self.connector.stats()}

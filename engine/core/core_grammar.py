@@ -84,7 +84,7 @@ class CoreGrammars:
                     late.add(item.sequence)
                     if choice.grammar is not None and choice.grammar.is_busy:
                         assert choice.grammar.work is not None
-                        # What it carries goes on with it.
+                        # Its children go on with it.
                         self._sit_out(item.sequence, choice.grammar.work)
                 row += 1
         return late
@@ -129,7 +129,7 @@ class CoreGrammars:
             if not (has_gone or work.done() or now_s >= until_s):
                 continue
             self.forget(sequence)
-            if has_gone or sequence.has_ended:  # or it goes on for those that it carries
+            if has_gone or sequence.has_ended:  # or it goes on for its children
                 continue
             ending = sequence.grammar.ending if sequence.grammar and work.done() else None
             error = ending.error if ending else None

@@ -11,9 +11,9 @@ When a running sequence needs a block and none is available, the latest admitted
 its blocks are released and it waits, at the head of the queue, to be computed again (cheaply,
 as long as its blocks are still cached). A sequence that fits the pool alone therefore always ends.
 
-A sequence with a `remote` reference is not computed: its new blocks become RECEIVING and the role
-pulls into them; `received`, `recompute_in_place` or `abandon` brings it back. Receiving sequences
-never wait for running ones (a pull ends or times out by itself), so neither blocks the other.
+A sequence with a `remote` reference is not computed: its new blocks become RECEIVING, a pull fills
+them, and `received`, `recompute_in_place` or `abandon` brings it back. Receiving sequences never
+wait for running ones (a pull ends or times out by itself), so neither blocks the other.
 
 A step may be planned while the one before it has not finished. Blocks that a sequence gives up go
 back to the allocator only when every launched step that refers to them has finished (I8), and a
@@ -87,7 +87,7 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class CopyBlock:
-    """A carrier's last block, which its prompt fills in part, for a choice that forked off it.
+    """A parent's last block, which its prompt fills in part, for a choice that forked off it.
     Both blocks have a use for the copy itself until the step that makes it has finished."""
 
     source: int
@@ -217,7 +217,7 @@ class Scheduler:
         passed, pulls_wait = 0, False
         while passed < len(self.waiting):
             sequence = self.waiting[passed]
-            if self._num_choices() + 1 + len(sequence.carried) > self.limits.max_num_seqs:
+            if self._num_choices() + 1 + len(sequence.children) > self.limits.max_num_seqs:
                 return
             if sequence.remote is None and budget == 0:
                 return
@@ -250,8 +250,8 @@ class Scheduler:
         return needed > self.allocator.capacity - quarantined
 
     def _num_choices(self) -> int:
-        """Those that run, are pulled, or are carried by one that does."""
-        return sum(1 + len(s.carried) for s in (*self.running, *self.receiving.values()))
+        """Those that run, are pulled, or are children of one that does."""
+        return sum(1 + len(s.children) for s in (*self.running, *self.receiving.values()))
 
     def _admit(self, sequence: Sequence) -> bool:
         """Takes cached blocks and allocates the rest, or changes nothing and answers False."""
@@ -262,7 +262,7 @@ class Scheduler:
         self.allocator.share(hits)
         needed = -(-num_tokens // self.limits.block_size) - len(hits)
         # One spare block for each running sequence, so that admission does not cause preemption.
-        spare = len(self.running) and len(self.running) + len(sequence.carried)
+        spare = len(self.running) and len(self.running) + len(sequence.children)
         if not self.allocator.can_allocate(needed + spare):
             self.allocator.release(hits)
             return False
@@ -347,31 +347,31 @@ class Scheduler:
 
     # -- choices -----------------------------------------------------------------------------
 
-    def fork_choices(self, carrier: Sequence) -> None:
-        """Lets the carried choices go their own ways, if the KV of the whole prompt is there. A
-        carrier that has ended itself ends with that."""
-        if carrier.num_computed < carrier.num_prompt_tokens:
+    def fork_choices(self, parent: Sequence) -> None:
+        """Lets the children go their own ways, if the KV of the whole prompt is there. A
+        parent that has ended itself ends with that."""
+        if parent.num_computed < parent.num_prompt_tokens:
             return
-        for child in carrier.carried:
-            self._fork(carrier, child)
-        if carrier.only_carries and carrier.phase is Phase.RUNNING:
-            self.finish(carrier)
+        for child in parent.children:
+            self._fork(parent, child)
+        if parent.is_parent_only and parent.phase is Phase.RUNNING:
+            self.finish(parent)
 
-    def _fork(self, carrier: Sequence, child: Sequence) -> None:
-        child.fork_from(carrier)
-        num_full, rest = divmod(carrier.num_prompt_tokens, self.limits.block_size)
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
+        child.fork_from(parent)
+        num_full, rest = divmod(parent.num_prompt_tokens, self.limits.block_size)
         if rest and not self.allocator.can_allocate(1):
             self.requeue(child)  # it is computed by itself, mostly from cached blocks
             return
-        child.block_ids = carrier.block_ids[:num_full]
+        child.block_ids = parent.block_ids[:num_full]
         self.allocator.share(child.block_ids)
         if rest:
-            source, (target,) = carrier.block_ids[num_full], self.allocator.allocate(1)
+            source, (target,) = parent.block_ids[num_full], self.allocator.allocate(1)
             self.allocator.share([source, target])
             self._copies.append(CopyBlock(source, target, child))
             child.block_ids = [*child.block_ids, target]
-        child.num_computed = carrier.num_prompt_tokens
-        child.num_published_blocks = min(carrier.num_published_blocks, num_full)
+        child.num_computed = parent.num_prompt_tokens
+        child.num_published_blocks = min(parent.num_published_blocks, num_full)
         child.phase = Phase.RUNNING
         self.running.append(child)
 

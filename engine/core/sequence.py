@@ -8,9 +8,10 @@ preempted sequence is simply one whose num_computed fell back. While a launched 
 finished, the tokens it computes are launched, and the token it draws is awaited: it has a place
 and can be computed by the next step, but only the device knows it.
 
-A request of several choices is one sequence while its prompt is computed or pulled: choice 0
-carries the others, which fork off it, sharing its blocks, as soon as the prompt's KV is there.
-Until then these have no copy of the prompt: many may wait, and only a few ever run.
+A request of several choices is one sequence while its prompt is computed or pulled: choice 0 is
+the parent of the others, its children, which fork off it, sharing its blocks, as soon as the
+prompt's KV is there. Until then these have no copy of the prompt: many may wait, and only a few
+ever run.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from protocol.messages import (
 class Phase(Enum):
     """Where a sequence is; exactly one owner holds it in each phase."""
 
-    NEW = "new"  # known to the core only (a decode role may be shaking hands for it)
+    NEW = "new"  # known to the core only (a decode connector may be shaking hands for it)
     WAITING = "waiting"  # queued for blocks
     RECEIVING = "receiving"  # its blocks are being written by a pull
     RUNNING = "running"  # takes part in steps
@@ -67,9 +68,9 @@ class Sequence:
     was_admitted: bool = False
     choice: int = 0
     choices: list["Sequence"] = field(default_factory=list)  # of the request, this one included
-    is_forked: bool = True  # False: carried by choice 0
+    is_forked: bool = True  # False: still a child of choice 0
     has_ended: bool = False  # its terminal event is out, or about to be
-    only_carries: bool = False  # it has ended, and computes its prompt for those it carries
+    is_parent_only: bool = False  # it has ended, and computes its prompt for its children
     # As far as they are known, of a prompt whose logprobs were asked for; None for its first token.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_prompt_logprobs_sent: int = 0
@@ -78,7 +79,7 @@ class Sequence:
 
     @classmethod
     def from_request(cls, request: AddRequest) -> "Sequence":
-        """Choice 0, which carries the others. A token drawn elsewhere is a sequence's first output
+        """Choice 0, the parent of the others. A token drawn elsewhere is a sequence's first output
         from the start."""
         choices: list[Sequence] = []
         for index in range(request.num_choices):
@@ -144,7 +145,7 @@ class Sequence:
         return self.num_uncomputed == 1 and self.num_outputs + self.num_awaited > 0
 
     @property
-    def carried(self) -> list["Sequence"]:
+    def children(self) -> list["Sequence"]:
         """The choices that are to fork off this one."""
         if len(self.choices) == 1 or self.choice:
             return []
@@ -162,7 +163,7 @@ class Sequence:
         """The choices whose next token is drawn when all of this one's tokens are computed."""
         if self.request.max_tokens == 0:
             return ()
-        first = [other for other in self.carried if not other.num_outputs]
+        first = [other for other in self.children if not other.num_outputs]
         return (*first,) if self.has_ended else (self, *first)
 
     def awaits_result(self, max_model_len: int) -> bool:
@@ -179,7 +180,7 @@ class Sequence:
         return (
             self.num_outputs + self.num_awaited >= self.request.max_tokens
             or len(self.token_ids) + self.num_awaited >= max_model_len
-            or bool(self.carried)
+            or bool(self.children)
         )
 
     def draw_again(self) -> None:
@@ -206,22 +207,22 @@ class Sequence:
         if self.prompt_logprobs is not None and not self.num_prompt_logprobs_sent:
             self.prompt_logprobs = [None]
 
-    def end_but_carry(self) -> None:
-        """The choice, which has ended, goes on to its prompt's end for those that it carries."""
-        self.only_carries = True
+    def end_but_for_children(self) -> None:
+        """The choice, which has ended, goes on to its prompt's end for its children."""
+        self.is_parent_only = True
         self.first_token = None
         # A launched step may compute its first token, too: what is computed stays known.
         under_way = self.num_computed + self.num_launched
         del self.token_ids[max(self.num_prompt_tokens, under_way) :]
 
-    def fork_from(self, carrier: "Sequence") -> None:
+    def fork_from(self, parent: "Sequence") -> None:
         """Takes over what is known of the prompt; the blocks are the scheduler's business."""
-        self.token_ids[:0] = carrier.request.token_ids
+        self.token_ids[:0] = parent.request.token_ids
         self.is_forked = True
-        self.num_skipped = carrier.num_skipped
-        self.num_transferred = carrier.num_transferred
-        self.num_recomputed = carrier.num_recomputed
-        self.num_cached_remotely = carrier.num_cached_remotely
+        self.num_skipped = parent.num_skipped
+        self.num_transferred = parent.num_transferred
+        self.num_recomputed = parent.num_recomputed
+        self.num_cached_remotely = parent.num_cached_remotely
         self.was_admitted = True
 
     def forget_blocks(self) -> None:

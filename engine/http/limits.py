@@ -52,7 +52,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     if not ids:
         raise InvalidRequest(f"`{param}` has no tokens; send some text.", param=param)
     try:
-        msgspec.convert(ids, _ids_below(vocab_size))  # in a fifth of the time of min() and max()
+        msgspec.convert(ids, _ids_below(vocab_size))  # faster than min() and max()
     except msgspec.ValidationError:
         _refuse_id(min(ids) if min(ids) < 0 else max(ids), vocab_size, param)
 

@@ -1,7 +1,7 @@
 """A call's prompts as token ids: tokenized off the event loop, or not at all.
 
-A text of 2,000 tokens takes 5 to 10 ms, which no stream may wait for and which the prefill server
-has just spent. So a prefill server hands over a text's ids with the KV, and signs a digest of what
+Tokenizing takes milliseconds, which no stream may wait for and which the prefill server has just
+spent. So a prefill server hands over a text's ids with the KV, and signs a digest of what
 it had tokenized, and with what. A decode server that finds the same digest for its own copy of the
 request takes the ids; with any other it tokenizes.
 
@@ -27,8 +27,8 @@ from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.sampling import GenerationRequest
 
-INLINE_CHARS = 2048  # longer texts are tokenized off the event loop: this many take 1 ms
-LONG_CHARS = 1 << 20  # texts beyond this are tokenized one at a time: each takes 250 MB and more
+INLINE_CHARS = 2048  # longer texts are tokenized off the event loop
+LONG_CHARS = 1 << 20  # longer texts are tokenized one at a time: each takes hundreds of MB
 _HEAD_CHARS = 32  # that a template writes around a message
 
 _T = TypeVar("_T")

@@ -1,7 +1,7 @@
 """Rank 0's link to the HTTP process: requests in, tokens out.
 
-A socket and no threads of its own: on a GPU host each message took 0.5 ms through a library's
-threads, and four such hops lie between a request and its first token.
+A socket and no threads of its own: each hop through a library's threads takes long on a GPU host,
+and four lie between a request and its first token.
 """
 
 import contextlib

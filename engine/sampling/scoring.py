@@ -10,8 +10,8 @@ from engine.core.logits_processing import to_device
 from model.base import CausalLM
 from protocol.messages import TokenLogprobs
 
-# Enough for the matmul to run at full speed. At 49,152 tokens 13 MB of logits, which the allocator
-# keeps from chunk to chunk; 25 MB it gives back, and page faults then cost 60 us a row.
+# Enough for the matmul to run at full speed, and few enough that the allocator keeps their logits
+# from chunk to chunk: what it gives back costs page faults.
 _CHUNK_ROWS = 64
 _PIECE = 128  # values of a row that are compared before the rest, see _largest
 

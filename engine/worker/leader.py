@@ -38,7 +38,7 @@ def lead(config: EngineConfig, factory: ConnectorFactory) -> None:
         transport.send_failed(reason_of(error))
         raise
     finally:
-        core.role.close()
+        core.connector.close()
         rank.service.close()
         leader.close()
         transport.close()
@@ -69,16 +69,16 @@ def _build(
         ranks=leader.collect(rank.metadata),
     )
     rank.service.start()
-    role = factory.make_role(rank.context, metadata, transport)
+    connector = factory.make_connector(rank.context, metadata, transport)
     scheduler = Scheduler.of_blocks(limits, num_blocks, cached=config.enable_prefix_caching)
     core = EngineCore(
-        scheduler, leader, role, transport, CoreGrammars(grammars, config.grammar_timeout_s)
+        scheduler, leader, connector, transport, CoreGrammars(grammars, config.grammar_timeout_s)
     )
     ready = EngineReady(
         num_blocks=num_blocks - 1,
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
-        side_channel_port=role.side_channel_port(),
+        side_channel_port=connector.side_channel_port(),
     )
     return core, rank, ready

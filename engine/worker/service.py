@@ -14,7 +14,7 @@ from protocol.handshake import CompatRecord, EngineMetadata
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a role finds on one rank once its KV is allocated."""
+    """What a server finds on one rank once its KV is allocated."""
 
     config: EngineConfig
     rank: int
@@ -25,7 +25,7 @@ class RankContext:
 
 
 class RankService(ABC):
-    """What a role runs on a rank beside the engine. Making it registers the rank's KV with the
+    """What a server runs on a rank beside the engine. Making it registers the rank's KV with the
     rank's agent, which the service owns from `start` on."""
 
     @abstractmethod
@@ -36,7 +36,7 @@ class RankService(ABC):
 
 
 class ConnectorFactory(ABC):
-    """Makes the role-specific parts of an engine process."""
+    """Makes the parts of an engine process that differ between servers."""
 
     def reserved_bytes(self, config: EngineConfig) -> int:
         """What the service of a rank takes of its device's memory, beside the KV pool."""
@@ -47,7 +47,7 @@ class ConnectorFactory(ABC):
         """Called on every rank, once."""
 
     @abstractmethod
-    def make_role(
+    def make_connector(
         self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
     ) -> KVConnector:
         """Called on rank 0, after `make_service`."""

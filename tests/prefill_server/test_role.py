@@ -10,8 +10,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 
 
 def _digests(pair: Pair) -> dict[str, str]:
-    assert isinstance(pair.p.core.role, PrefillConnector)
-    return {of.request_id: digest for of, digest in pair.p.core.role._digests.items()}
+    assert isinstance(pair.p.core.connector, PrefillConnector)
+    return {of.request_id: digest for of, digest in pair.p.core.connector._digests.items()}
 
 
 def test_a_prompt_is_digested_while_the_device_computes_it() -> None:
@@ -19,7 +19,7 @@ def test_a_prompt_is_digested_while_the_device_computes_it() -> None:
     try:
         core = pair.p.core
         core.round([add("a", PROMPT, 1, retain_kv=True), add("plain", PROMPT[:3], 4)])
-        core.role.poll()
+        core.connector.poll()
         assert _digests(pair) == {"a": kv_params.prompt_digest(PROMPT)}
         pair.until(lambda: bool(pair.p.out.terminals("a")))
         told = pair.p.out.terminals("a")[0].kv_transfer_params

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.process import launch
-from engine.process.launch import SocketFolder, new_incarnation
+from engine.process.launch import SocketFolder
 
 _KILLED_OWNER = """
 import os, pathlib, signal, sys
@@ -82,7 +82,3 @@ def test_where_no_socket_fits_the_error_says_what_to_do(
     monkeypatch.setattr(launch, "_SHORT_PARENTS", (Path("/proc/nowhere"),))
     with pytest.raises(OSError, match=r"has 107 bytes, \d\d at most .* set TMPDIR to a folder"):
         SocketFolder(_deep(socket_folder, 107))
-
-
-def test_ids_are_fresh() -> None:
-    assert len({new_incarnation() for _ in range(100)}) == 100

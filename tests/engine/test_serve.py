@@ -293,3 +293,12 @@ def test_the_dtype_that_auto_means(saved: str, device: str, chosen: str) -> None
     model = dataclasses.replace(load_config(folder), dtype=saved)
     settings = PrefillSettings(_cli_parse_args=[], device=device)
     assert engine_config(settings, "prefill", b"", folder, model, str).dtype == chosen
+
+
+def test_every_start_has_ids_of_its_own() -> None:
+    folder = ensure_model("gqa")
+    settings = PrefillSettings(_cli_parse_args=[], device="cpu")
+    made = [
+        engine_config(settings, "prefill", b"", folder, load_config(folder), str) for _ in range(9)
+    ]
+    assert len({one.incarnation for one in made}) == len({one.engine_id for one in made}) == 9

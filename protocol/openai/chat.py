@@ -42,6 +42,8 @@ _PART = {
 }
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
 
+_CONTENT_MUST_BE = "a string or a list of text parts"
+
 
 class Message(Strict):
     """One turn. `content` given as text parts is joined by newlines; a template may use the rest.
@@ -52,11 +54,11 @@ class Message(Strict):
         tool_call_id: of a tool's turn, the call that it answers.
     """
 
-    role: Role
-    content: Annotated[str, WithJsonSchema(_CONTENT)] = ""
-    name: str | None = None
+    role: Role = Field(description=", ".join(_ROLES[:-1]) + f" or {_ROLES[-1]}")
+    content: Annotated[str, WithJsonSchema(_CONTENT)] = Field("", description=_CONTENT_MUST_BE)
+    name: str | None = Field(None, description="a string")
     tool_calls: tuple[dict[str, Any], ...] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: str | None = Field(None, description="a string")
     annotations: Any = neutral([])
     refusal: Any = neutral("")
     reasoning_content: Any = neutral("")
@@ -135,20 +137,20 @@ class ChatRequest(GenerationRequest):
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Validates the body of /v1/chat/completions. Raises InvalidRequest naming the field."""
     cleaned = clean_request(body, ChatRequest)
-    cleaned["messages"] = clean_messages(ChatRequest, cleaned.get("messages"))
+    cleaned["messages"] = read_messages(ChatRequest, cleaned.get("messages"))
     parsed = validate(ChatRequest, cleaned)
     parsed.check()
     return parsed
 
 
-def clean_messages(model: type[Strict], messages: Any) -> tuple[dict[str, Any], ...]:
-    """The members of each message, ready for validation; `model` has them as `messages`."""
+def read_messages(model: type[Strict], messages: Any) -> tuple[Message, ...]:
+    """The messages of a request; `model` has them as `messages`."""
     if not isinstance(messages, list) or not messages:
         raise refusal(model, "messages", messages)
-    return tuple(_clean_message(i, message) for i, message in enumerate(messages))
+    return tuple(_read_message(i, message) for i, message in enumerate(messages))
 
 
-def _clean_message(index: int, message: Any) -> dict[str, Any]:
+def _read_message(index: int, message: Any) -> Message:
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise InvalidRequest(
@@ -159,34 +161,24 @@ def _clean_message(index: int, message: Any) -> dict[str, Any]:
         cleaned["content"] = "\n".join(_part_texts(cleaned["content"], where + ".content"))
     if cleaned.get("role") == "assistant" and cleaned.get("tool_calls"):
         cleaned.setdefault("content", "")
-    for field, must_be, is_right in (
-        ("role", ", ".join(_ROLES[:-1]) + f" or {_ROLES[-1]}", _is_role),
-        ("content", "a string or a list of text parts", _is_text),
-        ("name", "a string", _is_text),
-        ("tool_call_id", "a string", _is_text),
-    ):
-        value = cleaned.get(field, None if field in ("role", "content") else "")
-        if not is_right(value):
-            raise wrong(f"{where}.{field}", value, must_be)
-    _clean_roles_own(cleaned, where)
-    return cleaned
-
-
-def _clean_roles_own(cleaned: dict[str, Any], where: str) -> None:
-    """Checks what only one role may have."""
-    if "tool_call_id" in cleaned and cleaned["role"] != "tool":
-        raise wrong(f"{where}.tool_call_id", cleaned["tool_call_id"], "in a tool's message only")
     calls = cleaned.pop("tool_calls", None)
+    read = validate(Message, {"content": None, **cleaned}, where + ".")
+    return read.model_copy(update=_read_roles_own(read, calls, where))
+
+
+def _read_roles_own(message: Message, calls: Any, where: str) -> dict[str, Any]:
+    """Checks what only one role may have; the message's `tool_calls`, where it has some."""
+    if message.tool_call_id is not None and message.role != "tool":
+        raise wrong(f"{where}.tool_call_id", message.tool_call_id, "in a tool's message only")
     if not calls and isinstance(calls, list | None):
-        return
-    if cleaned["role"] != "assistant" or not isinstance(calls, list):
+        return {}
+    if message.role != "assistant" or not isinstance(calls, list):
         raise wrong(f"{where}.tool_calls", calls, "a list, in an assistant's message only")
-    cleaned["tool_calls"] = tuple(
-        _clean_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
-    )
+    read = (_read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
+    return {"tool_calls": tuple(read)}
 
 
-def _clean_call(call: Any, where: str) -> dict[str, Any]:
+def _read_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(call.get("id", ""), str):
         raise wrong(where, call, "an object with `id`, `type` and `function`")
@@ -210,14 +202,6 @@ def _read_arguments(arguments: Any) -> Any:
     except (msgspec.DecodeError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments
-
-
-def _is_role(value: Any) -> bool:
-    return isinstance(value, str) and value in _ROLES
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _part_texts(parts: list[Any], where: str) -> Iterable[str]:

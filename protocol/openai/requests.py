@@ -183,8 +183,11 @@ def _elsewhere(model: type[Strict], name: str) -> str | None:
     return f"is not a parameter of {path} but of {' and '.join(having)}; leave it out"
 
 
-def validate(model: type[Model], cleaned: dict[str, Any]) -> Model:
+def validate(model: type[Model], cleaned: dict[str, Any], where: str = "") -> Model:
     """An instance of `model`.
+
+    Args:
+        where: as of `clean`.
 
     Raises:
         InvalidRequest: names the field at fault and what it must be.
@@ -194,14 +197,14 @@ def validate(model: type[Model], cleaned: dict[str, Any]) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         field = str(first["loc"][0])
-        raise refusal(model, field, cleaned.get(field)) from None
+        raise refusal(model, field, cleaned.get(field), where) from None
 
 
-def refusal(model: type[Strict], field: str, value: Any) -> InvalidRequest:
+def refusal(model: type[Strict], field: str, value: Any, where: str = "") -> InvalidRequest:
     """The error for a value that `field` of `model` cannot have."""
-    found = model.model_fields.get(field)
+    found = {info.alias or name: info for name, info in model.model_fields.items()}.get(field)
     must_be = (found.description if found else None) or "left out"
-    return wrong(field, value, must_be)
+    return wrong(where + field[:80], value, must_be)
 
 
 def wrong(field: str, value: Any, must_be: str) -> InvalidRequest:

@@ -14,7 +14,7 @@ from pydantic import Field, WithJsonSchema
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar, GrammarKind
-from protocol.openai.requests import Strict, wrong
+from protocol.openai.requests import Strict, validate, wrong
 
 MAX_CHOICES = 1024
 
@@ -33,17 +33,18 @@ class Demand(NamedTuple):
 
 
 _A_SCHEMA = {"type": "object", "description": "a JSON schema"}
-_NAMED_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "description": {"type": "string"},
-        "schema": _A_SCHEMA,
-        "strict": {"type": "boolean"},
-    },
-    "required": ["name"],
-    "additionalProperties": False,
-}
+
+
+class NamedSchema(Strict):
+    """OpenAI's: the schema is always enforced, strict or not."""
+
+    name: str = Field(description="a string")
+    description: str | None = Field(None, description="a string")
+    strict: bool | None = Field(None, description="true or false")
+    schema_: Annotated[Any, WithJsonSchema(_A_SCHEMA)] = Field(None, alias="schema")
+
+
+_NAMED = NamedSchema.model_json_schema()
 _FORMAT_SCHEMA = {
     "oneOf": [
         {
@@ -54,7 +55,7 @@ _FORMAT_SCHEMA = {
         },
         {
             "type": "object",
-            "properties": {"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA},
+            "properties": {"type": {"const": "json_schema"}, "json_schema": _NAMED},
             "required": ["type", "json_schema"],
             "additionalProperties": False,
         },
@@ -147,22 +148,12 @@ def _from_format(value: Any, where: str) -> list[Demand]:
 
 
 def _from_named_schema(named: Any, where: str) -> Demand:
-    """OpenAI's {"name", "schema", "strict", "description"}. The schema is always enforced."""
     if not isinstance(named, dict):
         raise wrong(where, named, "an object with `name` and `schema`")
-    for member, kinds, must_be in (
-        ("name", (str,), "a string"),
-        ("description", (str, type(None)), "a string"),
-        ("strict", (bool, type(None)), "true or false"),
-    ):
-        if not isinstance(named.get(member), kinds):
-            raise wrong(f"{where}.{member}", named.get(member), must_be)
-    for member in named:
-        if member not in ("name", "description", "strict", "schema"):
-            raise wrong(f"{where}.{member[:80]}", named[member], "left out")
-    if named.get("schema") is None:
+    schema = validate(NamedSchema, named, where + ".").schema_
+    if schema is None:
         return Demand(Grammar("json_object"), where)
-    return read_schema(named["schema"], f"{where}.schema")
+    return read_schema(schema, f"{where}.schema")
 
 
 def read_schema(value: Any, where: str) -> Demand:

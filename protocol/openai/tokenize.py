@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from protocol.openai.chat import ChatRequest, Message, clean_messages
+from protocol.openai.chat import ChatRequest, Message, read_messages
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import ModelName, Strict, body_of, clean, validate
 from protocol.openai.sampling import GenerationRequest, Switch, refuse
@@ -47,7 +47,7 @@ def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     """Validates the body of /tokenize. Raises InvalidRequest naming the field."""
     cleaned = clean(body, TokenizeRequest)
     if "messages" in cleaned:
-        cleaned["messages"] = clean_messages(TokenizeRequest, cleaned["messages"])
+        cleaned["messages"] = read_messages(TokenizeRequest, cleaned["messages"])
     parsed = validate(TokenizeRequest, cleaned)
     if (parsed.prompt is None) == (parsed.messages is None):
         refuse("prompt", f"is {short_repr(parsed.prompt)}; send it or `messages`, one of the two")

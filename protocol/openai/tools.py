@@ -6,22 +6,21 @@ whole answer; under "auto" the model decides, and its answer is read as its temp
 """
 
 import json
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+from pydantic import ConfigDict, Field
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai.requests import wrong
+from protocol.openai.requests import Strict, validate, wrong
 from protocol.openai.structured import Demand
 from protocol.short_repr import short_repr
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {},
@@ -30,6 +29,21 @@ _NO_PARAMETERS: dict[str, Any] = {
 # As engine/text/grammar_text.py limits it for schemas of their own.
 _FEW_BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
 
+
+class Function(Strict):
+    """What a tool's `function` must have; what else it has is for the model's template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(
+        pattern="^[A-Za-z0-9_.-]{1,64}$",
+        description="1 to 64 letters, digits, underscores, dots or dashes",
+    )
+    description: str | None = Field(None, description="a string")
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema, an object")
+    strict: bool | None = Field(None, description="true or false")
+
+
 TOOLS_SCHEMA: dict[str, Any] = {
     "type": "array",
     "maxItems": MAX_TOOLS,
@@ -37,16 +51,7 @@ TOOLS_SCHEMA: dict[str, Any] = {
         "type": "object",
         "properties": {
             "type": {"const": "function"},
-            "function": {
-                "type": "object",
-                "properties": {
-                    "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
-                    "description": {"type": "string"},
-                    "parameters": {"type": "object", "description": "a JSON schema"},
-                    "strict": {"type": "boolean"},
-                },
-                "required": ["name"],
-            },
+            "function": Function.model_json_schema(),
         },
         "required": ["type", "function"],
     },
@@ -131,19 +136,7 @@ def _read_tool(tool: Any, where: str) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise wrong(f"{where}.function", function, "an object with `name`")
-    where += ".function"
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        must_be = "1 to 64 letters, digits, underscores, dots or dashes"
-        raise wrong(f"{where}.name", name, must_be)
-    for member, kind, must_be in (
-        ("description", str, "a string"),
-        ("parameters", dict, "a JSON schema, an object"),
-        ("strict", bool, "true or false"),
-    ):
-        value = function.get(member)
-        if value is not None and not isinstance(value, kind):
-            raise wrong(f"{where}.{member}", value, must_be)
+    validate(Function, function, f"{where}.function.")
     kept = {key: value for key, value in function.items() if value is not None}
     return {"type": "function", "function": kept}
 

@@ -35,7 +35,7 @@ from benchmarks.processor import QUIET, fastest_loop_ms
 from benchmarks.transfer_decode import Decode, Setup
 from benchmarks.transfer_prefill import Case, Prefill, Remote, Side, Size, synchronize, use_device
 from kvcache.layout import NAMED_ORDERS
-from kvcache.stepping import Stepping
+from kvcache.step_watch import StepWatch
 from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
 
@@ -260,7 +260,7 @@ class DecodeStep:
             self.hidden @ up
             self.wide @ down
 
-    def run(self, stepping: Stepping, until: Callable[[], bool]) -> list[Span]:
+    def run(self, stepping: StepWatch, until: Callable[[], bool]) -> list[Span]:
         """Steps, one after the other, as a server's engine: when each began and ended."""
         spans = []
         ended = torch.cuda.Event()  # type: ignore[no-untyped-call]

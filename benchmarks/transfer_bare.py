@@ -15,7 +15,7 @@ import torch
 from benchmarks.processor import loop_ms_beside
 from benchmarks.transfer_decode import Setup
 from benchmarks.transfer_prefill import Case, kind_of, new_agent
-from kvcache.transfer.agent import ReadState
+from kvcache.transfer.link.agent import ReadState
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.plan.plan import plan_transfer

@@ -20,15 +20,15 @@ from benchmarks.transfer_prefill import (
     new_agent,
     use_device,
 )
-from kvcache.stepping import Stepping
-from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.mapped import MappedPath
+from kvcache.step_watch import StepWatch
+from kvcache.transfer.link.threads import allow_short_naps
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.place import Placer, TorchPlacer
-from kvcache.transfer.pull import Event, PeerReady, PullDone
-from kvcache.transfer.pull_worker import PullWorker
-from kvcache.transfer.rank_links import InsideLink
-from kvcache.transfer.threads import allow_short_naps
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import Event, PeerReady, PullDone
+from kvcache.transfer.pulls.rank_links import InsideLink
+from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.worker import TransferWorker
 from protocol.messages import RemotePrefill
 
 
@@ -59,8 +59,8 @@ class DecodeRank:
         device = setup.device(rank)
         use_device(device)
         self._memory = RankMemory(side, setup.size, rank, device)
-        self.stepping = Stepping()
-        self.worker = PullWorker(
+        self.stepping = StepWatch()
+        self.worker = TransferWorker(
             rank,
             side.tp,
             setup.size.heads,

@@ -13,11 +13,11 @@ import torch
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.transfer.agent import MemoryKind
+from kvcache.transfer.link.agent import MemoryKind
+from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.move.peer_memory import describe
-from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray
-from kvcache.transfer.side_channel import LeaseServer
+from kvcache.transfer.session.lease_server import LeaseServer
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import FirstToken, RemotePrefill
 

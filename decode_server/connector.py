@@ -20,12 +20,11 @@ from engine.process.transport import EngineTransport
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
 from kvcache.stripe import Stripe
-from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.place import TorchPlacer
 from kvcache.transfer.plan.cost import CostModel
-from kvcache.transfer.pull import (
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import (
     PATHS,
     PeerFailed,
     PeerReady,
@@ -35,8 +34,9 @@ from kvcache.transfer.pull import (
     PullSettings,
     PullStuck,
 )
-from kvcache.transfer.pull_worker import PullWorker
-from kvcache.transfer.rank_links import InsideLink
+from kvcache.transfer.pulls.rank_links import InsideLink
+from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import BatonError, InternalError, Overloaded, PullWithheld, RemoteKVError
 from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
@@ -339,7 +339,7 @@ class DecodeConnector(KVConnector):
 
 
 class _PullService(RankService):
-    def __init__(self, worker: PullWorker) -> None:
+    def __init__(self, worker: TransferWorker) -> None:
         self._worker = worker
 
     def start(self) -> None:
@@ -371,12 +371,12 @@ class DecodeConnectorFactory(ConnectorFactory):
         self._inside = InsideLink()  # between the coordinator and the worker of rank 0
 
     def reserved_bytes(self, config: EngineConfig) -> int:
-        return PullWorker.reserved_bytes(_staging_bytes(config))
+        return TransferWorker.reserved_bytes(_staging_bytes(config))
 
     def make_service(self, context: RankContext) -> RankService:
         config = context.config
         return _PullService(
-            PullWorker(
+            TransferWorker(
                 context.rank,
                 config.tp,
                 context.compat.total_kv_heads,

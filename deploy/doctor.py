@@ -10,9 +10,9 @@ from dataclasses import asdict
 
 from pydantic import Field
 
-from kvcache.transfer.link_log import SLOW_GPU_BYTES_PER_S, SLOW_GPU_FIX
-from kvcache.transfer.transports import Host, Link, look, measure
-from kvcache.transfer.ucx_log import has_rdma
+from kvcache.transfer.link.transports import Host, Link, look, measure
+from kvcache.transfer.link.ucx_log import has_rdma
+from kvcache.transfer.worker.link_log import SLOW_GPU_BYTES_PER_S, SLOW_GPU_FIX
 from protocol.settings.settings import BatonSettings, DecodeOptions, parse
 
 _MIN_SHM_BYTES = 64 << 20

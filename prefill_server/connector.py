@@ -15,8 +15,8 @@ from engine.core.sequence import Phase, Sequence
 from engine.process.transport import EngineTransport
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
-from kvcache.transfer.agent import MemoryKind
-from kvcache.transfer.side_channel import LeaseServer
+from kvcache.transfer.link.agent import MemoryKind
+from kvcache.transfer.session.lease_server import LeaseServer
 from protocol import kv_params
 from protocol.handshake import EngineMetadata
 from protocol.messages import FirstToken

@@ -16,8 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from engine.process.transport import MAX_BYTES, path_of
-from kvcache.transfer.wire import Wire, WireClosed
 from protocol.errors import EngineDied, NoServerAvailable
+from protocol.ipc.wire import Wire, WireClosed
 from protocol.messages import (
     AbortRequest,
     AddRequest,

@@ -9,8 +9,8 @@ import select
 import socket
 import time
 
-from kvcache.transfer.waker import Waker
-from kvcache.transfer.wire import Wire, WireClosed
+from protocol.ipc.waker import Waker
+from protocol.ipc.wire import Wire, WireClosed
 from protocol.messages import (
     EngineFailed,
     EngineInput,

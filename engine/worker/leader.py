@@ -10,7 +10,7 @@ from engine.worker.rank import Rank
 from engine.worker.ranks import Leader
 from engine.worker.service import ConnectorFactory
 from engine.worker.starting import reason_of, starting
-from kvcache.transfer.threads import allow_short_naps
+from kvcache.transfer.link.threads import allow_short_naps
 from model.config import load_config
 from protocol.handshake import PROTOCOL_VERSION, EngineMetadata
 from protocol.messages import EngineReady

@@ -27,9 +27,9 @@ import msgspec
 from engine.core.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
 from engine.process.transport import MAX_BYTES, path_of
 from engine.worker.runner import ModelRunner
-from kvcache.transfer.processes import ProcessEnded, ProcessGone, Watched, is_ending
-from kvcache.transfer.wire import Wire, WireClosed, wait_readable
 from protocol.handshake import ProcessRecord, RankMetadata
+from protocol.ipc.processes import ProcessEnded, ProcessGone, Watched, is_ending
+from protocol.ipc.wire import Wire, WireClosed, wait_readable
 
 logger = logging.getLogger("baton.engine")
 

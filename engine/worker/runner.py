@@ -25,7 +25,7 @@ from engine.worker.kv_memory import RankMemory, longest, make_memory
 from engine.worker.load import load, open_device
 from engine.worker.memory import fitting
 from kvcache.layout import KVLayout
-from kvcache.stepping import Stepping
+from kvcache.step_watch import StepWatch
 from model.config import ModelConfig
 from model.parallel import Parallel
 
@@ -42,7 +42,7 @@ class ModelRunner:
         self.model = load(config, model_config, parallel, self.device)
         self.shaper = LogitShaper(model_config.vocab_size, self.device)
         self.last_drawn = LastSampledTokens(config.max_num_seqs, self.device)
-        self.stepping = Stepping()
+        self.stepping = StepWatch()
         self.memory: RankMemory | None = None
         self.graphs: DecodeGraphs | None = None
 

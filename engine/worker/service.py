@@ -7,8 +7,8 @@ from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.process.transport import EngineTransport
 from kvcache.pool import KVPool
-from kvcache.stepping import Stepping
-from kvcache.transfer.agent import TransferAgent
+from kvcache.step_watch import StepWatch
+from kvcache.transfer.link.agent import TransferAgent
 from protocol.handshake import CompatRecord, EngineMetadata
 
 
@@ -21,7 +21,7 @@ class RankContext:
     pool: KVPool
     agent: TransferAgent
     compat: CompatRecord
-    stepping: Stepping  # whether the rank computes
+    stepping: StepWatch  # whether the rank computes
 
 
 class RankService(ABC):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache.blocks import BlockState
-from kvcache.transfer.pull import (
+from kvcache.transfer.pulls.messages import (
     Event,
     PeerFailed,
     PeerReady,

@@ -3,11 +3,11 @@
 from typing import Any
 
 from kvcache.pool import KVPool
-from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.peer_memory import offer
-from kvcache.transfer.processes import own_record
+from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.handshake import RankMetadata
+from protocol.ipc.processes import own_record
 from tests.decode_server.pair import Pair
 from tests.kvcache.transfer.memory_placer import MemoryPlacer
 

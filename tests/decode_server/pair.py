@@ -25,12 +25,12 @@ from engine.core.core import EngineCore
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
-from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.pull import PullSettings
-from kvcache.transfer.pull_worker import PullWorker
-from kvcache.transfer.side_channel import LeaseServer
+from kvcache.transfer.link.memory_agent import MemoryAgent
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import PullSettings
+from kvcache.transfer.session.lease_server import LeaseServer
+from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.worker import TransferWorker
 from prefill_server.connector import PrefillConnector
 from protocol import kv_params
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
@@ -221,7 +221,7 @@ class Pair:
         )
         self.coordinator.start()
         address = self.coordinator.worker_address
-        self.worker = PullWorker(
+        self.worker = TransferWorker(
             0,
             1,
             self.compat.total_kv_heads,

@@ -9,10 +9,10 @@ from decode_server.failure import FailurePolicy
 from engine.core.batch import StepInput
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
-from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.pull import PullSettings
-from kvcache.transfer.pull_worker import PullWorker
+from kvcache.transfer.link.memory_agent import MemoryAgent
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import PullSettings
+from kvcache.transfer.worker.worker import TransferWorker
 from tests.decode_server.pair import SECRET, Pair, PoolExecutor, Side
 from tests.engine.shadow import ShadowExecutor, make_core
 
@@ -95,7 +95,7 @@ class SharingPair(Pair):
         self.coordinator.start()
         heads, address = self.compat.total_kv_heads, self.coordinator.worker_address
         self.workers = [
-            PullWorker(rank, dcp, heads, agent, pool, address, dcp=dcp, staging_bytes=2**20)
+            TransferWorker(rank, dcp, heads, agent, pool, address, dcp=dcp, staging_bytes=2**20)
             for rank, agent, pool in zip(itertools.count(), agents, pools, strict=False)
         ]
         for worker in self.workers:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.pull import PullSettings
+from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest, ReleaseRemote
 from tests.decode_server.pair import Pair

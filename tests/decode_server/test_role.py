@@ -11,7 +11,7 @@ import pytest
 
 from kvcache.blocks import BlockState
 from kvcache.stripe import Stripe
-from kvcache.transfer.pull import PullSettings
+from kvcache.transfer.pulls.messages import PullSettings
 from prefill_server import connector as role
 from protocol import kv_params
 from protocol.messages import AbortRequest, FirstToken, ReleaseRemote

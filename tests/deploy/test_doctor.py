@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deploy.doctor import advice, main, text, used
-from kvcache.transfer.transports import Host, Link, measure
+from kvcache.transfer.link.transports import Host, Link, measure
 
 GPU_HOST = Host(
     cores=16,

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from engine.process.client import Engine, EngineClient
-from kvcache.transfer.wire import framed
 from protocol.errors import EngineDied
+from protocol.ipc.wire import framed
 from protocol.messages import (
     AbortRequest,
     AddRequest,

@@ -15,8 +15,8 @@ import pytest
 from engine.core.batch import PendingStep, StepInput, StepOutput
 from engine.worker.ranks import Follower, Leader, OtherRanks, RankLost, RankTimeout
 from kvcache.layout import KVLayout
-from kvcache.transfer.processes import own_record
 from protocol.handshake import ProcessRecord, RankMetadata
+from protocol.ipc.processes import own_record
 
 
 def test_followers_learn_the_port_and_the_smallest_number_of_blocks(socket_folder: Path) -> None:
@@ -112,7 +112,7 @@ def test_followers_launch_ahead_as_far_as_rank_0_does(socket_folder: Path) -> No
 _ALIVE = """
 import sys
 from msgspec.json import encode
-from kvcache.transfer.processes import own_record
+from protocol.ipc.processes import own_record
 print(encode(own_record()).decode(), flush=True)
 sys.stdin.readline()
 """

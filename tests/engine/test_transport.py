@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.process.transport import EngineTransport
-from kvcache.transfer.wire import framed
+from protocol.ipc.wire import framed
 from protocol.messages import AbortRequest, Outputs, Shutdown, TokenDelta, decode_output, encode
 
 WAIT_S = 20.0

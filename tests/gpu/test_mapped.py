@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.pool import TORCH_DTYPES, KVPool
-from kvcache.transfer.mapped import MappedPath
 from kvcache.transfer.move.cuda_placer import LONG_RUN_BYTES, CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.move.place import TorchPlacer, Work, launches
 from kvcache.transfer.plan.block_copy import Transfer
-from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
+from kvcache.transfer.worker.mapped_job import MappedPath
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
 from pull_rig import Child, Decode, Prefill, expected, on_device
@@ -167,7 +167,7 @@ def test_a_latent_cache_of_every_dtype(source: str, target: str) -> None:
 
 
 def nixl(name: str, device: str) -> Any:
-    from kvcache.transfer.nixl_agent import NixlAgent
+    from kvcache.transfer.link.nixl_agent import NixlAgent
 
     return on_device(NixlAgent, name, device)
 

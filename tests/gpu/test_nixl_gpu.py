@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from tests.gpu.test_mapped import DEVICES, NUM_GPUS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
@@ -21,7 +21,7 @@ ENDINGS = (PullDone, PullFailed, PullDrained)
 
 
 def nixl(device: str) -> Any:
-    from kvcache.transfer.nixl_agent import NixlAgent
+    from kvcache.transfer.link.nixl_agent import NixlAgent
 
     return on_device(NixlAgent, "D", device)
 

@@ -1,6 +1,6 @@
 """When an engine counts as computing."""
 
-from kvcache.stepping import Stepping
+from kvcache.step_watch import StepWatch
 
 
 class Engine:
@@ -9,7 +9,7 @@ class Engine:
     def __init__(self) -> None:
         self.now = 100.0
         self.ended = False
-        self.stepping = Stepping(lambda: self.now)
+        self.stepping = StepWatch(lambda: self.now)
 
     def step(self) -> None:
         self.stepping.launching()

@@ -18,8 +18,8 @@ import torch
 from kvcache.pool import KVPool
 from kvcache.shared_memory import NotShared, OpenedMemory
 from kvcache.transfer.move import cuda
-from kvcache.transfer.processes import host_id, own_record
 from protocol.handshake import RankMetadata
+from protocol.ipc.processes import host_id, own_record
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)

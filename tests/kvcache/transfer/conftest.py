@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.memory_agent import MemoryAgent
 from tests.ports import kept_ports
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.agent import ReadState
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.agent import ReadState
+from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS

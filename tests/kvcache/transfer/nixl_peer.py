@@ -17,7 +17,7 @@ def pattern(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def main() -> None:
-    from kvcache.transfer.nixl_agent import NixlAgent
+    from kvcache.transfer.link.nixl_agent import NixlAgent
 
     memory = pattern(int(sys.argv[1]))
     agent = NixlAgent("peer")

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kvcache.transfer.agent import ReadState
-from kvcache.transfer.nixl_agent import NixlAgent
+from kvcache.transfer.link.agent import ReadState
+from kvcache.transfer.link.nixl_agent import NixlAgent
 
 here, there = NixlAgent("here"), NixlAgent("there")
 memory = [np.zeros(1 << 20, np.uint8) for _ in range(2)]

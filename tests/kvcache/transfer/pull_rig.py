@@ -23,17 +23,17 @@ import torch
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
-from kvcache.transfer.agent import TransferAgent
-from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.link.agent import TransferAgent
+from kvcache.transfer.link.read_window import ReadWindow
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import heads_of
-from kvcache.transfer.posts import PostLimits
-from kvcache.transfer.pull import Event, PullDone, PullDrained, PullFailed, PullSettings
-from kvcache.transfer.pull_worker import PullWorker
-from kvcache.transfer.rank_links import InsideLink
-from kvcache.transfer.side_channel import LeaseServer
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import Event, PullDone, PullDrained, PullFailed, PullSettings
+from kvcache.transfer.pulls.rank_links import InsideLink
+from kvcache.transfer.session.lease_server import LeaseServer
+from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.worker import TransferWorker
 from protocol.handshake import (
     PROTOCOL_VERSION,
     CompatRecord,
@@ -238,7 +238,7 @@ class Decode:
         heads: int = HEADS,
         scales: tuple[float, ...] = (),
         secret: bytes = SECRET,
-        limits: PostLimits | None = None,
+        limits: ReadWindow | None = None,
         staging_bytes: int | None = None,
         settings: dict[str, Any] | None = None,
         device: str = "cpu",
@@ -268,7 +268,7 @@ class Decode:
             inside={0: first},
         )
         self.workers = [
-            PullWorker(
+            TransferWorker(
                 rank,
                 tp,
                 heads,
@@ -378,7 +378,7 @@ def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, st
 
 
 def nixl_agent() -> TransferAgent:
-    from kvcache.transfer.nixl_agent import NixlAgent
+    from kvcache.transfer.link.nixl_agent import NixlAgent
 
     return NixlAgent("test")
 
@@ -443,7 +443,7 @@ def serve_worker(agent_kind: Callable[[str], TransferAgent], options: dict[str, 
     """One rank of D; answers with a digest of what lies in its blocks."""
     rank, tp, dcp = options["rank"], options["tp"], options.get("dcp", 1)
     pool = KVPool(layout(tp, rank, dcp=dcp))
-    worker = PullWorker(rank, tp, HEADS, agent_kind("D"), pool, options["address"], dcp=dcp)
+    worker = TransferWorker(rank, tp, HEADS, agent_kind("D"), pool, options["address"], dcp=dcp)
     worker.start()
     say({"rank": rank})
     for line in sys.stdin:
@@ -461,7 +461,7 @@ def say(answer: Any) -> None:
 
 
 def main() -> None:
-    from kvcache.transfer.nixl_agent import NixlAgent
+    from kvcache.transfer.link.nixl_agent import NixlAgent
 
     roles = {"prefill": serve_prefill, "worker": serve_worker}
     roles[sys.argv[1]](NixlAgent, json.loads(sys.argv[2]))

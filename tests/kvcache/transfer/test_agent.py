@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.agent import ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.link.memory_agent import MemoryAgent
 from protocol.errors import TransferFailed
 from tests import stopping
 
@@ -102,7 +102,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def nixl_agent(**options: Any) -> TransferAgent:
-    from kvcache.transfer.nixl_agent import NixlAgent
+    from kvcache.transfer.link.nixl_agent import NixlAgent
 
     return NixlAgent("reader", **options)
 
@@ -225,7 +225,7 @@ def test_an_agent_can_be_handed_to_another_thread(reader: Reader) -> None:
 
 
 def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable() -> None:
-    program = "from kvcache.transfer.nixl_agent import CannotStart, NixlAgent\n" + (
+    program = "from kvcache.transfer.link.nixl_agent import CannotStart, NixlAgent\n" + (
         "try: NixlAgent()\nexcept CannotStart as error: print(error)"
     )
     done = subprocess.run(
@@ -280,7 +280,7 @@ import signal, sys, time
 import numpy as np
 sys.path.insert(0, sys.argv[1])
 import test_agent as t
-from kvcache.transfer.agent import ReadState
+from kvcache.transfer.link.agent import ReadState
 
 def stopped_in_mid_read():
     assert reader.finish(reader.post([(0, 0, 8)])) is ReadState.DONE  # connected

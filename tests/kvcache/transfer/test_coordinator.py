@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.pull import PullDrained, PullFailed, RankEnded, StopPull
-from kvcache.transfer.pull_state import PullState
-from kvcache.transfer.rank_links import InsideLink
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import PullDrained, PullFailed, RankEnded, StopPull
+from kvcache.transfer.pulls.pull_state import PullState
+from kvcache.transfer.pulls.rank_links import InsideLink
 from protocol.errors import InternalError
 from tests.kvcache.transfer.pull_rig import SECRET, Prefill, compat
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.pull import PeerFailed, PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import PeerFailed, PullDone, PullDrained, PullFailed
 from protocol.errors import PullWithheld, TransferFailed
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.place import TorchPlacer
-from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
-from kvcache.transfer.pull_state import Phase
+from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.pull_state import Phase
+from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import LeaseGone, PeerUnreachable
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from msgspec.structs import replace
 
 from kvcache.lease import LeaseTable
-from kvcache.transfer.pull import PullDone, PullSettings, RankEnded
-from kvcache.transfer.pull_state import (
+from kvcache.transfer.pulls.messages import PullDone, PullSettings, RankEnded
+from kvcache.transfer.pulls.pull_state import (
     Action,
     Emit,
     FanOut,

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvcache.transfer.link_log import log_first_pull, log_measured
+from kvcache.transfer.link.ucx_log import UcxRead
 from kvcache.transfer.plan.cost import CostModel
-from kvcache.transfer.ucx_log import UcxRead
+from kvcache.transfer.worker.link_log import log_first_pull, log_measured
 
 IPC = UcxRead("cuda/GPU1", "cuda/dev[2]", "intra-node", "zero-copy", "cuda_ipc/cuda")
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable, offer, offered
-from kvcache.transfer.processes import host_id
-from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
+from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import (
     LeaseGone,
     PeerIncompatible,
@@ -24,6 +23,7 @@ from protocol.errors import (
     TransferFailed,
 )
 from protocol.handshake import EngineMetadata
+from protocol.ipc.processes import host_id
 from tests.kvcache.transfer.memory_placer import MemoryPlacer
 
 sys.path.insert(0, str(Path(__file__).parent))

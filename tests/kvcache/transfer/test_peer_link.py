@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer import pull_worker
-from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.pull import DropPeer, PullDone, PullDrained, PullFailed
+from kvcache.transfer.link.memory_agent import MemoryAgent
+from kvcache.transfer.pulls.messages import DropPeer, PullDone, PullDrained, PullFailed
+from kvcache.transfer.worker import worker as pull_worker
+from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import PeerUnreachable
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -220,7 +220,7 @@ STOPPED = """
 import os, signal
 import numpy as np
 import test_agent as t
-from kvcache.transfer.agent import ReadState
+from kvcache.transfer.link.agent import ReadState
 from protocol.errors import TransferFailed
 
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from kvcache.stripe import Stripe
-from kvcache.transfer.peers import PeerStatus, PeerTable, Trust
-from kvcache.transfer.pull import PullSettings
+from kvcache.transfer.pulls.messages import PullSettings
+from kvcache.transfer.pulls.peers import PeerStatus, PeerTable, Trust
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import (
     PROTOCOL_VERSION,

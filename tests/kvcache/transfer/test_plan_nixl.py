@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.agent import ReadState
+from kvcache.transfer.link.agent import ReadState
+from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.move.place import place
-from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.plan import TransferPlan

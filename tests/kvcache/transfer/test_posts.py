@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.transfer.link.read_window import Post, ReadWindow, cut
 from kvcache.transfer.plan.block_copy import ReadDescriptors
-from kvcache.transfer.posts import Post, PostLimits, cut
 
 
 def read_of(lengths: list[int], rank: int = 0) -> ReadDescriptors:
@@ -37,7 +37,7 @@ def test_property_posts_move_each_byte_once_within_their_limits(
     reads: list[list[int]], max_bytes: int, max_runs: int
 ) -> None:
     whole = [read_of(lengths, rank) for rank, lengths in enumerate(reads)]
-    posts = list(cut(whole, PostLimits(max_bytes, max_runs)))
+    posts = list(cut(whole, ReadWindow(max_bytes, max_runs)))
     uncut = [Post(r.remote_rank, r.local_offsets, r.remote_offsets, r.lengths) for r in whole]
     assert as_pairs(posts) == as_pairs(uncut)
     for post in posts:
@@ -47,9 +47,9 @@ def test_property_posts_move_each_byte_once_within_their_limits(
 
 
 def test_no_more_posts_than_the_limits_ask_for() -> None:
-    posts = list(cut([read_of([10] * 100)], PostLimits(max_bytes=250, max_runs=1000)))
+    posts = list(cut([read_of([10] * 100)], ReadWindow(max_bytes=250, max_runs=1000)))
     assert [post.nbytes for post in posts] == [250] * 4
-    (one,) = cut([read_of([10] * 100)], PostLimits())
+    (one,) = cut([read_of([10] * 100)], ReadWindow())
     assert one.nbytes == 1000
 
 
@@ -57,7 +57,7 @@ def test_posts_become_smaller_when_a_batch_begins_in_between() -> None:
     lengths = np.full(8, 100, np.int64)
     read = ReadDescriptors(0, np.arange(8) * 1000, np.arange(8) * 100, lengths)
     bounds = iter([700, 400, 200, 200, 200])
-    posts = list(cut([read], PostLimits(700, 1024, 8), lambda: next(bounds)))
+    posts = list(cut([read], ReadWindow(700, 1024, 8), lambda: next(bounds)))
     assert [post.nbytes for post in posts] == [400, 200, 200]
     assert np.concatenate([post.remote_offsets for post in posts]).tolist() == [
         1000 * index for index in range(8)

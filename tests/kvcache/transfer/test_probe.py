@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.place import TorchPlacer
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.plan import Planner
-from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
+from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import PeerUnreachable
 
 sys.path.insert(0, str(Path(__file__).parent))

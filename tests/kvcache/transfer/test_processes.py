@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.transfer.processes import ProcessGone, Watched, is_ending, own_record
 from protocol.handshake import ProcessRecord
+from protocol.ipc.processes import ProcessGone, Watched, is_ending, own_record
 
 CHILD = """
 import sys
 from msgspec.json import encode
-from kvcache.transfer.processes import own_record
+from protocol.ipc.processes import own_record
 print(encode(own_record()).decode(), flush=True)
 sys.stdin.readline()
 """

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.posts import PostLimits
-from kvcache.transfer.pull import (
+from kvcache.transfer.link.memory_agent import MemoryAgent
+from kvcache.transfer.link.read_window import ReadWindow
+from kvcache.transfer.pulls.messages import (
     PeerFailed,
     PeerReady,
     PullDone,
@@ -81,7 +81,7 @@ def test_every_rank_gets_its_heads(rig: Any, p_tp: int, d_tp: int) -> None:
 
 def test_pieces_of_any_size_give_the_same_bytes(rig: Any) -> None:
     prefill = rig(Prefill)
-    for limits in (PostLimits(100, 1000, 3), PostLimits(1 << 30, 1, 1), PostLimits(1000, 2, 8)):
+    for limits in (ReadWindow(100, 1000, 3), ReadWindow(1 << 30, 1, 1), ReadWindow(1000, 2, 8)):
         decode = rig(Decode, limits=limits)
         remote = prefill.lease([5, 2, 9], 24)
         decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
@@ -372,7 +372,7 @@ def test_a_stuck_pull_does_not_stop_the_others(rig: Any) -> None:
 
 def test_reads_that_hang_leave_others_room(rig: Any) -> None:
     hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
-    limits = PostLimits(max_bytes=64, max_runs=1, max_active=2)
+    limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
     decode = rig(Decode, limits=limits, settings={"drain_grace_s": 0.05})
     agent = decode.agents[0]
     agent.stall(hung.agents[0].name)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.memory_agent import MemoryAgent
-from kvcache.transfer.posts import PostLimits
-from kvcache.transfer.pull import PullDone, PullDrained
+from kvcache.transfer.link.memory_agent import MemoryAgent
+from kvcache.transfer.link.read_window import ReadWindow
+from kvcache.transfer.pulls.messages import PullDone, PullDrained
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import ENDINGS, PATIENT, Decode, Prefill, nixl_agent
@@ -28,7 +28,7 @@ def test_cancel_before_the_pull_begins_ends_the_lease(rig: Any) -> None:
 
 
 def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig: Any) -> None:
-    limits = PostLimits(max_bytes=64, max_runs=1, max_active=2)
+    limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
     prefill, decode = rig(Prefill), rig(Decode, limits=limits)
     decode.agents[0].stall()
     decode.coordinator.pull("a", prefill.lease([5, 6], 16), 0, 16, [3, 4])
@@ -59,7 +59,7 @@ def test_cancel_after_the_end_or_of_the_unknown_is_answered_once(rig: Any) -> No
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_cancels_at_any_moment_end_in_one_drained_each(rig: Any, make_agent: Any) -> None:
-    limits = PostLimits(max_bytes=4096, max_runs=2, max_active=2)
+    limits = ReadWindow(max_bytes=4096, max_runs=2, max_active=2)
     prefill = rig(Prefill, make_agent, num_blocks=256)
     # Else PullStuck may come first on busy machines.
     decode = rig(Decode, make_agent, tp=2, limits=limits, num_blocks=256, settings=PATIENT)

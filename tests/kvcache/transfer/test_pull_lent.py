@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvcache.transfer.pull import PullDone
+from kvcache.transfer.pulls.messages import PullDone
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import ENDINGS, Decode, Prefill

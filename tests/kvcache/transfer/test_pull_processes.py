@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.transfer.coordinator import PullCoordinator
-from kvcache.transfer.mapped import MappedPath
+from kvcache.transfer.link.nixl_agent import NixlAgent
+from kvcache.transfer.link.read_window import ReadWindow
 from kvcache.transfer.move.place import TorchPlacer
-from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan.endpoint import heads_of
-from kvcache.transfer.posts import PostLimits
-from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
-from kvcache.transfer.pull_state import Phase
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.pull_state import Phase
+from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.messages import RemotePrefill
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -60,7 +60,7 @@ def whole(child: Child, **options: Any) -> Any:
 def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
     prefill: Child, port: int
 ) -> None:
-    limits = PostLimits(max_bytes=4096, max_runs=1, max_active=1)
+    limits = ReadWindow(max_bytes=4096, max_runs=1, max_active=1)
     settings = {"connection_timeout_s": 0.3, **PATIENT}
     decode = Decode(agent, limits=limits, settings=settings, num_blocks=BLOCKS)
     blocks = list(range(1, BLOCKS))[::-1]
@@ -132,7 +132,7 @@ sys.path.insert(0, sys.argv[1])
 from test_pull_processes import *
 prefill = Child("prefill", num_blocks=BLOCKS)
 settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.1, "handshake_timeout_s": 100.0}
-limits = PostLimits(max_bytes=1 << 20)  # of which more hang than may be active at once
+limits = ReadWindow(max_bytes=1 << 20)  # of which more hang than may be active at once
 decode = Decode(
     agent, settings=settings, num_blocks=BLOCKS, limits=limits, staging_bytes=1 << 20
 )

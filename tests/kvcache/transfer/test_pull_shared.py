@@ -12,11 +12,11 @@ import torch
 
 from kvcache import fp8
 from kvcache.pool import KVPool
-from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.place import TorchPlacer
 from kvcache.transfer.plan.cost import CostModel
-from kvcache.transfer.pull import PeerFailed, PeerReady, PullDone, PullFailed
+from kvcache.transfer.pulls.messages import PeerFailed, PeerReady, PullDone, PullFailed
+from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import PeerIncompatible
 from protocol.handshake import EngineMetadata
 

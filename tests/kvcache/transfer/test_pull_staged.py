@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer import pull_job
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.memory_agent import MemoryAgent
+from kvcache.transfer.link.read_window import ReadWindow
 from kvcache.transfer.move import place as placing
-from kvcache.transfer.posts import PostLimits
-from kvcache.transfer.pull import PullDone, PullDrained, PullFailed, PullStuck
+from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed, PullStuck
+from kvcache.transfer.worker import read_job as pull_job
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import (
@@ -125,7 +125,7 @@ def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_o
 ) -> None:
     monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
     hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
-    limits = PostLimits(max_bytes=64, max_runs=1, max_active=2)
+    limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
     decode = rig(Decode, staging_bytes=1 << 16, limits=limits)
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("direct", hung.lease([5, 6], 16), 0, 16, [3, 4])

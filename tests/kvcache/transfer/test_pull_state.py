@@ -6,7 +6,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcache.transfer.pull import (
+from kvcache.transfer.pulls.messages import (
     PullDone,
     PullDrained,
     PullFailed,
@@ -14,8 +14,8 @@ from kvcache.transfer.pull import (
     PullStuck,
     RankEnded,
 )
-from kvcache.transfer.pull import RankFailing as Failing
-from kvcache.transfer.pull_state import (
+from kvcache.transfer.pulls.messages import RankFailing as Failing
+from kvcache.transfer.pulls.pull_state import (
     Action,
     Deadlines,
     Emit,
@@ -239,7 +239,7 @@ def test_deadlines_come_in_order_and_the_soonest_counts() -> None:
 
 
 class PullMachine(RuleBasedStateMachine):
-    """Property: whatever happens in whatever order, the promises of pull.py hold."""
+    """Property: whatever happens in whatever order, the promises of messages.py hold."""
 
     @initialize(ranks=st.integers(1, 3), begun=st.sampled_from([True, True, False]))
     def begin(self, ranks: int, begun: bool) -> None:

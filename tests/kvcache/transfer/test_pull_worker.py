@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer import pull_worker, watch
-from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.job_maker import JobMaker
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.agent import ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
-from kvcache.transfer.pull import (
+from kvcache.transfer.pulls.messages import (
     AddPeer,
     Pull,
     RankEnded,
@@ -23,9 +21,12 @@ from kvcache.transfer.pull import (
     StopPull,
     pull_command,
 )
-from kvcache.transfer.pull_job import PullJob
-from kvcache.transfer.pull_worker import PullWorker
-from kvcache.transfer.rank_links import InsideLink
+from kvcache.transfer.pulls.rank_links import InsideLink
+from kvcache.transfer.worker import hang_watch as watch
+from kvcache.transfer.worker import worker as pull_worker
+from kvcache.transfer.worker.job_maker import JobMaker
+from kvcache.transfer.worker.read_job import ReadJob
+from kvcache.transfer.worker.worker import TransferWorker
 from protocol.process.vital_threads import VitalThread
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,7 +42,7 @@ class Rank:
         self.reports: list[Report] = []
         self.link.on_report = self._told.set
         self.pool = KVPool(layout())
-        self.worker = PullWorker(
+        self.worker = TransferWorker(
             0, 1, HEADS, agent or MemoryAgent(), self.pool, "", inside=self.link, **options
         )
 
@@ -167,13 +168,13 @@ def test_an_end_is_told_and_its_peer_let_go_whatever_the_leaving_fails_with(
     prefill, rank = rig(Prefill), Rank(MemoryAgent())
     rank.worker.start()
     rank.link.send(AddPeer(prefill.metadata))
-    leave = PullJob.leave
+    leave = ReadJob.leave
 
-    def broken(job: PullJob) -> None:
+    def broken(job: ReadJob) -> None:
         leave(job)
         raise RuntimeError("it cannot leave")
 
-    monkeypatch.setattr(PullJob, "leave", broken)
+    monkeypatch.setattr(ReadJob, "leave", broken)
     rank.worker._agent.fail()  # type: ignore[attr-defined]
     rank.link.send(order(prefill, "a"))
     assert isinstance(rank.report(), RankFailing)
@@ -196,13 +197,13 @@ def test_who_could_not_be_made_keeps_staging_memory_from_no_other(
     rank = Rank(staging_bytes=1 << 18, costs=DEFAULT_COSTS["cuda"])
     rank.worker.start()
     rank.link.send(AddPeer(prefill.metadata))
-    make = PullJob.__init__
+    make = ReadJob.__init__
 
     def broken(*args: Any) -> None:
         make(*args)
         raise RuntimeError("it cannot be made")
 
-    monkeypatch.setattr(PullJob, "__init__", broken)
+    monkeypatch.setattr(ReadJob, "__init__", broken)
     rank.link.send(order(prefill, "a"))
     ended = rank.report()
     assert isinstance(ended, RankEnded) and ended.error is not None

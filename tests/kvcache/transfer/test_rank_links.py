@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer import rank_links
-from kvcache.transfer.pull import Command, RankEnded, Report, StopPull
-from kvcache.transfer.rank_links import InsideLink, OutsideLink, RankLinks, WorkerLink
-from kvcache.transfer.wire import wait_readable
+from kvcache.transfer.pulls import rank_links
+from kvcache.transfer.pulls.messages import Command, RankEnded, Report, StopPull
+from kvcache.transfer.pulls.rank_links import InsideLink, OutsideLink, RankLinks, WorkerLink
+from protocol.ipc.wire import wait_readable
 
 DEADLINE_S = 20.0
 

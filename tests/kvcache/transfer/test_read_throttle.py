@@ -1,4 +1,4 @@
-from kvcache.transfer.read_throttle import Throttle
+from kvcache.transfer.link.read_throttle import Throttle
 
 
 def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not() -> None:

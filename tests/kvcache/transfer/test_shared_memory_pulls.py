@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
-from kvcache.transfer.mapped import MappedPath
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable
 from kvcache.transfer.move.place import TorchPlacer, launches, place
-from kvcache.transfer.pull import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
+from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable, PullTimeout
 from protocol.handshake import EngineMetadata
 

@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from kvcache.lease import LeaseState, LeaseTable
-from kvcache.transfer.side_channel import LeaseServer, SideChannelClient, ask, new_id
-from kvcache.transfer.side_client import split
-from kvcache.transfer.wire import Wire, WireClosed, framed, listen, wait_readable
+from kvcache.transfer.session.lease_client import split
+from kvcache.transfer.session.lease_server import LeaseServer, SideChannelClient, ask, new_id
 from protocol.errors import PeerUnreachable
 from protocol.handshake import (
     AbortLease,
@@ -29,6 +28,7 @@ from protocol.handshake import (
     seal_reply,
     seal_request,
 )
+from protocol.ipc.wire import Wire, WireClosed, framed, listen, wait_readable
 from protocol.process.vital_threads import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
 
@@ -247,7 +247,7 @@ def test_a_message_may_come_in_pieces_and_several_at_once(server: Server) -> Non
 def test_strangers_who_say_nothing_do_not_keep_others_out(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache.transfer.side_channel._MAX_STRANGERS", 3)
+    monkeypatch.setattr("kvcache.transfer.session.lease_server._MAX_STRANGERS", 3)
     request = framed(b"".join(seal_request(GetMetadata(nonce="n"), SECRET)))
     with ExitStack() as stack:
         known = stack.enter_context(socket.create_connection(server.address, DEADLINE_S))

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvcache.transfer.side_client import SideChannelClient
+from kvcache.transfer.session.lease_client import LeaseClient
 from protocol.handshake import GetMetadata
 
 
@@ -12,7 +12,7 @@ def test_a_name_that_no_thread_can_look_up_is_tried_again(monkeypatch: pytest.Mo
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    client = SideChannelClient(b"cluster secret")
+    client = LeaseClient(b"cluster secret")
     address = ("no-such-host.invalid", 1)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)

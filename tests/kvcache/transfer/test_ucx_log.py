@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.transfer.ucx_log import UcxRead, other_lines, parse
+from kvcache.transfer.link.ucx_log import UcxRead, other_lines, parse
 
 # As UCX 1.23 prints it, with every table first and then those of the kind that is asked for.
 PRINTED = """\
@@ -97,7 +97,7 @@ def test_what_ucx_reads_with_is_told_by_ucx(tls: str) -> None:
 def test_where_the_log_goes_is_left_to_those_who_have_said_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvcache.transfer.ucx_log import UcxLog
+    from kvcache.transfer.link.ucx_log import UcxLog
 
     monkeypatch.setenv("UCX_LOG_FILE", "mine.log")
     log = UcxLog()

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.agent import ReadHandle, ReadState
-from kvcache.transfer.memory_agent import MemoryAgent
+from kvcache.transfer.link.agent import ReadHandle, ReadState
+from kvcache.transfer.link.memory_agent import MemoryAgent
+from kvcache.transfer.link.read_window import ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
-from kvcache.transfer.posts import PostLimits
-from kvcache.transfer.pull import AddPeer, DropPeer, RankEnded, StopPull, pull_command
-from kvcache.transfer.pull_job import PullJob
-from kvcache.transfer.pull_worker import PullWorker
-from kvcache.transfer.rank_links import InsideLink
+from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPull, pull_command
+from kvcache.transfer.pulls.rank_links import InsideLink
+from kvcache.transfer.worker.read_job import ReadJob
+from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import TransferFailed
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -92,7 +92,7 @@ class Rank:
         self.link.on_report = self._told.set
         self.pool = KVPool(layout())
         self.agent = FaultyAgent(faults)
-        self.worker = PullWorker(
+        self.worker = TransferWorker(
             0,
             1,
             HEADS,
@@ -100,7 +100,7 @@ class Rank:
             self.pool,
             "",
             inside=self.link,
-            limits=PostLimits(1 << 16 if seed % 4 == 1 else 2048, max_runs=64, max_active=3),
+            limits=ReadWindow(1 << 16 if seed % 4 == 1 else 2048, max_runs=64, max_active=3),
             staging_bytes=1 << 18 if seed % 2 else None,
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
         )
@@ -143,13 +143,13 @@ class Rank:
 def test_every_pull_ends_and_none_is_wrong(
     rig: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache.transfer.pull_worker._POLL_STUCK_S", 0.0005)
-    monkeypatch.setattr("kvcache.transfer.pull_job._HANGS_S", 0.003)
+    monkeypatch.setattr("kvcache.transfer.worker.worker._POLL_STUCK_S", 0.0005)
+    monkeypatch.setattr("kvcache.transfer.worker.read_job._HANGS_S", 0.003)
     rng = random.Random(seed)
     faults = Faults(random.Random(seed + 1))
     monkeypatch.setattr(placing, "place", faults.before(placing.place))
-    monkeypatch.setattr(PullJob, "leave", faults.after(PullJob.leave))
-    monkeypatch.setattr(PullJob, "__init__", faults.after(PullJob.__init__))
+    monkeypatch.setattr(ReadJob, "leave", faults.after(ReadJob.leave))
+    monkeypatch.setattr(ReadJob, "__init__", faults.after(ReadJob.__init__))
     prefills = [rig(Prefill, engine_id=name, order="LBCNHD") for name in "PQ"]
     rank = Rank(rng, faults, seed)
     rank.worker.start()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 _RECENT_S = 0.025
 
 
-class Stepping:
+class StepWatch:
     """One rank's; `launching` and `launched` belong to the engine's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

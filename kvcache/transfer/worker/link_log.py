@@ -1,8 +1,8 @@
 """What is said of a link to a peer once it has been used: the transport, its speed, and the fix for
 one that is slower than it should be."""
 
+from kvcache.transfer.link.ucx_log import GPU_FIX, UcxRead, has_rdma
 from kvcache.transfer.plan.cost import CostModel
-from kvcache.transfer.ucx_log import GPU_FIX, UcxRead, has_rdma
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)

@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.transfer.agent import Addresses
+from kvcache.transfer.link.agent import Addresses
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 
 
 @dataclass(frozen=True)
-class PostLimits:
+class ReadWindow:
     max_bytes: int = 32 << 20  # 3 to 10 ms of copying on a CPU
     max_runs: int = 1024  # 5 to 8 ms of posting on a GPU
     max_active: int = 8  # posts to one peer that have not ended
 
 
 # Between GPUs a post copies nothing by itself, and a run that is cut is slower than a whole one.
-GPU_LIMITS = PostLimits(max_bytes=1 << 30)
+GPU_LIMITS = ReadWindow(max_bytes=1 << 30)
 
 
 _FEW_RUNS = 512
@@ -47,7 +47,7 @@ class Post(NamedTuple):
 
 
 def cut(
-    reads: Iterable[ReadDescriptors], limits: PostLimits, most_now: Callable[[], int] | None = None
+    reads: Iterable[ReadDescriptors], limits: ReadWindow, most_now: Callable[[], int] | None = None
 ) -> Iterator[Post]:
     """The reads' runs in their order, each run in at most one post unless it exceeds max_bytes.
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.transfer.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.link.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.link.read_window import Post
+from kvcache.transfer.link.threads import allow_short_naps
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.cost import Sample, measure_link
 from kvcache.transfer.plan.endpoint import Endpoint
-from kvcache.transfer.posts import Post
-from kvcache.transfer.threads import allow_short_naps
 from protocol.errors import PeerUnreachable, TransferFailed
 from protocol.handshake import EngineMetadata
 from protocol.process.logging import get_logger

@@ -19,7 +19,7 @@ os.environ.setdefault("UCX_LOG_LEVEL", "error")
 # UCX keeps registrations of freed memory without bound otherwise, and grows.
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 
-from kvcache.transfer.agent import (
+from kvcache.transfer.link.agent import (
     Addresses,
     MemoryKind,
     ReadHandle,
@@ -27,7 +27,7 @@ from kvcache.transfer.agent import (
     Region,
     TransferAgent,
 )
-from kvcache.transfer.ucx_log import UcxRead, ucx_log
+from kvcache.transfer.link.ucx_log import UcxRead, ucx_log
 from protocol.errors import TransferFailed
 from protocol.process.logging import get_logger
 

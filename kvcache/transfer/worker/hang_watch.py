@@ -17,7 +17,7 @@ class ThreadStuck(Exception):
     """A thread has been at one thing for far too long."""
 
 
-class Watch:
+class HangWatch:
     """Ends the process, as a vital thread does, when the thread it watches is stuck.
 
     Counts looks, not seconds: a process that was stopped for a while has done nothing wrong.

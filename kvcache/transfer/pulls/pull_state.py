@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
-from kvcache.transfer.pull import (
+from kvcache.transfer.pulls.messages import (
     Event,
     PullDone,
     PullDrained,

@@ -6,7 +6,7 @@
                                      `--- side channel: metadata, renewals, the fence ---> P
 
 pull_state.py and peers.py decide, without I/O and without a clock of their own; coordinator.py and
-pull_worker.py are the threads around them.
+worker.py are the threads around them.
 
 Rules for the engine:
 - `hold` begins renewing the lease, `pull` begins reading, `cancel` gives up.

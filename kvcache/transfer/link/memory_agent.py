@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
-from kvcache.transfer.agent import (
+from kvcache.transfer.link.agent import (
     Addresses,
     MemoryKind,
     ReadHandle,

@@ -21,13 +21,13 @@ import torch
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.transfer.agent import MemoryKind, ReadState
+from kvcache.transfer.link.agent import MemoryKind, ReadState
+from kvcache.transfer.link.ucx_log import UcxRead
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import NotMappable, describe
 from kvcache.transfer.move.place import Placer, TorchPlacer, Work, launches
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.plan.plan import Planner
-from kvcache.transfer.ucx_log import UcxRead
 from protocol.handshake import RankMetadata
 
 _WAIT_S = 60.0
@@ -149,7 +149,7 @@ def _layout(nbytes: int) -> KVLayout:
 
 
 def _agent(name: str, device: torch.device) -> Any:
-    from kvcache.transfer.nixl_agent import NixlAgent  # loads UCX
+    from kvcache.transfer.link.nixl_agent import NixlAgent  # loads UCX
 
     return NixlAgent(name, device_id=device.index, set_device=torch.cuda.set_device)
 

@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvcache.transfer.agent import ReadHandle, ReadState
-from kvcache.transfer.job_maker import Job
-from kvcache.transfer.job_peer import JobPeer
-from kvcache.transfer.peer_link import PeerLink
-from kvcache.transfer.posts import Post, PostLimits
-from kvcache.transfer.pull import PeerKey
-from kvcache.transfer.pull_job import PullJob, Step
-from kvcache.transfer.read_throttle import Throttle
+from kvcache.transfer.link.agent import ReadHandle, ReadState
+from kvcache.transfer.link.peer_link import PeerLink
+from kvcache.transfer.link.read_throttle import Throttle
+from kvcache.transfer.link.read_window import Post, ReadWindow
+from kvcache.transfer.pulls.messages import PeerKey
+from kvcache.transfer.worker.job_maker import Job
+from kvcache.transfer.worker.job_peer import JobPeer
+from kvcache.transfer.worker.read_job import ReadJob, Step
 from protocol.errors import TransferFailed
 
 
@@ -21,7 +21,7 @@ class _Read:
     handle: ReadHandle
     link: PeerLink
     peer: JobPeer
-    job: PullJob
+    job: ReadJob
     step: Step
 
 
@@ -39,7 +39,7 @@ class Reads:
 
     def __init__(
         self,
-        limits: PostLimits,
+        limits: ReadWindow,
         broken: Callable[[JobPeer, TransferFailed], None],
         counters: Counter[str],
         throttle: Throttle | None = None,
@@ -66,13 +66,13 @@ class Reads:
             self._broken(read.peer, TransferFailed(f"a READ from {read.handle.peer} failed"))
         return len(self._active) < before or bool(failed)
 
-    def post_one(self, jobs: Iterable[tuple[Job, JobPeer]]) -> PullJob | None:
+    def post_one(self, jobs: Iterable[tuple[Job, JobPeer]]) -> ReadJob | None:
         """Posts one piece of the first job that has one now; whose it was."""
         if self._throttle is not None and not self._throttle.admits(time.perf_counter()):
             return None
         full = self._full_peers()
         for job, peer in jobs:
-            if not isinstance(job, PullJob) or peer.key in full:
+            if not isinstance(job, ReadJob) or peer.key in full:
                 continue
             found = job.next_post()
             if found is not None:
@@ -87,7 +87,7 @@ class Reads:
         counts = Counter(read.peer.key for read in self._active if not read.job.stopping)
         return {key for key, count in counts.items() if count >= self._limits.max_active}
 
-    def _post(self, job: PullJob, peer: JobPeer, step: Step, post: Post) -> None:
+    def _post(self, job: ReadJob, peer: JobPeer, step: Step, post: Post) -> None:
         assert peer.link is not None, "its pulls wait for it"
         started = time.perf_counter()
         try:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from kvcache.transfer.pull import (
+from kvcache.transfer.pulls.messages import (
     Command,
     Hello,
     Report,
@@ -22,8 +22,8 @@ from kvcache.transfer.pull import (
     encode,
     report_decoder,
 )
-from kvcache.transfer.waker import Waker
-from kvcache.transfer.wire import Wire, WireClosed, listen, tune, wait_readable
+from protocol.ipc.waker import Waker
+from protocol.ipc.wire import Wire, WireClosed, listen, tune, wait_readable
 
 _MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
 _RETRY_S = 0.05

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.transfer.ucx_log import UcxRead
+from kvcache.transfer.link.ucx_log import UcxRead
 
 MemoryKind = Literal["DRAM", "VRAM"]
 Addresses = npt.NDArray[np.int64]

@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvcache.transfer.link.read_throttle import Throttle
+from kvcache.transfer.link.read_window import Post, ReadWindow, cut
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.plan import TransferPlan
 from kvcache.transfer.plan.staged import Chunk, Chunks
-from kvcache.transfer.posts import Post, PostLimits, cut
-from kvcache.transfer.read_throttle import Throttle
 from protocol.errors import BatonError
 
 _HANGS_S = 1.0  # without the end of any READ
@@ -27,7 +27,7 @@ class Step:
     posted: bool = False  # all of them
 
 
-class PullJob:
+class ReadJob:
     """Mutable; driven by the worker, which owns the agent."""
 
     def __init__(
@@ -36,7 +36,7 @@ class PullJob:
         plan: TransferPlan,
         pool_address: int,
         staging: StagingBuffer | None,
-        limits: PostLimits,
+        limits: ReadWindow,
         throttle: Throttle | None = None,
     ) -> None:
         self.pull_id = pull_id

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcache.transfer.waker import Waker
-from kvcache.transfer.wire import Wire, WireClosed, framed, tune, wait_readable
 from protocol.handshake import FrameError, Reply, Request, open_reply, seal_request
+from protocol.ipc.waker import Waker
+from protocol.ipc.wire import Wire, WireClosed, framed, tune, wait_readable
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -45,7 +45,7 @@ class _Link:
     wire: Wire | None = None
 
 
-class SideChannelClient:
+class LeaseClient:
     """One thread at a time uses it. It never blocks.
 
     Args:

@@ -1,19 +1,19 @@
 """From a pull's order to the job that carries it out on one rank: mapped, or READs by a plan."""
 
 from kvcache.pool import KVPool
-from kvcache.transfer.job_peer import JobPeer
-from kvcache.transfer.link_log import log_measured
-from kvcache.transfer.mapped import MappedJob, MappedPath
+from kvcache.transfer.link.read_throttle import Throttle
+from kvcache.transfer.link.read_window import ReadWindow
+from kvcache.transfer.link.ucx_log import UcxRead
 from kvcache.transfer.move.place import measure
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel, Sample, fit_costs
 from kvcache.transfer.plan.endpoint import Endpoint, PlanError, head_groups
 from kvcache.transfer.plan.plan import Planner
-from kvcache.transfer.posts import PostLimits
-from kvcache.transfer.pull import Pull
-from kvcache.transfer.pull_job import PullJob
-from kvcache.transfer.read_throttle import Throttle
-from kvcache.transfer.ucx_log import UcxRead
+from kvcache.transfer.pulls.messages import Pull
+from kvcache.transfer.worker.job_peer import JobPeer
+from kvcache.transfer.worker.link_log import log_measured
+from kvcache.transfer.worker.mapped_job import MappedJob, MappedPath
+from kvcache.transfer.worker.read_job import ReadJob
 from protocol.errors import PeerIncompatible
 from protocol.process.logging import get_logger
 
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 _LEAST_STAGING_BYTES = 4 << 20  # with less there is little to choose
 
-Job = PullJob | MappedJob
+Job = ReadJob | MappedJob
 
 
 class JobMaker:
@@ -41,7 +41,7 @@ class JobMaker:
         total_kv_heads: int,
         pool: KVPool,
         staging: StagingBuffer | None,
-        limits: PostLimits,
+        limits: ReadWindow,
         *,
         convert: bool,
         costs: CostModel | None,
@@ -128,7 +128,7 @@ class JobMaker:
         usual = DEFAULT_COSTS["cuda" if self._between_gpus(peer) else "cpu"]
         plan = planner.plan(transfer, self._costs or peer.costs or usual)
         pool, staging = self._pool.base_address, self._staging
-        return PullJob(pull.pull_id, plan, pool, staging, self._limits, self._throttle)
+        return ReadJob(pull.pull_id, plan, pool, staging, self._limits, self._throttle)
 
     def _planner(self, peer: JobPeer) -> Planner:
         return Planner(

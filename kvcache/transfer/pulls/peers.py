@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvcache.stripe import Stripe, StripeError
-from kvcache.transfer.pull import PeerKey, PullSettings
+from kvcache.transfer.pulls.messages import PeerKey, PullSettings
 from protocol.errors import BatonError, LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import CompatRecord, EngineMetadata, check_compatible, check_consistent
 from protocol.messages import RemotePrefill

@@ -11,17 +11,16 @@ from collections.abc import Callable
 from functools import cached_property
 
 from kvcache.pool import KVPool
-from kvcache.transfer.agent import MemoryKind, TransferAgent
-from kvcache.transfer.job_maker import Job, JobMaker
-from kvcache.transfer.job_peer import JobPeer
-from kvcache.transfer.link_log import log_first_pull
-from kvcache.transfer.mapped import MappedJob, MappedPath
+from kvcache.transfer.link.agent import MemoryKind, TransferAgent
+from kvcache.transfer.link.peer_link import SCRATCH_BYTES, LocalEnd, PeerLink
+from kvcache.transfer.link.read_throttle import Throttle
+from kvcache.transfer.link.read_window import GPU_LIMITS, ReadWindow
+from kvcache.transfer.link.threads import allow_short_naps, use_one_core
+from kvcache.transfer.link.ucx_log import UcxRead
 from kvcache.transfer.move.staging import StagingBuffer, placing
-from kvcache.transfer.peer_link import SCRATCH_BYTES, LocalEnd, PeerLink
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import Endpoint
-from kvcache.transfer.posts import GPU_LIMITS, PostLimits
-from kvcache.transfer.pull import (
+from kvcache.transfer.pulls.messages import (
     AddPeer,
     Command,
     DropPeer,
@@ -32,14 +31,15 @@ from kvcache.transfer.pull import (
     StopPull,
     error_info,
 )
-from kvcache.transfer.pull_job import PullJob
-from kvcache.transfer.rank_links import InsideLink, OutsideLink, WorkerLink
-from kvcache.transfer.read_throttle import Throttle
-from kvcache.transfer.reads import Reads
-from kvcache.transfer.starved import starved
-from kvcache.transfer.threads import allow_short_naps, use_one_core
-from kvcache.transfer.ucx_log import UcxRead
-from kvcache.transfer.watch import Watch
+from kvcache.transfer.pulls.rank_links import InsideLink, OutsideLink, WorkerLink
+from kvcache.transfer.worker.hang_watch import HangWatch
+from kvcache.transfer.worker.job_maker import Job, JobMaker
+from kvcache.transfer.worker.job_peer import JobPeer
+from kvcache.transfer.worker.link_log import log_first_pull
+from kvcache.transfer.worker.mapped_job import MappedJob, MappedPath
+from kvcache.transfer.worker.read_job import ReadJob
+from kvcache.transfer.worker.reads import Reads
+from kvcache.transfer.worker.starved import starved
 from protocol.errors import BatonError, InternalError, TransferFailed
 from protocol.handshake import EngineMetadata
 from protocol.process.logging import get_logger
@@ -54,7 +54,7 @@ _TEAR_DOWN_S = 10.0  # after which READs that nobody wants and that hang end wit
 _POLL_STUCK_S = 0.02  # when all that is left are READs of pulls that were given up
 
 
-class PullWorker:
+class TransferWorker:
     """One rank's end of every pull.
 
     Args:
@@ -84,7 +84,7 @@ class PullWorker:
         staging_bytes: int | None = None,
         convert: bool = False,
         costs: CostModel | None = None,
-        limits: PostLimits | None = None,
+        limits: ReadWindow | None = None,
         mapped: MappedPath | None = None,
         inside: InsideLink | None = None,
         busy: Callable[[], bool] = lambda: False,
@@ -99,7 +99,7 @@ class PullWorker:
             if staging_bytes
             else None
         )
-        limits = limits or (GPU_LIMITS if self._kind == "VRAM" else PostLimits())
+        limits = limits or (GPU_LIMITS if self._kind == "VRAM" else ReadWindow())
         self._mapped = mapped
         throttle = Throttle(busy, limits.max_bytes) if self._kind == "VRAM" else None
         self._maker = JobMaker(
@@ -126,7 +126,7 @@ class PullWorker:
         self._reads = Reads(limits, self._break_link, self.counters, throttle)
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, f"pull-{rank}")
-        self._watch = Watch(self._thread.name)
+        self._watch = HangWatch(self._thread.name)
 
     @staticmethod
     def reserved_bytes(staging_bytes: int | None) -> int:
@@ -341,16 +341,16 @@ class PullWorker:
         hung = [
             peer
             for job, peer in self._jobs.values()
-            if isinstance(job, PullJob) and job.stopping and job.still_s >= _TEAR_DOWN_S
+            if isinstance(job, ReadJob) and job.stopping and job.still_s >= _TEAR_DOWN_S
         ]
         for peer in hung:
             reading = [job for job in self._reading(peer) if job.active]
             if all(job.still_s >= _TEAR_DOWN_S for job in reading):
                 self._break_link(peer, TransferFailed("READs hang"))
 
-    def _reading(self, peer: JobPeer) -> list[PullJob]:
+    def _reading(self, peer: JobPeer) -> list[ReadJob]:
         jobs = list(self._jobs.values())
-        return [job for job, whose in jobs if whose is peer and isinstance(job, PullJob)]
+        return [job for job, whose in jobs if whose is peer and isinstance(job, ReadJob)]
 
     def _break_link(self, peer: JobPeer, error: TransferFailed) -> None:
         """Whatever is read over it has failed, and ends when it has."""
@@ -405,7 +405,7 @@ class PullWorker:
         ended = [job for job, _ in self._jobs.values() if job.ended]
         for job in ended:
             self._end(job)
-        jobs = (job for job, _ in self._jobs.values() if isinstance(job, PullJob))
+        jobs = (job for job, _ in self._jobs.values() if isinstance(job, ReadJob))
         return polled or posted is not None or bool(ended) or any(job.prepare() for job in jobs)
 
     def _advance(self) -> bool:
@@ -447,7 +447,7 @@ class PullWorker:
                 self._tell_end(job.pull_id, job, job.error)
         if is_read and not peer.speed_told and job.plan.bytes_read >= _SAMPLE_BYTES:
             peer.speed_told = True
-            way = self._way_of_reading(peer) if isinstance(job, PullJob) else None
+            way = self._way_of_reading(peer) if isinstance(job, ReadJob) else None
             log_first_pull(
                 peer.metadata.engine_id, job.plan.path, way, job.plan.bytes_read / seconds
             )

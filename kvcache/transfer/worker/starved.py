@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-from kvcache.transfer.job_maker import Job
-from kvcache.transfer.job_peer import JobPeer
 from kvcache.transfer.move.staging import StagingBuffer
-from kvcache.transfer.pull_job import PullJob
+from kvcache.transfer.worker.job_maker import Job
+from kvcache.transfer.worker.job_peer import JobPeer
+from kvcache.transfer.worker.read_job import ReadJob
 
 
 def starved(staging: StagingBuffer | None, jobs: Mapping[str, tuple[Job, JobPeer]]) -> list[Job]:
@@ -24,7 +24,7 @@ def starved(staging: StagingBuffer | None, jobs: Mapping[str, tuple[Job, JobPeer
         return []
     found: list[Job] = []
     for job, _ in jobs.values():
-        if not (isinstance(job, PullJob) and job.awaits_staging) or job.pass_staging_by():
+        if not (isinstance(job, ReadJob) and job.awaits_staging) or job.pass_staging_by():
             continue
         if holder.stopping:  # nobody else waits for it
             found.append(job)

@@ -17,7 +17,7 @@ from kvcache.transfer.move.peer_memory import Memory, NotMappable
 from kvcache.transfer.move.place import Placer, Work, launches
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.plan import TransferPlan
-from kvcache.transfer.pull import PeerKey
+from kvcache.transfer.pulls.messages import PeerKey
 from protocol.errors import BatonError, PeerIncompatible
 from protocol.handshake import EngineMetadata
 from protocol.process.logging import get_logger

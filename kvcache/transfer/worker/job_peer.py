@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.peer_link import PeerLink
+from kvcache.transfer.link.peer_link import PeerLink
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.plan.plan import Planner
-from kvcache.transfer.pull import PeerKey, Pull
+from kvcache.transfer.pulls.messages import PeerKey, Pull
 from protocol.handshake import EngineMetadata
 
 

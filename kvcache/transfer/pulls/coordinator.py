@@ -12,18 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvcache.stripe import Stripe
-from kvcache.transfer.peers import (
-    DISTRUSTED,
-    Peer,
-    PeerStatus,
-    PeerTable,
-    Trust,
-    address_of,
-    check_reference,
-    key_of,
-    unreachable,
-)
-from kvcache.transfer.pull import (
+from kvcache.transfer.pulls.messages import (
     AddPeer,
     DropPeer,
     Event,
@@ -41,7 +30,18 @@ from kvcache.transfer.pull import (
     StopPull,
     pull_command,
 )
-from kvcache.transfer.pull_state import (
+from kvcache.transfer.pulls.peers import (
+    DISTRUSTED,
+    Peer,
+    PeerStatus,
+    PeerTable,
+    Trust,
+    address_of,
+    check_reference,
+    key_of,
+    unreachable,
+)
+from kvcache.transfer.pulls.pull_state import (
     Action,
     Deadlines,
     Emit,
@@ -55,12 +55,12 @@ from kvcache.transfer.pull_state import (
     StopRanks,
     SuspectPeer,
 )
-from kvcache.transfer.rank_links import InsideLink, RankLinks
-from kvcache.transfer.side_channel import new_id
-from kvcache.transfer.side_client import Address, SideChannelClient
-from kvcache.transfer.waker import Waker
+from kvcache.transfer.pulls.rank_links import InsideLink, RankLinks
+from kvcache.transfer.session.lease_client import Address, LeaseClient
+from kvcache.transfer.session.lease_server import new_id
 from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable, PullWithheld
 from protocol.handshake import CompatRecord, GetMetadata, Gone, Metadata, Ok, Refused, Reply
+from protocol.ipc.waker import Waker
 from protocol.messages import RemotePrefill
 from protocol.process.logging import get_logger
 from protocol.process.vital_threads import VitalThread
@@ -109,7 +109,7 @@ class PullCoordinator:
         self._untold = False  # an event has come since `on_event` was called
         self._counters: Counter[str] = Counter()
         self._ranks = RankLinks(worker_address, num_ranks, inside or {})
-        self._side_channel = SideChannelClient(secret, clock)
+        self._side_channel = LeaseClient(secret, clock)
         self._calls: deque[Callable[[], None]] = deque()
         self._waker = Waker()
         self._epoll = select.epoll()

@@ -2,7 +2,7 @@
 
 On P a thread owns the lease table and the connections, so an answer never waits for a forward
 step; the engine grants leases and collects ended ones through a lock held for microseconds. On D a
-client (side_client.py) posts requests and takes replies without ever blocking: who asks keeps the
+client (lease_client.py) posts requests and takes replies without ever blocking: who asks keeps the
 nonce. A message on the wire is its MAC and its payload.
 """
 
@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
-from kvcache.transfer.side_client import Address, SideChannelClient, split
-from kvcache.transfer.wire import Wire, WireClosed, listen, tune, wait_readable
+from kvcache.transfer.session.lease_client import Address, LeaseClient, split
 from protocol.errors import PeerUnreachable
 from protocol.handshake import (
     AbortLease,
@@ -36,6 +35,7 @@ from protocol.handshake import (
     seal_reply,
 )
 from protocol.ipc.listening import CannotListen
+from protocol.ipc.wire import Wire, WireClosed, listen, tune, wait_readable
 from protocol.process.logging import get_logger
 from protocol.process.vital_threads import VitalThread
 
@@ -260,7 +260,7 @@ def ask(address: Address, request: Request, secret: bytes, timeout_s: float) -> 
     Raises:
         PeerUnreachable: no authentic reply came in time.
     """
-    client = SideChannelClient(secret)
+    client = LeaseClient(secret)
     try:
         client.post(address, request)
         deadline = time.monotonic() + timeout_s

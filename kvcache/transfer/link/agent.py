@@ -77,10 +77,6 @@ class TransferAgent(ABC):
         """
 
     @abstractmethod
-    def deregister(self, region: Region) -> None:
-        """Takes memory back; no READ handle may refer to it any more."""
-
-    @abstractmethod
     def metadata(self) -> bytes:
         """How peers reach this agent and everything registered so far."""
 

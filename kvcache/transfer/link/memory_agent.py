@@ -93,9 +93,6 @@ class MemoryAgent(TransferAgent):
         self._regions.append(region)
         return region
 
-    def deregister(self, region: Region) -> None:
-        self._regions.remove(region)
-
     def metadata(self) -> bytes:
         regions = [[region.address, region.nbytes] for region in self._regions]
         return json.dumps({"memory_agent": self.name, "regions": regions}).encode()

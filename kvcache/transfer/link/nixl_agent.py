@@ -119,10 +119,6 @@ class NixlAgent(TransferAgent):
         self._regions.append(region)
         return region
 
-    def deregister(self, region: Region) -> None:
-        self._regions.remove(region)
-        self._agent.deregisterMem(region.key, [self._backend])
-
     def metadata(self) -> bytes:
         return bytes(self._agent.getLocalMD())
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from functools import cached_property
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import MemoryKind, TransferAgent
@@ -120,6 +119,8 @@ class TransferWorker:
         self._poll_min_s, self._poll_max_s = _POLL_S[self._kind]
         self._idle_s = self._poll_min_s
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
+        # Where every peer is mapped nothing is read over links.
+        self._here = None if mapped and mapped.required else LocalEnd(pool, self._staging)
         self._connect_timeout_s = connect_timeout_s
         self._links: list[PeerLink] = []
         self._unsettled: set[JobPeer] = set()  # whose links connect or end
@@ -259,14 +260,10 @@ class TransferWorker:
         owners = self._maker.owners(peer.metadata.tp_size)
         return self._mapped.meet(peer.metadata, owners) or self._mapped.required
 
-    @cached_property
-    def _here(self) -> LocalEnd:
-        """Not made where every peer is mapped."""
-        return LocalEnd(self._pool, self._staging)
-
     def _link_to(self, peer: JobPeer) -> PeerLink:
         """Begins to connect, unless that was done."""
         if peer.link is None:
+            assert self._here is not None
             owners = sorted(self._maker.owners(peer.metadata.tp_size))
             peer.link = PeerLink(
                 self._agent,

@@ -308,7 +308,7 @@ reader.agent.close()
 
 reader = t.Reader(t.nixl_agent(), t.ProcessPeer(t.NBYTES))
 handle = stopped_in_mid_read()
-reader.agent.close()  # leaves the READ to the end of the process
+reader.agent.close()  # ends the READ
 reader.peer.close()
 print("as expected", flush=True)
 """

@@ -20,6 +20,7 @@ from protocol.errors import (
     InvalidRequest,
     NoServerAvailable,
     PayloadTooLarge,
+    RequestError,
 )
 from protocol.http import body as http_body
 from protocol.http.body import ClientDisconnected
@@ -125,19 +126,11 @@ def refusal_of(raised: BatonError | RecursionError) -> BatonError:
     return InvalidRequest("The body is nested too deeply; send a flatter one.")
 
 
-def plain_error(
-    status: int, message: str, code: str, headers: Mapping[str, str] | None = None
-) -> Response:
-    """An error that HTTP itself names (no such route, no such method), in the same shape."""
-    body = {
-        "message": message,
-        "type": "invalid_request_error",
-        "param": None,
-        "code": code,
-        "phase": "request",
-        "retryable": False,
-    }
-    return JSONResponse({"error": body}, status_code=status, headers=headers)
+# fmt: off
+class _UnknownPath(RequestError, status=404, code="not_found"): ...
+class _WrongMethod(RequestError, status=405, code="method_not_allowed"): ...
+class _HttpError(RequestError, code="http_error"): ...  # any other that the framework finds
+# fmt: on
 
 
 @asynccontextmanager
@@ -185,12 +178,12 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path[:200]
+        told: RequestError = _HttpError(str(error.detail))
         if error.status_code == 404:
-            return plain_error(404, f"There is no {path} here.", "not_found")
-        if error.status_code == 405:
-            message = f"{path} does not take {request.method}."
-            return plain_error(405, message, "method_not_allowed", error.headers)
-        return plain_error(error.status_code, str(error.detail), "http_error")
+            told = _UnknownPath(f"There is no {path} here.")
+        elif error.status_code == 405:
+            told = _WrongMethod(f"{path} does not take {request.method}.")
+        return JSONResponse(told.to_openai(), error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def on_any_error(request: Request, error: Exception) -> Response:

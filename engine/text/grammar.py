@@ -236,7 +236,7 @@ class GrammarCompiler:
         self._tokenizer = self._compiling.submit(self._load)
 
     def _load(self) -> LLTokenizer:
-        tokenizer = Tokenizer.from_directory(self._model_dir)
+        tokenizer = Tokenizer(self._model_dir)
         num_tokens = max(self.vocab_size, tokenizer.vocab_size)
         self._end_ids = tokenizer.eos_ids
         self.num_words = -(-num_tokens // BITS)

@@ -81,11 +81,6 @@ class Tokenizer:
         self._anchor = self._find_anchor() if self.token_bytes is None else []
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
-    @classmethod
-    def from_directory(cls, model_dir: str | Path) -> "Tokenizer":
-        """The tokenizer of a local model directory."""
-        return cls(model_dir)
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with the special tokens that the model expects around a prompt."""
         # Of the library's ways only those for batches let other threads run meanwhile.

@@ -84,25 +84,20 @@ class ToolParser(ABC):
 
 def create_tool_parser(tools: Tools, syntax: Syntax) -> ToolParser | None:
     """A parser for one answer, None where it can have no calls."""
-    parser = _parser_for(tools, syntax)
-    if parser is not None:
-        parser.parallel = tools.parallel
-    return parser
-
-
-def _parser_for(tools: Tools, syntax: Syntax) -> ToolParser | None:
+    parser: ToolParser
     match tools.mode:
         case "none":
             return None
         case "named":
             assert tools.name is not None
-            return NamedParser(tools.name)
+            parser = NamedParser(tools.name)
         case "required":
-            return JsonParser()
+            parser = JsonParser()
         case "auto":
-            if syntax == "hermes":
-                return HermesParser()
-            return JsonParser(tools.names.__contains__)
+            is_hermes = syntax == "hermes"
+            parser = HermesParser() if is_hermes else JsonParser(tools.names.__contains__)
+    parser.parallel = tools.parallel
+    return parser
 
 
 def detect_syntax(template: str) -> Syntax:

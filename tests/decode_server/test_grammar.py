@@ -62,7 +62,7 @@ def waiting(make_pair: MakePair) -> Iterator[Waiting]:
 @pytest.fixture(scope="module")
 def told() -> tuple[list[int], int, str]:
     """A prompt whose first token, as the prefill server draws it, is a plain character."""
-    tokenizer = Tokenizer.from_directory(ensure_model("gqa"))
+    tokenizer = Tokenizer(ensure_model("gqa"))
     prompts = ([n, 1, 2, 3, 4] for n in range(100))
     drawn = ((prompt, expected_output(prompt, 1)[0]) for prompt in prompts)
     texts = ((prompt, token, tokenizer.decode([token])) for prompt, token in drawn)

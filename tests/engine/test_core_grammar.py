@@ -30,7 +30,7 @@ CHOICES = ["Anna found a red ball", "Ben lost a blue kite", "Anna found a key"]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_directory(ensure_model("gqa"))
+    return Tokenizer(ensure_model("gqa"))
 
 
 @pytest.fixture

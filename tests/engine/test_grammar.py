@@ -38,7 +38,7 @@ def model_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(model_dir: Path) -> Tokenizer:
-    return Tokenizer.from_directory(model_dir)
+    return Tokenizer(model_dir)
 
 
 @pytest.fixture(scope="module")

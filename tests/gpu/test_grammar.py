@@ -53,7 +53,7 @@ def _continue(
 
 
 def _check(folder: Path, **options: Any) -> None:
-    tokenizer = Tokenizer.from_directory(folder)
+    tokenizer = Tokenizer(folder)
     with runner_for(folder, **options) as runner:
         compiler = GrammarCompiler(folder, runner.model_config.vocab_size, lambda: None)
         free = _continue(runner, compiler, [None] * len(PROMPTS), _GREEDY)

@@ -206,21 +206,16 @@ def _start(args: argparse.Namespace, config: ModelConfig) -> tuple[ModelRunner, 
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    told = ("device", "dtype", "block_size", "kv_layout", "kv_cache_tokens", "kv_cache_dtype",
+            "attention_backend", "enforce_eager")  # fmt: skip
     return EngineConfig(
+        **{name: getattr(args, name) for name in told},
         role="decode",
         engine_id="benchmark",
         incarnation="0",
         model_dir="",
         load_format="dummy",
-        device=args.device,
         devices=[0],
-        dtype=args.dtype,
-        block_size=args.block_size,
-        kv_layout=args.kv_layout,
-        kv_cache_tokens=args.kv_cache_tokens,
-        kv_cache_dtype=args.kv_cache_dtype,
-        attention_backend=args.attention_backend,
-        enforce_eager=args.enforce_eager,
         max_num_seqs=max([*args.batch, 1]),
         max_num_batched_tokens=max([*args.prompt, 2048]),
         http_address="",

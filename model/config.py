@@ -173,18 +173,16 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     hidden_size = _size(raw, "hidden_size")
     mla = _mla(raw) if architecture == "DeepseekV2ForCausalLM" else None
     if not raw["head_dim"] and num_heads > hidden_size:
-        raise ModelLoadError(
-            f"config.json: num_attention_heads is {num_heads}, above hidden_size {hidden_size}; "
-            "correct one of them, or give head_dim"
+        raise _wrong(
+            f"num_attention_heads is {num_heads}, above hidden_size {hidden_size}; correct one of "
+            "them, or give head_dim"
         )
     raw["head_dim"] = raw["head_dim"] or hidden_size // num_heads
     head_dim = mla.qk_rope_head_dim if mla else _size(raw, "head_dim")
     if head_dim % 2:
         field = "qk_rope_head_dim" if mla else "head_dim"
-        raise ModelLoadError(
-            f"config.json: {field} is {head_dim}, expected an even number: its elements are "
-            "rotated in pairs"
-        )
+        told = "expected an even number: its elements are rotated in pairs"
+        raise _wrong(f"{field} is {head_dim}, {told}")
     bias = bool(raw["attention_bias"])
     kv_heads = raw.get("num_key_value_heads") or num_heads
     config = ModelConfig(
@@ -221,9 +219,7 @@ def _architecture(raw: dict[str, Any]) -> str:
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         kind = short_repr(raw.get("model_type"))
         told = ", ".join(map(str, names)) or f"model_type {kind} without one"
-        raise UnsupportedModel(
-            f"architecture {told} is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
+        raise _unsupported(f"architecture {told}", ", ".join(ARCHITECTURES))
     return str(names[0])
 
 
@@ -231,16 +227,14 @@ def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
     quantization = raw.get("quantization_config")
     if quantization and not _is_of_kv_only(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise UnsupportedModel(
-            f"quantization_config {short_repr(method or quantization)} is not supported; "
-            "supported: "
-            "weights in float32, bfloat16 or float16, and GGUF files (dequantised at load)"
+        raise _unsupported(
+            f"quantization_config {short_repr(method or quantization)}",
+            "weights in float32, bfloat16 or float16, and GGUF files (dequantised at load)",
         )
     if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UnsupportedModel(f"hidden_act {short_repr(act)} is not supported; supported: silu")
+        raise _unsupported(f"hidden_act {short_repr(act)}", "silu")
     if (partial := raw.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
-        told = f"partial_rotary_factor {short_repr(partial)} is not supported; supported: 1"
-        raise UnsupportedModel(told)
+        raise _unsupported(f"partial_rotary_factor {short_repr(partial)}", "1")
     _refuse_sliding_window(raw, architecture)
 
 
@@ -274,19 +268,23 @@ def _refuse_sliding_window(raw: dict[str, Any], architecture: str) -> None:
 def _size(raw: dict[str, Any], name: str) -> int:
     value = raw.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelLoadError(
-            f"config.json: {name} is {short_repr(value)}, expected a positive integer"
-        )
+        raise _wrong(f"{name} is {short_repr(value)}, expected a positive integer")
     return value
 
 
 def _number(raw: dict[str, Any], name: str, default: float) -> float:
     value = raw.get(name) or default
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ModelLoadError(
-            f"config.json: {name} is {short_repr(value)}, expected a number above 0"
-        )
+        raise _wrong(f"{name} is {short_repr(value)}, expected a number above 0")
     return float(value)
+
+
+def _wrong(what: str) -> ModelLoadError:
+    return ModelLoadError(f"config.json: {what}")
+
+
+def _unsupported(what: str, supported: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{what} is not supported; supported: {supported}")
 
 
 def _rope(raw: dict[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
@@ -294,10 +292,7 @@ def _rope(raw: dict[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
     found = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     rope_type = str(found.get("rope_type") or found.get("type") or "default")
     if rope_type not in ROPE_TYPES:
-        raise UnsupportedModel(
-            f"rope type {short_repr(rope_type)} is not supported; supported: "
-            + ", ".join(ROPE_TYPES)
-        )
+        raise _unsupported(f"rope type {short_repr(rope_type)}", ", ".join(ROPE_TYPES))
     if found.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
     told = found.get("rope_theta") or raw.get("rope_theta")
@@ -313,16 +308,14 @@ def _rope_scaling(raw: dict[str, Any], found: dict[str, Any], rope_type: str) ->
     original = found.get("original_max_position_embeddings") or max_position
     factor = found.get("factor") or (max_position / original if rope_type == "yarn" else None)
     if factor is None:
-        raise ModelLoadError(f"config.json: rope type {short_repr(rope_type)} lacks its factor")
+        raise _wrong(f"rope type {short_repr(rope_type)} lacks its factor")
     if rope_type == "linear":
         return {"factor": float(factor)}
     if rope_type == "llama3":
         names = ("low_freq_factor", "high_freq_factor")
         missing = [name for name in names if found.get(name) is None]
         if missing:
-            raise ModelLoadError(
-                f"config.json: rope type {short_repr(rope_type)} lacks {', '.join(missing)}"
-            )
+            raise _wrong(f"rope type {short_repr(rope_type)} lacks {', '.join(missing)}")
         bounds = {name: float(found[name]) for name in names}
         return {"factor": float(factor), "original_max_position": int(original), **bounds}
     attention_factor = found.get("attention_factor")
@@ -339,13 +332,9 @@ def _rope_scaling(raw: dict[str, Any], found: dict[str, Any], rope_type: str) ->
 
 
 def _mla(raw: dict[str, Any]) -> MLAConfig:
-    return MLAConfig(
-        q_lora_rank=None if raw["q_lora_rank"] is None else _size(raw, "q_lora_rank"),
-        kv_lora_rank=_size(raw, "kv_lora_rank"),
-        qk_nope_head_dim=_size(raw, "qk_nope_head_dim"),
-        qk_rope_head_dim=_size(raw, "qk_rope_head_dim"),
-        v_head_dim=_size(raw, "v_head_dim"),
-    )
+    low = None if raw["q_lora_rank"] is None else _size(raw, "q_lora_rank")
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return MLAConfig(low, *(_size(raw, name) for name in names))
 
 
 def _moe(raw: dict[str, Any]) -> MoEConfig | None:
@@ -354,24 +343,17 @@ def _moe(raw: dict[str, Any]) -> MoEConfig | None:
         return None
     method = str(raw.get("topk_method") or "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedModel(
-            f"topk_method {short_repr(method)} is not supported; supported: greedy, "
-            "group_limited_greedy"
-        )
+        raise _unsupported(f"topk_method {short_repr(method)}", "greedy, group_limited_greedy")
     if raw.get("scoring_func", "softmax") != "softmax" or raw.get("norm_topk_prob"):
         scoring = short_repr(raw.get("scoring_func", "softmax"))
-        raise UnsupportedModel(
-            f"scoring_func {scoring} with norm_topk_prob "
-            f"{short_repr(raw.get('norm_topk_prob'))} is not supported; supported: softmax, not "
-            "normalised"
-        )
+        normalised = short_repr(raw.get("norm_topk_prob"))
+        told = f"scoring_func {scoring} with norm_topk_prob {normalised}"
+        raise _unsupported(told, "softmax, not normalised")
     if raw.get("moe_layer_freq", 1) != 1:
         raise UnsupportedModel("moe_layer_freq other than 1 is not supported")
     experts, each = _size(raw, "n_routed_experts"), _size(raw, "num_experts_per_tok")
     if each > experts:
-        raise ModelLoadError(
-            f"config.json: num_experts_per_tok is {each}, above n_routed_experts {experts}"
-        )
+        raise _wrong(f"num_experts_per_tok is {each}, above n_routed_experts {experts}")
     return MoEConfig(
         num_experts=experts,
         num_shared_experts=_size(raw, "n_shared_experts"),

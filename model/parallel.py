@@ -14,18 +14,13 @@ from typing import Any, Final
 import torch
 import torch.distributed
 
+from kvcache.transfer.plan.endpoint import heads_of
 from model.sharding import InvalidParallelism
 
 # torch's stubs lack the explicit group classes, which are what this file is about.
 distributed: Any = torch.distributed
 
 DEFAULT_TIMEOUT_S: Final = 60.0
-
-
-def heads_of(rank: int, size: int, total_heads: int) -> range:
-    """The heads that a rank owns; with more ranks than heads, a head has several owners."""
-    start = rank * total_heads // size
-    return range(start, max(start + 1, (rank + 1) * total_heads // size))
 
 
 class ContextRanks:

@@ -65,9 +65,8 @@ def attention_scaling(config: RopeConfig) -> float:
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
-        return yarn_mscale(config.factor, config.mscale) / yarn_mscale(
-            config.factor, config.mscale_all_dim
-        )
+        of_all = yarn_mscale(config.factor, config.mscale_all_dim)
+        return yarn_mscale(config.factor, config.mscale) / of_all
     return yarn_mscale(config.factor, 1.0)
 
 

@@ -138,19 +138,9 @@ class WeightLoader:
         device: torch.device | str,
         pack: bool = False,
     ) -> None:
-        self.pack = pack
+        self.pack, self.dtype, self.device = pack, dtype, torch.device(device)
         self._source = source
-        self._dtype = dtype
-        self._device = torch.device(device)
         self._used: set[str] = set()
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
 
     def has(self, name: str) -> bool:
         return self._source.has(name)
@@ -173,11 +163,11 @@ class WeightLoader:
         self._used.add(name)
         rows = range(shape[0]) if rows is None else rows
         part = self._source.part(name, shape, rows, cols)
-        return part.to(self._device, self._dtype).contiguous()
+        return part.to(self.device, self.dtype).contiguous()
 
     def empty(self, *shape: int) -> torch.Tensor:
         """In our dtype, on our device, for parts to be put together in."""
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def ignore(self, name: str) -> None:
         """Declares a weight that the model knows and does not need."""

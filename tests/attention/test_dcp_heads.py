@@ -10,8 +10,8 @@ from attention.dcp import ContextParallelBackend
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
+from kvcache.transfer.plan.endpoint import heads_of
 from model.config import parse_config
-from model.parallel import heads_of
 from model.sharding import InvalidParallelism, check_parallelism
 from tests.attention.test_dcp import SCALE, Ranks, make_batch, make_torch
 

@@ -11,7 +11,7 @@ context parallelism.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,13 +55,12 @@ class _Prompts:
     targets: torch.Tensor  # i64 [size, n] blocks of scratch, by the rank they come from
 
 
-@dataclass(frozen=True, eq=False)
-class _Stored:
-    """Where the prompt rows of a step go that this rank keeps."""
+class _Stored(NamedTuple):
+    """Where the prompt rows of a step go that this rank keeps: all i64 [n]."""
 
-    rows: torch.Tensor  # i64 [n] of the step
-    blocks: torch.Tensor  # i64 [n]
-    offsets: torch.Tensor  # i64 [n] within their blocks
+    rows: torch.Tensor  # of the step
+    blocks: torch.Tensor
+    offsets: torch.Tensor  # within their blocks
 
 
 class ContextParallelBackend(AttentionBackend):
@@ -144,9 +143,7 @@ class ContextParallelBackend(AttentionBackend):
         padded = batch.padded_to(num_rows, self._stripe.tokens_per_block)
         self._shared.plan_captured(self._local(padded), num_rows)
         self._absent_rows = self._captured_absent[:num_rows]
-        absent = torch.from_numpy(self._absent(padded.context_lens))
-        if self.pool.device.type == "cuda":
-            absent = absent.pin_memory()
+        absent = _host(self._absent(padded.context_lens), self.pool.device)
         self._absent_rows.copy_(absent, non_blocking=True)
         self._num_decodes, self._prompts = num_rows, []
 
@@ -171,12 +168,8 @@ class ContextParallelBackend(AttentionBackend):
         blocks, offsets = np.divmod(slots, self._stripe.block_size)
         rows = np.arange(len(slots))
         kept = (blocks != 0) & (rows >= self._num_decodes)
-        device = self.pool.device
-        self._stored = _Stored(
-            _upload(rows[kept], device),
-            _upload(blocks[kept], device),
-            _upload(offsets[kept], device),
-        )
+        found = (_upload(each[kept], self.pool.device) for each in (rows, blocks, offsets))
+        self._stored = _Stored(*found)
 
     def _group_prompts(self, batch: AttentionBatch) -> list[_Prompts]:
         """The sequences after the decodes, in order, as many at once as scratch holds."""
@@ -198,9 +191,10 @@ class ContextParallelBackend(AttentionBackend):
         self, batch: AttentionBatch, first: int, last: int, cached_blocks: Int32s, room: Int32s
     ) -> _Prompts:
         """Sequences [first, last) laid out in scratch one after the other."""
-        begins = 1 + np.cumsum(room[first:last]) - room[first:last]
-        tables = begins[:, None] + np.arange(int(room[first:last].max()))
-        tables[np.arange(tables.shape[1]) >= room[first:last, None]] = 0
+        room = room[first:last]
+        begins = 1 + np.cumsum(room) - room
+        tables = begins[:, None] + np.arange(int(room.max()))
+        tables[np.arange(tables.shape[1]) >= room[:, None]] = 0
         part = _part(batch, first, last)
         counts = cached_blocks[first:last]
         return _Prompts(
@@ -354,9 +348,11 @@ def _part(batch: AttentionBatch, first: int, last: int) -> AttentionBatch:
     )
 
 
-def _upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """On a GPU without waiting for what it still computes."""
+def _host(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """What a GPU can take without anybody waiting."""
     host = torch.from_numpy(array)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+    return host.pin_memory() if device.type == "cuda" else host
+
+
+def _upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    return _host(array, device).to(device, non_blocking=True)

@@ -94,7 +94,8 @@ class FlashInferBase(AttentionBackend):
         self.block_size = pool.layout.block_size
         self.heads = (num_q_heads, self.num_kv_heads, head_dim)  # as the kernels' plans take them
         self._limits = limits
-        self.sizes = self.workspace_sizes(limits, _gpu(self.device))
+        gpu = torch.cuda.get_device_properties(self.device)
+        self.sizes = self.workspace_sizes(limits, Gpu(gpu.multi_processor_count, gpu.major))
         self.workspace = torch.zeros(self.sizes.floats, dtype=torch.uint8, device=self.device)
         self.buffers: CapturedBuffers | None = None
         self._captured: dict[int, Any] = {}
@@ -164,11 +165,6 @@ class FlashInferBase(AttentionBackend):
     def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
         """Plans it for a batch of exactly its rows, whose pages the buffers hold already, and
         makes `forward` use it."""
-
-
-def _gpu(device: torch.device) -> Gpu:
-    found = torch.cuda.get_device_properties(device)
-    return Gpu(found.multi_processor_count, found.major)
 
 
 def indptr_of(lens: Int32s) -> torch.Tensor:

@@ -76,19 +76,19 @@ def check(name: str, wanted: Wanted, limits: StepLimits) -> None:
 def check_flashinfer(wanted: Wanted, limits: StepLimits) -> None:
     """Raises UnsupportedPool for what FlashInfer's kernels and planners lack."""
     if wanted.device != "cuda":
-        raise UnsupportedPool(
-            "attention_backend flashinfer reads GPU memory only, and the KV pool is on "
-            f"{wanted.device}: use --attention-backend torch"
-        )
+        raise _refused(f"reads GPU memory only, and the KV pool is on {wanted.device}: use")
     _check_dtypes(wanted)
     if wanted.is_latent:
         _check_latents(wanted)
         _check_latent_works(wanted.num_q_heads, limits)
     elif wanted.head_dim not in _HEAD_DIMS:
-        raise UnsupportedPool(
-            f"attention_backend flashinfer does not serve a head_dim of {wanted.head_dim}, only "
-            f"{', '.join(map(str, _HEAD_DIMS))}: use --attention-backend torch"
-        )
+        dims = ", ".join(map(str, _HEAD_DIMS))
+        raise _refused(f"does not serve a head_dim of {wanted.head_dim}, only {dims}: use")
+
+
+def _refused(why: str) -> UnsupportedPool:
+    told = f"attention_backend flashinfer {why} --attention-backend torch"
+    return UnsupportedPool(told)
 
 
 def _check_dtypes(wanted: Wanted) -> None:
@@ -97,19 +97,18 @@ def _check_dtypes(wanted: Wanted) -> None:
         return
     kind = "latents" if wanted.is_latent else "KV"
     other_kv = " and --kv-cache-dtype auto" if wanted.kv_dtype == FP8 else ""
-    raise UnsupportedPool(
-        f"attention_backend flashinfer does not serve queries of {wanted.dtype} over "
-        f"{kind} of {wanted.kv_dtype}: use --dtype bfloat16 or float16{other_kv}, "
-        "or --attention-backend torch"
+    raise _refused(
+        f"does not serve queries of {wanted.dtype} over {kind} of {wanted.kv_dtype}: use --dtype "
+        f"bfloat16 or float16{other_kv}, or"
     )
 
 
 def _check_latents(wanted: Wanted) -> None:
     if wanted.head_dim != LATENT_DIM + ROPE_DIM or QUERY_TILE % wanted.num_q_heads:
-        raise UnsupportedPool(
-            f"attention_backend flashinfer does not serve latents of {wanted.head_dim} elements "
-            f"for {wanted.num_q_heads} query heads, only of {LATENT_DIM + ROPE_DIM} for a number "
-            f"of heads that divides {QUERY_TILE}: use --attention-backend torch"
+        raise _refused(
+            f"does not serve latents of {wanted.head_dim} elements for {wanted.num_q_heads} query "
+            f"heads, only of {LATENT_DIM + ROPE_DIM} for a number of heads that divides "
+            f"{QUERY_TILE}: use"
         )
 
 
@@ -119,9 +118,8 @@ def _check_latent_works(num_q_heads: int, limits: StepLimits) -> None:
     short = 2 * seqs + 2 * seqs // _MLA_TILE + 1
     works = max(long, short) + _MOST_SMS  # so many pieces are cut beyond one for each tile
     if works > _MLA_WORKS:
-        raise UnsupportedPool(
-            f"attention_backend flashinfer splits a step over latents into {_MLA_WORKS} parts at "
-            f"most; {limits.max_tokens} tokens of {seqs} sequences with {num_q_heads} query heads "
-            f"may take {works}: lower --max-num-batched-tokens or --max-num-seqs, use a larger "
-            "--tp, or --attention-backend torch"
+        raise _refused(
+            f"splits a step over latents into {_MLA_WORKS} parts at most; {limits.max_tokens} "
+            f"tokens of {seqs} sequences with {num_q_heads} query heads may take {works}: lower "
+            "--max-num-batched-tokens or --max-num-seqs, use a larger --tp, or"
         )

@@ -54,23 +54,19 @@ class TorchBackend(AttentionBackend):
             )
         self._device = str(pool.tensor.device)
         self._rows = RowMap(pool.layout)
-        self._caches = self._caches_by_layer()
+        self._caches = [self._cache(layer) for layer in range(pool.layout.num_layers)]
         self._decode = self._make_decode(decode)
 
-    def _caches_by_layer(self) -> list[_Cache]:
+    def _cache(self, layer: int) -> _Cache:
         matrix = fp8.addressable(self.pool.tensor).view(-1, self.head_dim)
-        layout = self.pool.layout
 
-        def part(layer: int, component: int) -> tuple[torch.Tensor, float]:
+        def part(component: int) -> tuple[torch.Tensor, float]:
             start = self._rows.shift(layer, component)
             rows = matrix.narrow(0, start, self._rows.num_shared_rows)
             return rows, self.pool.scale(layer, component)
 
-        caches = []
-        for layer in range(layout.num_layers):
-            keys = part(layer, 0)
-            caches.append(_Cache(*keys, *(part(layer, 1) if layout.num_components == 2 else keys)))
-        return caches
+        keys = part(0)
+        return _Cache(*keys, *(keys if self.pool.layout.num_components == 1 else part(1)))
 
     def _make_decode(self, name: str) -> Decode:
         can_be_sparse = (

@@ -30,9 +30,8 @@ from deploy.local_http import LOOPBACK, get, url_host
 from protocol.ipc.listening import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.cores import available_cores
-from protocol.settings.option_names import renamed
 from protocol.settings.settings import UpSettings, describe
-from protocol.settings.sources import unread_variables
+from protocol.settings.sources import renamed, unread_variables
 
 FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for
 NOTE_INTERVAL_S = 5.0

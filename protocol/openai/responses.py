@@ -4,7 +4,7 @@ A stream's chunk costs one small encode: what stays the same over the stream (id
 is encoded once, the choice is encoded per chunk and put between. No pydantic on this path.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -162,6 +162,14 @@ class ResponseWriter:
         return choice
 
 
+def _entry(
+    piece: ChoicePiece, shape: Callable[[Sequence[TokenReport]], Any], **own: Any
+) -> dict[str, Any]:
+    logprobs = None if piece.logprobs is None else shape(piece.logprobs)
+    reason = piece.finish_reason
+    return {"index": piece.index, **own, "logprobs": logprobs, "finish_reason": reason}
+
+
 class CompletionWriter(ResponseWriter):
     id_prefix = "cmpl-"
     full_object = "text_completion"
@@ -174,13 +182,7 @@ class CompletionWriter(ResponseWriter):
         return choice
 
     def delta(self, piece: ChoicePiece) -> dict[str, Any]:
-        reports = piece.logprobs
-        return {
-            "index": piece.index,
-            "text": piece.text,
-            "logprobs": None if reports is None else completion_logprobs(reports),
-            "finish_reason": piece.finish_reason,
-        }
+        return _entry(piece, completion_logprobs, text=piece.text)
 
 
 class ChatWriter(ResponseWriter):
@@ -189,17 +191,11 @@ class ChatWriter(ResponseWriter):
     chunk_object = "chat.completion.chunk"
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
-        reports = piece.logprobs
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
         if piece.tool_calls:
             message["content"] = piece.text or None
             message["tool_calls"] = whole_calls(piece.tool_calls)
-        return {
-            "index": piece.index,
-            "message": message,
-            "logprobs": None if reports is None else chat_logprobs(reports),
-            "finish_reason": piece.finish_reason,
-        }
+        return _entry(piece, chat_logprobs, message=message)
 
     def delta(self, piece: ChoicePiece) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if piece.first else {}
@@ -207,13 +203,7 @@ class ChatWriter(ResponseWriter):
             delta["content"] = piece.text
         if piece.tool_calls:
             delta["tool_calls"] = [call.delta() for call in piece.tool_calls]
-        reports = piece.logprobs
-        return {
-            "index": piece.index,
-            "delta": delta,
-            "logprobs": None if reports is None else chat_logprobs(reports),
-            "finish_reason": piece.finish_reason,
-        }
+        return _entry(piece, chat_logprobs, delta=delta)
 
     def top_level(self, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
         found = [p.prompt_logprobs for p in pieces if p.prompt_logprobs is not None]

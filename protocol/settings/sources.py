@@ -19,10 +19,11 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import NoDecode
 
 from protocol.near_names import did_you_mean, suggestion
-from protocol.settings.option_names import of_group
 from protocol.short_repr import short_repr
 
 ENV_PREFIX = "BATON_"
+# Not the middle of a word, a path or another option: no models--owner--name, no --decode.tp.
+_OPTION = re.compile(r"(?<![\w./-])--(no-)?([a-z]\w*(?:-\w+)*)(?![\w-]|\.\w)")
 # Set by Baton itself from one process to the next.
 INTERNAL_VARIABLES = frozenset({"BATON_READY_FD", "BATON_PARENT_FD"})
 # No settings but facts about this machine, which every process inherits: where converted models
@@ -81,6 +82,26 @@ def option_name(path: Sequence[str]) -> str:
 def variable_name(path: Sequence[str]) -> str:
     """("prefill", "block_size") -> "BATON_PREFILL__BLOCK_SIZE"."""
     return ENV_PREFIX + "__".join(path).upper()
+
+
+def renamed(text: str, name_of: Callable[[str], str | None]) -> str:
+    """`text` with the options in it as `name_of` calls them.
+
+    Args:
+        name_of: from an option without dashes before it, such as "block-size", to what is written
+            instead of all of it; None: it stays as it is. `--no-x` is `x`, and stays a no.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        name = name_of(match[2])
+        return match[0] if name is None else f"--{match[1] or ''}{name}"
+
+    return _OPTION.sub(written, text)
+
+
+def of_group(text: str, group: str, names: Collection[str]) -> str:
+    """`text` with the options `names` as those of a group: --prefill.tp for --tp."""
+    return renamed(text, lambda name: f"{group}.{name}" if name in names else None)
 
 
 def option_argv(name: str, value: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.settings.option_names import of_group, renamed
+from protocol.settings.sources import of_group, renamed
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from protocol.version import VERSION
@@ -142,7 +137,6 @@ TABLE = (
 )  # fmt: skip
 
 SPECS: Mapping[str, Spec] = {spec.name: spec for spec in TABLE}
-_ENGINE_HISTOGRAMS = [s for s in TABLE if (s.kind, s.origin) == ("histogram", "engine")]
 
 # The times at which counters were made: a third of all series, and nobody plots them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -175,28 +169,28 @@ class EngineHistogram:
         self._sum_s += seconds
 
     def values(self) -> dict[str, float]:
-        """For EngineStats.values: its sum, and for each bound how many were at most that."""
-        below = map(float, accumulate(self._counts))
-        names = [f"{self._spec.name}_bucket{{le={le}}}" for le in _bounds(self._spec)]
-        return {f"{self._spec.name}_sum": self._sum_s, **dict(zip(names, below, strict=True))}
-
-
-def _bounds(spec: Spec) -> list[str]:
-    return [*map(str, spec.buckets_s), "+Inf"]
+        """For EngineStats.values: for each bound how many were at most that, number and sum."""
+        *below, count = map(float, accumulate(self._counts))
+        name, bounds = self._spec.name, (*map(str, self._spec.buckets_s), "+Inf")
+        counts = zip(bounds, (*below, count), strict=True)
+        buckets = {f"{name}_bucket{{le={le}}}": number for le, number in counts}
+        return {**buckets, f"{name}_count": count, f"{name}_sum": self._sum_s}
 
 
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
-def _parse_key(key: str) -> tuple[Spec, list[str]]:
-    """The spec and the label values of an engine's key; an unknown key gets a spec of its own."""
+def _parse_key(key: str) -> tuple[Spec, dict[str, str]]:
+    """The spec and the labels of an engine's key; an unknown key gets a spec of its own."""
     name, _, rest = key.partition("{")
-    labels = [pair.partition("=")[2] for pair in rest.removesuffix("}").split(",") if pair]
-    spec = SPECS.get(name)
-    if spec is not None and spec.origin == "engine" and len(labels) == len(spec.labels):
-        return spec, labels
+    pairs = [pair.partition("=") for pair in rest.removesuffix("}").split(",") if pair]
+    whole, part = SPECS.get(name), SPECS.get(name.rpartition("_")[0])
+    if whole is not None and whole.origin == "engine" and len(pairs) == len(whole.labels):
+        return whole, dict(zip(whole.labels, (value for _, _, value in pairs), strict=True))
+    if part is not None and (part.origin, part.kind) == ("engine", "histogram"):
+        return part, {label: value for label, _, value in pairs}
     unknown = "baton_engine_" + _NOT_IN_NAMES.sub("_", key.removeprefix("baton_"))
-    return Spec(unknown, "gauge", "engine", "A value that only the engine knows about."), []
+    return Spec(unknown, "gauge", "engine", "A value that only the engine knows about."), {}
 
 
 class _EngineCollector(Collector):
@@ -206,28 +200,13 @@ class _EngineCollector(Collector):
         self.values: dict[str, float] = {}
 
     def collect(self) -> Iterable[Metric]:
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        values = dict(self.values)
-        histograms = [_histogram_of(spec, values) for spec in _ENGINE_HISTOGRAMS]
-        for key, value in values.items():
+        families: dict[str, Metric] = {}
+        for key, value in dict(self.values).items():
             spec, labels = _parse_key(key)
-            if spec.name not in families:
-                family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-                families[spec.name] = family(spec.name, spec.help, labels=spec.labels)
-            families[spec.name].add_metric(labels, value)
-        return [*families.values(), *filter(None, histograms)]
-
-
-def _histogram_of(spec: Spec, values: dict[str, float]) -> HistogramMetricFamily | None:
-    """What EngineHistogram.values sent of this one, taken out of `values`."""
-    sum_s = values.pop(f"{spec.name}_sum", None)
-    if sum_s is None:
-        return None
-    bounds = _bounds(spec)
-    buckets = [(le, values.pop(f"{spec.name}_bucket{{le={le}}}")) for le in bounds]
-    family = HistogramMetricFamily(spec.name, spec.help)
-    family.add_metric([], buckets, sum_s)
-    return family
+            family = families.setdefault(spec.name, Metric(spec.name, spec.help, spec.kind))
+            sample = {"counter": spec.name + "_total", "gauge": spec.name}.get(spec.kind)
+            family.add_sample(sample or key.partition("{")[0], labels, value)
+        return families.values()
 
 
 class Metrics:

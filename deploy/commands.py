@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from deploy.local_http import LOOPBACK
+from deploy.healthcheck import LOOPBACK
 from protocol.settings.settings import (
     BatonSettings,
     DecodeSettings,

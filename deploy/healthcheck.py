@@ -1,18 +1,38 @@
-"""Asks this container's process for /health: exit status 0 when it answers 200.
+"""Asking a Baton process of this machine over HTTP. As a program, whether it answers /health:
 
-python -m deploy.healthcheck        # at BATON_HOST and BATON_PORT, of this machine
+python -m deploy.healthcheck        # exit status 0 for 200; at BATON_HOST and BATON_PORT
 """
 
+import http.client
 import os
 import sys
-
-from deploy.local_http import get, url_host
+import urllib.request
 
 TIMEOUT_S = 2.0
+LOOPBACK = "127.0.0.1"
+# Without the proxy of the environment's http_proxy, which could not reach this machine's loopback.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def url_host(host: str) -> str:
+    """How a client on this machine writes the address that a process listens on."""
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def get(url: str, timeout_s: float) -> http.client.HTTPResponse:
+    """The answer, to be closed.
+
+    Raises:
+        OSError: nothing answers, or HTTPError for a status of 400 and above.
+    """
+    answer = _direct.open(url, timeout=timeout_s)
+    assert isinstance(answer, http.client.HTTPResponse)
+    return answer
 
 
 def main() -> int:
-    host = url_host(os.environ.get("BATON_HOST", "127.0.0.1"))
+    host = url_host(os.environ.get("BATON_HOST", LOOPBACK))
     url = f"http://{host}:{os.environ.get('BATON_PORT', '8000')}/health"
     try:
         with get(url, TIMEOUT_S) as answer:

@@ -16,17 +16,9 @@ import sys
 import time
 import urllib.error
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
-from deploy.commands import (
-    PROGRAMS,
-    Command,
-    Kind,
-    proxy_command,
-    server_commands,
-    user_option,
-)
-from deploy.local_http import LOOPBACK, get, url_host
+from deploy.commands import PROGRAMS, Command, Kind, proxy_command, server_commands, user_option
+from deploy.healthcheck import LOOPBACK, get, url_host
 from protocol.ipc.listening import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.cores import available_cores
@@ -47,11 +39,6 @@ class ClusterFailed(Exception):
 
 class StopRequested(Exception):
     """The user asked for the end."""
-
-
-@dataclass(frozen=True)
-class _Stop:
-    """A stop signal, as an event in the order of the others."""
 
 
 def up(
@@ -110,14 +97,14 @@ class LocalCluster:
         self.programs = programs
         self.children: list[lifecycle.Child] = []
         self.killed_by_user = False
-        # SimpleQueue: its put may interrupt its own get, as a signal handler does.
-        self._events: queue.SimpleQueue[lifecycle.Event | _Stop] = queue.SimpleQueue()
+        # None is a stop signal. SimpleQueue: its put may interrupt its own get, as a handler does.
+        self._events: queue.SimpleQueue[lifecycle.Event | None] = queue.SimpleQueue()
         self._endpoint = ""
         self._deadline = time.monotonic() + settings.start_timeout_s
 
     def on_signal(self, count: int) -> None:
         """The first signal asks for an end; any further one kills."""
-        self._events.put(_Stop())
+        self._events.put(None)
         if count > 1:
             self.killed_by_user = True
             for child in self.children:
@@ -129,15 +116,12 @@ class LocalCluster:
         Raises:
             ClusterFailed, StopRequested
         """
-        settings = self.settings
-        say(f"settings {describe(settings)}")
-        for variable in unread_variables(type(settings)):
+        say(f"settings {describe(self.settings)}")
+        for variable in unread_variables(type(self.settings)):
             say(f"not read here, but by other programs: {variable}")
+        secret, cores = secrets.token_hex(32), available_cores()
         commands = server_commands(
-            settings,
-            secret=secrets.token_hex(32),
-            cores=available_cores(),
-            programs=self.programs,
+            self.settings, secret=secret, cores=cores, programs=self.programs
         )
         servers = [self._spawn(command) for command in commands]
         ready = self._await_ready(servers)
@@ -207,7 +191,7 @@ class LocalCluster:
         except queue.Empty:
             return None
         match event:
-            case _Stop():
+            case None:
                 raise StopRequested
             case lifecycle.Failed(child, reason):
                 raise ClusterFailed(f"{child.name}: {reason}")

@@ -15,7 +15,7 @@ from engine.http.limits import (
 )
 from engine.http.middleware import cancelled_on_disconnect
 from engine.http.text_encoder import text_digest
-from engine.http.tools import demands_of
+from engine.http.tools import guided_decodings
 from protocol.messages import AddRequest, EngineReady
 from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import current_request_id
@@ -41,9 +41,9 @@ async def engine_requests(
     check_model(parsed.model, api.model_names)
     ready = api.require_ready()
     check_against_server(parsed, ready.vocab_size, api.settings.max_num_seqs)
-    if demands := demands_of(parsed):
+    if all_guided := guided_decodings(parsed):
         async with cancelled_on_disconnect(receive):
-            await api.grammars.check(demands)
+            await api.grammars.check(all_guided)
     prompts = await _tokenize(api, parsed, ready)
     asked, room = parsed, ready.max_model_len
     if behind is not None and context is not None:

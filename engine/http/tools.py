@@ -15,7 +15,7 @@ from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.sampling import GenerationRequest
-from protocol.openai.structured import Demand
+from protocol.openai.structured import GuidedDecoding
 from protocol.openai.tools import Tools, parameters_of
 
 _HOW_TO_CALL = {
@@ -29,27 +29,27 @@ _HOW_TO_CALL = {
 }
 
 
-def demands_of(parsed: GenerationRequest) -> list[Demand]:
+def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
     """What the output must match, and the schemas of tools, called or not.
 
     Raises:
         InvalidRequest: the schemas of the tools are too long.
     """
-    demands = list(_tool_schemas(parsed.toolset)) if isinstance(parsed, ChatRequest) else []
-    return demands if parsed.demand is None else [*demands, parsed.demand]
+    all_guided = list(_tool_schemas(parsed.toolset)) if isinstance(parsed, ChatRequest) else []
+    return all_guided if parsed.guided is None else [*all_guided, parsed.guided]
 
 
-def _tool_schemas(tools: Tools) -> Sequence[Demand]:
+def _tool_schemas(tools: Tools) -> Sequence[GuidedDecoding]:
     """Of tools that need not be called, schemas may have what no grammar can enforce."""
     extra = {"x-guidance": {"lenient": True}} if tools.mode in ("none", "auto") else {}
     found = [
-        Demand(
+        GuidedDecoding(
             Grammar("json_schema", json.dumps({**parameters_of(tool), **extra})),
             f"tools[{at}].function.parameters",
         )
         for at, tool in enumerate(tools.offered)
     ]
-    num_chars = sum(len(demand.grammar.text) for demand in found)
+    num_chars = sum(len(guided.grammar.text) for guided in found)
     if num_chars > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(
             f"`tools` have {num_chars} characters of schemas, at most {MAX_GRAMMAR_CHARS} are "

@@ -23,7 +23,7 @@ from engine.text.grammar_process import Try, Verdict, Vocabulary, packed
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import InternalError, InvalidRequest, Overloaded
 from protocol.messages import Grammar
-from protocol.openai.structured import Demand
+from protocol.openai.structured import GuidedDecoding
 from protocol.settings.sources import clean_environment
 
 MEMORY_BYTES = 256 * 2**20  # for the compilation of one grammar
@@ -112,14 +112,14 @@ class GrammarChecker:
         if count > 1:
             self._held[key] = count - 1, nbytes
 
-    async def check(self, demands: Sequence[Demand]) -> None:
+    async def check(self, all_guided: Sequence[GuidedDecoding]) -> None:
         """Returns if all can be used. To be cancelled when nobody wants to know any more.
 
         Raises:
             InvalidRequest: names the first field that cannot, and says why.
             Overloaded: too many others are being tried.
         """
-        left = self._unknown(demands)
+        left = self._unknown(all_guided)
         for lane in self._lanes:
             if not left:
                 return
@@ -144,33 +144,33 @@ class GrammarChecker:
                 "Too many schemas and grammars are being compiled; try again soon."
             ) from None
 
-    def _refusal(self, demand: Demand) -> InvalidRequest:
+    def _refusal(self, guided: GuidedDecoding) -> InvalidRequest:
         return InvalidRequest(
-            f"`{demand.field}` takes more than {self._timeout_s:g} s or "
+            f"`{guided.field}` takes more than {self._timeout_s:g} s or "
             f"{MEMORY_BYTES >> 20} MB of memory to compile; send a simpler one "
             "(the server's limit of time is --grammar-timeout-s).",
-            param=demand.field,
+            param=guided.field,
         )
 
-    def _unknown(self, demands: Sequence[Demand]) -> list[Demand]:
+    def _unknown(self, all_guided: Sequence[GuidedDecoding]) -> list[GuidedDecoding]:
         """Those not known to be good. Raises InvalidRequest of the first known to be bad."""
-        for demand in demands:
-            known = self._known.get(_key(demand.grammar))
+        for guided in all_guided:
+            known = self._known.get(_key(guided.grammar))
             if known is not None and known.mistake is not None:
-                told = f"`{demand.field}` cannot be used: {known.mistake}"
-                raise InvalidRequest(told, param=demand.field)
-        return [demand for demand in demands if _key(demand.grammar) not in self._known]
+                told = f"`{guided.field}` cannot be used: {known.mistake}"
+                raise InvalidRequest(told, param=guided.field)
+        return [guided for guided in all_guided if _key(guided.grammar) not in self._known]
 
-    async def _try(self, demands: Sequence[Demand], cpu_s: float) -> None:
+    async def _try(self, all_guided: Sequence[GuidedDecoding], cpu_s: float) -> None:
         """Remembers the verdicts that come, until a grammar is too much for the child."""
-        asked = Try([demand.grammar for demand in demands], MEMORY_BYTES, cpu_s, self._timeout_s)
+        asked = Try([guided.grammar for guided in all_guided], MEMORY_BYTES, cpu_s, self._timeout_s)
         reader, writer = await self._child(asked)
         try:
-            for demand in demands:
+            for guided in all_guided:
                 if not (line := await _line(reader)):
                     return
-                self._known[_key(demand.grammar)] = msgspec.json.decode(line, type=Verdict)
-                self._unknown([demand])  # a mistake is told before the next one is tried
+                self._known[_key(guided.grammar)] = msgspec.json.decode(line, type=Verdict)
+                self._unknown([guided])  # a mistake is told before the next one is tried
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         finally:

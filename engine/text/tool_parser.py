@@ -200,15 +200,15 @@ class _ObjectsParser(ToolParser):
 
     def _members(self) -> _Reader[None]:
         while (run := (yield from self._run(_BLANK_RUN))) != "{":
-            self._demand(run[0] in _BLANKS)
+            self._require(run[0] in _BLANKS)
         end, has_arguments = "", False
         while end != "}":
             end, text = yield from self._value(":,}")
             if end != ":":
-                self._demand(end == "}" and not text)  # an empty object, or a comma at its end
+                self._require(end == "}" and not text)  # an empty object, or a comma at its end
                 continue
             key = _json_string(text)
-            self._demand(key is not None)
+            self._require(key is not None)
             end, text = yield from self._value(",}", streams=key in _ARGUMENTS)
             if key == "name":
                 self._named(_json_string(text))
@@ -216,11 +216,11 @@ class _ObjectsParser(ToolParser):
                 has_arguments = True
                 if text.startswith('"'):  # some write the arguments as a string
                     self._tell((_json_string(text) or "").strip())
-        self._demand(self._begun)
+        self._require(self._begun)
         if not has_arguments:
             self._tell("{}")
 
-    def _demand(self, holds: bool) -> None:
+    def _require(self, holds: bool) -> None:
         """Once a call's name is out, it is one, whatever follows."""
         if not (holds or self._begun):
             raise _NoCall
@@ -261,7 +261,7 @@ class _ObjectsParser(ToolParser):
             else:
                 quoted = run == '"'
                 depth += (run in "[{") - (run in "]}")
-                self._demand(depth >= 0)
+                self._require(depth >= 0)
             if streams and (parts or [run])[0] != '"':
                 self._tell("".join([*blanks, run]))
                 parts = parts or [run]

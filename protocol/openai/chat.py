@@ -17,7 +17,7 @@ from protocol.openai.sampling import (
     integer,
     refuse,
 )
-from protocol.openai.structured import Demand, only_one
+from protocol.openai.structured import GuidedDecoding, only_one
 from protocol.openai.tools import (
     CHOICE_MUST_BE,
     CHOICE_SCHEMA,
@@ -103,9 +103,9 @@ class ChatRequest(GenerationRequest):
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @cached_property
-    def demand(self) -> Demand | None:
-        demands = (self.toolset.demand, super().demand)
-        return only_one([demand for demand in demands if demand is not None])
+    def guided(self) -> GuidedDecoding | None:
+        all_guided = (self.toolset.guided, super().guided)
+        return only_one([guided for guided in all_guided if guided is not None])
 
     @property
     def num_logprobs(self) -> int | None:

@@ -12,7 +12,7 @@ from protocol.errors import InvalidRequest
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import ModelName, Strict, body_of, clean, neutral, validate, wrong
 from protocol.openai.sampling import MAX_INT31, GenerationConfig, Switch, integer
-from protocol.openai.structured import Demand, find_demand
+from protocol.openai.structured import GuidedDecoding, find_guided
 
 Role = Literal["system", "developer", "user", "assistant"]
 _SAMPLING = {"temperature", "top_p"}
@@ -118,8 +118,8 @@ class ResponsesChat(ChatRequest):
     asked: ResponsesRequest
 
     @cached_property
-    def demand(self) -> Demand | None:
-        return _demand_of(self.asked.text)
+    def guided(self) -> GuidedDecoding | None:
+        return _guided_of(self.asked.text)
 
     @property
     def limit_field(self) -> str:
@@ -182,7 +182,7 @@ def _read_part(part: Any, where: str) -> str:
     return text
 
 
-def _demand_of(text: Any) -> Demand | None:
+def _guided_of(text: Any) -> GuidedDecoding | None:
     """`text.format` is `response_format`, but for a schema's members, which lie flat in it."""
     if text is None:
         return None
@@ -193,10 +193,10 @@ def _demand_of(text: Any) -> Demand | None:
         named = {name: value for name, value in given.items() if name != "type"}
         given = {"type": "json_schema", "json_schema": named}
     try:
-        demand = find_demand({"response_format": given})
+        guided = find_guided({"response_format": given})
     except InvalidRequest as error:
         raise InvalidRequest(_renamed(error.message), param=_renamed(error.param or "")) from None
-    return None if demand is None else Demand(demand.grammar, _renamed(demand.field))
+    return None if guided is None else GuidedDecoding(guided.grammar, _renamed(guided.field))
 
 
 def _renamed(text: str) -> str:

@@ -221,7 +221,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
         Raises:
             InvalidRequest: names both members.
         """
-        _ = self.demand
+        _ = self.guided
         if self.stream and self.prompt_logprobs is not None:
             refuse("prompt_logprobs", "cannot be streamed; set `stream` to false or leave it out")
         limit = self.token_limit
@@ -249,7 +249,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias,
             min_tokens=self.min_tokens,
-            grammar=self.demand.grammar if self.demand else None,
+            grammar=self.guided.grammar if self.guided else None,
         )
 
 

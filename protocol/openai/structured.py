@@ -25,7 +25,7 @@ FORMAT_MUST_BE = (
 STRUCTURED_MUST_BE = "an object with one of `json`, `regex`, `choice`, `grammar` and `json_object`"
 
 
-class Demand(NamedTuple):
+class GuidedDecoding(NamedTuple):
     """A grammar, and the field of the request that it comes from."""
 
     grammar: Grammar
@@ -84,7 +84,7 @@ _STRUCTURED_SCHEMA = {
 
 
 def _any(schema: dict[str, Any], must_be: str) -> Any:
-    """Anything, as far as pydantic looks: `find_demand` reads it."""
+    """Anything, as far as pydantic looks: `find_guided` reads it."""
     return Annotated[Any, Field(description=must_be), WithJsonSchema(schema)]
 
 
@@ -99,22 +99,22 @@ class StructuredFields(Strict):
     guided_grammar: _any(_TEXT_SCHEMA, "a grammar") = None  # type: ignore[valid-type]
 
     @cached_property
-    def demand(self) -> Demand | None:
+    def guided(self) -> GuidedDecoding | None:
         """What the output must match, if anything.
 
         Raises:
             InvalidRequest: names the field that is wrong, or the two that contradict each other.
         """
-        return find_demand({name: getattr(self, name) for name in StructuredFields.model_fields})
+        return find_guided({name: getattr(self, name) for name in StructuredFields.model_fields})
 
 
-def find_demand(fields: dict[str, Any]) -> Demand | None:
+def find_guided(fields: dict[str, Any]) -> GuidedDecoding | None:
     """What the output must match, from the members of StructuredFields; None is "not given".
 
     Raises:
         InvalidRequest: names the field that is wrong, or the two that contradict each other.
     """
-    found: list[Demand] = []
+    found: list[GuidedDecoding] = []
     if fields.get("response_format") is not None:
         found += _from_format(fields["response_format"], "response_format")
     if fields.get("structured_outputs") is not None:
@@ -125,7 +125,7 @@ def find_demand(fields: dict[str, Any]) -> Demand | None:
     return only_one(found)
 
 
-def only_one(found: list[Demand]) -> Demand | None:
+def only_one(found: list[GuidedDecoding]) -> GuidedDecoding | None:
     """Raises InvalidRequest where two fields say what the output must match."""
     if len(found) > 1:
         first, second = found[0].field, found[1].field
@@ -136,34 +136,34 @@ def only_one(found: list[Demand]) -> Demand | None:
     return found[0] if found else None
 
 
-def _from_format(value: Any, where: str) -> list[Demand]:
+def _from_format(value: Any, where: str) -> list[GuidedDecoding]:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text" and len(value) == 1:
         return []
     if kind == "json_object" and len(value) == 1:
-        return [Demand(Grammar("json_object"), where)]
+        return [GuidedDecoding(Grammar("json_object"), where)]
     if kind != "json_schema" or not set(value) <= {"type", "json_schema"}:
         raise wrong(where, value, FORMAT_MUST_BE)
     return [_from_named_schema(value.get("json_schema"), f"{where}.json_schema")]
 
 
-def _from_named_schema(named: Any, where: str) -> Demand:
+def _from_named_schema(named: Any, where: str) -> GuidedDecoding:
     if not isinstance(named, dict):
         raise wrong(where, named, "an object with `name` and `schema`")
     schema = validate(NamedSchema, named, where + ".").schema_
     if schema is None:
-        return Demand(Grammar("json_object"), where)
+        return GuidedDecoding(Grammar("json_object"), where)
     return read_schema(schema, f"{where}.schema")
 
 
-def read_schema(value: Any, where: str) -> Demand:
+def read_schema(value: Any, where: str) -> GuidedDecoding:
     """A JSON schema as an object."""
     if not isinstance(value, dict):
         raise wrong(where, value, "a JSON schema, an object")
-    return Demand(Grammar("json_schema", json.dumps(value, ensure_ascii=False)), where)
+    return GuidedDecoding(Grammar("json_schema", json.dumps(value, ensure_ascii=False)), where)
 
 
-def _from_structured(value: Any) -> list[Demand]:
+def _from_structured(value: Any) -> list[GuidedDecoding]:
     if not isinstance(value, dict):
         raise wrong("structured_outputs", value, STRUCTURED_MUST_BE)
     given = {name: item for name, item in value.items() if item is not None and item is not False}
@@ -177,11 +177,11 @@ def _from_structured(value: Any) -> list[Demand]:
     if name == "json_object":
         if item is not True:
             raise wrong(where, item, "true or false")
-        return [Demand(Grammar("json_object"), where)]
+        return [GuidedDecoding(Grammar("json_object"), where)]
     return [_READERS[name](item, where)]
 
 
-def _read_json(value: Any, where: str) -> Demand:
+def _read_json(value: Any, where: str) -> GuidedDecoding:
     """A schema, as an object or as its text."""
     if isinstance(value, str):
         try:
@@ -191,23 +191,23 @@ def _read_json(value: Any, where: str) -> Demand:
     return read_schema(value, where)
 
 
-def _read_choice(value: Any, where: str) -> Demand:
+def _read_choice(value: Any, where: str) -> GuidedDecoding:
     good = isinstance(value, list) and 0 < len(value) <= MAX_CHOICES
     if not good or not all(isinstance(item, str) for item in value):
         raise wrong(where, value, f"a list of 1 to {MAX_CHOICES} strings")
-    return Demand(Grammar("choice", json.dumps(value, ensure_ascii=False)), where)
+    return GuidedDecoding(Grammar("choice", json.dumps(value, ensure_ascii=False)), where)
 
 
-def _text_reader(kind: GrammarKind, must_be: str) -> Callable[[Any, str], Demand]:
-    def read(value: Any, where: str) -> Demand:
+def _text_reader(kind: GrammarKind, must_be: str) -> Callable[[Any, str], GuidedDecoding]:
+    def read(value: Any, where: str) -> GuidedDecoding:
         if not isinstance(value, str) or not value:
             raise wrong(where, value, must_be)
-        return Demand(Grammar(kind, value), where)
+        return GuidedDecoding(Grammar(kind, value), where)
 
     return read
 
 
-_READERS: dict[str, Callable[[Any, str], Demand]] = {
+_READERS: dict[str, Callable[[Any, str], GuidedDecoding]] = {
     "json": _read_json,
     "regex": _text_reader("regex", "a regular expression, a string that is not empty"),
     "choice": _read_choice,

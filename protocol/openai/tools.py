@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
 from protocol.openai.requests import Strict, validate, wrong
-from protocol.openai.structured import Demand
+from protocol.openai.structured import GuidedDecoding
 from protocol.short_repr import short_repr
 
 MAX_TOOLS = 128
@@ -93,14 +93,16 @@ class Tools:
         return frozenset(tool["function"]["name"] for tool in self.offered)
 
     @property
-    def demand(self) -> Demand | None:
+    def guided(self) -> GuidedDecoding | None:
         """What the answer must match: nothing unless a call is demanded."""
         if self.mode == "named":
             at = [tool["function"]["name"] for tool in self.offered].index(self.name)
             grammar = Grammar("json_schema", _json(parameters_of(self.offered[at])))
-            return Demand(grammar, f"tools[{at}].function.parameters")
+            return GuidedDecoding(grammar, f"tools[{at}].function.parameters")
         if self.mode == "required":
-            return Demand(Grammar("grammar", calls_grammar(self.offered, self.parallel)), "tools")
+            return GuidedDecoding(
+                Grammar("grammar", calls_grammar(self.offered, self.parallel)), "tools"
+            )
         return None
 
 

@@ -15,19 +15,21 @@ from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.messages import Grammar, GrammarKind
-from protocol.openai.structured import Demand
+from protocol.openai.structured import GuidedDecoding
 from tests.engine.http_server import saying, serving
 
 ENDLESS = {"type": "integer", "multipleOf": 4_999_999}  # a state of its automaton for each number
 TOOL = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
 
 
-def schema(number: int) -> Demand:
-    return Demand(Grammar("json_schema", f'{{"type": "integer", "multipleOf": {number}}}'), "here")
+def schema(number: int) -> GuidedDecoding:
+    return GuidedDecoding(
+        Grammar("json_schema", f'{{"type": "integer", "multipleOf": {number}}}'), "here"
+    )
 
 
-def regex(text: str) -> Demand:
-    return Demand(Grammar("regex", text), "there")
+def regex(text: str) -> GuidedDecoding:
+    return GuidedDecoding(Grammar("regex", text), "there")
 
 
 @asynccontextmanager
@@ -60,7 +62,7 @@ async def test_what_takes_too_much_is_refused_and_named(
 ) -> None:
     async with checking(tokenizer, 1.0) as checker:
         with pytest.raises(InvalidRequest, match="`here`") as caught:
-            await checker.check([regex("a"), Demand(Grammar(kind, text), "here")])
+            await checker.check([regex("a"), GuidedDecoding(Grammar(kind, text), "here")])
         assert caught.value.param == "here"
 
 

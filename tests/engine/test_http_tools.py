@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.http.tools import demands_of, tool_syntax, with_tools
+from engine.http.tools import guided_decodings, tool_syntax, with_tools
 from engine.text.chat_template import ChatTemplate
 from engine.text.grammar_text import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
@@ -153,7 +153,7 @@ def test_schemas_of_tools_have_a_limit_together() -> None:
     ]
     asked = {"model": "m", "messages": [USER], "tools": tools}
     with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)) as caught:
-        demands_of(parse_chat(asked))
+        guided_decodings(parse_chat(asked))
     assert caught.value.param == "tools"
 
 

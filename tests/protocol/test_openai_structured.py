@@ -9,20 +9,20 @@ from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
 from protocol.openai.chat import parse_chat
 from protocol.openai.completions import parse_completion
-from protocol.openai.structured import Demand
+from protocol.openai.structured import GuidedDecoding
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
-def demand(**fields: Any) -> Demand | None:
+def guided(**fields: Any) -> GuidedDecoding | None:
     """Of both endpoints, which say the same."""
     parsed = parse_completion({"model": "m", "prompt": "x", **fields})
     chat = parse_chat({"model": "m", "messages": MESSAGES, **fields})
-    assert parsed.demand == chat.demand
-    grammar = parsed.demand.grammar if parsed.demand else None
+    assert parsed.guided == chat.guided
+    grammar = parsed.guided.grammar if parsed.guided else None
     assert parsed.sampling(1).grammar == grammar == chat.sampling(1).grammar
-    return parsed.demand
+    return parsed.guided
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def demand(**fields: Any) -> Demand | None:
     ],
 )
 def test_every_way_to_say_it(fields: dict[str, Any], field: str, grammar: Grammar) -> None:
-    assert demand(**fields) == Demand(grammar, field)
+    assert guided(**fields) == GuidedDecoding(grammar, field)
 
 
 def test_saying_nothing_demands_nothing() -> None:
-    assert demand() is None
-    assert demand(response_format=None, structured_outputs=None) is None
-    assert demand(response_format={"type": "text"}) is None
+    assert guided() is None
+    assert guided(response_format=None, structured_outputs=None) is None
+    assert guided(response_format={"type": "text"}) is None
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,6 @@ def test_saying_nothing_demands_nothing() -> None:
 )
 def test_a_mistake_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        demand(**fields)
+        guided(**fields)
     assert caught.value.param == param
     assert f"`{param}`" in caught.value.message

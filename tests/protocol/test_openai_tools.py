@@ -28,7 +28,7 @@ def test_the_default_is_none_without_tools_and_auto_with_them() -> None:
     found = read(tools=[tool(description="d", parameters=None)])
     assert (found.mode, found.active, found.parallel) == ("auto", True, True)
     assert found.offered == (tool(description="d"),)
-    assert found.demand is None
+    assert found.guided is None
 
 
 def test_none_hides_the_tools() -> None:
@@ -39,17 +39,17 @@ def test_a_named_tool_demands_its_arguments() -> None:
     choice = {"type": "function", "function": {"name": "g"}}
     found = read(tools=[tool(), tool("g", parameters=NUMBER)], tool_choice=choice)
     assert (found.mode, found.name) == ("named", "g")
-    assert found.demand is not None
-    assert found.demand.field == "tools[1].function.parameters"
-    assert json.loads(found.demand.grammar.text) == NUMBER
+    assert found.guided is not None
+    assert found.guided.field == "tools[1].function.parameters"
+    assert json.loads(found.guided.grammar.text) == NUMBER
 
 
 def test_required_demands_a_list_of_calls() -> None:
     found = read(tools=[tool(parameters=NUMBER)], tool_choice="required")
-    assert found.demand is not None and found.demand.grammar.kind == "grammar"
-    assert "* " in found.demand.grammar.text
+    assert found.guided is not None and found.guided.grammar.kind == "grammar"
+    assert "* " in found.guided.grammar.text
     one = read(tools=[tool(parameters=NUMBER)], tool_choice="required", parallel_tool_calls=False)
-    assert one.demand is not None and "* " not in one.demand.grammar.text
+    assert one.guided is not None and "* " not in one.guided.grammar.text
 
 
 @pytest.mark.parametrize(

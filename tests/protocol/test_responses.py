@@ -23,7 +23,7 @@ def test_a_text_is_a_users_message() -> None:
     chat = parse(instructions="Be kind.", max_output_tokens=7, temperature=0.5, seed=3)
     assert [(m.role, m.content) for m in chat.messages] == [("system", "Be kind."), ("user", "a")]
     assert (chat.token_limit, chat.temperature, chat.seed, chat.stream) == (7, 0.5, 3, False)
-    assert chat.demand is None
+    assert chat.guided is None
 
 
 def test_a_conversation_with_an_earlier_answer_sent_back() -> None:
@@ -46,11 +46,11 @@ def test_a_conversation_with_an_earlier_answer_sent_back() -> None:
 def test_a_format_is_a_demand() -> None:
     schema = {"type": "object"}
     text = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
-    demand = parse(text=text).demand
+    demand = parse(text=text).guided
     assert demand.grammar == Grammar("json_schema", json.dumps(schema))
     assert demand.field == "text.format.schema"
-    assert parse(text={"format": {"type": "text"}}).demand is None
-    assert parse(text={}).demand is None
+    assert parse(text={"format": {"type": "text"}}).guided is None
+    assert parse(text={}).guided is None
 
 
 @pytest.mark.parametrize(

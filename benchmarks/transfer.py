@@ -428,6 +428,10 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
         args.paths = "mapped,nixl" if cuda else "mapped"
     if unknown := set(args.paths.split(",")) - {"mapped", "nixl"}:
         parser.error(f"--paths names {', '.join(sorted(unknown))}; use mapped, nixl or both")
+    if args.tokens % 64:
+        parser.error(f"--tokens {args.tokens} is no multiple of 64")
+    if cuda and "," not in args.devices:
+        parser.error(f"--devices {args.devices} names one GPU; give P's and those of D, as in 0,1")
     if args.decode and not cuda:
         parser.error("--decode needs --device cuda")
     return args

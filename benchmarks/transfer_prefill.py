@@ -16,7 +16,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import MemoryKind
 from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.move.peer_memory import describe
-from kvcache.transfer.plan.endpoint import Endpoint, IntArray
+from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
 from kvcache.transfer.session.lease_server import LeaseServer
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import FirstToken, RemotePrefill
@@ -62,10 +62,9 @@ class Side:
     scattered: bool = True
 
     def endpoints(self, size: Size) -> list[Endpoint]:
-        layout = KVLayout(
-            self.order, size.tokens // self.block_size + 1, size.heads // self.tp, size.layers, 2,
-            self.block_size, size.head_dim, "bfloat16",
-        )  # fmt: skip
+        heads, blocks = len(heads_of(0, self.tp, size.heads)), size.tokens // self.block_size + 1
+        sizes = (blocks, heads, size.layers, 2, self.block_size, size.head_dim)
+        layout = KVLayout(self.order, *sizes, "bfloat16")
         return [Endpoint(layout, rank, self.tp) for rank in range(self.tp)]
 
     def blocks(self, size: Size, tokens: int | None = None) -> IntArray:

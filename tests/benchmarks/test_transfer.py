@@ -55,6 +55,8 @@ def test_wrong_bytes_fail_the_run(monkeypatch: pytest.MonkeyPatch, capfd) -> Non
     [
         (["--paths", "mapped,rdma"], "--paths names rdma; use mapped, nixl or both"),
         (["--decode"], "--decode needs --device cuda"),
+        (["--tokens", "100"], "--tokens 100 is no multiple of 64"),
+        (["--device", "cuda", "--devices", "1"], "--devices 1 names one GPU"),
     ],
 )
 def test_options_that_cannot_work_are_refused(argv: list[str], told: str, capfd) -> None:

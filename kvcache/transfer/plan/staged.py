@@ -12,9 +12,9 @@ blocks at the ends, where that makes fewer runs at less cost; never more than th
 A chunk is a stretch of P's blocks that fits a slot; some slots fill while another is placed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from kvcache.transfer.plan.block_copy import (
     descriptors,
 )
 from kvcache.transfer.plan.cost import CostModel
-from kvcache.transfer.plan.endpoint import PlanError
+from kvcache.transfer.plan.endpoint import IntArray, PlanError
 
 # Slots, and the groups' memories in them, start at multiples of this: placing moves whole words.
 ALIGN_BYTES = 64
@@ -60,12 +60,16 @@ class Way(NamedTuple):
 
 class Chunk(NamedTuple):
     """One slot full: READs whose local offsets count from the slot's base, then copies out of it
-    into the pool."""
+    into the pool, made when they are first looked at: the link waits for the READs only."""
 
     reads: tuple[ReadDescriptors, ...]
     nbytes: int  # of the slot
-    copies: tuple[BlockCopy, ...]
+    make_copies: Callable[[], tuple[BlockCopy, ...]]  # the same ones whenever it is called
     factors: tuple[float, ...] | None = None  # of the elements, by layer and component
+
+    @property
+    def copies(self) -> tuple[BlockCopy, ...]:
+        return self.make_copies()
 
 
 class _Slot(NamedTuple):
@@ -123,21 +127,22 @@ class StagedPlan:
 
     def chunk(self, index: int) -> Chunk:
         first, last = self.borders[index : index + 2]
-        reads = descriptors(self._reads(first, last, self.slot))
-        copies = tuple(self._copies(first, last))
-        return Chunk(reads, self.slot.nbytes, copies, self.transfer.factors)
+        reads = descriptors(self._reads(first, last, self.slot, np.arange(last - first)))
+        make_copies = cache(lambda: tuple(self._copies(first, last)))
+        return Chunk(reads, self.slot.nbytes, make_copies, self.transfer.factors)
 
     def count_descriptors(self) -> int:
         """Of all chunks, or a few more."""
         first, last = self.borders[0], self.borders[-1]
-        transfer = self.transfer
-        one = _slot(transfer.remote[0].layout, _heads(transfer, self.way.wider), last - first)
-        cuts = (self.num_chunks - 1) * len(one.memories)
-        return count_descriptors(self._reads(first, last, one)) + cuts
+        transfer, blocks = self.transfer, np.arange(last - first)
+        # As if all were read into one slot with a gap between the chunks, which no run crosses.
+        blocks += np.searchsorted(self.borders[1:], blocks + first, side="right")
+        heads = _heads(transfer, self.way.wider)
+        one = _slot(transfer.remote[0].layout, heads, last - first + self.num_chunks)
+        return count_descriptors(self._reads(first, last, one, blocks))
 
-    def _reads(self, first: int, last: int, slot: _Slot) -> Iterator[BlockCopy]:
+    def _reads(self, first: int, last: int, slot: _Slot, blocks: IntArray) -> Iterator[BlockCopy]:
         transfer, tokens = self.transfer, self._within(self.read_tokens, first, last)
-        blocks = np.arange(last - first)
         for group, (heads, layout, base) in zip(transfer.groups, slot.memories, strict=True):
             target = Side(layout, blocks, first, base=base)
             yield from transfer.copies_from(group, heads, target, tokens)

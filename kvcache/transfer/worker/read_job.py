@@ -53,6 +53,7 @@ class ReadJob:
         self._open: list[Step] = []  # begun, not yet all ended and placed
         self._posting: Step | None = None
         self._waiting: tuple[int, Chunk] | None = None  # for its slot
+        self._looked_at: Step | None = None  # whose copies are made
         self._exhausted = False
         self._counted = not plan.useful_bytes  # the descriptors, as the report of the end says
         self._moved_at = time.monotonic()  # when a READ was posted or ended last
@@ -173,6 +174,11 @@ class ReadJob:
         there was one."""
         if self.stopping:
             return False
+        if self._open and self._open[0] is not self._looked_at:
+            self._looked_at = self._open[0]
+            if self._looked_at.chunk is not None:
+                self._looked_at.chunk.make_copies()
+                return True
         if self._waiting is None and self._staging is not None:
             self._waiting = next(self._chunks, None)
             if self._waiting is not None:

@@ -1,5 +1,6 @@
 """Staged transfers: the sizes of their chunks, and where these are placed."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,12 +14,13 @@ from kvcache.transfer.move.peer_memory import bytes_at
 from kvcache.transfer.move.place import Placer, TorchPlacer
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import Transfer
-from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.staged import Chunk, StagedPlan
 from tests.kvcache.transfer.geometry import (
     DTYPES,
     GARBAGE,
     Case,
+    Side,
     cases,
     execute_reads,
     memory_of,
@@ -56,6 +58,16 @@ def test_between_gpus_chunks_take_a_quarter_of_the_memory_and_become_smaller() -
 def test_on_a_cpu_chunks_are_alike() -> None:
     *found, last = sizes(ON_A_CPU, 128)
     assert len(set(found)) == 1 and 0 < last <= found[0]
+
+
+def test_chunks_between_gpus_are_fewer_where_each_cuts_the_runs_of_every_layer() -> None:
+    fresh = Side(1, "LBCHND", 64, tuple(range(1, 129)), 129, "bfloat16")
+    case = simple(
+        fresh, replace(fresh, order="BHLCND"), heads=8, layers=32, head_dim=128, stop=8192
+    )
+    plan = case.plan(0, costs=DEFAULT_COSTS["cuda"], staging_bytes=512 << 20)
+    assert len(plan.chunks) == 4
+    assert plan.descriptors == 4 * 32
 
 
 def test_a_chunk_is_made_when_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ No torch here: processes that only plan or only talk use this too.
 """
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import prod
 
 from protocol.handshake import LayoutRecord
@@ -59,7 +60,8 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The order, the sizes and the dtype of one rank's KV cache.
+    """The order, the sizes and the dtype of one rank's KV cache. What a plan asks for dozens of
+    times is kept: do not change the dictionaries.
 
     Raises:
         LayoutError: a field is out of range, or the order is no permutation of BHLCND ending in D.
@@ -100,7 +102,7 @@ class KVLayout:
         """This layout on the wire."""
         return LayoutRecord(**{name: getattr(self, name) for name in _FIELDS})
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Size of each axis, by letter, in the canonical order BHLCND."""
         return {axis: getattr(self, name) for axis, name in zip(AXES, _SIZE_FIELDS, strict=True)}
@@ -111,7 +113,7 @@ class KVLayout:
         sizes = self.sizes
         return tuple(sizes[axis] for axis in self.order)
 
-    @property
+    @cached_property
     def strides(self) -> dict[str, int]:
         """Distance between neighbours along each axis, by letter, in ELEMENTS."""
         sizes, stride, strides = self.sizes, 1, {}
@@ -120,12 +122,12 @@ class KVLayout:
             stride *= sizes[axis]
         return {axis: strides[axis] for axis in AXES}
 
-    @property
+    @cached_property
     def byte_strides(self) -> dict[str, int]:
         """Distance between neighbours along each axis, by letter, in bytes."""
         return {axis: stride * self.itemsize for axis, stride in self.strides.items()}
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return ITEMSIZE_BYTES[self.dtype]
@@ -135,7 +137,7 @@ class KVLayout:
         """Bytes of the whole allocation."""
         return prod(self.shape) * self.itemsize
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes that one token takes: all heads, layers and components of this rank."""
         elements = self.num_heads * self.num_layers * self.num_components * self.head_dim

@@ -15,11 +15,12 @@ outer product. Both sides being mixed-radix numbers, no piece has fewer runs; ru
 pieces that follow each other on both sides are merged.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,6 @@ from kvcache.transfer.plan.endpoint import (
     HeadGroup,
     IntArray,
     PlanError,
-    byte_strides,
 )
 
 
@@ -42,14 +42,31 @@ class Side(NamedTuple):
     head: int = 0  # the first one copied, counted in this memory
     base: int = 0  # bytes to the memory's first block
 
-    def places(self, tokens: IntArray) -> IntArray:
+    def places(self, tokens: "Places") -> IntArray:
         """Bytes to tokens of the sequence: to the first head's first element in layer 0."""
-        strides = byte_strides(self.layout)
-        ordinals, within = np.divmod(tokens, self.layout.block_size)
-        start = self.base + self.head * strides["H"]
-        places: IntArray = self.blocks[ordinals - self.first] * strides["B"]
-        places += within * strides["N"] + start
+        strides = self.layout.byte_strides
+        ordinals = tokens.ordinals - self.first if self.first else tokens.ordinals
+        places: IntArray = self.blocks[ordinals] * strides["B"]
+        if tokens.within is not None:
+            places += tokens.within * strides["N"]
+        if start := self.base + self.head * strides["H"]:
+            places += start
         return places
+
+
+class Places(NamedTuple):
+    """Of tokens of a sequence in blocks of some size."""
+
+    ordinals: IntArray  # i64[n], of the blocks
+    within: IntArray | None  # i64[n], tokens before them in their blocks; None: they begin them
+
+    @classmethod
+    def of(cls, tokens: IntArray, block_size: int) -> "Places":
+        ordinals, within = np.divmod(tokens, block_size)
+        return cls(ordinals, within if within.any() else None)
+
+    def part(self, which: Any) -> "Places":
+        return Places(self.ordinals[which], None if self.within is None else self.within[which])
 
 
 class BlockCopy(NamedTuple):
@@ -119,8 +136,9 @@ class _Runs(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def pieces(start: int, stop: int, *block_sizes: int) -> tuple[tuple[int, IntArray], ...]:
-    """Cuts tokens [start, stop) at every block border: of each length the first tokens, i64[n]."""
+def pieces(start: int, stop: int, *block_sizes: int) -> tuple[tuple[int, list[Places]], ...]:
+    """Cuts tokens [start, stop) at every block border: where the pieces of each length begin, in
+    blocks of each size."""
     if start >= stop:
         return ()
     borders = [np.array([start, stop], np.int64)]
@@ -130,7 +148,13 @@ def pieces(start: int, stop: int, *block_sizes: int) -> tuple[tuple[int, IntArra
     starts, lengths = cuts[:-1], cuts[1:] - cuts[:-1]
     # Lengths are at most a block, so counting beats sorting. 0: two borders in one place.
     found = np.flatnonzero(np.bincount(lengths)).tolist()
-    return tuple((length, starts[lengths == length]) for length in found if length)
+    cut = ((length, starts[lengths == length]) for length in found if length)
+    return tuple((length, _placed(first, block_sizes)) for length, first in cut)
+
+
+def _placed(tokens: IntArray, block_sizes: tuple[int, ...]) -> list[Places]:
+    by_size = {size: Places.of(tokens, size) for size in set(block_sizes)}
+    return [by_size[size] for size in block_sizes]
 
 
 def cut(
@@ -147,12 +171,14 @@ def cut(
         turn: (index, count): of every `count` blocks of the source, only block `index`: other
             owners have those between.
     """
-    size = source.layout.block_size
+    sizes = source.layout.block_size, target.layout.block_size
     index, count = turn
-    for length, starts in pieces(tokens.start, tokens.stop, size, target.layout.block_size):
-        mine = starts if count == 1 else starts[starts // size % count == index]
-        if len(mine):
-            places = source.places(mine), target.places(mine)
+    for length, (theirs, ours) in pieces(tokens.start, tokens.stop, *sizes):
+        if count > 1:
+            mine = theirs.ordinals % count == index
+            theirs, ours = theirs.part(mine), ours.part(mine)
+        if len(theirs.ordinals):
+            places = source.places(theirs), target.places(ours)
             yield BlockCopy(owner, source.layout, target.layout, heads, length, *places)
 
 
@@ -241,16 +267,14 @@ def check_blocks(
             f"{name} has {len(table)} blocks of {block_size} tokens; "
             f"{tokens.stop} tokens need {-(-tokens.stop // block_size)}"
         )
-    used = table[tokens.start // block_size : -(-tokens.stop // block_size)]
-    low, high, last = int(used.min()), int(used.max()), num_blocks - 1
+    used = table[tokens.start // block_size : -(-tokens.stop // block_size)].tolist()
+    low, high, last = min(used), max(used), num_blocks - 1
     if low < 0 or high > last:
         wrong = low if low < 0 else high
         raise PlanError(f"{name} names block {wrong}; the pool has blocks 0 to {last}")
-    if distinct:
-        ordered = np.sort(used)
-        twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if len(twice):
-            raise PlanError(f"{name} names block {twice[0]} twice")
+    if distinct and len(set(used)) < len(used):
+        ((twice, _),) = Counter(used).most_common(1)
+        raise PlanError(f"{name} names block {twice} twice")
     return table
 
 
@@ -259,9 +283,7 @@ def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
     by_owner: dict[int, list[_Runs]] = {}
     for copy in copies:
         by_owner.setdefault(copy.owner, []).append(_expand(copy))
-    return tuple(
-        ReadDescriptors(owner, *_merge(_concatenate(by_owner[owner]))) for owner in sorted(by_owner)
-    )
+    return tuple(ReadDescriptors(owner, *_joined(by_owner[owner])) for owner in sorted(by_owner))
 
 
 def count_descriptors(copies: Iterable[BlockCopy]) -> int:
@@ -272,7 +294,7 @@ def count_descriptors(copies: Iterable[BlockCopy]) -> int:
 @lru_cache(maxsize=4096)
 def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Shape:
     """How the elements of such pieces lie, where both sides have one dtype."""
-    reads, writes = byte_strides(source), byte_strides(target)
+    reads, writes = source.byte_strides, target.byte_strides
     sizes = {"H": heads, "L": source.num_layers, "C": source.num_components, "N": tokens}
     axes = [Axis(size, reads[name], writes[name]) for name, size in sizes.items() if size > 1]
     axes.sort(key=lambda axis: axis.target_stride)
@@ -304,7 +326,7 @@ def _joined_pieces(copy: BlockCopy) -> _Runs:
 
 
 def _expand(copy: BlockCopy) -> _Runs:
-    """The copy's runs; in order, or nearly."""
+    """The copy's runs, merged."""
     bases, axes = _joined_pieces(copy), copy.shape.axes
     if not axes:
         return bases
@@ -314,11 +336,10 @@ def _expand(copy: BlockCopy) -> _Runs:
     repeated = np.broadcast_to(
         bases.lengths[None, :, None], (len(outer[0]), len(bases.lengths), len(inner[0]))
     )
-    return _Runs(
-        _sums(outer[0], bases.sources, inner[0]),
-        _sums(outer[1], bases.targets, inner[1]),
-        repeated.reshape(-1),
+    sources, targets = (
+        _sums(outer[side], base, inner[side]) for side, base in enumerate(bases[:2])
     )
+    return _merge(_Runs(sources, targets, repeated.reshape(-1)))
 
 
 def _sums(outer: IntArray, base: IntArray, inner: IntArray) -> IntArray:
@@ -326,16 +347,17 @@ def _sums(outer: IntArray, base: IntArray, inner: IntArray) -> IntArray:
     return total
 
 
-def _concatenate(parts: list[_Runs]) -> _Runs:
+def _joined(parts: list[_Runs]) -> _Runs:
+    """Merged runs of several copies, merged."""
     if len(parts) == 1:
         return parts[0]
-    return _Runs(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    return _merge(_Runs(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))))
 
 
 def _merge(runs: _Runs) -> _Runs:
     """In the target's order, those that follow each other on both sides as one."""
     sources, targets, lengths = runs
-    if np.any(targets[1:] < targets[:-1]):
+    if (targets[1:] < targets[:-1]).any():
         order = np.argsort(targets, kind="stable")
         sources, targets, lengths = sources[order], targets[order], lengths[order]
     follows = sources[1:] == (sources + lengths)[:-1]

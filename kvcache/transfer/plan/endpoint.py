@@ -23,12 +23,6 @@ from kvcache.stripe import Stripe, StripeError
 IntArray = npt.NDArray[np.int64]
 
 
-@lru_cache(maxsize=256)
-def byte_strides(layout: KVLayout) -> dict[str, int]:
-    """A layout's byte strides, kept: one plan asks for them dozens of times. Do not change them."""
-    return layout.byte_strides
-
-
 def scale_factors(source: "Endpoint", target: "Endpoint") -> tuple[float, ...] | None:
     """What stored elements are multiplied by on their way to a pool of other scales.
 
@@ -95,6 +89,7 @@ def heads_of(rank: int, tp: int, total_heads: int) -> range:
     return range(start, max(start + 1, (rank + 1) * total_heads // tp))
 
 
+@lru_cache(maxsize=64)
 def head_groups(local_heads: range, remote_tp: int, total_heads: int) -> tuple[HeadGroup, ...]:
     """Cuts the heads a rank of D wants by who owns them on P."""
     held = [heads_of(rank, remote_tp, total_heads) for rank in range(remote_tp)]

@@ -128,6 +128,7 @@ class Planner:
         self._total_kv_heads = total_kv_heads
         self._staging_bytes = staging_bytes
         self._period = lcm(local.layout.block_size, remote[0].layout.block_size)
+        self._factors = scale_factors(remote[0], local)
         self._groups = head_groups(local.heads(total_kv_heads), len(remote), total_kv_heads)
         self._decided_by: CostModel | None = None
         self._decisions: dict[tuple[int, ...], _Decision] = {}
@@ -171,7 +172,7 @@ class Planner:
             check_blocks("local_block_ids", local_block_ids, *pool, wanted, distinct=True),
             check_blocks("remote_block_ids", remote_block_ids, *pools, wanted),
             local.rank + lease_hash,
-            scale_factors(remote[0], local),
+            self._factors,
         )
 
     def plan(self, transfer: Transfer, costs: CostModel) -> TransferPlan:

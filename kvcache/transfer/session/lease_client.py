@@ -43,6 +43,7 @@ class _Link:
     retry_at: float = float("inf")
     sock: socket.socket | None = None
     wire: Wire | None = None
+    awaits_room: bool = False  # the epoll looks for it, as for a socket that connects
 
 
 class LeaseClient:
@@ -173,6 +174,7 @@ class LeaseClient:
             tune(sock)
             self._by_fd[sock.fileno()] = link
             self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+            link.awaits_room = True
             status = sock.connect_ex(endpoint)
         except OSError as error:  # no descriptors are left, for now
             logger.warning("no connection to %s:%d: %s", *link.address, error)
@@ -234,8 +236,10 @@ class LeaseClient:
         except WireClosed:
             self._lost(link)
             return
-        wanted = select.EPOLLIN | (select.EPOLLOUT if link.unsent else 0)
-        self._epoll.modify(link.wire.fileno(), wanted)
+        if bool(link.unsent) != link.awaits_room:
+            link.awaits_room = bool(link.unsent)
+            wanted = select.EPOLLIN | (select.EPOLLOUT if link.unsent else 0)
+            self._epoll.modify(link.wire.fileno(), wanted)
 
     def _receive(self, link: _Link) -> list[Reply]:
         """Waiting replies; one that is not authentic ends the connection."""

@@ -47,6 +47,7 @@ class Reads:
         self._limits = limits
         self._broken = broken
         self._active: list[_Read] = []
+        self._ended: list[_Read] = []  # not yet released
         self._counters = counters
         self._throttle = throttle
 
@@ -80,6 +81,13 @@ class Reads:
                 return job
         return None
 
+    def release_ended(self) -> None:
+        """Gives back what ended READs took: later, as a fence may wait for their end."""
+        while self._ended:
+            read = self._ended.pop()
+            if not read.link.is_closing:
+                read.link.agent.release(read.handle)
+
     def _full_peers(self) -> set[PeerKey]:
         """Those from which nothing more may be read for now."""
         if len(self._active) < self._limits.max_active:
@@ -107,8 +115,5 @@ class Reads:
     def _end(self, read: _Read) -> None:
         """Nothing is written for it any more."""
         self._active.remove(read)
-        try:
-            if not read.link.is_closing:
-                read.link.agent.release(read.handle)
-        finally:
-            read.job.read_ended(read.step)
+        self._ended.append(read)
+        read.job.read_ended(read.step)

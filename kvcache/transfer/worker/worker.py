@@ -46,7 +46,8 @@ from protocol.process.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 
-_POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.00005)}  # shortest and longest nap
+# Shortest and longest nap; on a GPU longer ones leave the interpreter's lock to a busy engine.
+_POLL_S = {"DRAM": (0.0002, 0.001), "VRAM": (0.00002, 0.00005)}
 _SAMPLE_BYTES = 1 << 20  # less says nothing about speed
 _MAX_FAILURES = 100  # rounds in a row, which take two seconds
 _TEAR_DOWN_S = 10.0  # after which READs that nobody wants and that hang end with their link
@@ -99,7 +100,7 @@ class TransferWorker:
             else None
         )
         limits = limits or (GPU_LIMITS if self._kind == "VRAM" else ReadWindow())
-        self._mapped = mapped
+        self._mapped, self._busy = mapped, busy
         throttle = Throttle(busy, limits.max_bytes) if self._kind == "VRAM" else None
         self._maker = JobMaker(
             self._endpoint,
@@ -208,8 +209,12 @@ class TransferWorker:
             self._link.wait(self._patience_s())
 
     def _nap_s(self) -> float:
-        nap_s, is_wanted = self._idle_s, not all(job.stopping for job, _ in self._jobs.values())
-        self._idle_s = min(nap_s * 1.5, self._poll_max_s if is_wanted else _POLL_STUCK_S)
+        nap_s, longest_s = self._idle_s, self._poll_max_s
+        if all(job.stopping for job, _ in self._jobs.values()):
+            longest_s = _POLL_STUCK_S
+        elif self._kind == "VRAM" and not self._busy():
+            longest_s = self._poll_min_s
+        self._idle_s = min(nap_s * 1.5, longest_s)
         return nap_s
 
     def _obey(self, command: Command) -> None:
@@ -392,18 +397,23 @@ class TransferWorker:
 
     def _progress(self) -> bool:
         """Polls, posts at most one piece, ends what has ended; whether anything happened."""
-        polled = self._reads.poll() | self._advance() | self._settle()
+        polled = self._reads.poll() | self._advance() | self._settle() | self._end_ended()
         self._break_hung()
         for job in starved(self._staging, self._jobs):
             self._fail(job, TransferFailed("READs that hang have the staging memory"))
         posted = self._reads.post_one(self._jobs.values())
         if posted is not None and posted.pull_id in self._jobs:
             self._jobs.move_to_end(posted.pull_id)  # pulls take turns
+        ended = self._end_ended()  # of those that had nothing left to post
+        self._reads.release_ended()
+        jobs = (job for job, _ in self._jobs.values() if isinstance(job, ReadJob))
+        return polled or posted is not None or ended or any(job.prepare() for job in jobs)
+
+    def _end_ended(self) -> bool:
         ended = [job for job, _ in self._jobs.values() if job.ended]
         for job in ended:
             self._end(job)
-        jobs = (job for job, _ in self._jobs.values() if isinstance(job, ReadJob))
-        return polled or posted is not None or bool(ended) or any(job.prepare() for job in jobs)
+        return bool(ended)
 
     def _advance(self) -> bool:
         """Lets every mapped pull go on."""

@@ -29,6 +29,7 @@ from kvcache.transfer.move.kernel_index import (
 from kvcache.transfer.move.peer_memory import Memory, open_on_gpu
 from kvcache.transfer.move.place import ALL_BYTES, Placer, Work
 from kvcache.transfer.plan.block_copy import Axis, BlockCopy, Shape, Transfer
+from kvcache.transfer.plan.endpoint import IntArray
 from protocol.handshake import RankMetadata
 from protocol.process.logging import get_logger
 
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-NUM_PROGRAMS = 48  # thread blocks of one launch: 91 % of the plain copy, 64 would be 93 %
+# Thread blocks of one launch: beside a batch, to which they leave room, and else.
+NUM_PROGRAMS, IDLE_PROGRAMS = 48, 96
 LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel
 # While a batch runs. The kernel costs the batch some 1 ms per GiB, however many multiprocessors it
 # uses: so it is paced, and copy engines do what they can do at a third of its speed or more.
@@ -90,6 +92,12 @@ class _Table:
 
     host: torch.Tensor
     device: torch.Tensor
+    numbers: IntArray = field(init=False)  # the host's
+    addresses: tuple[int, int] = field(init=False)  # of both
+
+    def __post_init__(self) -> None:
+        self.numbers = self.host.numpy()
+        self.addresses = self.host.data_ptr(), self.device.data_ptr()
 
 
 @dataclass(eq=False)
@@ -108,7 +116,7 @@ class CudaPlacer(Placer):
     """
     Args:
         pool: of this rank, on a GPU: what is written, and whose device reads.
-        num_programs: thread blocks of one launch; more are faster and leave less to others.
+        num_programs: thread blocks of one launch; None: few where a batch computes.
         long_run_bytes: copy engines move runs that are no shorter; 0 gives them all they can do.
         busy: whether a batch computes on this device.
     """
@@ -117,7 +125,7 @@ class CudaPlacer(Placer):
         self,
         pool: KVPool,
         *,
-        num_programs: int = NUM_PROGRAMS,
+        num_programs: int | None = None,
         long_run_bytes: int = LONG_RUN_BYTES,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -234,8 +242,9 @@ class CudaPlacer(Placer):
         units, pieces = launches.units[index], len(work.copies[index].sources)
         parameters = launches.places[index]
         sources = parameters + 8 * (len(units.parameters) + first)
+        programs = self._num_programs or (NUM_PROGRAMS if self._busy() else IDLE_PROGRAMS)
         self._kernel(units.kind).launch(
-            self._num_programs,
+            programs,
             self._stream,
             work.sources[index].address,
             self._target,
@@ -254,15 +263,15 @@ class CudaPlacer(Placer):
             parts += [units.parameters, *piece_units(copy, units.kind)]
             sizes.append(sizes[-1] + sum(map(len, parts[-3:])))
         table = launches.table = self._table(sizes[-1])
-        np.concatenate(parts, out=table.host.numpy()[: sizes[-1]])
-        address = table.device.data_ptr()
+        np.concatenate(parts, out=table.numbers[: sizes[-1]])
+        source, address = table.addresses
         launches.places = [address + 8 * size for size in sizes]
-        self._driver.upload(address, table.host.data_ptr(), 8 * sizes[-1], self._stream)
+        self._driver.upload(address, source, 8 * sizes[-1], self._stream)
 
     def _table(self, size: int) -> _Table:
         """Used before if possible: to allocate takes longer."""
         for table in self._free_tables:
-            if len(table.host) >= size:
+            if len(table.numbers) >= size:
                 self._free_tables.remove(table)
                 return table
         return self._new_table(size)

@@ -302,7 +302,8 @@ def _together(blocks: IntArray) -> int:
     reach = min(_LOOKED_AT, len(blocks)) - 1
     if reach < 1:
         return 0
-    return int(blocks[reach] - blocks[0] == reach) + int(blocks[-1] - blocks[-1 - reach] == reach)
+    ends: list[int] = blocks[[0, reach, -1 - reach, -1]].tolist()
+    return (ends[1] - ends[0] == reach) + (ends[3] - ends[2] == reach)
 
 
 def _decision(parts: list[_Part], reason: str) -> _Decision:

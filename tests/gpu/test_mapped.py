@@ -146,6 +146,7 @@ def test_torch_does_what_the_kernel_does(case: Case, d_rank: int, dtypes: tuple[
     memories = [Memory(0, sources[copy.owner].flat_bytes) for copy in copies]
     placer, work = TorchPlacer(target), Work(copies, memories, transfer.factors)
     tokens = [placer.launch(work, *launch) for launch in launches(copies, 1 << 30)]
+    torch.cuda.synchronize()
     assert all(map(placer.finished, tokens))
     assert torch.equal(target.flat_bytes.cpu(), wanted)
 

@@ -287,11 +287,11 @@ def stop_signals(on_stop: Callable[[int, int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def watch_parent(on_gone: Callable[[], None] | None = None, *, grace_s: float = 3.0) -> bool:
+def watch_parent(*, grace_s: float = 3.0) -> bool:
     """Ends this process when the one that spawned it is gone, however it died.
 
-    Call it first thing in a spawned process. When the parent is gone `on_gone` runs in a thread
-    (default: SIGTERM to this process); after `grace_s` more the process ends without asking.
+    Call it first thing in a spawned process. When the parent is gone this process gets a SIGTERM;
+    after `grace_s` more it ends without asking.
 
     Returns:
         False when no parent watches over this process (it was started by hand).
@@ -308,17 +308,13 @@ def watch_parent(on_gone: Callable[[], None] | None = None, *, grace_s: float = 
         try:
             while os.read(fd, 1):
                 pass
-            (on_gone or _terminate_self)()
+            os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(grace_s)
         finally:
             os._exit(ORPHANED)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
     return True
-
-
-def _terminate_self() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _inherited(variable: str) -> int | None:
@@ -331,9 +327,8 @@ def _inherited(variable: str) -> int | None:
         # To go on would be to write into, or wait for, whatever else has that number.
         end = "read" if variable == PARENT_FD else "write"
         print(
-            f"error: {variable} is {short_repr(value)}, expected the number of an open "
-            f"pipe's {end} "
-            f"end: Baton sets it for processes that it starts itself; unset {variable}",
+            f"error: {variable} is {short_repr(value)}, expected the number of an open pipe's "
+            f"{end} end: Baton sets it for processes that it starts itself; unset {variable}",
             file=sys.stderr,
             flush=True,
         )

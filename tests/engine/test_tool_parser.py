@@ -89,6 +89,7 @@ CASES = [
         "",
         [("add", '{"a":1}'), ("other", "{}")],
     ),
+    ("required", '{"x": ], "name": "add"} yes', '{"x": ], "name": "add"} yes', []),
     ("named", '{"a": 1} ', "", [("add", '{"a": 1} ')]),
 ]
 

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Thread blocks of one launch: beside a batch, to which they leave room, and else.
-NUM_PROGRAMS, IDLE_PROGRAMS = 48, 96
+NUM_PROGRAMS = 48  # thread blocks of one launch: more are hardly faster, and leave less to others
 LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel
 # While a batch runs. The kernel costs the batch some 1 ms per GiB, however many multiprocessors it
 # uses: so it is paced, and copy engines do what they can do at a third of its speed or more.
@@ -116,7 +115,7 @@ class CudaPlacer(Placer):
     """
     Args:
         pool: of this rank, on a GPU: what is written, and whose device reads.
-        num_programs: thread blocks of one launch; None: few where a batch computes.
+        num_programs: thread blocks of one launch; more are faster and leave less to others.
         long_run_bytes: copy engines move runs that are no shorter; 0 gives them all they can do.
         busy: whether a batch computes on this device.
     """
@@ -125,7 +124,7 @@ class CudaPlacer(Placer):
         self,
         pool: KVPool,
         *,
-        num_programs: int | None = None,
+        num_programs: int = NUM_PROGRAMS,
         long_run_bytes: int = LONG_RUN_BYTES,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -242,9 +241,8 @@ class CudaPlacer(Placer):
         units, pieces = launches.units[index], len(work.copies[index].sources)
         parameters = launches.places[index]
         sources = parameters + 8 * (len(units.parameters) + first)
-        programs = self._num_programs or (NUM_PROGRAMS if self._busy() else IDLE_PROGRAMS)
         self._kernel(units.kind).launch(
-            programs,
+            self._num_programs,
             self._stream,
             work.sources[index].address,
             self._target,

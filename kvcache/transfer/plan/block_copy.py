@@ -135,7 +135,7 @@ class _Runs(NamedTuple):
     lengths: IntArray
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)  # the chunks of a pull, and of the next one
 def pieces(start: int, stop: int, *block_sizes: int) -> tuple[tuple[int, list[Places]], ...]:
     """Cuts tokens [start, stop) at every block border: where the pieces of each length begin, in
     blocks of each size."""

@@ -39,12 +39,12 @@ ALIGN_BYTES = 64
 # posting and polling.
 _CHUNK_S, _MAX_CHUNKS = 0.75e-3, 32
 # Between GPUs copies overlap reads. More slots than two keep the link busy while a copy is begun;
-# the last chunks may become smaller, down to what takes as long to read as a copy takes to begin.
+# the last chunks may become smaller, down to what takes as long to read as to post and to place.
 # With two slots they must not: each would wait for the one before to be placed. But chunks cut
 # runs, where these are longer.
 _CUTS_BETWEEN_GPUS = ((4, True), (2, False))  # slots, and whether chunks become smaller
 _CUTS = ((2, False),)
-_LAST_CHUNK_S = 0.04e-3
+_LAST_CHUNK_S = 0.1e-3
 # A cut run costs no less between GPUs, whatever a probe's few runs say.
 _LEAST_RUN_S = 3e-6
 

@@ -53,9 +53,8 @@ class ReadJob:
         self._open: list[Step] = []  # begun, not yet all ended and placed
         self._posting: Step | None = None
         self._waiting: tuple[int, Chunk] | None = None  # for its slot
-        self._looked_at: Step | None = None  # whose copies are made
         self._exhausted = False
-        self._counted = not plan.useful_bytes  # the descriptors, as the report of the end says
+        self._preparations = self._prepare_all()
         self._moved_at = time.monotonic()  # when a READ was posted or ended last
         self._slot_bytes = plan.slot_bytes
         self._num_slots = 0
@@ -172,21 +171,15 @@ class ReadJob:
     def prepare(self) -> bool:
         """Works out one thing that will soon be wanted, as nothing else is to be done; whether
         there was one."""
-        if self.stopping:
-            return False
-        if self._open and self._open[0] is not self._looked_at:
-            self._looked_at = self._open[0]
-            if self._looked_at.chunk is not None:
-                self._looked_at.chunk.make_copies()
-                return True
-        if self._waiting is None and self._staging is not None:
-            self._waiting = next(self._chunks, None)
-            if self._waiting is not None:
-                return True
-        if self._waiting is not None or self._counted:
-            return False
-        self._counted = self.plan.descriptors > 0  # all chunks are made; the fence waits for this
-        return True
+        return not self.stopping and next(self._preparations, False)
+
+    def _prepare_all(self) -> Iterator[bool]:
+        """True after each part. The last chunks are small: they are read sooner than made."""
+        for chunk in self.plan.chunks:
+            yield True
+            chunk.make_copies()
+            yield True
+        yield self.plan.descriptors > 0  # the report of the end says it, for which the fence waits
 
     def _slot_is_free(self, staging: StagingBuffer, slot: int) -> bool:
         filling = any(step.slot == slot for step in self._open)

@@ -300,6 +300,7 @@ def test_draws_with_a_seed_are_those_of_the_cpu(name: str) -> None:
     assert drawn[0][0] == drawn[0][1]
 
 
+@pytest.mark.alone  # others' memory is not free
 @pytest.mark.parametrize("name", SERVED[:1])
 def test_the_pool_is_sized_from_what_is_free(name: str) -> None:
     with runner_for(MODELS[name], gpu_memory_utilization=0.5) as runner:

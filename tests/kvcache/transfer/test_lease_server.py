@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from kvcache.lease import LeaseState, LeaseTable
-from kvcache.transfer.session.lease_client import split
-from kvcache.transfer.session.lease_server import LeaseServer, SideChannelClient, ask, new_id
+from kvcache.transfer.session.lease_client import LeaseClient, split
+from kvcache.transfer.session.lease_server import LeaseServer, ask, new_id
 from protocol.errors import PeerUnreachable
 from protocol.handshake import (
     AbortLease,
@@ -282,7 +282,7 @@ def test_fences_are_answered_while_strangers_send_what_they_like(
     strangers = [
         threading.Thread(target=_flood, args=(server.address, data, over)) for _ in range(2)
     ]
-    known = SideChannelClient(SECRET)
+    known = LeaseClient(SECRET)
     try:
         for stranger in strangers:
             stranger.start()
@@ -349,7 +349,7 @@ def test_answers_do_not_wait_for_the_engine(server: Server) -> None:
 def test_a_client_survives_a_restart_at_the_same_address(clock: Clock, port: int) -> None:
     first = Server(clock, port=port)
     lease = first.grant("r", [3], 30.0)
-    client = SideChannelClient(SECRET)
+    client = LeaseClient(SECRET)
     assert client.post(first.address, renew(lease))
     assert isinstance(next_reply(client), Ok)
     first.close()
@@ -362,7 +362,7 @@ def test_a_client_survives_a_restart_at_the_same_address(clock: Clock, port: int
     second.close()
 
 
-def next_reply(client: SideChannelClient) -> Reply:
+def next_reply(client: LeaseClient) -> Reply:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         wait_readable(client, timeout_s=min(0.1, client.retry_in_s()))
@@ -373,7 +373,7 @@ def next_reply(client: SideChannelClient) -> Reply:
 
 def test_a_client_knows_to_whom_it_has_no_connection(clock: Clock) -> None:
     server = Server(clock)
-    client = SideChannelClient(SECRET, clock)
+    client = LeaseClient(SECRET, clock)
     client.post(server.address, GetMetadata(nonce="n"))
     assert client.unconnected() == {server.address: 1000.0}
     assert isinstance(next_reply(client), Metadata)
@@ -392,7 +392,7 @@ def test_a_client_knows_to_whom_it_has_no_connection(clock: Clock) -> None:
 
 
 def test_a_client_without_descriptors_connects_when_there_are_some(server: Server) -> None:
-    client = SideChannelClient(SECRET)
+    client = LeaseClient(SECRET)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # which are in use
     try:
@@ -404,7 +404,7 @@ def test_a_client_without_descriptors_connects_when_there_are_some(server: Serve
     client.close()
 
 
-def _reply(client: SideChannelClient) -> Reply:
+def _reply(client: LeaseClient) -> Reply:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         wait_readable(client, timeout_s=client.retry_in_s())
@@ -417,7 +417,7 @@ def test_a_client_gives_an_address_up_that_nothing_listens_at(clock: Clock) -> N
     """Or each prefill server that ever died would be tried for ever."""
     server = Server(clock)
     server.close()
-    client = SideChannelClient(SECRET, clock)
+    client = LeaseClient(SECRET, clock)
     client.post(server.address, renew("00" * 16))
     clock.now += 59.0
     client.receive_all()

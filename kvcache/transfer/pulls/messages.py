@@ -1,6 +1,6 @@
 """Pulling a prompt's KV out of a prefill server: the vocabulary that all parts of it share.
 
-    engine thread --calls--> PullCoordinator --commands--> PullWorker of each rank --READs--> P
+    engine thread --calls--> PullCoordinator --commands--> TransferWorker of each rank --READs--> P
                  <--events--      (rank 0)   <--reports--
                                      |
                                      `--- side channel: metadata, renewals, the fence ---> P

@@ -119,7 +119,7 @@ class MappedPath:
 
 
 class MappedJob:
-    """One pull on one rank over the mapped path; driven by the worker, as a PullJob."""
+    """One pull on one rank over the mapped path; driven by the worker, as a ReadJob."""
 
     def __init__(self, pull_id: str, placer: Placer, work: Work, launch_bytes: int) -> None:
         self.pull_id = pull_id

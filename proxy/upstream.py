@@ -8,10 +8,12 @@ at that moment. So a request whose connection ends is never sent again from here
 reason, and another server's turn.
 """
 
+import asyncio
 import errno
 import socket
 import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from io import BytesIO
 from typing import Any, Protocol
@@ -26,6 +28,7 @@ from proxy.waiting import within
 Headers = Sequence[tuple[bytes, bytes]]
 
 IDLE_S = 1.0  # servers drop theirs after 5 s
+_LOOK_INTERVAL_S = 1.0  # at a connection that is silent
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 # A server may rightly be silent for minutes. Probes find a host that is gone in half of one.
 KEEPALIVE_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -68,6 +71,7 @@ class Response:
 
     def __init__(self, response: aiohttp.ClientResponse, read_timeout_s: float) -> None:
         self._response = response
+        self._connection = response.connection  # None: the whole body is here
         self._read_timeout_s = read_timeout_s
         self.status = response.status
         self.headers: Headers = [(name.lower(), value) for name, value in response.raw_headers]
@@ -83,12 +87,25 @@ class Response:
         """
         content = self._response.content
         try:
-            if data := content.read_nowait():
+            is_whole = content.exception() is None
+            # `read_nowait` keeps back what came before the connection broke.
+            if data := content.read_nowait() if is_whole else content._read_nowait(-1):
                 return data
             async with within(self._read_timeout_s):
-                return await content.readany() or None
+                while not self._is_cut_off():
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LOOK_INTERVAL_S):
+                            return await content.readany() or None
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _translated(error, self._read_timeout_s) from None
+        raise Lost("the connection ended within the body")
+
+    def _is_cut_off(self) -> bool:
+        """Whether the connection has ended without a word to who waits for the body: so aiohttp
+        ends one with a malformed chunk."""
+        content, connection = self._response.content, self._connection
+        is_told = content.is_eof() or content.exception() is not None
+        return not is_told and connection is not None and connection.closed
 
     async def read(self) -> bytes:
         """The whole body; the connection is free afterwards."""

@@ -21,13 +21,13 @@ MAX_LINES = {
     "decode_server": 697,
     "deploy": 955,
     "engine": 9976,
-    "kvcache": 9068,
-    "kvcache/transfer": 7673,
+    "kvcache": 9081,
+    "kvcache/transfer": 7686,
     "model": 3339,
     "prefill_server": 364,
     "protocol": 6130,
-    "proxy": 2302,
-    "tests": 41436,
+    "proxy": 2319,
+    "tests": 41494,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

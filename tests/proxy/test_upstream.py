@@ -237,6 +237,41 @@ async def test_a_body_that_breaks_off_is_no_body(framing: bytes) -> None:
             await response.read()
 
 
+async def test_a_malformed_chunk_ends_the_body_at_once() -> None:
+    read = asyncio.Event()
+
+    async def answer(reader: Reader, writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        await read.wait()
+        writer.write(b"ZZ\r\n")
+        await reader.read()  # until the client hangs up
+
+    script = Script(answer)
+    async with serving(script, read_timeout_s=60) as client:
+        response = await client.send(script.url, "GET", "/")
+        assert await response.next_chunk() == b"hello"
+        read.set()
+        with pytest.raises(Lost):
+            await response.next_chunk()
+        await response.aclose()
+
+
+async def test_what_came_before_a_body_broke_off_is_read() -> None:
+    async def answer(_: Reader, writer: Writer) -> None:
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head + b"3\r\nall\r\n4\r\n of \r\n2\r\nit\r\n")
+
+    script = Script(answer)
+    async with serving(script) as client:
+        response = await client.send(script.url, "GET", "/")
+        while response._response.content.exception() is None:  # a slow client held up the relay
+            await asyncio.sleep(0)
+        assert await response.next_chunk() == b"all of it"
+        with pytest.raises(Lost):
+            await response.next_chunk()
+        await response.aclose()
+
+
 async def test_silence_is_timed_before_and_within_a_body() -> None:
     async def silent(reader: Reader, _: Writer) -> None:
         await reader.read()

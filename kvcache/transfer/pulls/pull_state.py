@@ -25,7 +25,15 @@ from kvcache.transfer.pulls.messages import (
     RankFailing,
     error_from,
 )
-from protocol.errors import BatonError, LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
+from protocol.errors import (
+    BatonError,
+    InternalError,
+    LeaseGone,
+    PeerUnreachable,
+    PullTimeout,
+    PullWithheld,
+    TransferFailed,
+)
 from protocol.handshake import AbortLease, Complete, Renew, Request
 from protocol.messages import RemotePrefill
 
@@ -181,7 +189,12 @@ class PullState:
     def rank_failing(self, report: RankFailing, now: float) -> list[Action]:
         if self.phase is not Phase.READING:
             return []
-        return [SuspectPeer(), *self.fail(error_from(report.error), now)]
+        return self._failed(error_from(report.error), now)
+
+    def _failed(self, error: BatonError, now: float) -> list[Action]:
+        """A rank could not read: the peer's fault, unless the rank says that it is not."""
+        is_ours = error.code in (InternalError.code, PullWithheld.code)
+        return [*([] if is_ours else [SuspectPeer()]), *self.fail(error, now)]
 
     def rank_ended(self, report: RankEnded, now: float) -> list[Action]:
         if report.rank not in self._reading:
@@ -192,7 +205,7 @@ class PullState:
             return [] if self._reading else self._drained()
         if not report.complete:
             error = error_from(report.error) if report.error else TransferFailed("READ stopped")
-            return [SuspectPeer(), *self.fail(error, now)]
+            return self._failed(error, now)
         if self._reading:
             return []
         self.phase = Phase.FENCING

@@ -39,7 +39,7 @@ from kvcache.transfer.worker.mapped_job import MappedJob, MappedPath
 from kvcache.transfer.worker.read_job import ReadJob
 from kvcache.transfer.worker.reads import Reads
 from kvcache.transfer.worker.starved import starved
-from protocol.errors import BatonError, InternalError, TransferFailed
+from protocol.errors import BatonError, InternalError, PullWithheld, TransferFailed
 from protocol.handshake import EngineMetadata
 from protocol.process.logging import get_logger
 from protocol.process.vital_threads import VitalThread
@@ -372,9 +372,9 @@ class TransferWorker:
         if peer is None:
             self._tell_end(pull.pull_id, None, _not_connected(pull.engine_id))
             return
-        if not self._is_mapped(peer) and not self._is_linked(peer, pull):
-            return
         try:
+            if not self._is_mapped(peer) and not self._is_linked(peer, pull):
+                return
             job = self._maker.make(pull, peer)
         except BatonError as error:
             self._tell_end(pull.pull_id, None, error)
@@ -400,7 +400,7 @@ class TransferWorker:
         polled = self._reads.poll() | self._advance() | self._settle() | self._end_ended()
         self._break_hung()
         for job in starved(self._staging, self._jobs):
-            self._fail(job, TransferFailed("READs that hang have the staging memory"))
+            self._fail(job, PullWithheld("READs that hang have the staging memory"))
         posted = self._reads.post_one(self._jobs.values())
         if posted is not None and posted.pull_id in self._jobs:
             self._jobs.move_to_end(posted.pull_id)  # pulls take turns

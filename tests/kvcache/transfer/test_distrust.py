@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvcache.transfer.pulls.messages import PeerFailed, PullDone, PullDrained, PullFailed
-from protocol.errors import PullWithheld, TransferFailed
+from protocol.errors import PeerUnreachable, PullWithheld, TransferFailed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pull_rig import ENDINGS, Decode, Prefill, assert_pulled
@@ -46,8 +46,10 @@ def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(
     for number in range(2):
         decode.agents[0].fail()
         decode.coordinator.pull(f"fails {number}", prefill.lease([5], 8), 0, 8, [3])
-        assert isinstance(decode.wait(*ENDINGS).error, TransferFailed)
-    assert [("UCX_TCP_PORT_RANGE" in m) for m in caplog.messages].count(True) == 1
+        failed = decode.wait(*ENDINGS)  # its READ, or one at first contact with the next link
+        assert isinstance(failed.error, TransferFailed | PeerUnreachable)
+    told = [line for line in caplog.records if line.name.endswith("coordinator")]
+    assert [("UCX_TCP_PORT_RANGE" in line.message) for line in told].count(True) == 1
     for number in range(2):
         lease = prefill.lease([5], 8)
         decode.coordinator.pull(f"withheld {number}", lease, 0, 8, [3])

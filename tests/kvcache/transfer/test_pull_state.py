@@ -13,6 +13,7 @@ from kvcache.transfer.pulls.messages import (
     PullSettings,
     PullStuck,
     RankEnded,
+    error_info,
 )
 from kvcache.transfer.pulls.messages import RankFailing as Failing
 from kvcache.transfer.pulls.pull_state import (
@@ -28,7 +29,15 @@ from kvcache.transfer.pulls.pull_state import (
     StopRanks,
     SuspectPeer,
 )
-from protocol.errors import LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
+from protocol.errors import (
+    BatonError,
+    InternalError,
+    LeaseGone,
+    PeerUnreachable,
+    PullTimeout,
+    PullWithheld,
+    TransferFailed,
+)
 from protocol.messages import ErrorInfo, RemotePrefill
 from tests.kvcache.transfer.pull_rig import REMOTE
 
@@ -159,6 +168,18 @@ def test_a_rank_that_fails_stops_the_others_and_is_told_when_they_ended() -> Non
     (failed,) = events(actions)
     assert isinstance(failed.error, TransferFailed) and failed.drained
     assert SendAbort() in actions
+
+
+@pytest.mark.parametrize("error", [InternalError("a bug"), PullWithheld("no staging memory")])
+def test_a_peer_is_not_suspected_of_what_failed_here(error: BatonError) -> None:
+    for report in (ended(0, complete=False, error=error_info(error)), None):
+        pull = reading(1)
+        actions = (
+            pull.rank_ended(report, now=2.0)
+            if report
+            else pull.rank_failing(Failing("a", 0, error_info(error)), now=2.0)
+        )
+        assert actions and SuspectPeer() not in actions
 
 
 def test_a_read_that_does_not_end_is_told_after_the_grace_and_drains_later() -> None:

@@ -426,10 +426,10 @@ class PullCoordinator:
         """Why nothing shall be pulled from there now: it would only be lost as well, and blocks
         with it."""
         key = key_of(remote)
+        if key not in self._trust:
+            return None
         others = [s for s in self._pulls.values() if s.reads and key_of(s.remote) == key]
         hangs = any(state.hangs for state in others)
-        if not hangs and key not in self._trust:
-            return None
         if not hangs and not self._trust.refuses(key, self._clock(), busy=bool(others)):
             return None
         why = "READs from it hang" if hangs else "the latest pulls failed"

@@ -27,7 +27,7 @@ MAX_LINES = {
     "prefill_server": 364,
     "protocol": 6130,
     "proxy": 2319,
-    "tests": 41494,
+    "tests": 41334,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.decode_server.pair import Pair
+from tests.rigs.engine_pair import Pair
 
 
 @pytest.fixture(params=[0, 1], ids=["synchronous", "ahead"])

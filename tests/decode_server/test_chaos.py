@@ -16,9 +16,9 @@ import pytest
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest, ReleaseRemote
-from tests.decode_server.pair import Pair
-from tests.decode_server.sharing_pair import SharingPair
-from tests.engine.shadow import VOCAB, add, expected_output
+from tests.rigs.engine_pair import Pair
+from tests.rigs.shadow import VOCAB, add, expected_output
+from tests.rigs.sharing_engine_pair import SharingPair
 
 
 class Chaos:

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from tests.decode_server.mapped_pair import MappedPair
 from tests.decode_server.test_chaos import Chaos
+from tests.rigs.mapped_engine_pair import MappedPair
 
 
 @pytest.fixture

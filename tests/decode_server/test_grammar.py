@@ -11,9 +11,9 @@ from engine.text.tokenizer import Tokenizer
 from protocol import kv_params
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
 from tests.decode_server.conftest import MakePair
-from tests.decode_server.pair import SECRET, Pair
-from tests.engine.shadow import expected_output
 from tests.make_models import ensure_model
+from tests.rigs.engine_pair import SECRET, Pair
+from tests.rigs.shadow import expected_output
 
 
 class Waiting:

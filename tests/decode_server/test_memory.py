@@ -9,7 +9,7 @@ from decode_server.connector import DecodeConnectorFactory
 from engine.worker.rank import pool_size
 from engine.worker.service import ConnectorFactory
 from prefill_server.connector import PrefillConnectorFactory
-from tests.decode_server.pair import make_config
+from tests.rigs.engine_pair import make_config
 
 BLOCK_BYTES = 1 << 20
 RUNNER: Any = SimpleNamespace(

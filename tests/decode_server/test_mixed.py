@@ -12,8 +12,8 @@ import pytest
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from protocol.messages import AbortRequest, SamplingParams
-from tests.decode_server.pair import Pair
-from tests.engine.shadow import expected_output, expected_scores
+from tests.rigs.engine_pair import Pair
+from tests.rigs.shadow import expected_output, expected_scores
 
 NUM_BLOCKS = 17
 SAMPLING = [

@@ -17,8 +17,8 @@ from protocol import kv_params
 from protocol.messages import AbortRequest, FirstToken, ReleaseRemote
 from protocol.metrics import TABLE, stat_key
 from tests.decode_server.conftest import MakePair
-from tests.decode_server.pair import COMPAT, SECRET, Pair
-from tests.engine.shadow import (
+from tests.rigs.engine_pair import COMPAT, SECRET, Pair
+from tests.rigs.shadow import (
     VOCAB,
     add,
     expected_output,

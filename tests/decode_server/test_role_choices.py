@@ -4,7 +4,7 @@ import pytest
 
 from protocol.messages import AbortRequest
 from tests.decode_server.conftest import MakePair
-from tests.engine.shadow import expected_output, expected_scores
+from tests.rigs.shadow import expected_output, expected_scores
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 

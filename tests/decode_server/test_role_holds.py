@@ -4,8 +4,8 @@ import pytest
 
 from protocol.messages import AbortRequest, TokenDelta
 from tests.decode_server.conftest import MakePair
-from tests.decode_server.pair import Pair
-from tests.engine.shadow import expected_output
+from tests.rigs.engine_pair import Pair
+from tests.rigs.shadow import expected_output
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 LARGE = list(range(1, 121))  # 30 of 39 blocks of D

@@ -31,8 +31,9 @@ from protocol.messages import (
     SamplingParams,
     TokenDelta,
 )
-from tests.decode_server.fake_coordinator import FakeCoordinator
-from tests.engine.shadow import (
+from tests.engine.test_mixture import GRAMMARS, _compiler, _expected
+from tests.rigs.fake_coordinator import FakeCoordinator
+from tests.rigs.shadow import (
     ShadowExecutor,
     _ShadowStep,
     add,
@@ -40,7 +41,6 @@ from tests.engine.shadow import (
     expected_scores,
     make_core,
 )
-from tests.engine.test_mixture import GRAMMARS, _compiler, _expected
 
 FAULT = "a fault that was made"
 

@@ -9,10 +9,10 @@ import pytest
 
 from model.errors import ModelNotAvailable
 from model.hub import DEFAULT_MODEL, resolve_model
-from tests.e2e.cluster import Cluster, cluster, wait_until
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
 from tests.ports import kept_ports
+from tests.rigs.cluster import Cluster, cluster, wait_until
 
 if TYPE_CHECKING:
     import openai

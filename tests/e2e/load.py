@@ -5,7 +5,7 @@ import threading
 
 import httpx
 
-from tests.e2e.client import MODEL
+from tests.rigs.client import MODEL
 
 
 class Load(threading.Thread):

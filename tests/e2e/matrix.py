@@ -18,10 +18,10 @@ import httpx
 import pytest
 
 from protocol.process import lifecycle
-from tests.e2e.client import MODEL, TIMEOUT_S, parse_kv, prefill
-from tests.e2e.cluster import Server, start_decode, start_prefill, wait_until
-from tests.e2e.plain_http import http
 from tests.make_models import ensure_model, trained_models
+from tests.rigs.client import MODEL, TIMEOUT_S, parse_kv, prefill
+from tests.rigs.cluster import Server, start_decode, start_prefill, wait_until
+from tests.rigs.plain_http import http
 
 NUM_TOKENS = 12  # generated for every prompt
 # Sums of float32 in another order differ by some 1e-5; a KV element out of place by far more.

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.client import MODEL, complete
-from tests.e2e.cluster import Cluster, Server, wait_until
 from tests.e2e.reference import Reference
+from tests.rigs.client import MODEL, complete
+from tests.rigs.cluster import Cluster, Server, wait_until
 
 _COMPLETIONS = "/v1/completions"
 _CHAT = "/v1/chat/completions"

@@ -6,10 +6,10 @@ import openai
 import pytest
 import torch
 
-from tests.e2e.client import MODEL, TIMEOUT_S
-from tests.e2e.cluster import Cluster, Server
-from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
+from tests.rigs.client import MODEL, TIMEOUT_S
+from tests.rigs.cluster import Cluster, Server
+from tests.rigs.plain_http import http
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 

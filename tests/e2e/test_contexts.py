@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import MODEL, complete
-from tests.e2e.cluster import (
+from tests.e2e.reference import Reference
+from tests.e2e.test_equality import make_prompt
+from tests.rigs.client import MODEL, complete
+from tests.rigs.cluster import (
     Cluster,
     running,
     start_decode,
@@ -17,9 +19,7 @@ from tests.e2e.cluster import (
     started,
     wait_until,
 )
-from tests.e2e.plain_http import http
-from tests.e2e.reference import Reference
-from tests.e2e.test_equality import make_prompt
+from tests.rigs.plain_http import http
 
 pytestmark = pytest.mark.slow
 

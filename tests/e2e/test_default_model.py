@@ -8,9 +8,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.client import MODEL, complete, complete_all
-from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.reference import Reference
+from tests.rigs.client import MODEL, complete, complete_all
+from tests.rigs.cluster import Cluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from tests.e2e.client import MODEL, complete, complete_all, stream, streamed_token_ids
-from tests.e2e.cluster import Cluster
-from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
+from tests.rigs.client import MODEL, complete, complete_all, stream, streamed_token_ids
+from tests.rigs.cluster import Cluster
+from tests.rigs.plain_http import http
 
 _BLOCK = 64
 _LENGTHS = [1, 2, 17, _BLOCK - 1, _BLOCK, _BLOCK + 1, 2 * _BLOCK, 129, 300, 511, 512, 513, 700]

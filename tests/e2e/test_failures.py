@@ -13,8 +13,10 @@ import httpx
 import pytest
 
 from tests import stopping
-from tests.e2e.client import MODEL, complete, prefill, stream, streamed_token_ids
-from tests.e2e.cluster import (
+from tests.e2e.reference import Reference
+from tests.e2e.test_equality import make_prompt
+from tests.rigs.client import MODEL, complete, prefill, stream, streamed_token_ids
+from tests.rigs.cluster import (
     Cluster,
     Server,
     cluster,
@@ -24,9 +26,7 @@ from tests.e2e.cluster import (
     start_prefill,
     wait_until,
 )
-from tests.e2e.plain_http import http
-from tests.e2e.reference import Reference
-from tests.e2e.test_equality import make_prompt
+from tests.rigs.plain_http import http
 
 _seeds = itertools.count(5000)
 

@@ -18,8 +18,10 @@ import httpx
 import pytest
 
 from tests import stopping
-from tests.e2e.client import MODEL, complete, complete_all, prefill
-from tests.e2e.cluster import (
+from tests.e2e.reference import Reference
+from tests.e2e.test_equality import make_prompt
+from tests.rigs.client import MODEL, complete, complete_all, prefill
+from tests.rigs.cluster import (
     Cluster,
     Server,
     cluster,
@@ -31,9 +33,7 @@ from tests.e2e.cluster import (
     started,
     wait_until,
 )
-from tests.e2e.plain_http import http
-from tests.e2e.reference import Reference
-from tests.e2e.test_equality import make_prompt
+from tests.rigs.plain_http import http
 
 _seeds = itertools.count(70_000)
 _LEASE_S = 120  # whatever comes home sooner was given back, and did not expire

@@ -16,7 +16,9 @@ import orjson
 import pytest
 
 from protocol.process import lifecycle
-from tests.e2e.client import (
+from tests.e2e.test_equality import make_prompt
+from tests.ports import kept_ports
+from tests.rigs.client import (
     ASK,
     MODEL,
     TIMEOUT_S,
@@ -25,10 +27,8 @@ from tests.e2e.client import (
     stream,
     streamed_token_ids,
 )
-from tests.e2e.cluster import Cluster, Server, running, wait_until
-from tests.e2e.plain_http import http
-from tests.e2e.test_equality import make_prompt
-from tests.ports import kept_ports
+from tests.rigs.cluster import Cluster, Server, running, wait_until
+from tests.rigs.plain_http import http
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import prefill
-from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.matrix import (
     NUM_TOKENS,
     Farm,
@@ -20,6 +18,8 @@ from tests.e2e.matrix import (
     post,
 )
 from tests.e2e.test_equality import make_prompt
+from tests.rigs.client import prefill
+from tests.rigs.cluster import Cluster, wait_until
 
 _FP8 = ("--kv-cache-dtype", "float8_e4m3fn")
 _OURS, _THEIRS = (*_FP8, "--kv-scales", "0.02"), (*_FP8, "--kv-scales", "0.03")

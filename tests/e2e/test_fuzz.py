@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import MODEL, complete
-from tests.e2e.cluster import Cluster, cluster, wait_until
-from tests.e2e.plain_http import http
+from tests.rigs.client import MODEL, complete
+from tests.rigs.cluster import Cluster, cluster, wait_until
+from tests.rigs.plain_http import http
 
 _SHORT = ("--max-model-len", "128", "--max-num-seqs", "8")  # so that no answer is long
 _TIMEOUT_S = "120"  # a thousand prompts in one request take seconds, of a busy machine many

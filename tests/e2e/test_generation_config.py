@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.client import MODEL, TIMEOUT_S, Answer, complete
-from tests.e2e.cluster import cluster
-from tests.e2e.plain_http import http
 from tests.e2e.test_equality import make_prompt
+from tests.rigs.client import MODEL, TIMEOUT_S, Answer, complete
+from tests.rigs.cluster import cluster
+from tests.rigs.plain_http import http
 
 VALUES = {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1.1}
 MESSAGES = [{"role": "user", "content": "Tell a story about Anna and the red ball."}]

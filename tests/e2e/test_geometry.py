@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import prefill
-from tests.e2e.cluster import Cluster, Server, running, start_proxy, wait_until
 from tests.e2e.matrix import (
     LOGPROB_TOLERANCE,
     NUM_TOKENS,
@@ -26,6 +24,8 @@ from tests.e2e.matrix import (
 )
 from tests.e2e.reference import Reference
 from tests.e2e.test_equality import make_prompt
+from tests.rigs.client import prefill
+from tests.rigs.cluster import Cluster, Server, running, start_proxy, wait_until
 
 _PLAIN = Geometry()
 _TWO = Geometry(tp=2)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import complete
-from tests.e2e.cluster import ENGINE_ARGV, Cluster, all_ready, wait_until
-from tests.e2e.hosts import Hosts, why_not
 from tests.e2e.load import Load
 from tests.e2e.reference import Reference
 from tests.e2e.test_equality import make_prompt
+from tests.rigs.client import complete
+from tests.rigs.cluster import ENGINE_ARGV, Cluster, all_ready, wait_until
+from tests.rigs.hosts import Hosts, why_not
 
 _LEASE_S = 4
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import MODEL, complete, prefill
-from tests.e2e.cluster import Cluster, Server, cluster, running, start_proxy, wait_until
 from tests.e2e.reference import Reference
 from tests.e2e.test_equality import make_prompt
+from tests.rigs.client import MODEL, complete, prefill
+from tests.rigs.cluster import Cluster, Server, cluster, running, start_proxy, wait_until
 
 _seeds = itertools.count(90_000)
 _SOON_S = 10.0  # a lease lasts for 30

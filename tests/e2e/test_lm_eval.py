@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import Cluster, cluster, wait_until
 from tests.e2e.reference import Reference
+from tests.rigs.cluster import Cluster, cluster, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TASKS = Path(__file__).parent / "lm_eval_tasks"

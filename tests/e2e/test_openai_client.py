@@ -7,10 +7,10 @@ import openai
 import pytest
 
 from protocol.metrics import TABLE
-from tests.e2e.client import MODEL, complete
-from tests.e2e.cluster import Cluster, Server, wait_until
-from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
+from tests.rigs.client import MODEL, complete
+from tests.rigs.cluster import Cluster, Server, wait_until
+from tests.rigs.plain_http import http
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 

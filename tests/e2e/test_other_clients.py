@@ -12,9 +12,9 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.client import MODEL
-from tests.e2e.cluster import Cluster
 from tests.e2e.reference import Reference
+from tests.rigs.client import MODEL
+from tests.rigs.cluster import Cluster
 
 # litellm reads a deprecated attribute of pydantic's models on every chunk.
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince211")

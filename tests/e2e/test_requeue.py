@@ -10,8 +10,11 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.client import MODEL, parse_kv
-from tests.e2e.cluster import (
+from tests.e2e.reference import Reference
+from tests.e2e.test_equality import make_prompt
+from tests.e2e.test_faults_by_phase import Stream, _asked
+from tests.rigs.client import MODEL, parse_kv
+from tests.rigs.cluster import (
     Cluster,
     Server,
     running,
@@ -20,10 +23,7 @@ from tests.e2e.cluster import (
     started,
     wait_until,
 )
-from tests.e2e.plain_http import http
-from tests.e2e.reference import Reference
-from tests.e2e.test_equality import make_prompt
-from tests.e2e.test_faults_by_phase import Stream, _asked
+from tests.rigs.plain_http import http
 
 _seeds = itertools.count(110_000)
 _DECODE = ("--max-num-seqs", "2", "--shutdown-grace-s", "1")

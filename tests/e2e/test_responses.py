@@ -4,8 +4,8 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.client import MODEL
-from tests.e2e.cluster import Cluster
+from tests.rigs.client import MODEL
+from tests.rigs.cluster import Cluster
 
 _INPUT = "Tell a story about Anna and the red ball."
 

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import complete
-from tests.e2e.cluster import (
+from tests.e2e.load import Load
+from tests.e2e.reference import Reference
+from tests.e2e.test_equality import make_prompt
+from tests.ports import kept_ports
+from tests.rigs.client import complete
+from tests.rigs.cluster import (
     Cluster,
     Server,
     prefill_ports,
@@ -17,10 +21,6 @@ from tests.e2e.cluster import (
     started,
     wait_until,
 )
-from tests.e2e.load import Load
-from tests.e2e.reference import Reference
-from tests.e2e.test_equality import make_prompt
-from tests.ports import kept_ports
 
 _CLIENTS = 6
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import MODEL, TIMEOUT_S, complete, stream, streamed_token_ids
-from tests.e2e.cluster import Cluster
-from tests.e2e.plain_http import http
 from tests.e2e.reference import Reference
 from tests.e2e.sampling_reference import draw, logits_of
+from tests.rigs.client import MODEL, TIMEOUT_S, complete, stream, streamed_token_ids
+from tests.rigs.cluster import Cluster
+from tests.rigs.plain_http import http
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 

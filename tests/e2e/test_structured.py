@@ -10,8 +10,8 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.client import MODEL
-from tests.e2e.cluster import Cluster, cluster
+from tests.rigs.client import MODEL
+from tests.rigs.cluster import Cluster, cluster
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 

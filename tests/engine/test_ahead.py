@@ -21,7 +21,7 @@ from protocol.messages import (
     RemotePrefill,
     SamplingParams,
 )
-from tests.engine.shadow import (
+from tests.rigs.shadow import (
     MemoryTransport,
     ShadowExecutor,
     add,

@@ -10,7 +10,7 @@ from engine.core.logits_processing import SamplingRow, ShapeBook
 from engine.core.scheduler import Scheduled
 from engine.core.sequence import Sequence
 from protocol.messages import Grammar, SamplingParams
-from tests.engine.shadow import add
+from tests.rigs.shadow import add
 
 
 def _sequence(name: str, tokens: list[int], blocks: list[int], num_computed: int) -> Sequence:

@@ -15,7 +15,7 @@ from engine.core.sequence import Phase, Sequence
 from kvcache.blocks import BlockState
 from protocol.errors import InternalError
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, SamplingParams
-from tests.engine.shadow import (
+from tests.rigs.shadow import (
     SIZES,
     MemoryTransport,
     Sizes,

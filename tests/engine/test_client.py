@@ -27,7 +27,7 @@ from protocol.messages import (
     decode_input,
     encode,
 )
-from tests.engine.scripted_engine import SMALL_ENGINE, ScriptedEngine, generate
+from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine, generate
 
 WAIT_S = 20.0
 

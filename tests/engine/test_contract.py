@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
-from tests.engine.http_server import USAGE, chunks, serving
+from tests.rigs.http_server import USAGE, chunks, serving
 
 ANY = object()
 

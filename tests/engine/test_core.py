@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.core.scheduler import Plan
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage
-from tests.engine.shadow import (
+from tests.rigs.shadow import (
     SIZES,
     MemoryTransport,
     Sizes,

@@ -14,7 +14,8 @@ from engine.text.grammar import _NUM_COMPILING, GrammarCompiler, GrammarState, I
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import LeaseGone
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
-from tests.engine.shadow import (
+from tests.make_models import ensure_model
+from tests.rigs.shadow import (
     VOCAB,
     MemoryTransport,
     add,
@@ -23,7 +24,6 @@ from tests.engine.shadow import (
     make_core,
     run_until_idle,
 )
-from tests.make_models import ensure_model
 
 CHOICES = ["Anna found a red ball", "Ben lost a blue kite", "Anna found a key"]
 

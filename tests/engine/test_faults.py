@@ -19,8 +19,9 @@ from kvcache.blocks import BlockStateError
 from model.config import load_config
 from model.parallel import Parallel
 from protocol.messages import AddRequest, Grammar, SamplingParams
-from tests.decode_server.pair import make_config
-from tests.engine.shadow import (
+from tests.make_models import ensure_model
+from tests.rigs.engine_pair import make_config
+from tests.rigs.shadow import (
     MemoryTransport,
     ShadowExecutor,
     _ShadowStep,
@@ -30,7 +31,6 @@ from tests.engine.shadow import (
     make_core,
     run_until_idle,
 )
-from tests.make_models import ensure_model
 
 BAD_SEED = 666
 

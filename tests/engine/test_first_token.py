@@ -19,8 +19,8 @@ from engine.sampling.sampling_batch import SamplingBatch
 from engine.text.grammar import GrammarCompiler
 from protocol.kv_params import sampling_digest
 from protocol.messages import AddRequest, Grammar, SamplingParams
-from tests.engine.shadow import masks_of
 from tests.make_models import ensure_model
+from tests.rigs.shadow import masks_of
 
 _VOCAB = 512
 _ROWS = 24

@@ -10,7 +10,7 @@ from engine.prepare import read_generation_config
 from engine.text.tokenizer import Tokenizer
 from model.errors import ModelLoadError
 from protocol.openai.sampling import GenerationConfig
-from tests.engine.http_server import CONTEXT, serving
+from tests.rigs.http_server import CONTEXT, serving
 
 FILE = {
     "eos_token_id": 2,

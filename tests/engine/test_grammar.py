@@ -14,8 +14,8 @@ from engine.text.grammar import COMPLETE, GrammarCompiler, GrammarState
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar, GrammarKind, SamplingParams
-from tests.engine.shadow import masks_of
 from tests.make_models import ensure_model
+from tests.rigs.shadow import masks_of
 
 VOCAB = 512  # of the model, a little more than the tokenizer's
 SCHEMA = {

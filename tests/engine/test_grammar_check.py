@@ -16,7 +16,7 @@ from engine.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.messages import Grammar, GrammarKind
 from protocol.openai.structured import GuidedDecoding
-from tests.engine.http_server import saying, serving
+from tests.rigs.http_server import saying, serving
 
 ENDLESS = {"type": "integer", "multipleOf": 4_999_999}  # a state of its automaton for each number
 TOOL = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}

@@ -20,7 +20,7 @@ from protocol.messages import (
 )
 from protocol.metrics import stat_key
 from protocol.process.logging import LineFormatter, current_request_id
-from tests.engine.http_server import (
+from tests.rigs.http_server import (
     CONTEXT,
     USAGE,
     chunks,

@@ -10,8 +10,8 @@ import pytest
 from engine.http import limits as http_limits
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs
-from tests.engine.http_server import USAGE, chunks, serving
 from tests.engine.test_http_features import logprobs_of, scripted
+from tests.rigs.http_server import USAGE, chunks, serving
 
 
 def end(choice: int = 0, **members: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from protocol.messages import (
     KVUsage,
     TokenDelta,
 )
-from tests.engine.http_server import (
+from tests.rigs.http_server import (
     CONTEXT,
     MAX_BODY,
     WAIT_S,

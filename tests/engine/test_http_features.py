@@ -10,8 +10,8 @@ import pytest
 from engine.http.api import Api
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, EngineReady, TokenDelta, TokenLogprobs
-from tests.engine.http_server import USAGE, chunks, saying, serving
 from tests.engine.test_tokenizer import write_sentencepiece_like
+from tests.rigs.http_server import USAGE, chunks, saying, serving
 
 
 def scripted(*deltas: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engine.http.hooks import ServerHooks
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, TokenDelta
-from tests.engine.http_server import Server, serving
+from tests.rigs.http_server import Server, serving
 
 
 class Retaining(ServerHooks):

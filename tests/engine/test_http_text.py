@@ -21,7 +21,7 @@ from protocol.openai.chat import parse_chat
 from protocol.openai.completions import parse_completion
 from protocol.openai.prefill_leg import REMOTE_DECODE
 from protocol.openai.sampling import GenerationRequest
-from tests.engine.http_server import CONTEXT, READY, saying, serving
+from tests.rigs.http_server import CONTEXT, READY, saying, serving
 
 _SECRET = b"the cluster's secret"
 _TOLD = [7, 7, 7]  # what no tokenizer makes of the texts here: it shows who tokenized

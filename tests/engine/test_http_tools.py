@@ -16,7 +16,7 @@ from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
 from protocol.openai.chat import parse_chat
 from protocol.openai.tools import Tools
-from tests.engine.http_server import READY, chunks, saying, serving
+from tests.rigs.http_server import READY, chunks, saying, serving
 
 TOOL = {
     "type": "function",

@@ -15,7 +15,8 @@ from engine.core.batch import Int32s, StepFailed, StepInput
 from engine.text.grammar import COMPLETE, GrammarCompiler
 from engine.text.grammar_masks import StepMasks
 from protocol.messages import AbortRequest, AddRequest, EngineInput, Grammar, SamplingParams
-from tests.engine.shadow import (
+from tests.make_models import ensure_model
+from tests.rigs.shadow import (
     MemoryTransport,
     ShadowExecutor,
     _masked,
@@ -28,7 +29,6 @@ from tests.engine.shadow import (
     make_core,
     next_token,
 )
-from tests.make_models import ensure_model
 
 MAX_REQUESTS = 12
 UNDRAWN = "the masks do not fit"

@@ -10,9 +10,9 @@ from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from protocol.messages import Grammar, SamplingParams
-from tests.decode_server.pair import make_config
-from tests.engine.shadow import add, assert_all_blocks_home, make_core, run_until_idle
 from tests.make_models import ensure_model
+from tests.rigs.engine_pair import make_config
+from tests.rigs.shadow import add, assert_all_blocks_home, make_core, run_until_idle
 
 BLOCK_SIZE = 4
 _GRAMMAR = Grammar("regex", "([a-z]{1,6} ){8}")

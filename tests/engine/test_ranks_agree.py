@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from protocol.messages import AddRequest, SamplingParams, TokenLogprobs
-from tests.engine.rank_threads import Ranks, ranks
-from tests.engine.shadow import MemoryTransport, make_core, run_until_idle
+from tests.rigs.rank_threads import Ranks, ranks
+from tests.rigs.shadow import MemoryTransport, make_core, run_until_idle
 
 BLOCKS, BLOCK_SIZE = 80, 4
 

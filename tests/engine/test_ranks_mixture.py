@@ -14,8 +14,8 @@ from engine.core.core import EngineCore
 from engine.worker.runner import ModelRunner
 from kvcache.blocks import BlockState
 from protocol.messages import AbortRequest, AddRequest, SamplingParams, TokenLogprobs
-from tests.engine.rank_threads import Ranks, ranks
-from tests.engine.shadow import (
+from tests.rigs.rank_threads import Ranks, ranks
+from tests.rigs.shadow import (
     MemoryTransport,
     add,
     assert_all_blocks_home,

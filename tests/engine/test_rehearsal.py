@@ -11,7 +11,7 @@ from engine.core.batch import StepInput
 from engine.core.core_stats import CoreStats
 from engine.worker.kernel_watch import KernelWatch, keep_kernels
 from engine.worker.rehearsal import Stage, steps
-from tests.engine.rank_threads import ranks
+from tests.rigs.rank_threads import ranks
 
 SERVER = Stage(num_blocks=4096, block_size=64, max_len=32768, max_tokens=8192, max_seqs=256)
 STAGES = [

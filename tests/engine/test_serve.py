@@ -25,9 +25,9 @@ from model.config import load_config
 from protocol.ipc.listening import CannotListen, bind
 from protocol.messages import AddRequest, EngineFailed, TokenDelta
 from protocol.settings.settings import PrefillSettings
-from tests.engine.http_server import READY
-from tests.engine.scripted_engine import ScriptedEngine
 from tests.make_models import ensure_model
+from tests.rigs.http_server import READY
+from tests.rigs.scripted_engine import ScriptedEngine
 
 _SECRET = "a secret of these tests"
 

@@ -11,8 +11,8 @@ from engine.text.grammar import GrammarCompiler, GrammarState
 from engine.text.tokenizer import Tokenizer
 from engine.worker.runner import ModelRunner
 from protocol.messages import AddRequest, Grammar, SamplingParams
-from tests.engine.shadow import masks_of
 from tests.gpu.test_runner import MODELS, PROMPTS, SERVED, runner_for, step_at
+from tests.rigs.shadow import masks_of
 
 pytestmark = pytest.mark.gpu
 

@@ -3,10 +3,8 @@
 import dataclasses
 import importlib.util
 import signal
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +20,10 @@ from kvcache.transfer.move.place import TorchPlacer, Work, launches
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.worker.mapped_job import MappedPath
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
-from pull_rig import Child, Decode, Prefill, expected, on_device
-
-from tests.kvcache.transfer.geometry import Case, Side, cases
-from tests.kvcache.transfer.memory_placer import place_units
+from tests.rigs.geometry import Case, Side, cases
+from tests.rigs.memory_pair import Decode, Prefill, expected
+from tests.rigs.memory_placer import place_units
+from tests.rigs.process_pair import Child, on_device
 
 NUM_GPUS = torch.cuda.device_count()
 HAS_TRITON = importlib.util.find_spec("triton") is not None

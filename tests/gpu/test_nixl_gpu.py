@@ -1,7 +1,5 @@
 """NIXL on GPU memory: pulls between processes, direct and staged, on one GPU and between two."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +7,8 @@ import pytest
 
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from tests.gpu.test_mapped import DEVICES, NUM_GPUS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kvcache" / "transfer"))
-from pull_rig import Child, Decode, expected, on_device
+from tests.rigs.memory_pair import Decode, expected
+from tests.rigs.process_pair import Child, on_device
 
 pytestmark = [
     pytest.mark.gpu,

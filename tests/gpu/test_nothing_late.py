@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e import cluster
-from tests.e2e.client import MODEL, TIMEOUT_S, complete, prefill
-from tests.e2e.cluster import Server, start_decode, start_prefill, started
 from tests.e2e.matrix import model_dir
-from tests.e2e.plain_http import http
 from tests.make_models import CHAT_TEMPLATE, KINDS
+from tests.rigs import cluster
+from tests.rigs.client import MODEL, TIMEOUT_S, complete, prefill
+from tests.rigs.cluster import Server, start_decode, start_prefill, started
+from tests.rigs.plain_http import http
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,10 @@ from typing import Literal
 import pytest
 import torch
 
-from tests.e2e.client import prefill
-from tests.e2e.cluster import wait_until
 from tests.e2e.matrix import NUM_TOKENS, Farm, Geometry, Key, Reply, ask, farm, model_dir
 from tests.e2e.test_equality import make_prompt
+from tests.rigs.client import prefill
+from tests.rigs.cluster import wait_until
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.client import prefill
-from tests.e2e.cluster import Server, start, start_decode, start_prefill, wait_until
 from tests.e2e.matrix import model_dir, post
+from tests.rigs.client import prefill
+from tests.rigs.cluster import Server, start, start_decode, start_prefill, wait_until
 
 pytestmark = pytest.mark.gpu
 

@@ -3,8 +3,8 @@ import pytest
 from prefill_server.connector import PrefillConnector
 from protocol import kv_params
 from protocol.messages import AbortRequest
-from tests.decode_server.pair import Pair
-from tests.engine.shadow import add
+from tests.rigs.engine_pair import Pair
+from tests.rigs.shadow import add
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 

@@ -1,7 +1,6 @@
 """One contract for every TransferAgent: over NIXL between processes, within one, and in memory."""
 
 import base64
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,17 +18,11 @@ from kvcache.transfer.link.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.link.memory_agent import MemoryAgent
 from protocol.errors import TransferFailed
 from tests import stopping
+from tests.rigs.nixl_peer import pattern
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).parents[3]
 NBYTES = 4 << 20
 DEADLINE_S = 30.0
-
-_spec = importlib.util.spec_from_file_location("nixl_peer", HERE / "nixl_peer.py")
-assert _spec is not None and _spec.loader is not None
-_nixl_peer = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_nixl_peer)
-pattern = _nixl_peer.pattern
 
 
 class ProcessPeer:
@@ -37,7 +30,7 @@ class ProcessPeer:
 
     def __init__(self, nbytes: int = NBYTES, env: dict[str, str] | None = None) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-        argv = [sys.executable, str(HERE / "nixl_peer.py"), str(nbytes)]
+        argv = [sys.executable, "-m", "tests.rigs.nixl_peer", str(nbytes)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environment)
         assert self.process.stdout is not None
@@ -278,8 +271,7 @@ def test_nixl_binds_its_device_on_every_thread_that_uses_it() -> None:
 READER_OVER_TCP = """
 import signal, sys, time
 import numpy as np
-sys.path.insert(0, sys.argv[1])
-import test_agent as t
+import tests.kvcache.transfer.test_agent as t
 from kvcache.transfer.link.agent import ReadState
 
 def stopped_in_mid_read():
@@ -317,7 +309,7 @@ print("as expected", flush=True)
 def test_a_read_from_a_stopped_peer_stays_active_until_it_really_ends() -> None:
     """Over TCP, where the peer takes part in a READ; in a process, for UCX reads UCX_TLS once."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "UCX_TLS": "tcp,self"}
-    argv = [sys.executable, "-c", READER_OVER_TCP, str(HERE)]
+    argv = [sys.executable, "-c", READER_OVER_TCP]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
     assert "as expected" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from kvcache.transfer.pulls.messages import PullDrained, PullFailed, RankEnded, 
 from kvcache.transfer.pulls.pull_state import PullState
 from kvcache.transfer.pulls.rank_links import InsideLink
 from protocol.errors import InternalError
-from tests.kvcache.transfer.pull_rig import SECRET, Prefill, compat
+from tests.rigs.memory_pair import SECRET, Prefill, compat
 
 
 def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvcache.transfer.move.cuda_placer import Rows, rows_of
 from kvcache.transfer.move.place import launches
 from kvcache.transfer.plan.block_copy import BlockCopy
-from tests.kvcache.transfer.geometry import (
+from tests.rigs.geometry import (
     DTYPES,
     Case,
     Side,

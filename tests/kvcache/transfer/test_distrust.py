@@ -1,16 +1,12 @@
 """Prefill servers whose pulls fail or hang get no more of them, for a while."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcache.transfer.pulls.messages import PeerFailed, PullDone, PullDrained, PullFailed
 from protocol.errors import PeerUnreachable, PullWithheld, TransferFailed
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import ENDINGS, Decode, Prefill, assert_pulled
+from tests.rigs.memory_pair import ENDINGS, Decode, Prefill, assert_pulled
 
 
 def test_a_peer_whose_reads_hang_gets_no_pull_until_they_have_ended(rig: Any) -> None:

@@ -1,10 +1,8 @@
 """The fence where every byte has come: it is P's word that counts, given after that."""
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,8 @@ from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
 from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import LeaseGone, PeerUnreachable
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import DEADLINE_S, PATIENT, Child, Decode, Prefill, expected
+from tests.rigs.memory_pair import DEADLINE_S, PATIENT, Decode, Prefill, expected
+from tests.rigs.process_pair import Child
 
 ENDINGS = (PullDone, PullFailed, PullDrained)
 

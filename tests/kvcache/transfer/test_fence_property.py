@@ -7,9 +7,7 @@ has them back. P may end or be killed; who then comes at its address has other c
 and what still goes to the dead may by chance reach the successor's memory.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hypothesis import settings as hypothesis_settings
@@ -29,9 +27,7 @@ from kvcache.transfer.pulls.pull_state import (
     SendRenew,
 )
 from protocol.messages import RemotePrefill
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import REMOTE
+from tests.rigs.memory_pair import REMOTE
 
 BLOCKS, RANKS = 6, 2
 FOREIGN = "somebody else's"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache.transfer.move.kernel_index import divisor, kind_of, locate
 from kvcache.transfer.move.place import launches
-from tests.kvcache.transfer.geometry import (
+from tests.rigs.geometry import (
     DTYPES,
     GARBAGE,
     Case,

@@ -1,9 +1,7 @@
 """Pulls over the mapped path, without a GPU: P's pools are in this process, numpy gathers."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,10 +22,8 @@ from protocol.errors import (
 )
 from protocol.handshake import EngineMetadata
 from protocol.ipc.processes import host_id
-from tests.kvcache.transfer.memory_placer import MemoryPlacer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import DEADLINE_S, PATIENT, Decode, Prefill, expected
+from tests.rigs.memory_pair import DEADLINE_S, PATIENT, Decode, Prefill, expected
+from tests.rigs.memory_placer import MemoryPlacer
 
 ENDINGS = (PullDone, PullFailed, PullDrained)
 

@@ -16,12 +16,9 @@ from kvcache.transfer.pulls.messages import DropPeer, PullDone, PullDrained, Pul
 from kvcache.transfer.worker import worker as pull_worker
 from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import PeerUnreachable
+from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, Decode, Prefill, assert_pulled
+from tests.rigs.memory_placer import MemoryPlacer
 
-sys.path.insert(0, str(Path(__file__).parent))
-from memory_placer import MemoryPlacer
-from pull_rig import DEADLINE_S, ENDINGS, Decode, Prefill, assert_pulled
-
-HERE = Path(__file__).parent
 BLOCKS = [3, 1, 7]
 
 
@@ -150,7 +147,7 @@ def over_tcp() -> Iterator[Callable[[str], str]]:
     """Runs a program where UCX reads over TCP, which it decides once a process."""
 
     def run(program: str) -> str:
-        root = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
+        root = str(Path(__file__).parents[3])
         env = {**os.environ, "PYTHONPATH": root, "UCX_TLS": "tcp,self"}
         argv = [sys.executable, "-c", program]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
@@ -163,7 +160,7 @@ def over_tcp() -> Iterator[Callable[[str], str]]:
 UNREACHABLE = """
 import os, socket
 from pathlib import Path
-from pull_rig import *
+from tests.rigs.memory_pair import *
 from protocol.errors import PeerUnreachable
 
 
@@ -219,7 +216,7 @@ def test_a_prefill_server_whose_ucx_port_answers_nothing_delays_no_other(
 STOPPED = """
 import os, signal
 import numpy as np
-import test_agent as t
+import tests.kvcache.transfer.test_agent as t
 from kvcache.transfer.link.agent import ReadState
 from protocol.errors import TransferFailed
 

@@ -14,7 +14,7 @@ from protocol.handshake import (
     LayoutRecord,
     RankMetadata,
 )
-from tests.kvcache.transfer.pull_rig import REMOTE
+from tests.rigs.memory_pair import REMOTE
 
 SETTINGS = PullSettings(handshake_timeout_s=4.0, backoff_min_s=1.0, backoff_max_s=60.0)
 COMPAT = CompatRecord(

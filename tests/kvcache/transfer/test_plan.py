@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import PlanError
-from tests.kvcache.transfer.geometry import (
+from tests.rigs.geometry import (
     DTYPES,
     Case,
     Side,

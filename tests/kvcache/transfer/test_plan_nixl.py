@@ -20,8 +20,8 @@ from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.plan import TransferPlan
-from tests.kvcache.transfer.geometry import Case, cases, element_map, owner_of
-from tests.kvcache.transfer.nixl_peer import pattern
+from tests.rigs.geometry import Case, cases, element_map, owner_of
+from tests.rigs.nixl_peer import pattern
 
 MEMORY_BYTES = 8 << 20
 STAGE = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
@@ -69,7 +69,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def reader() -> Iterator[Reader]:
-    argv = [sys.executable, "-m", "tests.kvcache.transfer.nixl_peer", str(MEMORY_BYTES)]
+    argv = [sys.executable, "-m", "tests.rigs.nixl_peer", str(MEMORY_BYTES)]
     root = Path(__file__).parents[3]
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root

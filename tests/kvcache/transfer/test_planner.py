@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.plan import Planner
-from tests.kvcache.transfer.geometry import (
+from tests.rigs.geometry import (
     COSTS,
     DTYPES,
     Case,

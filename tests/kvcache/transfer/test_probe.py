@@ -1,8 +1,6 @@
 """A peer is connected to and measured before its first pull is planned."""
 
 import logging
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,14 @@ from kvcache.transfer.plan.plan import Planner
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import PeerUnreachable
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import DEADLINE_S, ENDINGS, Decode, Prefill, assert_pulled, nixl_agent
+from tests.rigs.memory_pair import (
+    DEADLINE_S,
+    ENDINGS,
+    Decode,
+    Prefill,
+    assert_pulled,
+    nixl_agent,
+)
 
 
 def pull(decode: Decode, prefill: Prefill, pull_id: str) -> None:

@@ -1,8 +1,6 @@
 """Pulls end to end: coordinator, workers, side channel and an agent, with every byte compared."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,9 +24,7 @@ from protocol.errors import (
     TransferFailed,
 )
 from protocol.handshake import Complete, Ok, open_request
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import (
+from tests.rigs.memory_pair import (
     ENDINGS,
     PATIENT,
     SECRET,

@@ -1,7 +1,5 @@
 """Pulls that are given up, at any moment, and engines that end with pulls under way."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +7,7 @@ import pytest
 from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.link.read_window import ReadWindow
 from kvcache.transfer.pulls.messages import PullDone, PullDrained
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import ENDINGS, PATIENT, Decode, Prefill, nixl_agent
+from tests.rigs.memory_pair import ENDINGS, PATIENT, Decode, Prefill, nixl_agent
 
 
 def test_cancel_before_the_pull_begins_ends_the_lease(rig: Any) -> None:

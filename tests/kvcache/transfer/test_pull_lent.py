@@ -1,15 +1,11 @@
 """References that are lent: who sent them ends their leases, or offers them to another engine."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvcache.transfer.pulls.messages import PullDone
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import ENDINGS, Decode, Prefill
+from tests.rigs.memory_pair import ENDINGS, Decode, Prefill
 
 
 def test_an_engine_that_ends_leaves_lent_leases_that_it_has_not_read_to_others(rig: Any) -> None:

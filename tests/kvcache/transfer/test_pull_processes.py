@@ -22,21 +22,17 @@ from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
 from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.messages import RemotePrefill
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import (
+from tests.rigs.memory_pair import (
     DEADLINE_S,
     HEADS,
     PATIENT,
     SECRET,
-    Child,
     Decode,
     compat,
-    digest,
     expected,
 )
+from tests.rigs.process_pair import Child, digest
 
-HERE = Path(__file__).parent
 ENDINGS = (PullDone, PullFailed, PullDrained)
 BLOCKS = 2048  # 48 MiB of this geometry
 TOKENS = (BLOCKS - 1) * 8
@@ -128,8 +124,7 @@ def test_ranks_in_processes_of_their_own_that_share_tokens(prefill: Child) -> No
 
 STOPPED = """
 import signal, sys
-sys.path.insert(0, sys.argv[1])
-from test_pull_processes import *
+from tests.kvcache.transfer.test_pull_processes import *
 prefill = Child("prefill", num_blocks=BLOCKS)
 settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.1, "handshake_timeout_s": 100.0}
 limits = ReadWindow(max_bytes=1 << 20)  # of which more hang than may be active at once
@@ -184,9 +179,9 @@ os._exit(0)
 
 def test_a_stopped_peer_leaves_the_pull_undrained_until_it_is_certain() -> None:
     """Over TCP, where a stopped peer's READs stay active; UCX reads UCX_TLS once a process."""
-    root = str(HERE.parents[2])
+    root = str(Path(__file__).parents[3])
     env = {**os.environ, "PYTHONPATH": root, "UCX_TLS": "tcp,self"}
-    argv = [sys.executable, "-c", STOPPED, str(HERE)]
+    argv = [sys.executable, "-c", STOPPED]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
     assert "as expected" in done.stdout, done.stdout + done.stderr
 

@@ -1,8 +1,6 @@
 """Pulls into ranks that share the tokens of every sequence (decode context parallelism)."""
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,9 +17,15 @@ from kvcache.transfer.pulls.messages import PeerFailed, PeerReady, PullDone, Pul
 from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import PeerIncompatible
 from protocol.handshake import EngineMetadata
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import ENDINGS, LAYERS, Decode, Prefill, assert_pulled, expected, nixl_agent
+from tests.rigs.memory_pair import (
+    ENDINGS,
+    LAYERS,
+    Decode,
+    Prefill,
+    assert_pulled,
+    expected,
+    nixl_agent,
+)
 
 SHARED = [(2, 2), (4, 2), (4, 4)]  # tp and dcp of D
 MODELS = [{"heads": 1, "num_components": 1}, {"heads": 2}, {"heads": 8}]  # MLA, GQA

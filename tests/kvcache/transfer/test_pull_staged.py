@@ -1,7 +1,5 @@
 """Pulls through staging memory, alone or beside direct reads."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +9,7 @@ from kvcache.transfer.link.read_window import ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed, PullStuck
 from kvcache.transfer.worker import read_job as pull_job
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import (
+from tests.rigs.memory_pair import (
     ENDINGS,
     PATIENT,
     Decode,

@@ -39,7 +39,7 @@ from protocol.errors import (
     TransferFailed,
 )
 from protocol.messages import ErrorInfo, RemotePrefill
-from tests.kvcache.transfer.pull_rig import REMOTE
+from tests.rigs.memory_pair import REMOTE
 
 SETTINGS = PullSettings(
     pull_timeout_s=30.0, fence_timeout_s=5.0, fence_retry_s=1.0, drain_grace_s=0.25

@@ -1,9 +1,7 @@
 """A rank's worker by itself: every order is obeyed or answered, whatever became of others."""
 
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +26,7 @@ from kvcache.transfer.worker.job_maker import JobMaker
 from kvcache.transfer.worker.read_job import ReadJob
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.process.vital_threads import VitalThread
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import DEADLINE_S, HEADS, Prefill, layout
+from tests.rigs.memory_pair import DEADLINE_S, HEADS, Prefill, layout
 
 
 class Rank:

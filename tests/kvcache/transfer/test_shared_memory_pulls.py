@@ -2,7 +2,6 @@
 
 import ctypes
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable, PullTimeout
 from protocol.handshake import EngineMetadata
-
-sys.path.insert(0, str(Path(__file__).parent))
-from geometry import DTYPES, Case, cases, garbage, memory_of, with_dtypes
-from pull_rig import PATIENT, Child, Decode, Prefill, expected
+from tests.rigs.geometry import DTYPES, Case, cases, garbage, memory_of, with_dtypes
+from tests.rigs.memory_pair import PATIENT, Decode, Prefill, expected
+from tests.rigs.process_pair import Child
 
 ENDINGS = (PullDone, PullFailed, PullDrained)
 

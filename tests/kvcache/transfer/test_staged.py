@@ -16,7 +16,8 @@ from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.staged import Chunk, StagedPlan
-from tests.kvcache.transfer.geometry import (
+from tests.kvcache.transfer.test_plan import PROPERTY, scattered, side, simple
+from tests.rigs.geometry import (
     DTYPES,
     GARBAGE,
     Case,
@@ -26,8 +27,7 @@ from tests.kvcache.transfer.geometry import (
     memory_of,
     with_dtypes,
 )
-from tests.kvcache.transfer.memory_placer import MemoryPlacer, place_units
-from tests.kvcache.transfer.test_plan import PROPERTY, scattered, side, simple
+from tests.rigs.memory_placer import MemoryPlacer, place_units
 
 STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
 TOKENS = 4096

@@ -2,7 +2,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -81,9 +80,8 @@ def test_a_slow_way_between_processors_is_named_with_its_fix(changes, rdma, fix)
 def test_what_ucx_reads_with_is_told_by_ucx(tls: str) -> None:
     """In a process of its own, as UCX reads its environment once."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("UCX_")}
-    script = Path(__file__).with_name("nixl_reader.py")
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, "-m", "tests.rigs.nixl_reader"],
         env={**environment, **({"UCX_TLS": tls} if tls else {}), "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,

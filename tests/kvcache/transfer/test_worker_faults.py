@@ -2,11 +2,9 @@
 none that is complete has a wrong byte, and what comes later is as if there had been no fault."""
 
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +21,7 @@ from kvcache.transfer.pulls.rank_links import InsideLink
 from kvcache.transfer.worker.read_job import ReadJob
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import TransferFailed
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pull_rig import DEADLINE_S, HEADS, Prefill, expected, layout
+from tests.rigs.memory_pair import DEADLINE_S, HEADS, Prefill, expected, layout
 
 TOKENS, BLOCKS = 24, 3  # of a pull
 

@@ -1,22 +1,11 @@
-"""A prefill side and a decode side of pulls, small, with every byte known. For tests.
+"""A prefill side and a decode side of pulls, small, with every byte known."""
 
-Run as a program it is the prefill side, or one rank of the decode side, in a process of its own
-over NIXL: see `Child`. Questions and answers are lines of JSON.
-"""
-
-import hashlib
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -41,7 +30,6 @@ from protocol.handshake import (
     RankMetadata,
 )
 from protocol.messages import FirstToken, RemotePrefill
-from tests import stopping
 
 SECRET = b"cluster secret"
 DEADLINE_S = 30.0
@@ -381,92 +369,3 @@ def nixl_agent() -> TransferAgent:
     from kvcache.transfer.link.nixl_agent import NixlAgent
 
     return NixlAgent("test")
-
-
-class Child:
-    """This file as a program, in a process of its own."""
-
-    def __init__(self, role: str, **options: Any) -> None:
-        root = str(Path(__file__).parents[3])
-        argv = [sys.executable, __file__, role, json.dumps(options)]
-        pipe, env = (
-            subprocess.PIPE,
-            {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])},
-        )
-        self.process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=env)
-        self.greeting = self.answer()
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def ask(self, **question: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def lease(self, block_ids: list[int], num_tokens: int, **options: Any) -> RemotePrefill:
-        answer = self.ask(block_ids=block_ids, num_tokens=num_tokens, **options)
-        return msgspec.convert(answer, RemotePrefill)
-
-    def signal(self, number: int) -> None:
-        stopping.send(self.process.pid, number)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def on_device(agent_kind: Callable[..., TransferAgent], name: str, device: str) -> TransferAgent:
-    index = torch.device(device).index
-    return agent_kind(name, device_id=index, set_device=torch.cuda.set_device)
-
-
-def serve_prefill(agent_kind: Callable[..., TransferAgent], options: dict[str, Any]) -> None:
-    device = options.get("device", "cpu")
-    prefill = Prefill(lambda: on_device(agent_kind, "P", device), **options)
-    say({"port": prefill.server.address[1]})
-    for line in sys.stdin:
-        question = json.loads(line)
-        if "free" in question:  # its KV is not there any more
-            prefill.pools.clear()
-            torch.cuda.empty_cache()
-            say({})
-        elif "counters" in question:
-            say(prefill.server.counters())
-        else:
-            say(msgspec.to_builtins(prefill.lease(**question)))
-
-
-def serve_worker(agent_kind: Callable[[str], TransferAgent], options: dict[str, Any]) -> None:
-    """One rank of D; answers with a digest of what lies in its blocks."""
-    rank, tp, dcp = options["rank"], options["tp"], options.get("dcp", 1)
-    pool = KVPool(layout(tp, rank, dcp=dcp))
-    worker = TransferWorker(rank, tp, HEADS, agent_kind("D"), pool, options["address"], dcp=dcp)
-    worker.start()
-    say({"rank": rank})
-    for line in sys.stdin:
-        blocks = json.loads(line)["block_ids"]
-        rows = pool.canonical[torch.tensor(blocks)].permute(0, 4, 1, 2, 3, 5)
-        say(digest(rows.flatten(0, 1).numpy()))
-
-
-def digest(tokens: Any) -> str:
-    return hashlib.sha256(np.ascontiguousarray(tokens, dtype=np.float32).tobytes()).hexdigest()
-
-
-def say(answer: Any) -> None:
-    print(json.dumps(answer), flush=True)
-
-
-def main() -> None:
-    from kvcache.transfer.link.nixl_agent import NixlAgent
-
-    roles = {"prefill": serve_prefill, "worker": serve_worker}
-    roles[sys.argv[1]](NixlAgent, json.loads(sys.argv[2]))
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ from typing import Any
 
 from protocol.process import lifecycle
 from tests import stopping
-from tests.e2e.plain_http import http
+from tests.rigs.plain_http import http
 
 START_TIMEOUT_S = 180.0
 SECRET = "a secret of the tests' cluster"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tests.e2e.cluster import Server, start, wait_until
+from tests.rigs.cluster import Server, start, wait_until
 
 _NETWORK = "10.213.0"
 _CLONE_NEWNET = 0x40000000

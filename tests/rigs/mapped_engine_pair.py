@@ -8,8 +8,8 @@ from kvcache.transfer.move.peer_memory import offer
 from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.handshake import RankMetadata
 from protocol.ipc.processes import own_record
-from tests.decode_server.pair import Pair
-from tests.kvcache.transfer.memory_placer import MemoryPlacer
+from tests.rigs.engine_pair import Pair
+from tests.rigs.memory_placer import MemoryPlacer
 
 
 class _Placer(MemoryPlacer):

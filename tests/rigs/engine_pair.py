@@ -35,15 +35,15 @@ from prefill_server.connector import PrefillConnector
 from protocol import kv_params
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import AbortRequest, AddRequest, SamplingParams
-from tests.engine.shadow import (
+from tests.ports import kept_ports
+from tests.rigs.memory_pair import Clock, take_a_round
+from tests.rigs.shadow import (
     MemoryTransport,
     ShadowExecutor,
     add,
     assert_all_blocks_home,
     make_core,
 )
-from tests.kvcache.transfer.pull_rig import Clock, take_a_round
-from tests.ports import kept_ports
 
 SECRET = b"in-process secret"
 COMPAT = CompatRecord(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.e2e.plain_http import http
+from tests.rigs.plain_http import http
 
 TIMEOUT_S = 120.0
 MODEL = "test-model"  # what the tests' servers call theirs

@@ -19,8 +19,8 @@ from engine.core.batch import (
 from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
-from tests.decode_server.pair import make_config
 from tests.make_models import ensure_model
+from tests.rigs.engine_pair import make_config
 
 WAIT_S = 60.0
 

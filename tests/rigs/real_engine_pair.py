@@ -17,8 +17,8 @@ from model.parallel import Parallel
 from protocol import kv_params
 from protocol.handshake import CompatRecord
 from protocol.messages import AddRequest
-from tests.decode_server.pair import SECRET, Pair, make_config
-from tests.engine.shadow import MemoryTransport
+from tests.rigs.engine_pair import SECRET, Pair, make_config
+from tests.rigs.shadow import MemoryTransport
 
 
 class _Runner:

@@ -13,8 +13,8 @@ from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.worker.worker import TransferWorker
-from tests.decode_server.pair import SECRET, Pair, PoolExecutor, Side
-from tests.engine.shadow import ShadowExecutor, make_core
+from tests.rigs.engine_pair import SECRET, Pair, PoolExecutor, Side
+from tests.rigs.shadow import ShadowExecutor, make_core
 
 
 class _Executor(PoolExecutor):

@@ -20,7 +20,7 @@ from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig
 from protocol.settings.settings import ListenOptions
-from tests.engine.scripted_engine import ScriptedEngine, count_up
+from tests.rigs.scripted_engine import ScriptedEngine, count_up
 
 WAIT_S = 120.0
 CONTEXT = 64

@@ -6,6 +6,7 @@ server. So a pull is timed from its order to the fence's answer.
 
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,6 @@ from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.place import Placer, TorchPlacer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerReady, PullDone
-from kvcache.transfer.pulls.rank_links import InsideLink
 from kvcache.transfer.worker.mapped_job import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.messages import RemotePrefill
@@ -53,9 +53,7 @@ class Setup:
 class DecodeRank:
     """One rank of D: its pool and its worker."""
 
-    def __init__(
-        self, rank: int, side: Side, setup: Setup, address: str, inside: InsideLink | None = None
-    ) -> None:
+    def __init__(self, rank: int, side: Side, setup: Setup, address: str) -> None:
         device = setup.device(rank)
         use_device(device)
         self._memory = RankMemory(side, setup.size, rank, device)
@@ -69,7 +67,6 @@ class DecodeRank:
             address,
             staging_bytes=None if setup.mapped else setup.staging_bytes,
             mapped=MappedPath(self._placer(), required=True) if setup.mapped else None,
-            inside=inside,
             busy=lambda: self.stepping.busy,
         )
         self.worker.start()
@@ -112,19 +109,17 @@ class Decode:
         self._side, self._size = side, setup.size
         self._woken = threading.Event()
         self._count = 0
-        link = InsideLink()
+        address = f"ipc://\0baton-bench-{uuid.uuid4().hex}"  # of no file
         self._coordinator = PullCoordinator(
-            "tcp://127.0.0.1:0",
+            address,
             side.tp,
             setup.size.compat,
             SECRET,
             on_event=self._woken.set,
-            inside={0: link},
         )
-        address = self._coordinator.worker_address
         self._coordinator.start()
         self.others = [Remote(DecodeRank, r, side, setup, address) for r in range(1, side.tp)]
-        self.first = DecodeRank(0, side, setup, address, link)
+        self.first = DecodeRank(0, side, setup, address)
         self.of_ranks("is_filled")  # all are there
         allow_short_naps()
 

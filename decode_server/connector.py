@@ -34,7 +34,6 @@ from kvcache.transfer.pulls.messages import (
     PullSettings,
     PullStuck,
 )
-from kvcache.transfer.pulls.rank_links import InsideLink
 from kvcache.transfer.worker.mapped_job import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import BatonError, InternalError, Overloaded, PullWithheld, RemoteKVError
@@ -367,9 +366,6 @@ def _staging_bytes(config: EngineConfig) -> int | None:
 
 
 class DecodeConnectorFactory(ConnectorFactory):
-    def __init__(self) -> None:
-        self._inside = InsideLink()  # between the coordinator and the worker of rank 0
-
     def reserved_bytes(self, config: EngineConfig) -> int:
         return TransferWorker.reserved_bytes(_staging_bytes(config))
 
@@ -388,7 +384,6 @@ class DecodeConnectorFactory(ConnectorFactory):
                 convert=config.kv_convert,
                 costs=CostModel.configured(config.transfer_costs, context.pool.device.type),
                 mapped=_mapped_path(config.transfer, context),
-                inside=self._inside if context.rank == 0 else None,
                 busy=lambda: context.stepping.busy,
                 connect_timeout_s=config.connect_timeout_s,
             )
@@ -412,7 +407,6 @@ class DecodeConnectorFactory(ConnectorFactory):
             on_event=transport.wake,
             convert=config.kv_convert,
             stripe=Stripe(0, config.dcp, config.block_size),
-            inside={0: self._inside},
         )
         coordinator.start()
         policy = FailurePolicy(config.kv_load_failure_policy)

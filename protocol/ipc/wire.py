@@ -9,6 +9,8 @@ import socket
 import struct
 import sys
 from collections import deque
+from contextlib import suppress
+from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
 from typing import Protocol
 
 _LENGTH = struct.Struct("<I")
@@ -145,6 +147,22 @@ class Wire:
             start = end
         del self._received[:start]
         return found
+
+
+def exchange(selector: BaseSelector, wire: Wire) -> list[bytes]:
+    """Sends what is unsent and returns what has come; with a `selector` that looks for room only
+    while there is need. Raises WireClosed, once all that came before the end was returned."""
+    with suppress(WireClosed):
+        wire.flush()
+    found = wire.receive()
+    await_room(selector, wire)
+    return found
+
+
+def await_room(selector: BaseSelector, wire: Wire) -> None:
+    """Has the selector look for room in the socket where something is unsent."""
+    events = EVENT_READ | (EVENT_WRITE if wire.has_unsent else 0)
+    selector.modify(wire, events, selector.get_key(wire).data)
 
 
 def framed(message: bytes) -> bytes:

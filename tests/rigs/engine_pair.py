@@ -36,7 +36,7 @@ from protocol import kv_params
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import AbortRequest, AddRequest, SamplingParams
 from tests.ports import kept_ports
-from tests.rigs.memory_pair import Clock, take_a_round
+from tests.rigs.memory_pair import Clock, pulls_address, take_a_round
 from tests.rigs.shadow import (
     MemoryTransport,
     ShadowExecutor,
@@ -210,8 +210,9 @@ class Pair:
         self, block_size: int, order: str, policy: str, settings: PullSettings
     ) -> None:
         pool, agent = self.make_pool(block_size, order), MemoryAgent("d")
+        address = pulls_address()
         self.coordinator = PullCoordinator(
-            "tcp://127.0.0.1:0",
+            address,
             1,
             self.compat,
             SECRET,
@@ -220,7 +221,6 @@ class Pair:
             stripe=self._stripe,
         )
         self.coordinator.start()
-        address = self.coordinator.worker_address
         self.worker = TransferWorker(
             0,
             1,

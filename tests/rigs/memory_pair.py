@@ -1,8 +1,10 @@
 """A prefill side and a decode side of pulls, small, with every byte known."""
 
+import selectors
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +20,15 @@ from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
-from kvcache.transfer.pulls.messages import Event, PullDone, PullDrained, PullFailed, PullSettings
-from kvcache.transfer.pulls.rank_links import InsideLink
+from kvcache.transfer.pulls.messages import (
+    Event,
+    PullDone,
+    PullDrained,
+    PullFailed,
+    PullSettings,
+    Report,
+)
+from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.worker.mapped_job import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
@@ -122,6 +131,47 @@ class Clock:
 
     def skip(self, seconds: float) -> None:
         self._skipped_s += seconds
+
+
+def pulls_address() -> str:
+    """For a coordinator and its workers: a socket without a file."""
+    return f"ipc://\0baton-test-{uuid.uuid4().hex}"
+
+
+class Orders:
+    """The coordinator's end of one worker's link, played by a test.
+
+    Attributes:
+        reports: of the worker, not yet taken by `report`.
+    """
+
+    def __init__(self) -> None:
+        self.address = pulls_address()
+        self.reports: deque[Report] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._links = RankLinks(self.address, 1, self._selector, self.reports.append)
+        self.send = self._links.broadcast
+
+    def start(self, worker: TransferWorker) -> None:
+        """What was sent before waits for it."""
+        worker.start()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Until something comes from the worker."""
+        ready = self._selector.select(DEADLINE_S)
+        assert ready, "the worker says nothing"
+        for key, _ in ready:
+            key.data()
+
+    def report(self) -> Report:
+        while not self.reports:
+            self.go_on()
+        return self.reports.popleft()
+
+    def close(self) -> None:
+        self._links.close()
+        self._selector.close()
 
 
 def take_a_round(coordinator: PullCoordinator) -> None:
@@ -242,9 +292,9 @@ class Decode:
         self.layouts = [layout(tp, rank, heads=heads, dcp=dcp, **changes) for rank in range(tp)]
         self.pools = [KVPool(each, device, scales) for each in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
-        first = InsideLink()  # as in a server
+        address = pulls_address()
         self.coordinator = PullCoordinator(
-            "tcp://127.0.0.1:0",
+            address,
             tp,
             compat_of(self.layouts[0], heads, scales),
             secret,
@@ -253,7 +303,6 @@ class Decode:
             on_event=self.woken.set,
             convert=convert,
             stripe=Stripe(0, dcp, self.layouts[0].block_size),
-            inside={0: first},
         )
         self.workers = [
             TransferWorker(
@@ -262,14 +311,13 @@ class Decode:
                 heads,
                 self.agents[rank],
                 self.pools[rank],
-                self.coordinator.worker_address,
+                address,
                 dcp=dcp,
                 limits=limits,
                 staging_bytes=staging_bytes,
                 convert=convert,
                 costs=costs,
                 mapped=make_mapped(self.pools[rank]),
-                inside=None if rank else first,
                 connect_timeout_s=connect_timeout_s,
             )
             for rank in range(tp)

@@ -14,6 +14,7 @@ from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.worker.worker import TransferWorker
 from tests.rigs.engine_pair import SECRET, Pair, PoolExecutor, Side
+from tests.rigs.memory_pair import pulls_address
 from tests.rigs.shadow import ShadowExecutor, make_core
 
 
@@ -83,8 +84,9 @@ class SharingPair(Pair):
         stripes = [Stripe(rank, dcp, block_size) for rank in range(dcp)]
         pools = [self.make_pool(block_size, order) for _ in stripes]
         agents = [MemoryAgent(f"d{stripe.rank}") for stripe in stripes]
+        address = pulls_address()
         self.coordinator = PullCoordinator(
-            "tcp://127.0.0.1:0",
+            address,
             dcp,
             self.compat,
             SECRET,
@@ -93,7 +95,7 @@ class SharingPair(Pair):
             stripe=stripes[0],
         )
         self.coordinator.start()
-        heads, address = self.compat.total_kv_heads, self.coordinator.worker_address
+        heads = self.compat.total_kv_heads
         self.workers = [
             TransferWorker(rank, dcp, heads, agent, pool, address, dcp=dcp, staging_bytes=2**20)
             for rank, agent, pool in zip(itertools.count(), agents, pools, strict=False)

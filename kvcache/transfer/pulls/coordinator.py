@@ -4,11 +4,12 @@ All it decides is in pull_state.py (one pull) and peers.py (handshakes); here ar
 clock and the bookkeeping of who is waiting for which answer.
 """
 
-import select
+import selectors
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from kvcache.stripe import Stripe
@@ -55,7 +56,7 @@ from kvcache.transfer.pulls.pull_state import (
     StopRanks,
     SuspectPeer,
 )
-from kvcache.transfer.pulls.rank_links import InsideLink, RankLinks
+from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_client import Address, LeaseClient
 from kvcache.transfer.session.lease_server import new_id
 from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable, PullWithheld
@@ -75,13 +76,12 @@ class PullCoordinator:
     what they ask for is done by the coordinator's own.
 
     Args:
-        worker_address: to listen on for the ranks' workers: `ipc://PATH` in a directory of this
-            user's own, or `tcp://127.0.0.1:0` for a free port.
+        worker_address: to listen on for the ranks' workers: `ipc://PATH`, in a directory of this
+            user's own.
         compat: of this engine.
         on_event: called from the thread when `drain` has something; must not block.
         convert: accept peers with another KV dtype.
         stripe: of any rank, where ranks share tokens: peers must have blocks to cut it from.
-        inside: links to the workers of this process, by rank.
 
     Raises:
         OSError: the worker address cannot be bound.
@@ -99,7 +99,6 @@ class PullCoordinator:
         on_event: Callable[[], None] | None = None,
         convert: bool = False,
         stripe: Stripe | None = None,
-        inside: Mapping[int, InsideLink] | None = None,
     ) -> None:
         self._num_ranks = num_ranks
         self._settings = settings or PullSettings()
@@ -108,17 +107,16 @@ class PullCoordinator:
         self._events: deque[Event] = deque()
         self._untold = False  # an event has come since `on_event` was called
         self._counters: Counter[str] = Counter()
-        self._ranks = RankLinks(worker_address, num_ranks, inside or {})
         self._side_channel = LeaseClient(secret, clock)
         self._calls: deque[Callable[[], None]] = deque()
         self._waker = Waker()
-        self._epoll = select.epoll()
-        for source in (self._waker, self._ranks, self._side_channel):
-            self._epoll.register(source.fileno(), select.EPOLLIN)
+        self._selector = selectors.DefaultSelector()  # its data are calls
+        for source, call in ((self._waker, self._obey), (self._side_channel, self._take_replies)):
+            self._selector.register(source, selectors.EVENT_READ, call)
+        on_report = partial(self._try, self._take_report)
+        self._ranks = RankLinks(worker_address, num_ranks, self._selector, on_report)
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, "pull-coordinator")
-        for link in (inside or {}).values():
-            link.on_report = self._waker.wake
         self._peers = PeerTable(compat, self._settings, convert, stripe)
         self._trust = Trust(self._settings)
         self._pulls: dict[str, PullState] = {}
@@ -129,11 +127,6 @@ class PullCoordinator:
         self._metadata_asked: dict[Address, str] = {}  # the nonce
         self._awaiting_connect: set[PeerKey] = set()
         self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
-
-    @property
-    def worker_address(self) -> str:
-        """What the ranks' PullWorkers connect to."""
-        return self._ranks.address
 
     def start(self) -> None:
         self._thread.start()
@@ -188,7 +181,7 @@ class PullCoordinator:
     def close(self) -> None:
         """Ends the thread; open pulls' leases, unless untouched, are aborted without an answer."""
 
-        if self._epoll.closed:
+        if self._stopping.is_set():
             return
         self._stopping.set()
         self._waker.wake()
@@ -198,7 +191,7 @@ class PullCoordinator:
             self._send(state, SendAbort())
         self._side_channel.close(_CLOSE_LINGER_S)
         self._ranks.close()
-        self._epoll.close()
+        self._selector.close()
         self._waker.close()
 
     # -- the thread
@@ -209,10 +202,32 @@ class PullCoordinator:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            wait_s = self._wait_s()
-            self._epoll.poll(None if wait_s == float("inf") else wait_s)
-            self._waker.clear()
             self._round()
+
+    def _round(self) -> None:
+        """Waits until there is something to do, and does all of it."""
+        wait_s = self._wait_s()
+        for key, _ in self._selector.select(None if wait_s == float("inf") else wait_s):
+            self._try(key.data)
+        self._tell()
+        self._try(self._take_replies)  # connections that are due to be made anew
+        self._try(self._tick)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._untold:
+            self._untold = False
+            self._on_event()
+
+    def _obey(self) -> None:
+        """What was asked for by other threads."""
+        self._waker.clear()
+        for _ in range(len(self._calls)):
+            self._try(self._calls.popleft())
+
+    def _take_replies(self) -> None:
+        for address, reply in self._side_channel.receive_all():
+            self._try(self._take_reply, address, reply)
 
     def _wait_s(self) -> float:
         """Until there is something to do, whatever comes; infinity for ever."""
@@ -220,19 +235,6 @@ class PullCoordinator:
         lost_s = self._settings.connection_timeout_s
         due = min([due, *(since + lost_s for since in self._cut_off().values())])
         return max(0.0, min(due - self._clock(), self._side_channel.retry_in_s()))
-
-    def _round(self) -> None:
-        """All that there is to do now."""
-        for _ in range(len(self._calls)):
-            self._try(self._calls.popleft())
-        for report in self._try(self._ranks.receive) or ():
-            self._try(self._take_report, report)
-        for address, reply in self._try(self._side_channel.receive_all) or ():
-            self._try(self._take_reply, address, reply)
-        self._try(self._tick)
-        if self._untold:
-            self._untold = False
-            self._on_event()
 
     def _try(self, part: Callable[..., Any], *what: Any) -> Any:
         """A part of a round. If it fails the others are done: nobody says again what has come."""

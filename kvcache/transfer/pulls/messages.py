@@ -147,10 +147,6 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
 Command = AddPeer | DropPeer | Pull | StopPull
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    rank: int
-
-
 class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
     """Rank to coordinator: this pull fails here, and READs of it are still active."""
 
@@ -176,7 +172,7 @@ Report = RankFailing | RankEnded
 
 encode = msgspec.msgpack.Encoder().encode
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-report_decoder: msgspec.msgpack.Decoder[Hello | Report] = msgspec.msgpack.Decoder(Hello | Report)
+report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
 def error_info(error: BatonError) -> ErrorInfo:

@@ -30,7 +30,7 @@ from kvcache.transfer.pulls.messages import (
     StopPull,
     error_info,
 )
-from kvcache.transfer.pulls.rank_links import InsideLink, OutsideLink, WorkerLink
+from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker.hang_watch import HangWatch
 from kvcache.transfer.worker.job_maker import Job, JobMaker
 from kvcache.transfer.worker.job_peer import JobPeer
@@ -66,7 +66,6 @@ class TransferWorker:
         convert: accept a peer with another KV dtype.
         costs: of every link; None measures each peer at first contact.
         mapped: takes the pulls from peers that it can map; the agent moves the others.
-        inside: the link to the coordinator, where that is in this process.
         busy: whether this rank's engine computes: READs between GPUs then leave it room.
         connect_timeout_s: longest wait of a pull for the connection to its peer.
     """
@@ -86,7 +85,6 @@ class TransferWorker:
         costs: CostModel | None = None,
         limits: ReadWindow | None = None,
         mapped: MappedPath | None = None,
-        inside: InsideLink | None = None,
         busy: Callable[[], bool] = lambda: False,
         connect_timeout_s: float = 5.0,
     ) -> None:
@@ -113,7 +111,7 @@ class TransferWorker:
             mapped=mapped,
             throttle=throttle,
         )
-        self._link: WorkerLink = inside or OutsideLink(connect_address)
+        self._link = WorkerLink(connect_address)
         self._commands: deque[Command] = deque()  # not yet obeyed
         self._peers: dict[PeerKey, JobPeer] = {}
         self._jobs: OrderedDict[str, tuple[Job, JobPeer]] = OrderedDict()
@@ -168,7 +166,7 @@ class TransferWorker:
         if self._mapped is not None:
             self._mapped.bind_thread()
         self._watch.resting = True
-        self._link.open(self._endpoint.rank, self._stopping)
+        self._link.open(self._stopping)
         num_failures = 0  # since a round went well
         while not self._stopping.is_set():
             self._watch.at += 1

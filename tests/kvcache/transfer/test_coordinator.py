@@ -1,6 +1,7 @@
 """The coordinator by itself; this test plays the ranks."""
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -8,17 +9,18 @@ import pytest
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullDrained, PullFailed, RankEnded, StopPull
 from kvcache.transfer.pulls.pull_state import PullState
-from kvcache.transfer.pulls.rank_links import InsideLink
+from kvcache.transfer.pulls.rank_links import WorkerLink
 from protocol.errors import InternalError
-from tests.rigs.memory_pair import SECRET, Prefill, compat
+from tests.rigs.memory_pair import SECRET, Prefill, compat, pulls_address
 
 
 def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else blocks would be quarantined for ever: no rank says its end twice."""
-    prefill, link = rig(Prefill), InsideLink()
-    coordinator = PullCoordinator("", 1, compat(), SECRET, inside={0: link})
+    prefill, link = rig(Prefill), WorkerLink(address := pulls_address())
+    coordinator = PullCoordinator(address, 1, compat(), SECRET)
+    link.open(threading.Event())
     rank_ended = PullState.rank_ended
 
     def broken(state: PullState, report: RankEnded, now: float) -> Any:
@@ -34,7 +36,7 @@ def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(
             coordinator._round()
         assert len(link.receive()) == 3  # AddPeer and both pulls
         for pull_id in ("broken", "fine"):
-            link._reports.append(RankEnded(pull_id=pull_id, rank=0, complete=True))
+            link.report(RankEnded(pull_id=pull_id, rank=0, complete=True))
         coordinator._round()
         (failed,) = coordinator.drain()
         assert isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
@@ -51,16 +53,16 @@ def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(
         assert coordinator.counters()["pulls_open"] == 0
     finally:
         coordinator.close()
+        link.close()
 
 
 def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once() -> None:
     told: list[int] = []
     on_event = lambda: told.append(1)  # noqa: E731
-    coordinator = PullCoordinator("", 0, compat(), SECRET, on_event=on_event)
+    coordinator = PullCoordinator(pulls_address(), 0, compat(), SECRET, on_event=on_event)
     coordinator._call(lambda: 1 // 0)
     coordinator.cancel("a")
     coordinator.cancel("b")
-    coordinator._round()
     coordinator._round()
     assert coordinator.counters()["internal_errors"] == 1 and len(told) == 1
     assert coordinator.drain() == [PullDrained("a"), PullDrained("b")]
@@ -70,7 +72,7 @@ def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once() -> No
 
 def test_a_coordinator_leaves_no_descriptor_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    coordinator = PullCoordinator("tcp://127.0.0.1:0", 1, compat(), SECRET)
+    coordinator = PullCoordinator(pulls_address(), 1, compat(), SECRET)
     coordinator.start()
     coordinator.close()
     coordinator.cancel("a")  # is nobody's any more

@@ -30,6 +30,7 @@ from tests.rigs.memory_pair import (
     Decode,
     compat,
     expected,
+    pulls_address,
 )
 from tests.rigs.process_pair import Child, digest
 
@@ -80,11 +81,10 @@ def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
 
 def test_ranks_in_processes_of_their_own(prefill: Child) -> None:
     woken = threading.Event()
-    coordinator = PullCoordinator("tcp://127.0.0.1:0", 2, compat(), SECRET, on_event=woken.set)
+    address = pulls_address()
+    coordinator = PullCoordinator(address, 2, compat(), SECRET, on_event=woken.set)
     coordinator.start()
-    workers = [
-        Child("worker", rank=rank, tp=2, address=coordinator.worker_address) for rank in (0, 1)
-    ]
+    workers = [Child("worker", rank=rank, tp=2, address=address) for rank in (0, 1)]
     remote = prefill.lease([5, 2, 9], 24)
     coordinator.pull("a", remote, 0, 24, [3, 1, 7])
     assert woken.wait(DEADLINE_S)
@@ -101,12 +101,10 @@ def test_ranks_in_processes_of_their_own(prefill: Child) -> None:
 def test_ranks_in_processes_of_their_own_that_share_tokens(prefill: Child) -> None:
     """24 tokens: two blocks are the first rank's, one is the second one's."""
     woken = threading.Event()
-    coordinator = PullCoordinator("tcp://127.0.0.1:0", 2, compat(), SECRET, on_event=woken.set)
+    address = pulls_address()
+    coordinator = PullCoordinator(address, 2, compat(), SECRET, on_event=woken.set)
     coordinator.start()
-    workers = [
-        Child("worker", rank=rank, tp=2, dcp=2, address=coordinator.worker_address)
-        for rank in (0, 1)
-    ]
+    workers = [Child("worker", rank=rank, tp=2, dcp=2, address=address) for rank in (0, 1)]
     remote = prefill.lease([5, 2, 9], 24)
     coordinator.pull("a", remote, 0, 24, [3, 1])
     assert woken.wait(DEADLINE_S)

@@ -15,47 +15,42 @@ from kvcache.transfer.pulls.messages import (
     Pull,
     RankEnded,
     RankFailing,
-    Report,
     StopPull,
     pull_command,
 )
-from kvcache.transfer.pulls.rank_links import InsideLink
 from kvcache.transfer.worker import hang_watch as watch
 from kvcache.transfer.worker import worker as pull_worker
 from kvcache.transfer.worker.job_maker import JobMaker
 from kvcache.transfer.worker.read_job import ReadJob
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.process.vital_threads import VitalThread
-from tests.rigs.memory_pair import DEADLINE_S, HEADS, Prefill, layout
+from tests.rigs.memory_pair import DEADLINE_S, HEADS, Orders, Prefill, layout
 
 
 class Rank:
     """A worker whose thread finds all that was sent before `start` at once."""
 
     def __init__(self, agent: TransferAgent | None = None, **options: Any) -> None:
-        self.link = InsideLink()
-        self._told = threading.Event()
-        self.reports: list[Report] = []
-        self.link.on_report = self._told.set
+        self.link = Orders()
+        self.report = self.link.report
         self.pool = KVPool(layout())
         self.worker = TransferWorker(
-            0, 1, HEADS, agent or MemoryAgent(), self.pool, "", inside=self.link, **options
+            0, 1, HEADS, agent or MemoryAgent(), self.pool, self.link.address, **options
         )
 
-    def report(self) -> Report:
-        """The one that comes next, but for announcements of an end."""
-        while not self.reports:
-            assert self._told.wait(DEADLINE_S), "the worker says nothing"
-            self._told.clear()
-            self.reports += self.link.reports()
-        return self.reports.pop(0)
+    def start(self) -> None:
+        self.link.start(self.worker)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.link.close()
 
 
 @pytest.fixture
 def rank() -> Iterator[Rank]:
     rank = Rank()
     yield rank
-    rank.worker.close()
+    rank.close()
 
 
 def order(prefill: Prefill, pull_id: str) -> Pull:
@@ -72,7 +67,7 @@ def test_an_order_that_cannot_be_obeyed_takes_no_other_with_it(
     prefill = rig(Prefill)
     rank.link.send(AddPeer(prefill.metadata))
     rank.link.send(order(prefill, "a"))
-    rank.worker.start()
+    rank.start()
     ended = rank.report()
     assert isinstance(ended, RankEnded) and ended.pull_id == "a" and ended.complete
     assert rank.worker.counters["internal_errors"] == 1
@@ -93,11 +88,11 @@ def test_a_rank_in_which_nothing_ends_any_more_ends_itself(
     prefill, rank = rig(Prefill), Rank(_Broken())
     rank.link.send(AddPeer(prefill.metadata))
     rank.link.send(order(prefill, "a"))
-    rank.worker.start()
+    rank.start()
     rank.worker._thread.join(DEADLINE_S)
     (args,) = ended
     assert isinstance(args.thread, VitalThread) and "device is gone" in str(args.exc_value)
-    rank.worker.close()
+    rank.close()
 
 
 class _Stuck(MemoryAgent):
@@ -124,7 +119,7 @@ def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(
     agent = _Stuck()
     prefill, rank = rig(Prefill), Rank(agent)
     rank.link.send(AddPeer(prefill.metadata))
-    rank.worker.start()
+    rank.start()
     looking = rank.worker._watch._thread
     looking.join(0.5)
     assert looking.is_alive()  # with nothing to do
@@ -141,7 +136,7 @@ def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(
     assert "pull-0 has made no progress" in str(args.exc_value)
     agent.stuck.set()
     agent.resume()
-    rank.worker.close()
+    rank.close()
 
 
 def test_a_thread_that_cannot_begin_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +148,7 @@ def test_a_thread_that_cannot_begin_is_missed(monkeypatch: pytest.MonkeyPatch) -
     rank.worker.start()
     rank.worker._thread.join(DEADLINE_S)
     assert [type(args.thread) for args in ended] == [VitalThread]
-    rank.worker.close()
+    rank.close()
 
 
 def test_an_end_is_told_and_its_peer_let_go_whatever_the_leaving_fails_with(
@@ -162,7 +157,7 @@ def test_an_end_is_told_and_its_peer_let_go_whatever_the_leaving_fails_with(
     """Who failed is connected to anew once nobody uses the old connection: it must not count for
     ever as used."""
     prefill, rank = rig(Prefill), Rank(MemoryAgent())
-    rank.worker.start()
+    rank.start()
     rank.link.send(AddPeer(prefill.metadata))
     leave = ReadJob.leave
 
@@ -183,7 +178,7 @@ def test_an_end_is_told_and_its_peer_let_go_whatever_the_leaving_fails_with(
         assert isinstance(ended, RankEnded) and ended.complete
     (peer,) = rank.worker._peers.values()
     assert (peer.users, peer.stale) == (0, False)
-    rank.worker.close()
+    rank.close()
 
 
 def test_who_could_not_be_made_keeps_staging_memory_from_no_other(
@@ -191,7 +186,7 @@ def test_who_could_not_be_made_keeps_staging_memory_from_no_other(
 ) -> None:
     prefill = rig(Prefill, order="LBCNHD")
     rank = Rank(staging_bytes=1 << 18, costs=DEFAULT_COSTS["cuda"])
-    rank.worker.start()
+    rank.start()
     rank.link.send(AddPeer(prefill.metadata))
     make = ReadJob.__init__
 
@@ -207,13 +202,13 @@ def test_who_could_not_be_made_keeps_staging_memory_from_no_other(
     rank.link.send(order(prefill, "b"))
     ended = rank.report()
     assert isinstance(ended, RankEnded) and (ended.complete, ended.path) == (True, "staged")
-    rank.worker.close()
+    rank.close()
 
 
 def test_a_stop_is_answered_whatever_became_of_its_pull(rig: Any, rank: Rank) -> None:
     """Or its blocks would be taken for blocks that a READ may still write to."""
     rank.link.send(StopPull("lost"))
-    rank.worker.start()
+    rank.start()
     assert rank.report() == RankEnded(pull_id="lost", rank=0, complete=False)
 
 
@@ -224,7 +219,7 @@ def test_a_table_that_is_checked_while_the_first_chunk_is_read_writes_nothing_if
     prefill = rig(Prefill, order="LBCNHD", block_size=16)
     rank = Rank(staging_bytes=4 * 16 * layout().token_bytes, costs=DEFAULT_COSTS["cuda"])
     try:
-        rank.worker.start()
+        rank.start()
         rank.link.send(AddPeer(prefill.metadata))
         lease = prefill.lease([5, 2, 9, 7], 64)
         tables = {
@@ -253,4 +248,4 @@ def test_a_table_that_is_checked_while_the_first_chunk_is_read_writes_nothing_if
         assert rank.worker.counters["internal_errors"] == 0
         assert rank.pool.highest_block == 18
     finally:
-        rank.worker.close()
+        rank.close()

@@ -2,7 +2,6 @@
 none that is complete has a wrong byte, and what comes later is as if there had been no fault."""
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +16,10 @@ from kvcache.transfer.link.read_window import ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPull, pull_command
-from kvcache.transfer.pulls.rank_links import InsideLink
 from kvcache.transfer.worker.read_job import ReadJob
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import TransferFailed
-from tests.rigs.memory_pair import DEADLINE_S, HEADS, Prefill, expected, layout
+from tests.rigs.memory_pair import HEADS, Orders, Prefill, expected, layout
 
 TOKENS, BLOCKS = 24, 3  # of a pull
 
@@ -83,9 +81,7 @@ class Rank:
 
     def __init__(self, rng: random.Random, faults: Faults, seed: int) -> None:
         self._rng = rng
-        self.link = InsideLink()
-        self._told = threading.Event()
-        self.link.on_report = self._told.set
+        self.link = Orders()
         self.pool = KVPool(layout())
         self.agent = FaultyAgent(faults)
         self.worker = TransferWorker(
@@ -94,8 +90,7 @@ class Rank:
             HEADS,
             self.agent,
             self.pool,
-            "",
-            inside=self.link,
+            self.link.address,
             limits=ReadWindow(1 << 16 if seed % 4 == 1 else 2048, max_runs=64, max_active=3),
             staging_bytes=1 << 18 if seed % 2 else None,
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
@@ -107,7 +102,7 @@ class Rank:
     def pull(self, pull_id: str, prefill: Prefill) -> None:
         while not self._free:
             self.agent.resume()
-            self._take_reports()
+            self._take_report()
         blocks = self._free.pop(self._rng.randrange(len(self._free)))
         self._rng.shuffle(blocks)
         self.pool.canonical[blocks] = -1
@@ -119,20 +114,18 @@ class Rank:
     def wait(self) -> None:
         """Until every pull has ended."""
         while self._reading:
-            self._take_reports()
+            self._take_report()
 
-    def _take_reports(self) -> None:
-        assert self._told.wait(DEADLINE_S), f"{self._reading.keys()}: {self.worker._jobs}"
-        self._told.clear()
-        for report in self.link.reports():
-            if isinstance(report, RankEnded) and report.pull_id in self._reading:
-                lease, blocks = self._reading.pop(report.pull_id)
-                self._free.append(blocks)
-                if report.complete:
-                    self.num_complete += 1
-                    rows = self.pool.canonical[blocks].permute(0, 4, 1, 2, 3, 5)
-                    found = rows.flatten(0, 1)[:TOKENS].numpy()
-                    assert np.array_equal(found, expected(lease, 0, TOKENS)), report
+    def _take_report(self) -> None:
+        report = self.link.report()
+        if isinstance(report, RankEnded) and report.pull_id in self._reading:
+            lease, blocks = self._reading.pop(report.pull_id)
+            self._free.append(blocks)
+            if report.complete:
+                self.num_complete += 1
+                rows = self.pool.canonical[blocks].permute(0, 4, 1, 2, 3, 5)
+                found = rows.flatten(0, 1)[:TOKENS].numpy()
+                assert np.array_equal(found, expected(lease, 0, TOKENS)), report
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -148,7 +141,7 @@ def test_every_pull_ends_and_none_is_wrong(
     monkeypatch.setattr(ReadJob, "__init__", faults.after(ReadJob.__init__))
     prefills = [rig(Prefill, engine_id=name, order="LBCNHD") for name in "PQ"]
     rank = Rank(rng, faults, seed)
-    rank.worker.start()
+    rank.link.start(rank.worker)
     try:
         faults.odds = 0.01 * (1 + seed % 4)
         for number in range(60):
@@ -178,3 +171,4 @@ def test_every_pull_ends_and_none_is_wrong(
     finally:
         faults.odds = 0.0
         rank.worker.close()
+        rank.link.close()

@@ -17,12 +17,12 @@ CROWDED = {"attention": 18, "model": 22}  # folders that have more for now; only
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2570,
-    "benchmarks": 2821,
-    "decode_server": 697,
+    "benchmarks": 2816,
+    "decode_server": 691,
     "deploy": 955,
     "engine": 9976,
-    "kvcache": 9081,
-    "kvcache/transfer": 7686,
+    "kvcache": 8943,
+    "kvcache/transfer": 7548,
     "model": 3339,
     "prefill_server": 364,
     "protocol": 6130,

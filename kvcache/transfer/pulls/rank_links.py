@@ -117,9 +117,10 @@ class RankLinks:
             self._send(wire, [message])
 
     def close(self) -> None:
-        for file in (*self._wires, self._listener):
-            self._selector.unregister(file)
-            file.close()
+        for wire in list(self._wires):
+            self._drop(wire)
+        self._selector.unregister(self._listener)
+        self._listener.close()
 
     def _accept(self) -> None:
         try:
@@ -144,12 +145,15 @@ class RankLinks:
         try:
             frames = exchange(self._selector, wire)
         except WireClosed:  # the rank has ended; its engine is about to
-            self._selector.unregister(wire)
-            self._wires.remove(wire)
-            wire.close()
+            self._drop(wire)
             return
         for frame in frames:
             self._on_report(report_decoder.decode(frame))
+
+    def _drop(self, wire: Wire) -> None:
+        self._selector.unregister(wire)
+        self._wires.remove(wire)
+        wire.close()
 
 
 def _path(address: str) -> str:

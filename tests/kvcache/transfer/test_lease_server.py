@@ -400,17 +400,22 @@ def test_a_client_without_descriptors_connects_when_there_are_some(server: Serve
         assert server.address in client.unconnected()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert isinstance(_reply(client), Metadata)
+    assert isinstance(next_reply(client), Metadata)
     client.close()
 
 
-def _reply(client: LeaseClient) -> Reply:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        wait_readable(client, timeout_s=client.retry_in_s())
-        for _, reply in client.receive_all():
-            return reply
-    raise AssertionError("no reply")
+def test_a_name_that_no_thread_can_look_up_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    client = LeaseClient(SECRET)
+    address = ("no-such-host.invalid", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        client.post(address, GetMetadata(nonce="n"))
+    assert address in client.unconnected()
+    assert client.retry_in_s() < 1.0
+    client.close()
 
 
 def test_a_client_gives_an_address_up_that_nothing_listens_at(clock: Clock) -> None:

@@ -79,43 +79,27 @@ def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
     decode.close()
 
 
-def test_ranks_in_processes_of_their_own(prefill: Child) -> None:
-    woken = threading.Event()
-    address = pulls_address()
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_ranks_in_processes_of_their_own(prefill: Child, dcp: int) -> None:
+    """Of 24 tokens that ranks share two blocks are the first one's, one is the second one's."""
+    woken, address = threading.Event(), pulls_address()
     coordinator = PullCoordinator(address, 2, compat(), SECRET, on_event=woken.set)
     coordinator.start()
-    workers = [Child("worker", rank=rank, tp=2, address=address) for rank in (0, 1)]
-    remote = prefill.lease([5, 2, 9], 24)
-    coordinator.pull("a", remote, 0, 24, [3, 1, 7])
+    workers = [Child("worker", rank=rank, tp=2, dcp=dcp, address=address) for rank in (0, 1)]
+    remote, blocks = prefill.lease([5, 2, 9], 24), [3, 1, 7][: 4 - dcp]
+    coordinator.pull("a", remote, 0, 24, blocks)
     assert woken.wait(DEADLINE_S)
     (done,) = coordinator.drain()
     assert isinstance(done, PullDone), done
     tokens = expected(remote, 0, 24)
-    for rank, worker in enumerate(workers):
-        heads = heads_of(rank, 2, HEADS)
-        assert worker.ask(block_ids=[3, 1, 7]) == digest(tokens[:, heads.start : heads.stop])
-        worker.close()
-    coordinator.close()
-
-
-def test_ranks_in_processes_of_their_own_that_share_tokens(prefill: Child) -> None:
-    """24 tokens: two blocks are the first rank's, one is the second one's."""
-    woken = threading.Event()
-    address = pulls_address()
-    coordinator = PullCoordinator(address, 2, compat(), SECRET, on_event=woken.set)
-    coordinator.start()
-    workers = [Child("worker", rank=rank, tp=2, dcp=2, address=address) for rank in (0, 1)]
-    remote = prefill.lease([5, 2, 9], 24)
-    coordinator.pull("a", remote, 0, 24, [3, 1])
-    assert woken.wait(DEADLINE_S)
-    (done,) = coordinator.drain()
-    assert isinstance(done, PullDone), done
-    tokens = expected(remote, 0, 24)
-    nothing = np.zeros_like(tokens[:8])
-    for worker, kept in zip(
-        workers, ((tokens[:8], tokens[16:]), (tokens[8:16], nothing)), strict=True
-    ):
-        assert worker.ask(block_ids=[3, 1]) == digest(np.concatenate(kept))
+    kept = [
+        tokens[:, heads.start : heads.stop] for heads in (heads_of(r, 2, HEADS) for r in (0, 1))
+    ]
+    if dcp == 2:
+        nothing = np.zeros_like(tokens[:8])
+        kept = [np.concatenate([tokens[:8], tokens[16:]]), np.concatenate([tokens[8:16], nothing])]
+    for worker, part in zip(workers, kept, strict=True):
+        assert worker.ask(block_ids=blocks) == digest(part)
         worker.close()
     coordinator.close()
 

@@ -144,7 +144,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
 
 
 def _facts(plan: TransferPlan) -> dict[str, Any]:
-    reads = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
+    reads = list(plan.reads)
     lengths = np.concatenate([read.lengths for read in reads]) if reads else np.zeros(1, np.int64)
     told = ("path", "descriptors", "bytes_read", "useful_bytes", "estimated_s", "why")
     return {
@@ -152,7 +152,7 @@ def _facts(plan: TransferPlan) -> dict[str, Any]:
         "run_bytes_min": int(lengths.min()),
         "run_bytes_median": int(np.median(lengths)),
         "run_bytes_max": int(lengths.max()),
-        "chunks": len(plan.chunks),  # of the staged path
+        "chunks": sum(step.slot is not None for step in plan.steps),  # of the staged path
         **{name: getattr(plan, name) for name in told},
     }
 

@@ -259,16 +259,18 @@ def check_plan(case: Case, d_rank: int, plan: TransferPlan, slot_bytes: int) -> 
     leased, takes no larger slots, and says what it reads."""
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
-    execute_reads(plan.reads, sources, into)
     pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
-    for chunk in plan.chunks:
-        assert chunk.nbytes <= slot_bytes
-        slot = np.full(chunk.nbytes, 0xEE, np.uint8)
-        execute_reads(chunk.reads, sources, slot)
-        for copy in chunk.copies:
-            place(copy, torch.from_numpy(slot), pool, chunk.factors)
+    for step in plan.steps:
+        if step.slot is None:
+            execute_reads(step.reads, sources, into)
+            continue
+        assert step.slot.nbytes <= slot_bytes
+        slot = np.full(step.slot.nbytes, 0xEE, np.uint8)
+        execute_reads(step.reads, sources, slot)
+        for copy in step.copies:
+            place(copy, torch.from_numpy(slot), pool, step.transfer.factors)
     np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
-    reads = [*plan.reads, *(read for chunk in plan.chunks for read in chunk.reads)]
+    reads = list(plan.reads)
     assert plan.descriptors == sum(len(read.lengths) for read in reads)
     assert plan.bytes_read == sum(int(read.lengths.sum()) for read in reads)
     for read in reads:

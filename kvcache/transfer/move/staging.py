@@ -22,7 +22,7 @@ from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.move.place import Placer, TorchPlacer, Work
 from kvcache.transfer.plan.block_copy import Transfer
-from kvcache.transfer.plan.staged import Chunk
+from kvcache.transfer.plan.staged import Step
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -135,14 +135,14 @@ class StagingBuffer:
         placing.placer.end(placing.work)
         return True
 
-    def place(self, chunk: Chunk, slot: int, slot_bytes: int) -> None:
+    def place(self, step: Step, slot: int, slot_bytes: int) -> None:
         """Begins to copy what was read into the slot to the pool; see `is_free`."""
         placer, start = self._placers[-1], slot * slot_bytes
         memory = Memory(self.base_address + start, self._memory[start : start + slot_bytes])
-        work = Work(chunk.copies, [memory] * len(chunk.copies), chunk.factors)
+        work = Work(step.copies, [memory] * len(step.copies), step.transfer.factors)
         placing = self._slots[slot] = _Placing(placer, work, [])
         placer.begin(work)
-        for index, copy in enumerate(chunk.copies):  # some may run though another cannot begin
+        for index, copy in enumerate(step.copies):  # some may run though another cannot begin
             placing.tokens.append(placer.launch(work, index, 0, len(copy.sources)))
 
 

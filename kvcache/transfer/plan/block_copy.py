@@ -15,22 +15,16 @@ outer product. Both sides being mixed-radix numbers, no piece has fewer runs; ru
 pieces that follow each other on both sides are merged.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.plan.endpoint import (
-    Endpoint,
-    HeadGroup,
-    IntArray,
-    PlanError,
-)
+from kvcache.transfer.plan.endpoint import Endpoint, HeadGroup, IntArray, PlanError
 
 
 class Side(NamedTuple):
@@ -42,31 +36,14 @@ class Side(NamedTuple):
     head: int = 0  # the first one copied, counted in this memory
     base: int = 0  # bytes to the memory's first block
 
-    def places(self, tokens: "Places") -> IntArray:
+    def places(self, tokens: IntArray) -> IntArray:
         """Bytes to tokens of the sequence: to the first head's first element in layer 0."""
         strides = self.layout.byte_strides
-        ordinals = tokens.ordinals - self.first if self.first else tokens.ordinals
-        places: IntArray = self.blocks[ordinals] * strides["B"]
-        if tokens.within is not None:
-            places += tokens.within * strides["N"]
-        if start := self.base + self.head * strides["H"]:
-            places += start
+        ordinals, within = np.divmod(tokens, self.layout.block_size)
+        blocks = self.blocks[ordinals - self.first]
+        start = self.base + self.head * strides["H"]
+        places: IntArray = blocks * strides["B"] + within * strides["N"] + start
         return places
-
-
-class Places(NamedTuple):
-    """Of tokens of a sequence in blocks of some size."""
-
-    ordinals: IntArray  # i64[n], of the blocks
-    within: IntArray | None  # i64[n], tokens before them in their blocks; None: they begin them
-
-    @classmethod
-    def of(cls, tokens: IntArray, block_size: int) -> "Places":
-        ordinals, within = np.divmod(tokens, block_size)
-        return cls(ordinals, within if within.any() else None)
-
-    def part(self, which: Any) -> "Places":
-        return Places(self.ordinals[which], None if self.within is None else self.within[which])
 
 
 class BlockCopy(NamedTuple):
@@ -136,25 +113,14 @@ class _Runs(NamedTuple):
 
 
 @lru_cache(maxsize=64)  # the chunks of a pull, and of the next one
-def pieces(start: int, stop: int, *block_sizes: int) -> tuple[tuple[int, list[Places]], ...]:
-    """Cuts tokens [start, stop) at every block border: where the pieces of each length begin, in
-    blocks of each size."""
+def pieces(start: int, stop: int, *block_sizes: int) -> tuple[tuple[int, IntArray], ...]:
+    """Cuts tokens [start, stop) at every block border: lengths, and where such pieces begin."""
     if start >= stop:
         return ()
-    borders = [np.array([start, stop], np.int64)]
-    for size in set(block_sizes):
-        borders.append(np.arange((start // size + 1) * size, stop, size, dtype=np.int64))
-    cuts = np.sort(np.concatenate(borders))
-    starts, lengths = cuts[:-1], cuts[1:] - cuts[:-1]
-    # Lengths are at most a block, so counting beats sorting. 0: two borders in one place.
-    found = np.flatnonzero(np.bincount(lengths)).tolist()
-    cut = ((length, starts[lengths == length]) for length in found if length)
-    return tuple((length, _placed(first, block_sizes)) for length, first in cut)
-
-
-def _placed(tokens: IntArray, block_sizes: tuple[int, ...]) -> list[Places]:
-    by_size = {size: Places.of(tokens, size) for size in set(block_sizes)}
-    return [by_size[size] for size in block_sizes]
+    borders = (np.arange(start - start % size + size, stop, size) for size in block_sizes)
+    cuts = np.unique(np.concatenate([[start, stop], *borders]))
+    starts, lengths = cuts[:-1], np.diff(cuts)
+    return tuple((length, starts[lengths == length]) for length in np.unique(lengths).tolist())
 
 
 def cut(
@@ -173,12 +139,10 @@ def cut(
     """
     sizes = source.layout.block_size, target.layout.block_size
     index, count = turn
-    for length, (theirs, ours) in pieces(tokens.start, tokens.stop, *sizes):
-        if count > 1:
-            mine = theirs.ordinals % count == index
-            theirs, ours = theirs.part(mine), ours.part(mine)
-        if len(theirs.ordinals):
-            places = source.places(theirs), target.places(ours)
+    for length, starts in pieces(tokens.start, tokens.stop, *sizes):
+        mine = starts[starts // sizes[0] % count == index] if count > 1 else starts
+        if len(mine):
+            places = source.places(mine), target.places(mine)
             yield BlockCopy(owner, source.layout, target.layout, heads, length, *places)
 
 
@@ -201,6 +165,11 @@ class Transfer:
     def block_size(self) -> int:
         """Of P, in tokens."""
         return self.remote[0].layout.block_size
+
+    @property
+    def remote_ordinals(self) -> range:
+        """Which blocks of the sequence the tokens lie in, in P's block size."""
+        return range(self.tokens.start // self.block_size, -(-self.tokens.stop // self.block_size))
 
     @property
     def converts(self) -> bool:
@@ -262,19 +231,20 @@ def check_blocks(
     table = np.array(ids, np.int64).reshape(-1)
     if not tokens:
         return table
-    if len(table) * block_size < tokens.stop:
+    needed = -(-tokens.stop // block_size)
+    if len(table) < needed:
         raise PlanError(
             f"{name} has {len(table)} blocks of {block_size} tokens; "
-            f"{tokens.stop} tokens need {-(-tokens.stop // block_size)}"
+            f"{tokens.stop} tokens need {needed}"
         )
-    used = table[tokens.start // block_size : -(-tokens.stop // block_size)].tolist()
-    low, high, last = min(used), max(used), num_blocks - 1
-    if low < 0 or high > last:
-        wrong = low if low < 0 else high
-        raise PlanError(f"{name} names block {wrong}; the pool has blocks 0 to {last}")
-    if distinct and len(set(used)) < len(used):
-        ((twice, _),) = Counter(used).most_common(1)
-        raise PlanError(f"{name} names block {twice} twice")
+    used = table[tokens.start // block_size : needed]
+    wrong = used[(used < 0) | (used >= num_blocks)]
+    if len(wrong):
+        raise PlanError(f"{name} names block {wrong[0]}; the pool has blocks 0 to {num_blocks - 1}")
+    if distinct:
+        values, counts = np.unique(used, return_counts=True)
+        if len(values) < len(used):
+            raise PlanError(f"{name} names block {values[counts > 1][0]} twice")
     return table
 
 
@@ -283,7 +253,11 @@ def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
     by_owner: dict[int, list[_Runs]] = {}
     for copy in copies:
         by_owner.setdefault(copy.owner, []).append(_expand(copy))
-    return tuple(ReadDescriptors(owner, *_joined(by_owner[owner])) for owner in sorted(by_owner))
+    joined = {
+        owner: _merge(_Runs(*map(np.concatenate, zip(*parts, strict=True))))
+        for owner, parts in sorted(by_owner.items())
+    }
+    return tuple(ReadDescriptors(owner, *runs) for owner, runs in joined.items())
 
 
 def count_descriptors(copies: Iterable[BlockCopy]) -> int:
@@ -308,17 +282,6 @@ def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Sha
     return Shape(run, tuple(reversed(left)))
 
 
-@lru_cache(maxsize=64)  # of up to a MiB
-def _offsets(axes: tuple[Axis, ...]) -> tuple[IntArray, IntArray]:
-    """Every index of the axes as bytes, at the source and at the target."""
-    sources = targets = np.zeros(1, np.int64)
-    for size, source_stride, target_stride in axes:
-        steps = np.arange(size, dtype=np.int64)
-        sources = np.add.outer(sources, steps * source_stride).reshape(-1)
-        targets = np.add.outer(targets, steps * target_stride).reshape(-1)
-    return sources, targets
-
-
 def _joined_pieces(copy: BlockCopy) -> _Runs:
     """The first run of each piece, neighbours merged: so are then their other runs."""
     lengths = np.full(len(copy.sources), copy.shape.run_bytes)
@@ -326,32 +289,16 @@ def _joined_pieces(copy: BlockCopy) -> _Runs:
 
 
 def _expand(copy: BlockCopy) -> _Runs:
-    """The copy's runs, merged."""
-    bases, axes = _joined_pieces(copy), copy.shape.axes
-    if not axes:
-        return bases
-    reach = int(bases.targets[-1] - bases.targets[0])
-    num_outer = sum(axis.target_stride > reach for axis in axes)
-    outer, inner = _offsets(axes[:num_outer]), _offsets(axes[num_outer:])
-    repeated = np.broadcast_to(
-        bases.lengths[None, :, None], (len(outer[0]), len(bases.lengths), len(inner[0]))
-    )
-    sources, targets = (
-        _sums(outer[side], base, inner[side]) for side, base in enumerate(bases[:2])
-    )
-    return _merge(_Runs(sources, targets, repeated.reshape(-1)))
+    """The copy's runs, merged: an outer product, in the target's order if it has one."""
+    pieces, axes = _joined_pieces(copy), copy.shape.axes
+    reach = int(pieces.targets[-1] - pieces.targets[0])
+    grid = [_Runs(*(np.arange(axis.size) * step for step in (*axis[1:], 0))) for axis in axes]
+    grid.insert(sum(axis.target_stride > reach for axis in axes), pieces)
+    return _merge(_Runs(*(reduce(_outer_sum, arrays) for arrays in zip(*grid, strict=True))))
 
 
-def _sums(outer: IntArray, base: IntArray, inner: IntArray) -> IntArray:
-    total: IntArray = (outer[:, None, None] + base[None, :, None] + inner).reshape(-1)
-    return total
-
-
-def _joined(parts: list[_Runs]) -> _Runs:
-    """Merged runs of several copies, merged."""
-    if len(parts) == 1:
-        return parts[0]
-    return _merge(_Runs(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))))
+def _outer_sum(some: IntArray, others: IntArray) -> IntArray:
+    return np.add.outer(some, others).reshape(-1)
 
 
 def _merge(runs: _Runs) -> _Runs:
@@ -361,8 +308,7 @@ def _merge(runs: _Runs) -> _Runs:
         order = np.argsort(targets, kind="stable")
         sources, targets, lengths = sources[order], targets[order], lengths[order]
     follows = sources[1:] == (sources + lengths)[:-1]
-    if follows.any():  # seldom: the other side need not be looked at
-        follows &= targets[1:] == (targets + lengths)[:-1]
+    follows &= targets[1:] == (targets + lengths)[:-1]
     if not follows.any():
         return _Runs(sources, targets, lengths)
     firsts = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(~follows) + 1))

@@ -58,10 +58,6 @@ class CostModel:
         """Seconds to read `nbytes` in `descriptors` pieces."""
         return descriptors * self.per_descriptor_s + nbytes / self.bytes_per_s
 
-    def reformat_s(self, nbytes: int) -> float:
-        """Seconds to place `nbytes` out of staging memory."""
-        return nbytes / self.reformat_bytes_per_s
-
     def staged_s(self, read_s: float, place_s: float, chunks: int, last_share: float) -> float:
         """Seconds of a staged transfer whose parts take so long alone.
 
@@ -114,22 +110,17 @@ def measure_link(
 
 def long_read(remote: Endpoint, room: int, nbytes: int) -> ReadDescriptors:
     """Few long runs of the null block, again and again, of about `nbytes` together."""
-    runs = _null_block(remote)
-    lengths = np.minimum(runs.lengths, min(nbytes, room))
-    times = max(1, nbytes // int(lengths.sum()))
-    remotes, lengths = np.tile(runs.remote_offsets, times), np.tile(lengths, times)
-    fitting = max(1, int(np.searchsorted(np.cumsum(lengths), nbytes, side="right")))
-    return _placed(remote.rank, remotes[:fitting], lengths[:fitting], room)
+    starts, length = _null_block(remote)
+    size = min(length, nbytes, room)
+    return _side_by_side(remote, np.resize(starts, max(1, nbytes // size)), size, room)
 
 
 def short_read(remote: Endpoint, room: int) -> ReadDescriptors:
     """Many short runs of the null block."""
-    runs = _null_block(remote)
-    size = int(min(_SHORT_BYTES, runs.lengths.min(), room))
-    last = int(runs.lengths.min()) - size
-    starts = (runs.remote_offsets[:, None] + np.arange(0, last + 1, size)).reshape(-1)
-    lengths = np.full(_SHORT_RUNS, size, np.int64)
-    return _placed(remote.rank, np.resize(starts, _SHORT_RUNS), lengths, room)
+    starts, length = _null_block(remote)
+    size = min(_SHORT_BYTES, length, room)
+    starts = np.add.outer(starts, np.arange(0, length - size + 1, size)).reshape(-1)
+    return _side_by_side(remote, np.resize(starts, _SHORT_RUNS), size, room)
 
 
 def fit_costs(long: Sample, short: Sample, *, reformat_bytes_per_s: float) -> CostModel:
@@ -155,14 +146,15 @@ def fit_costs(long: Sample, short: Sample, *, reformat_bytes_per_s: float) -> Co
     )
 
 
-def _null_block(remote: Endpoint) -> ReadDescriptors:
+def _null_block(remote: Endpoint) -> tuple[IntArray, int]:
+    """Where its runs begin, and their length."""
     layout, start = remote.layout, np.zeros(1, np.int64)
     block = BlockCopy(0, layout, layout, layout.num_heads, layout.block_size, start, start)
     (runs,) = descriptors([block])
-    return runs
+    return runs.remote_offsets, int(runs.lengths[0])
 
 
-def _placed(rank: int, remote: IntArray, lengths: IntArray, room: int) -> ReadDescriptors:
-    """The runs side by side, and over the first ones again where the room ends."""
-    local = (np.cumsum(lengths) - lengths) % (room - int(lengths.max()) + 1)
-    return ReadDescriptors(rank, remote, local, lengths)
+def _side_by_side(remote: Endpoint, starts: IntArray, size: int, room: int) -> ReadDescriptors:
+    """Runs of one size, over the first ones again where the room ends."""
+    local = np.arange(len(starts)) * size % (room - size + 1)
+    return ReadDescriptors(remote.rank, starts, local, np.full(len(starts), size))

@@ -111,13 +111,29 @@ def check_endpoints(
     Raises:
         PlanError: names the field and both values.
     """
-    _check_ranks(remote)
-    _check_stripe(local, remote[0])
+    _check_peer(remote)
+    ours, theirs = local.layout, remote[0].layout
+    if local.dcp < 1 or local.tp % local.dcp:
+        raise PlanError(f"dcp is {local.dcp} of tp {local.tp}; use a divisor of tp")
+    try:
+        local.stripe.check_remote(theirs.block_size)
+    except StripeError as error:
+        raise PlanError(str(error)) from error
     for name in ("num_layers", "num_components", "head_dim"):
-        ours, theirs = getattr(local.layout, name), getattr(remote[0].layout, name)
-        if ours != theirs:
-            raise PlanError(f"{name} is {ours} here and {theirs} on the peer; it must be equal")
-    _check_elements(local, remote[0], convert)
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if here != there:
+            raise PlanError(f"{name} is {here} here and {there} on the peer; it must be equal")
+    count = ours.num_layers * ours.num_components
+    for where, end in (("here", local), ("on the peer", remote[0])):
+        if len(end.scales) not in (0, count):
+            raise PlanError(f"there are {len(end.scales)} KV scales {where}; {count} are needed")
+    elements = ("dtype", ours.dtype, theirs.dtype), ("scales", local.scales, remote[0].scales)
+    for what, mine, peers in elements:
+        if mine != peers and not convert:
+            raise PlanError(
+                f"KV {what} is {mine} here and {peers} on the peer; start both with the same, "
+                f"or let D convert with --kv-convert"
+            )
     for end in (local, *remote):
         held = len(end.heads(total_kv_heads))
         if end.layout.num_heads != held:
@@ -127,44 +143,18 @@ def check_endpoints(
             )
 
 
-def _check_stripe(local: Endpoint, remote: Endpoint) -> None:
-    if local.dcp < 1 or local.tp % local.dcp:
-        raise PlanError(f"dcp is {local.dcp} of tp {local.tp}; use a divisor of tp")
-    if remote.dcp != 1:
-        raise PlanError(f"dcp is {remote.dcp} on the peer; KV is read from peers of dcp 1 only")
-    try:
-        local.stripe.check_remote(remote.layout.block_size)
-    except StripeError as error:
-        raise PlanError(str(error)) from error
-
-
-def _check_elements(local: Endpoint, remote: Endpoint, convert: bool) -> None:
-    count = local.layout.num_layers * local.layout.num_components
-    for where, end in (("here", local), ("on the peer", remote)):
-        if len(end.scales) not in (0, count):
-            raise PlanError(f"there are {len(end.scales)} KV scales {where}; {count} are needed")
-    for what, ours, theirs in (
-        ("KV dtype", local.layout.dtype, remote.layout.dtype),
-        ("KV scales", local.scales, remote.scales),
-    ):
-        if ours != theirs and not convert:
-            raise PlanError(
-                f"{what} is {ours} here and {theirs} on the peer; start both with the same, "
-                f"or let D convert with --kv-convert"
-            )
-
-
-def _check_ranks(remote: Sequence[Endpoint]) -> None:
-    tp = len(remote)
+def _check_peer(remote: Sequence[Endpoint]) -> None:
+    if not remote:
+        raise PlanError("peer has 0 ranks; give every rank of it")
     for rank, end in enumerate(remote):
-        if (end.rank, end.tp) != (rank, tp):
+        if (end.rank, end.tp) != (rank, len(remote)):
             raise PlanError(
                 f"peer's endpoint {rank} is rank {end.rank} of tp {end.tp}; "
                 f"give every rank of one engine, in order"
             )
+        if end.dcp != 1:
+            raise PlanError(f"dcp is {end.dcp} on the peer; KV is read from peers of dcp 1 only")
         for name in ("order", "num_layers", "num_components", "block_size", "head_dim", "dtype"):
             first, value = getattr(remote[0].layout, name), getattr(end.layout, name)
             if first != value:
                 raise PlanError(f"peer's ranks 0 and {rank} differ in {name}: {first} and {value}")
-    if not remote:
-        raise PlanError("peer has 0 ranks; give every rank of it")

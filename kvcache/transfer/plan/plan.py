@@ -1,4 +1,4 @@
-"""The planner: from two geometries and a token range to the reads that move exactly those bytes.
+"""The planner: from two geometries and a token range to the steps that move exactly those bytes.
 
 There is no case per feature. Tensor parallelism decides whose heads are wanted from whom
 (endpoint.py), context parallelism picks a rank's blocks beforehand (kvcache/stripe.py), blocks of
@@ -8,23 +8,17 @@ Ways of moving the copies compete on cost:
     direct   READ every run into its final place
     staged   READ the peer's own, longer runs into staging memory, then place them (staged.py)
     mixed    whole blocks direct, the partly wanted blocks at the ends as is cheapest
+    mapped   no READ: place out of P's memory
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import lcm
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kvcache.transfer.plan.block_copy import (
-    ReadDescriptors,
-    Transfer,
-    check_blocks,
-    count_descriptors,
-    descriptors,
-)
+from kvcache.transfer.plan.block_copy import ReadDescriptors, Transfer, check_blocks
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import (
     Endpoint,
@@ -34,62 +28,60 @@ from kvcache.transfer.plan.endpoint import (
     head_groups,
     scale_factors,
 )
-from kvcache.transfer.plan.staged import Chunk, Chunks, StagedPlan, Way, cheapest, stage
+from kvcache.transfer.plan.staged import Estimate, Step, Way, cheapest, direct, steps
 
-_LONG_RUN_BYTES = 1 << 20
+Path = Literal["direct", "staged", "mixed", "mapped"]
+
 _LOOKED_AT = 8  # blocks at either end of a table
 _MAX_DECISIONS = 1024  # kept; there are a few dozen kinds of pulls from a peer
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """What one rank of D does to get its KV: all reads, and all chunks, whatever the path."""
+    """What one rank of D does to get its KV."""
 
-    path: Literal["direct", "staged", "mixed", "mapped"]
-    reads: tuple[ReadDescriptors, ...]  # straight into the pool
-    chunks: Sequence[Chunk]  # each is read into a slot, then placed
-    bytes_read: int  # over the link
-    useful_bytes: int  # wanted, in the peer's dtype
+    path: Path
+    transfer: Transfer
+    steps: tuple[Step, ...]
     estimated_s: float
     reason: str
 
-    @cached_property
+    @classmethod
+    def mapped(cls, transfer: Transfer) -> "TransferPlan":
+        """Of copies out of P's memory."""
+        return cls("mapped", transfer, (), 0.0, "mapped")
+
+    @property
+    def reads(self) -> Iterator[ReadDescriptors]:
+        """Of all steps; works them out."""
+        return (read for step in self.steps for read in step.reads)
+
+    @property
     def descriptors(self) -> int:
-        """Of reads and chunks together; makes all chunks."""
-        staged = [read for chunk in self.chunks for read in chunk.reads]
-        return sum(len(read.lengths) for read in (*self.reads, *staged))
+        return sum(len(read.lengths) for read in self.reads)
 
     @property
-    def slot_bytes(self) -> int:
-        """Of staging memory, at most, by one chunk."""
-        if isinstance(self.chunks, Chunks):
-            return self.chunks.slot_bytes
-        return max((chunk.nbytes for chunk in self.chunks), default=0)
-
-    @property
-    def why(self) -> str:
-        """For people; makes all chunks."""
-        if not self.descriptors:
-            return f"{self.path}: {self.reason}"
-        read = _summary(self.descriptors, self.bytes_read, self.estimated_s)
-        return f"{self.path}: {read}; {self.reason}"
-
-
-class _Part(NamedTuple):
-    """One way to move a range of tokens, not yet worked out."""
-
-    transfer: Transfer
-    staged: StagedPlan | None  # None: direct
-    descriptors: int
-    seconds: float
-
-    @property
-    def path(self) -> Literal["direct", "staged"]:
-        return "direct" if self.staged is None else "staged"
+    def useful_bytes(self) -> int:
+        """Wanted, in the peer's dtype."""
+        return self.transfer.useful_bytes
 
     @property
     def bytes_read(self) -> int:
-        return self.transfer.useful_bytes if self.staged is None else self.staged.bytes_read
+        """Over the link, or out of P's memory."""
+        return sum(step.bytes_read for step in self.steps) if self.steps else self.useful_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of staging memory, at most, by one step."""
+        return max((step.slot.nbytes for step in self.steps if step.slot), default=0)
+
+    @property
+    def why(self) -> str:
+        """For people; works out all steps."""
+        if not self.descriptors:
+            return f"{self.path}: {self.reason}"
+        read = Estimate(None, self.descriptors, self.bytes_read, self.estimated_s)
+        return f"{self.path}: {read}; {self.reason}"
 
 
 class _Decision(NamedTuple):
@@ -182,24 +174,18 @@ class Planner:
             PlanError: a dtype to convert in too little staging memory.
         """
         if not transfer.tokens:
-            return TransferPlan("direct", (), (), 0, 0, 0.0, "there is nothing to read")
+            return TransferPlan("direct", transfer, (), 0.0, "there is nothing to read")
         ways, seconds_per_token, reason = self._decide(transfer, costs)
         spans = [transfer] if len(ways) == 1 else self._split(transfer)
-        direct = [span for span, way in zip(spans, ways, strict=True) if way is None]
-        staged = [
-            stage(span, way, costs, self._staging_bytes or 0)
+        found = tuple(
+            step
             for span, way in zip(spans, ways, strict=True)
-            if way is not None
-        ]
-        return TransferPlan(
-            "mixed" if direct and staged else "staged" if staged else "direct",
-            descriptors(copy for span in direct for copy in span.copies()),
-            Chunks(staged) if staged else (),
-            sum(span.useful_bytes for span in direct) + sum(each.bytes_read for each in staged),
-            transfer.useful_bytes,
-            seconds_per_token * len(transfer.tokens),
-            reason,
+            for step in steps(span, way, costs, self._staging_bytes or 0)
         )
+        seconds = seconds_per_token * len(transfer.tokens)
+        path: Path = "mixed" if None in ways else "staged"
+        path = path if any(way is not None for way in ways) else "direct"
+        return TransferPlan(path, transfer, found, seconds, reason)
 
     def _split(self, transfer: Transfer) -> list[Transfer]:
         """The tokens in blocks that both sides want whole, then those before and after them; only
@@ -214,60 +200,54 @@ class Planner:
     # -- decisions
 
     def _decide(self, transfer: Transfer, costs: CostModel) -> _Decision:
-        """What costs least; of pulls that are alike only the first is looked at."""
+        """What costs least; of pulls that are alike only the first is looked at: they end at the
+        same places of a block, are about as long, and about as many blocks are neighbours."""
         if costs is not self._decided_by or len(self._decisions) >= _MAX_DECISIONS:
             self._decided_by = costs
             self._decisions.clear()
-        kind = self._kind(transfer)
-        found = self._decisions.get(kind)
-        if found is None:
-            found = self._decisions[kind] = self._weigh(transfer, costs)
-        return found
-
-    def _kind(self, transfer: Transfer) -> tuple[int, ...]:
-        """Equal for transfers whose best plans are alike: they end at the same places of a block,
-        are about as long, and about as many blocks are next to each other."""
         start, stop = transfer.tokens.start, transfer.tokens.stop
         whole = max(stop // self._period + -start // self._period, 0)
+        size = self._local.layout.block_size
+        ours = transfer.local_blocks[start // size : -(-stop // size)]
+        ordinals = transfer.remote_ordinals
+        theirs = transfer.remote_blocks[ordinals.start : ordinals.stop]
         length = whole.bit_length() if whole else start - stop
-        sides = (
-            (transfer.local_blocks, self._local.layout.block_size),
-            (transfer.remote_blocks, transfer.block_size),
-        )
-        near = (_together(blocks[start // size : -(-stop // size)]) for blocks, size in sides)
-        return start % self._period, stop % self._period, length, *near
+        ends = start % self._period, stop % self._period
+        kind = (*ends, length, _neighbours(ours), _neighbours(theirs))
+        if kind not in self._decisions:
+            self._decisions[kind] = self._weigh(transfer, costs)
+        return self._decisions[kind]
 
     def _weigh(self, transfer: Transfer, costs: CostModel) -> _Decision:
-        if self._staging_bytes is None:
-            if transfer.converts:
+        room, tokens = self._staging_bytes, len(transfer.tokens)
+        if transfer.converts:
+            if room is None:
                 raise PlanError(
                     "staging_bytes is None; converting the KV dtype needs staging memory"
                 )
-            return _decision([_direct(transfer, costs)], "there is no staging memory")
-        if transfer.converts:
             ours, theirs = self._local.layout.dtype, self._remote[0].layout.dtype
             other = "" if transfer.factors is None else " of other scales"
-            staged = _staged(transfer, costs, self._staging_bytes)
-            return _decision([staged], f"{theirs} becomes {ours}{other}")
-        direct = _direct(transfer, costs)
-        if _reads_whole_blocks(transfer, direct):
-            return _decision([direct], "no way reads longer runs")
+            staged = cheapest(transfer, costs, room)
+            reason = f"{theirs} becomes {ours}{other}"
+            return _Decision((staged.way,), staged.seconds / tokens, reason)
+        straight = direct(transfer, costs)
+        options, reason = [[straight]], "there is no staging memory"
         try:
-            staged = _staged(transfer, costs, self._staging_bytes)
+            if room is not None:
+                options.append([cheapest(transfer, costs, room)])
+                body, *ends = self._split(transfer)
+                if ends:  # a part of a block may be many short runs where the whole block is one
+                    both = ((direct(end, costs), cheapest(end, costs, room)) for end in ends)
+                    best_of_ends = [min(ways, key=_seconds) for ways in both]
+                    options.append([direct(body, costs), *best_of_ends])
         except PlanError as error:  # the peer's blocks are large: slow is better than not
-            return _decision([direct], str(error))
-        options = [[direct], [staged]]
-        body, *ends = self._split(transfer)
-        if ends:  # a part of a block may be many short runs where the whole block is one
-            ways = ((_direct(end, costs), _staged(end, costs, self._staging_bytes)) for end in ends)
-            options.append([_direct(body, costs), *(min(way, key=_seconds) for way in ways)])
-        best = min(options, key=_total_seconds)
-        others = [part for part in (direct, staged) if best != [part]]
-        reasons = (
-            f"{part.path} would read {_summary(part.descriptors, part.bytes_read, part.seconds)}"
-            for part in others
-        )
-        return _decision(best, "; ".join(reasons))
+            reason = str(error)
+        best = min(options, key=lambda parts: sum(map(_seconds, parts)))
+        others = {"direct": options[0], "staged": options[1]} if len(options) > 1 else {}
+        reasons = [f"{p} would read {each[0]}" for p, each in others.items() if each is not best]
+        seconds = sum(map(_seconds, best))
+        ways = tuple(part.way for part in best)
+        return _Decision(ways, seconds / tokens, "; ".join(reasons) or reason)
 
 
 def plan_transfer(
@@ -296,48 +276,13 @@ def plan_transfer(
     return planner.plan(transfer, costs)
 
 
-def _together(blocks: IntArray) -> int:
-    """At how many ends of a table some blocks seem to follow one another: exactness would take
-    longer than most plans differ by."""
-    reach = min(_LOOKED_AT, len(blocks)) - 1
-    if reach < 1:
-        return 0
-    ends: list[int] = blocks[[0, reach, -1 - reach, -1]].tolist()
-    return (ends[1] - ends[0] == reach) + (ends[3] - ends[2] == reach)
-
-
-def _decision(parts: list[_Part], reason: str) -> _Decision:
-    tokens = sum(len(part.transfer.tokens) for part in parts)
-    ways = tuple(None if part.staged is None else part.staged.way for part in parts)
-    return _Decision(ways, _total_seconds(parts) / tokens, reason)
-
-
-def _reads_whole_blocks(transfer: Transfer, direct: _Part) -> bool:
-    """The direct way has a run for each of the peer's blocks and long ones: all else costs more
-    time to work out than it could save."""
-    size, tokens = transfer.block_size, transfer.tokens
-    blocks = -(-tokens.stop // size) - tokens.start // size
-    owners = sum(len(group.owners) for group in transfer.groups)
-    is_long = direct.bytes_read >= _LONG_RUN_BYTES * direct.descriptors
-    return is_long and direct.descriptors <= blocks * owners
-
-
-def _direct(transfer: Transfer, costs: CostModel) -> _Part:
-    number = count_descriptors(transfer.copies())
-    return _Part(transfer, None, number, costs.read_s(number, transfer.useful_bytes))
-
-
-def _staged(transfer: Transfer, costs: CostModel, staging_bytes: int) -> _Part:
-    return _Part(transfer, *cheapest(transfer, costs, staging_bytes))
-
-
-def _seconds(part: _Part) -> float:
+def _seconds(part: Estimate) -> float:
     return part.seconds
 
 
-def _total_seconds(parts: list[_Part]) -> float:
-    return sum(part.seconds for part in parts)
-
-
-def _summary(number: int, nbytes: int, seconds: float) -> str:
-    return f"{number} runs of {nbytes // number} bytes on average in {seconds:.2g} s"
+def _neighbours(blocks: IntArray) -> int:
+    """At how many ends of a table some blocks seem to follow one another: exactness would take
+    longer than most plans differ by."""
+    reach = min(_LOOKED_AT, len(blocks)) - 1
+    ends: list[int] = blocks[[0, reach, -1 - reach, -1]].tolist() if reach > 0 else []
+    return sum(last - first == reach for first, last in zip(ends[::2], ends[1::2], strict=True))

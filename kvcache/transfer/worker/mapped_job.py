@@ -94,7 +94,7 @@ class MappedPath:
         copies = list(transfer.copies())
         sources = [mapping.memories[copy.owner] for copy in copies]
         work = Work(copies, sources, transfer.factors)
-        return MappedJob(pull_id, self._placer, work, self._launch_bytes)
+        return MappedJob(pull_id, self._placer, transfer, work, self._launch_bytes)
 
     def forget(self, key: PeerKey) -> None:
         """Closes a peer's memory; no job reads from it any more."""
@@ -121,7 +121,9 @@ class MappedPath:
 class MappedJob:
     """One pull on one rank over the mapped path; driven by the worker, as a ReadJob."""
 
-    def __init__(self, pull_id: str, placer: Placer, work: Work, launch_bytes: int) -> None:
+    def __init__(
+        self, pull_id: str, placer: Placer, transfer: Transfer, work: Work, launch_bytes: int
+    ) -> None:
         self.pull_id = pull_id
         self.error: BatonError | None = None
         self.failure_told = False
@@ -130,8 +132,7 @@ class MappedJob:
         self._placer = placer
         self._work = work
         self._begun = False
-        nbytes = sum(copy.nbytes for copy in work.copies)
-        self.plan = TransferPlan("mapped", (), (), nbytes, nbytes, 0.0, "mapped")
+        self.plan = TransferPlan.mapped(transfer)
         self._pending = list(reversed(list(launches(work.copies, launch_bytes))))
         self._tokens: deque[Any] = deque()
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from kvcache.transfer.link.read_throttle import Throttle
 from kvcache.transfer.link.read_window import Post, ReadWindow, cut
 from kvcache.transfer.move.staging import StagingBuffer
-from kvcache.transfer.plan.block_copy import ReadDescriptors
+from kvcache.transfer.plan import staged
 from kvcache.transfer.plan.plan import TransferPlan
-from kvcache.transfer.plan.staged import Chunk, Chunks
 from protocol.errors import BatonError
 
 _HANGS_S = 1.0  # without the end of any READ
@@ -21,7 +20,7 @@ class Step:
 
     posts: Iterator[Post]
     base_address: int  # of the memory that local offsets count from
-    chunk: Chunk | None = None
+    chunk: staged.Step | None = None  # to place
     slot: int = -1  # of staging memory, where there is a chunk
     active: int = 0
     posted: bool = False  # all of them
@@ -47,23 +46,20 @@ class ReadJob:
         self._pool_address = pool_address
         self._limits = limits
         self._most_now = throttle.post_bytes if throttle is not None else None
-        self._staging = staging if plan.chunks else None
+        self._slot_bytes = plan.slot_bytes
+        self._staging = staging if self._slot_bytes else None
         self.stopping = False
-        self._chunks = enumerate(plan.chunks)
+        self._steps = enumerate(plan.steps)
         self._open: list[Step] = []  # begun, not yet all ended and placed
         self._posting: Step | None = None
-        self._waiting: tuple[int, Chunk] | None = None  # for its slot
+        self._waiting: tuple[int, staged.Step] | None = None  # for its slot
         self._exhausted = False
         self._preparations = self._prepare_all()
         self._moved_at = time.monotonic()  # when a READ was posted or ended last
-        self._slot_bytes = plan.slot_bytes
         self._num_slots = 0
         if self._staging is not None:
             self._num_slots = self._staging.num_slots(self._slot_bytes)
             self._staging.enter(pull_id)
-        self._unstaged: tuple[ReadDescriptors, ...] = ()
-        if plan.reads:  # first: they wait for no slot
-            self._read_into_pool(plan.reads)
 
     @property
     def active(self) -> int:
@@ -101,12 +97,10 @@ class ReadJob:
     def pass_staging_by(self) -> bool:
         """Reads what awaits staging memory straight into the pool, in however many runs; False
         where that cannot be."""
-        chunks, staging = self.plan.chunks, self._staging
-        reads = chunks.unstaged() if isinstance(chunks, Chunks) else None
-        if reads is None or staging is None:
+        if self._staging is None or self.plan.transfer.converts:
             return False
-        staging.leave(self.pull_id)
-        self._staging, self._waiting, self._unstaged = None, None, reads
+        self._staging.leave(self.pull_id)
+        self._staging = None
         return True
 
     def stop(self, error: BatonError | None = None) -> None:
@@ -137,32 +131,27 @@ class ReadJob:
         if self._staging is not None:
             self._staging.leave(self.pull_id)
 
-    def _read_into_pool(self, reads: tuple[ReadDescriptors, ...]) -> Step:
-        return self._begin(Step(cut(reads, self._limits, self._most_now), self._pool_address))
-
     def _begin(self, step: Step) -> Step:
         self._open.append(step)
         self._posting = step
         return step
 
     def _next_step(self) -> Step | None:
-        if self._unstaged:
-            reads, self._unstaged = self._unstaged, ()
-            return self._read_into_pool(reads)
-        if self._staging is None:
-            self._exhausted = True
-            return None
-        self._waiting = self._waiting or next(self._chunks, None)
+        self._waiting = self._waiting or next(self._steps, None)
         if self._waiting is None:
             self._exhausted = True
             return None
-        index, chunk = self._waiting
+        index, step = self._waiting
+        if step.slot is None or self._staging is None:
+            self._waiting = None
+            reads = step.unstaged.reads
+            return self._begin(Step(cut(reads, self._limits, self._most_now), self._pool_address))
         slot = index % self._num_slots
         if not self._slot_is_free(self._staging, slot):
             return None
         self._waiting = None
         base = self._staging.base_address + slot * self._slot_bytes
-        return self._begin(Step(cut(chunk.reads, self._limits, self._most_now), base, chunk, slot))
+        return self._begin(Step(cut(step.reads, self._limits, self._most_now), base, step, slot))
 
     def read_posted(self, step: Step) -> None:
         step.active += 1
@@ -175,10 +164,9 @@ class ReadJob:
 
     def _prepare_all(self) -> Iterator[bool]:
         """True after each part. The last chunks are small: they are read sooner than made."""
-        for chunk in self.plan.chunks:
-            yield True
-            chunk.make_copies()
-            yield True
+        for step in self.plan.steps:
+            yield bool(step.reads)
+            yield bool(step.copies)
         yield self.plan.descriptors > 0  # the report of the end says it, for which the fence waits
 
     def _slot_is_free(self, staging: StagingBuffer, slot: int) -> bool:

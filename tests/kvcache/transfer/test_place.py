@@ -12,7 +12,7 @@ from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import Endpoint, PlanError
 from kvcache.transfer.plan.plan import plan_transfer
-from kvcache.transfer.plan.staged import Chunk
+from kvcache.transfer.plan.staged import Step
 
 # Descriptors cost much and copies nothing, so that everything is staged.
 STAGE = CostModel(1.0, 1e12, 1e15)
@@ -28,13 +28,13 @@ def endpoint(
     return Endpoint(KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, dtype), 0, 1, scales)
 
 
-def one_chunk(p: Endpoint, d: Endpoint, tokens: int, d_blocks: list[int], **options) -> Chunk:
+def one_step(p: Endpoint, d: Endpoint, tokens: int, d_blocks: list[int], **options) -> Step:
     p_blocks = list(range(p.layout.num_blocks))
     options = {"costs": STAGE, "staging_bytes": 1 << 20} | options
     plan = plan_transfer(d, [p], 2, 0, tokens, d_blocks, p_blocks, **options)
     assert plan.path == "staged"
-    (chunk,) = plan.chunks
-    return chunk
+    (step,) = plan.steps
+    return step
 
 
 def filled(end: Endpoint) -> torch.Tensor:
@@ -44,11 +44,11 @@ def filled(end: Endpoint) -> torch.Tensor:
     return torch.linspace(-3, 3, count, dtype=torch.float64).to(dtype).view(layout.shape)
 
 
-def slot_of(chunk: Chunk, source: torch.Tensor, lead: int = 0) -> torch.Tensor:
-    """A slot that starts `lead` bytes into its storage, with the chunk's reads carried out."""
-    slot = torch.zeros(chunk.nbytes + lead, dtype=torch.uint8)[lead:]
+def slot_of(step: Step, source: torch.Tensor, lead: int = 0) -> torch.Tensor:
+    """A slot that starts `lead` bytes into its storage, with the step's reads carried out."""
+    slot = torch.zeros(step.slot.nbytes + lead, dtype=torch.uint8)[lead:]
     lying = source.view(-1).view(torch.uint8)
-    for read in chunk.reads:
+    for read in step.reads:
         for remote, local, length in zip(
             read.remote_offsets, read.local_offsets, read.lengths, strict=True
         ):
@@ -61,10 +61,10 @@ def canonical(pool: torch.Tensor, end: Endpoint) -> torch.Tensor:
     return pool.permute([end.layout.order.index(axis) for axis in "BNHLCD"])
 
 
-def placed(chunk: Chunk, p: Endpoint, d: Endpoint, lead: int = 0) -> torch.Tensor:
+def placed(step: Step, p: Endpoint, d: Endpoint, lead: int = 0) -> torch.Tensor:
     pool = torch.zeros(d.layout.shape, dtype=getattr(torch, d.layout.dtype))
-    for copy in chunk.copies:
-        place(copy, slot_of(chunk, filled(p), lead), pool, chunk.factors)
+    for copy in step.copies:
+        place(copy, slot_of(step, filled(p), lead), pool, step.transfer.factors)
     return canonical(pool, d)
 
 
@@ -74,9 +74,9 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 @pytest.mark.parametrize("p_dtype, d_dtype", [p for p in product(DTYPES, DTYPES) if len({*p}) > 1])
 def test_conversion_is_that_of_torch(p_dtype: str, d_dtype: str) -> None:
     p, d = endpoint("LBCNHD", 4, 4, p_dtype), endpoint("BHLCND", 8, 3, d_dtype)
-    chunk = one_chunk(p, d, 16, [2, 0], convert=True)
+    step = one_step(p, d, 16, [2, 0], convert=True)
     expected = canonical(filled(p), p).to(getattr(torch, d_dtype)).reshape(2, 8, 2, 2, 2, 4)
-    found = placed(chunk, p, d)[[2, 0]]
+    found = placed(step, p, d)[[2, 0]]
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -96,36 +96,36 @@ THEIRS, OURS = (0.5, 1.0, 300.0, 0.25), (2.0, 1.0, 0.001, 0.1)  # the third is c
 )
 def test_elements_change_their_scale_by_layer_and_component(p: Any, d: Any, factors: Any) -> None:
     source, target = endpoint("LBCNHD", 4, 4, *p), endpoint("BHLCND", 8, 3, *d)
-    chunk = one_chunk(source, target, 16, [2, 0], convert=True)
+    step = one_step(source, target, 16, [2, 0], convert=True)
     values = canonical(filled(source), source).float()  # [block, N, H, L, C, D]
     scaled = values * torch.tensor(factors).view(2, 2, 1)
     if d[0] == FP8:
         scaled = scaled.clamp(-448, 448)
     wanted = scaled.to(getattr(torch, d[0])).float().reshape(2, 8, 2, 2, 2, 4)
-    assert torch.equal(placed(chunk, source, target)[[2, 0]].float(), wanted)
+    assert torch.equal(placed(step, source, target)[[2, 0]].float(), wanted)
 
 
 def test_equal_scales_move_the_bytes_as_they_are() -> None:
     p, d = endpoint("LBCNHD", 4, 4, FP8, OURS), endpoint("BHLCND", 8, 3, FP8, OURS)
-    chunk = one_chunk(p, d, 16, [2, 0])
-    assert chunk.factors is None
+    step = one_step(p, d, 16, [2, 0])
+    assert step.transfer.factors is None
     wanted = canonical(filled(p), p).reshape(2, 8, 2, 2, 2, 4)
-    found = placed(chunk, p, d)[[2, 0]]
+    found = placed(step, p, d)[[2, 0]]
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def test_other_scales_are_refused_unless_told_to_convert() -> None:
     p, d = endpoint("LBCNHD", 4, 4, FP8, THEIRS), endpoint("BHLCND", 8, 3, FP8, OURS)
     with pytest.raises(PlanError, match=r"KV scales is.*0.001.*300.0.*--kv-convert"):
-        one_chunk(p, d, 16, [2, 0])
+        one_step(p, d, 16, [2, 0])
 
 
 @pytest.mark.parametrize("lead", [0, 2, 4, 8])
 def test_a_slot_may_start_anywhere_that_suits_its_elements(lead: int) -> None:
     p, d = endpoint("LBCNHD", 4, 4, "bfloat16"), endpoint("BHLCND", 8, 3, "bfloat16")
-    chunk = one_chunk(p, d, 16, [2, 0])
+    step = one_step(p, d, 16, [2, 0])
     expected = canonical(filled(p), p).reshape(2, 8, 2, 2, 2, 4)
-    assert torch.equal(placed(chunk, p, d, lead)[[2, 0]], expected)
+    assert torch.equal(placed(step, p, d, lead)[[2, 0]], expected)
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def test_evenly_spaced_pieces_take_one_view(
         return found
 
     monkeypatch.setattr(placing, "_stretches", noted)
-    placed(one_chunk(p, d, tokens, blocks), p, d)
+    placed(one_step(p, d, tokens, blocks), p, d)
     assert sum(made) == 2 * views  # of the source and of the target
 
 
 def test_a_source_too_small_is_refused_before_anything_moves() -> None:
     p, d = endpoint("LBCNHD", 4, 4), endpoint("BHLCND", 8, 3)
-    (copy,) = one_chunk(p, d, 16, [2, 0]).copies
+    (copy,) = one_step(p, d, 16, [2, 0]).copies
     pool = torch.zeros(d.layout.shape)
     with pytest.raises(PlanError, match=f"source has {copy.nbytes - 1} bytes"):
         place(copy, torch.ones(copy.nbytes - 1, dtype=torch.uint8), pool)
@@ -169,6 +169,6 @@ def test_a_source_too_small_is_refused_before_anything_moves() -> None:
 
 def test_a_pool_of_another_size_is_refused() -> None:
     p, d = endpoint("LBCNHD", 4, 4), endpoint("BHLCND", 8, 3)
-    (copy,) = one_chunk(p, d, 16, [2, 0]).copies
+    (copy,) = one_step(p, d, 16, [2, 0]).copies
     with pytest.raises(PlanError, match="planned for"):
         place(copy, torch.ones(copy.nbytes, dtype=torch.uint8), torch.zeros(7))

@@ -147,17 +147,17 @@ def test_copies_of_heads_on_both_sides_are_read_once() -> None:
 
 def test_nothing_to_read_is_an_empty_plan() -> None:
     plan = simple(side(1), side(2), start=128).plan(1, staging_bytes=1 << 20)
-    assert (plan.reads, plan.chunks, plan.descriptors, plan.bytes_read) == ((), (), 0, 0)
+    assert (plan.steps, plan.descriptors, plan.bytes_read) == ((), 0, 0)
 
 
 def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides() -> None:
     case = simple(side(1, 16), side(1, 24, tokens=144), stop=128)
     plan = case.plan(0, staging_bytes=2 * 3 * 16 * 8 * 2 * 2 * 4 * 4)
-    assert plan.path == "staged" and len(plan.chunks) == 3
+    assert plan.path == "staged" and len(plan.steps) == 3
     block_bytes = case.layout(case.d, 0).byte_strides["B"]
     written = [
-        {int(place) // block_bytes for copy in chunk.copies for place in copy.targets}
-        for chunk in plan.chunks
+        {int(place) // block_bytes for copy in step.copies for place in copy.targets}
+        for step in plan.steps
     ]
     assert not any(a & b for i, a in enumerate(written) for b in written[:i])
 

@@ -58,11 +58,10 @@ class Reader:
         """The pool afterwards; it starts as zeros."""
         self.memory[:] = 0
         pool = self.memory[:pool_bytes]
-        self.read(plan.reads, bases, 0)
-        for chunk in plan.chunks:
-            self.read(chunk.reads, bases, MEMORY_BYTES)
+        for step in plan.steps:
+            self.read(step.reads, bases, MEMORY_BYTES if step.slot else 0)
             slot = torch.from_numpy(self.memory[MEMORY_BYTES:])
-            for copy in chunk.copies:
+            for copy in step.copies:
                 place(copy, slot, torch.from_numpy(pool).view(torch.float32))
         return pool
 

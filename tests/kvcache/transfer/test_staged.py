@@ -15,7 +15,7 @@ from kvcache.transfer.move.place import Placer, TorchPlacer
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
-from kvcache.transfer.plan.staged import Chunk, StagedPlan
+from kvcache.transfer.plan.staged import Step
 from tests.kvcache.transfer.test_plan import PROPERTY, scattered, side, simple
 from tests.rigs.geometry import (
     DTYPES,
@@ -44,7 +44,7 @@ def sizes(costs: CostModel, staging_blocks: int) -> list[int]:
     plan = case.plan(0, costs=costs, staging_bytes=staging_blocks * BLOCK_BYTES)
     assert plan.path == "staged"
     assert plan.slot_bytes * 2 <= staging_blocks * BLOCK_BYTES
-    found = [sum(read.nbytes for read in chunk.reads) // BLOCK_BYTES for chunk in plan.chunks]
+    found = [step.bytes_read // BLOCK_BYTES for step in plan.steps]
     assert sum(found) == TOKENS // 16
     return found
 
@@ -66,24 +66,17 @@ def test_chunks_between_gpus_are_fewer_where_each_cuts_the_runs_of_every_layer()
         fresh, replace(fresh, order="BHLCND"), heads=8, layers=32, head_dim=128, stop=8192
     )
     plan = case.plan(0, costs=DEFAULT_COSTS["cuda"], staging_bytes=512 << 20)
-    assert len(plan.chunks) == 4
+    assert len(plan.steps) == 4
     assert plan.descriptors == 4 * 32
 
 
-def test_a_chunk_is_made_when_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    make = StagedPlan.chunk
-    monkeypatch.setattr(
-        StagedPlan, "chunk", lambda plan, index: made.append(index) or make(plan, index)
-    )
+def test_steps_are_worked_out_when_they_are_wanted() -> None:
     case = simple(side(1, 16, tokens=TOKENS), side(1, 64, tokens=TOKENS), stop=TOKENS)
     plan = case.plan(0, costs=BETWEEN_GPUS, staging_bytes=128 * BLOCK_BYTES)
-    assert not made
-    reads = plan.chunks[0].reads
-    assert made == [0] and plan.chunks[0].reads is reads
-    assert plan.descriptors >= len(plan.chunks) == len(made)
-    with pytest.raises(IndexError):
-        plan.chunks[len(plan.chunks)]
+    first, second, *_ = plan.steps
+    assert first.reads is first.reads and first.copies is first.copies
+    assert {"reads", "copies"} <= vars(first).keys()
+    assert not {"reads", "copies"} & vars(second).keys()
 
 
 @settings(PROPERTY, max_examples=300)
@@ -97,12 +90,14 @@ def test_the_kernel_places_chunks_where_torch_does(case, d_rank, staging_blocks,
     pool = garbage_pool(case, d_rank)
     into = pool.tensor.view(-1).numpy()
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
-    execute_reads(plan.reads, sources, into)
-    for chunk in plan.chunks:
-        slot = np.full(chunk.nbytes, 0xEE, np.uint8)
-        execute_reads(chunk.reads, sources, slot)
-        for copy in chunk.copies:
-            place_units(copy, torch.from_numpy(slot), pool.tensor, chunk.factors)
+    for step in plan.steps:
+        if step.slot is None:
+            execute_reads(step.reads, sources, into)
+            continue
+        slot = np.full(step.slot.nbytes, 0xEE, np.uint8)
+        execute_reads(step.reads, sources, slot)
+        for copy in step.copies:
+            place_units(copy, torch.from_numpy(slot), pool.tensor, step.transfer.factors)
     np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
 
 
@@ -123,14 +118,14 @@ class WithoutCompiler(MemoryPlacer):
 CASE = simple(side(1, 16), side(1, 64))
 
 
-def filled(staging: StagingBuffer, slot: int) -> tuple[Chunk, int]:
-    """The only chunk of a pull, read into a slot, and the size of slots."""
+def filled(staging: StagingBuffer, slot: int) -> tuple[Step, int]:
+    """The only step of a pull, read into a slot, and the size of slots."""
     plan = CASE.plan(0, costs=STAGE_ALL, staging_bytes=1 << 20)
-    (chunk,) = plan.chunks
+    (step,) = plan.steps
     size = plan.slot_bytes
     into = bytes_at(staging.base_address + slot * size, size).numpy()
-    execute_reads(chunk.reads, [memory_of(CASE, CASE.p, 0)], into)
-    return chunk, size
+    execute_reads(step.reads, [memory_of(CASE, CASE.p, 0)], into)
+    return step, size
 
 
 @pytest.mark.parametrize("kind", [MemoryPlacer, WithoutCompiler, TorchPlacer])
@@ -140,8 +135,8 @@ def test_staging_memory_places_with_its_placer_or_without(kind: type[Placer]) ->
     staging.bind_thread()
     staging.prepare(CASE.transfer(0))
     staging.enter("a")
-    chunk, size = filled(staging, 1)
-    staging.place(chunk, 1, size)
+    step, size = filled(staging, 1)
+    staging.place(step, 1, size)
     assert staging.is_free(1)
     staging.leave("a")
     found = pool.tensor.view(-1).numpy()
@@ -166,8 +161,8 @@ def test_what_a_placer_has_begun_has_to_end_though_it_is_given_up() -> None:
     staging.prepare(CASE.transfer(0))
     staging.enter("a")
     placer.stalled = True
-    chunk, size = filled(staging, 0)
-    staging.place(chunk, 0, size)
+    step, size = filled(staging, 0)
+    staging.place(step, 0, size)
     staging.prepare(CASE.transfer(0))  # of another peer
     assert not staging.is_free(0)
     placer.stalled = False
@@ -178,7 +173,7 @@ def test_what_a_placer_has_begun_has_to_end_though_it_is_given_up() -> None:
 def test_the_slot_of_a_copy_that_fails_is_free() -> None:
     pool = garbage_pool(CASE, 0)
     staging = StagingBuffer(1 << 20, pool)
-    chunk, size = filled(staging, 0)
+    step, size = filled(staging, 0)
     with pytest.raises(RuntimeError):
-        staging.place(chunk._replace(factors=(1.0,)), 0, size)  # too few factors
+        staging.place(Step(replace(step.transfer, factors=(1.0,)), step.slot), 0, size)  # too few
     assert staging.is_free(0)

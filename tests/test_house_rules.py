@@ -17,12 +17,12 @@ CROWDED = {"attention": 18, "model": 22}  # folders that have more for now; only
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2570,
-    "benchmarks": 2816,
+    "benchmarks": 2815,
     "decode_server": 691,
     "deploy": 955,
     "engine": 9976,
-    "kvcache": 8943,
-    "kvcache/transfer": 7548,
+    "kvcache": 8795,
+    "kvcache/transfer": 7400,
     "model": 3339,
     "prefill_server": 364,
     "protocol": 6130,

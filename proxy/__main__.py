@@ -50,10 +50,9 @@ class ProxyServer(uvicorn.Server):
 def make_server(app: ProxyApp) -> ProxyServer:
     """The HTTP server of `app`; run it with `serve(sockets=[...])`."""
     settings = app.settings
-    origins = settings.cors_origin
     served: Any = app
-    if origins:
-        served = CORSMiddleware(served, **cors_options(origins))
+    if settings.cors_origin:
+        served = CORSMiddleware(served, **cors_options(settings.cors_origin))
     config = uvicorn.Config(
         served,
         http=bounded_protocol(settings),
@@ -87,11 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         lifecycle.report_failure(str(error))
         return 1
     listener.listen(BACKLOG)
-    _serve(settings, listener)
-    return 0
-
-
-def _serve(settings: ProxySettings, listener: socket.socket) -> None:
     bound_clients(listener, settings.client_timeout_s)
     server = make_server(ProxyApp(settings))
     gc.collect()
@@ -103,6 +97,7 @@ def _serve(settings: ProxySettings, listener: socket.socket) -> None:
     with lifecycle.stop_signals(server.stop):
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             runner.run(server.serve(sockets=[listener]))
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,29 +4,27 @@ Plain ASGI: a framework would take longer per request than everything else here 
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
-from protocol.errors import BatonError, InternalError, InvalidRequest
+from protocol.errors import BatonError, InternalError, InvalidRequest, RequestError
 from protocol.http.body import ClientDisconnected, read_body
 from protocol.http.connections import refusal
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.near_names import suggestion
 from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
-from proxy import body as bodies
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
 from proxy.health import Health
-from proxy.membership import Fleet, Server
-from proxy.pd_request import ClientRequest, PDRequest
+from proxy.membership import Fleet, Kind, Server
+from proxy.pd_request import PDRequest
 from proxy.poller import Poller
 from proxy.relay import Reply, Send
-from proxy.retry import Kind
-from proxy.series import expose_from_start
-from proxy.upstream import HttpUpstream
-from proxy.upstream_call import RequestTrace
+from proxy.upstream import Failure, HttpUpstream
+from proxy.upstream_call import Upstreams
 
 logger = get_logger(__name__)
 
@@ -37,36 +35,12 @@ GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # a decode server's answer, as it is
 MODELS_PATH = "/v1/models"
 CLIENT_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS, MODELS_PATH)
-DOCUMENT_PATHS = ("/openapi.json", "/docs")
+OWN_PATHS = ("/health", "/ready", "/metrics")
+READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
 # What else of the client's headers the servers get: who asks, and which trace it belongs to.
 FORWARDED_HEADERS = (b"authorization", b"traceparent", b"tracestate")
 MAX_ID_BYTES = 4096  # servers echo it, and an answer's head has a limit of its own
 STOP_TIMEOUT_S = 1.0  # for the last bytes to clients whose requests shutting down ends
-
-
-class _Running:
-    """A request that is being served by the current task.
-
-    Attributes:
-        end: why it was ended before its time.
-    """
-
-    def __init__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.task = task
-        self.end: Exception | None = None
-
-    def stop(self, end: Exception) -> None:
-        if self.end is None:
-            self.end = end
-            self.task.cancel()
-
-    async def watch(self, receive: Receive) -> None:
-        """Stops it when the client goes."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.stop(ClientDisconnected())
 
 
 class ProxyApp:
@@ -75,7 +49,10 @@ class ProxyApp:
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
         self.metrics = Metrics("proxy")
-        self.fleet = Fleet(on_change=self._on_change, on_silence=self._on_silence)
+        self.fleet = Fleet(
+            on_change=self._on_change,
+            on_silence=lambda server, is_long: self._upstreams.on_silence(server, is_long),
+        )
         self._upstream = HttpUpstream(
             connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
         )
@@ -85,16 +62,16 @@ class ProxyApp:
             interval_s=settings.health_interval_s,
             timeout_s=settings.health_timeout_s,
         )
-        self._flow = PDRequest(self.fleet, self._upstream, self.metrics)
-        self._running: set[_Running] = set()
+        self._upstreams = Upstreams(self.fleet, self._upstream, self.metrics)
+        self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
-        for server in (
-            *(Server(Kind.PREFILL, url, i) for i, url in enumerate(settings.prefill)),
-            *(Server(Kind.DECODE, url, i) for i, url in enumerate(settings.decode)),
-        ):
-            self.fleet.join(server)
-            self._show_ready(server, self.fleet.health(server))
-        expose_from_start(self.metrics, self.fleet.servers())
+        for kind, urls in ((Kind.PREFILL, settings.prefill), (Kind.DECODE, settings.decode)):
+            for index, url in enumerate(urls):
+                server = Server(kind, url, index)
+                self.fleet.join(server)
+                self._show_ready(server, self.fleet.health(server))
+        for name, labels in _known_series(self.fleet.servers()):
+            self.metrics.begin(name, **labels)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -117,7 +94,7 @@ class ProxyApp:
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await self._poller.close()
-        await self._flow.close()
+        await self._upstreams.close()
         await self._upstream.close()
         await send({"type": "lifespan.shutdown.complete"})
 
@@ -127,21 +104,21 @@ class ProxyApp:
         asyncio.get_running_loop().call_later(grace_s, self._stop_all)
 
     def _stop_all(self) -> None:
-        for running in self._running:
-            running.stop(ShuttingDown("this proxy is shutting down; the request was cut short"))
+        for work in self._running:
+            work.cancel()
 
     # requests
 
     async def _http(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        path, trace = scope["path"], RequestTrace()
+        path = scope["path"]
         try:
             if error := refusal(scope):
                 raise error
-            await self._route(scope, receive, reply, trace)
+            await self._route(scope, receive, reply)
         except ClientDisconnected:
             if not reply.finished:
                 self.metrics.inc("baton_proxy_client_disconnects")
-                logger.info("client gone, phase %s", trace.phase)
+                logger.info("client gone, phase %s", reply.trace.phase)
         except BatonError as error:
             await self._tell(reply, error)
         except asyncio.CancelledError:
@@ -152,36 +129,24 @@ class ProxyApp:
             logger.exception("failed: %s", path)
             await self._tell(reply, InternalError("the proxy failed; its log says how"))
         if path in GENERATE_PATHS:
-            self._record(path, reply, trace)
+            self._record(path, reply)
 
     async def _tell(self, reply: Reply, error: BatonError) -> None:
-        if not isinstance(error, ShuttingDown):
-            await reply.fail(error)
-            return
-        try:  # a client that does not read must not keep the process
-            async with asyncio.timeout(STOP_TIMEOUT_S):
+        # A client that does not read must not keep the process.
+        timeout_s = STOP_TIMEOUT_S if isinstance(error, ShuttingDown) else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
                 await reply.fail(error)
-        except TimeoutError:
-            pass
 
-    async def _route(
-        self, scope: Scope, receive: Receive, reply: Reply, trace: RequestTrace
-    ) -> None:
+    async def _route(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         method, path = scope["method"], scope["path"]
-        is_told = path == MODELS_PATH or path.startswith(MODELS_PATH + "/")
-        if path in GENERATE_PATHS:
-            _expect(method, "POST")
-            await self._generate(scope, receive, reply, trace)
-            return
-        if path in TOKENIZER_PATHS:
-            _expect(method, "POST")
-            data = await read_body(scope, receive, self.settings.max_body_bytes)
-            headers = _with_json(scope, reply.request_id)
-            await self._run(self._flow.post(path, headers, data, reply, trace), receive)
-            return
-        is_told = is_told or path in DOCUMENT_PATHS
-        if is_told or path in ("/health", "/ready", "/metrics"):
-            _expect(method, "GET", "HEAD")
+        is_read = path in READ_PATHS or path.startswith(MODELS_PATH + "/")
+        allowed = ("GET", "HEAD") if is_read or path in OWN_PATHS else ("POST",)
+        if not (is_read or path in OWN_PATHS or path in CLIENT_PATHS):
+            near = suggestion(path[:80].rstrip("/"), CLIENT_PATHS)
+            raise UnknownPath(f"no such path: {method} {path}{near}; GET /docs lists all paths")
+        if method not in allowed:
+            raise MethodNotAllowed(method, allowed)
         match path:
             case "/health":
                 await reply.answer_json(200, {"status": "ok"})
@@ -190,30 +155,23 @@ class ProxyApp:
             case "/metrics":
                 content_type = (b"content-type", CONTENT_TYPE.encode())
                 await reply.answer(200, [content_type], self.metrics.expose())
-            case _ if is_told:
-                headers = _forwarded(scope, reply.request_id)
-                raw_path = scope.get("raw_path") or path.encode()
-                work = self._flow.get(raw_path.decode("latin-1"), headers, reply, trace)
-                await self._run(work, receive)
             case _:
-                near = suggestion(path[:80].rstrip("/"), CLIENT_PATHS)
-                raise UnknownPath(f"no such path: {method} {path}{near}; GET /docs lists all paths")
+                await self._pass(scope, receive, reply, is_read)
 
-    async def _generate(
-        self, scope: Scope, receive: Receive, reply: Reply, trace: RequestTrace
-    ) -> None:
-        data = await read_body(scope, receive, self.settings.max_body_bytes)
-        body, stripped = bodies.sanitize(bodies.parse_body(data))
-        if stripped:
-            self.metrics.inc("baton_proxy_stripped_kv_transfer_params")
-        headers = _with_json(scope, reply.request_id)
-        trace.begin()
-        request = ClientRequest(scope["path"], headers, body)
-        self.metrics.inc("baton_proxy_requests_in_progress")
-        try:
-            await self._run(self._flow.run(request, reply, trace), receive)
-        finally:
-            self.metrics.dec("baton_proxy_requests_in_progress")
+    async def _pass(self, scope: Scope, receive: Receive, reply: Reply, is_read: bool) -> None:
+        """Has servers answer."""
+        path, data = scope["path"], b""
+        headers = _forwarded(scope, reply.request_id)
+        if not is_read:
+            data = await read_body(scope, receive, self.settings.max_body_bytes)
+            headers = [(b"content-type", b"application/json"), *headers]
+        method = "GET" if is_read else "POST"
+        asked = (scope.get("raw_path") or path.encode()).decode("latin-1") if is_read else path
+        request = PDRequest(self._upstreams, method, asked, headers, data, reply)
+        if path in GENERATE_PATHS:
+            await self._run(request.run(), receive)
+        else:
+            await self._run(request.pass_on("read" if is_read else path), receive)
 
     async def _run(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
         """Awaits `work`, cancelling it when the client goes or this process has to end.
@@ -224,18 +182,20 @@ class ProxyApp:
         if self.shutting_down:
             work.close()
             raise ShuttingDown("this proxy is shutting down")
-        running = _Running()
-        self._running.add(running)
-        watcher = asyncio.create_task(running.watch(receive))
+        task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+        self._running.add(task)
         try:
-            await work  # in this task: another one would begin a turn of the loop later
-        except asyncio.CancelledError:
-            if running.end is None or running.task.uncancel():
-                raise  # it is us who are cancelled
-            raise running.end from None
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientDisconnected
+            if task.cancelled():
+                raise ShuttingDown("this proxy is shutting down; the request was cut short")
+            task.result()
         finally:
-            watcher.cancel()
-            self._running.discard(running)
+            self._running.discard(task)
+            gone.cancel()
+            if task.cancel():
+                await asyncio.wait((task,))
 
     # answers of our own
 
@@ -255,8 +215,8 @@ class ProxyApp:
         status = {"status": "ready" if ready else "not_ready", "missing": missing}
         await reply.answer_json(200 if ready else 503, {**status, **counts, "servers": servers})
 
-    def _record(self, path: str, reply: Reply, trace: RequestTrace) -> None:
-        total_s = trace.elapsed_s()
+    def _record(self, path: str, reply: Reply) -> None:
+        trace, total_s = reply.trace, reply.trace.elapsed_s()
         status = "broken" if reply.is_broken else str(reply.status or "none")
         self.metrics.inc("baton_proxy_responses", status=status)
         self.metrics.observe("baton_proxy_request_seconds", total_s)
@@ -284,13 +244,10 @@ class ProxyApp:
         level = logging.DEBUG if self.shutting_down else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)
 
-    def _on_silence(self, server: Server, is_long: bool) -> None:
-        self._flow.on_silence(server, is_long)
 
-
-def _expect(method: str, *allowed: str) -> None:
-    if method not in allowed:
-        raise MethodNotAllowed(method, allowed)
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _request_id(scope: Scope) -> bytes:
@@ -312,9 +269,35 @@ def _forwarded(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
     return [(b"x-request-id", request_id), *kept]
 
 
-def _with_json(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
-    return [(b"content-type", b"application/json"), *_forwarded(scope, request_id)]
-
-
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _known_series(servers: list[Server]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Series with labels that are exposed from the start, with 0: `rate()` and `increase()` do not
+    see the event with which a series appears, and what alerts wait for may happen once."""
+    refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
+    alone = ("no_prefill_server", "no_kv_params", "prefill_body", "prefill_context")
+    ways = {
+        "pd": ["routed"],
+        "prefill": ["scored", *(f"status_{status}" for status in refusals)],
+        "decode_only": [*alone, "prefill_choices", "decode_choices", *(f.value for f in Failure)],
+    }
+    for path, reasons in ways.items():
+        for reason in reasons:
+            yield "baton_proxy_requests", {"path": path, "reason": reason}
+    for status in (*sorted({200, *_statuses(BatonError)}), "broken", "none"):
+        yield "baton_proxy_responses", {"status": str(status)}
+    for kind in Kind:
+        yield "baton_proxy_retries", {"leg": kind.value}
+        for failure in Failure:
+            labels = {"leg": kind.value, "reason": failure.value}
+            yield "baton_proxy_upstream_failures", labels
+    for server in servers:
+        yield "baton_proxy_upstream_in_flight", server.labels
+
+
+def _statuses(root: type[BatonError]) -> set[int]:
+    """HTTP statuses of the errors below `root`, the proxy's own among them."""
+    below = [_statuses(kind) for kind in root.__subclasses__()]
+    return {root.status}.union(*below)

@@ -21,13 +21,7 @@ _decode_object = msgspec.json.Decoder(Body).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def _raw(value: object) -> msgspec.Raw:
-    return msgspec.Raw(_encode(value))
-
-
-_NULL = _raw(None)
-_ONE = _raw(1)
-_FALSE = _raw(False)
+_NULL, _ONE, _FALSE = (msgspec.Raw(text) for text in (b"null", b"1", b"false"))
 _USUAL_LIMITS = ("max_tokens", "max_completion_tokens")
 _LIMITS = {"/v1/responses": ("max_output_tokens",)}  # where they have other names
 _BOOLEANS_OR_NULL = (b"true", b"false", b"null")
@@ -63,7 +57,7 @@ def sanitize(body: Body) -> tuple[Body, bool]:
     """
     clean = {name: value for name, value in body.items() if name != "kv_transfer_params"}
     if member(clean, "seed") == b"null":
-        clean["seed"] = _raw(secrets.randbits(63))
+        clean["seed"] = msgspec.Raw(b"%d" % secrets.randbits(63))
     return clean, member(body, "kv_transfer_params") != b"null"
 
 
@@ -88,10 +82,11 @@ def prefill_leg(
     if member(leg, "stream") in _BOOLEANS_OR_NULL:
         leg["stream"] = _FALSE
     asked = {name: body[name] for name in CLIENT_MEMBERS if name in body}
-    told: dict[str, object] = {"max_model_len": context, "transfer_id": transfer_id}
-    told = {name: value for name, value in told.items() if value is not None}
-    leg["kv_transfer_params"] = _raw({**REMOTE_DECODE, "client_request": asked, **told})
-    return _encode(leg)
+    told = {"max_model_len": context, "transfer_id": transfer_id}
+    known = {name: value for name, value in told.items() if value is not None}
+    return _encode(
+        {**leg, "kv_transfer_params": {**REMOTE_DECODE, "client_request": asked, **known}}
+    )
 
 
 def _is_token_limit(value: bytes) -> bool:
@@ -128,16 +123,6 @@ def _lent(params: msgspec.Raw) -> msgspec.Raw:
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-def unanswered(transfer_id: str) -> msgspec.Raw:
-    """What stands for the params of a prefill whose answer never came."""
-    return _raw({"do_remote_decode": True, "transfer_id": transfer_id})
-
-
-def release_body(params: msgspec.Raw) -> bytes:
-    """What a prefill server is told when nobody will come for the KV that it leased."""
-    return _encode({"kv_transfer_params": params})
-
-
 class _Reference(msgspec.Struct):
     remote_num_tokens: int = 0
 
@@ -163,36 +148,18 @@ def num_choices(body: Body) -> int:
     return max((int(value) for value in asked if _is_token_limit(value)), default=1)
 
 
-class _Error(msgspec.Struct, frozen=True):
-    code: str = ""
-
-
-class _ErrorAnswer(msgspec.Struct):
-    error: _Error = _Error()
-
-
-_decode_error = msgspec.json.Decoder(_ErrorAnswer).decode
-
-
 def error_code(answer: bytes) -> str:
     """The `code` of an error answer; empty where there is none."""
     try:
-        return _decode_error(answer).error.code
-    except (msgspec.DecodeError, RecursionError):
+        return str(msgspec.json.decode(answer)["error"]["code"])
+    except (msgspec.DecodeError, RecursionError, LookupError, TypeError):
         return ""
-
-
-class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = _NULL
-
-
-_decode_answer = msgspec.json.Decoder(_PrefillAnswer).decode
 
 
 def params_of(answer: bytes) -> msgspec.Raw | None:
     """The `kv_transfer_params` of a prefill server's answer: an object, or a list of objects."""
     try:
-        params = _decode_answer(answer).kv_transfer_params
+        params = _decode_object(answer).get("kv_transfer_params", _NULL)
     except (msgspec.DecodeError, RecursionError):
         return None
     text = bytes(params)

@@ -30,6 +30,9 @@ class HealthPolicy:
     max_cooldown_s: float = 60.0
 
 
+POLICY = HealthPolicy()
+
+
 @dataclass(frozen=True)
 class Room:
     """What one request may take of a server at most. None: it never said."""
@@ -41,6 +44,15 @@ class Room:
         """False where the server is known to refuse so much."""
         wanted = ((num_tokens, self.max_model_len), (num_choices, self.max_num_seqs))
         return all(limit is None or amount <= limit for amount, limit in wanted)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a server answered to a health check."""
+
+    ready: bool
+    reason: str = ""  # why it is not
+    room: Room | None = None  # None: it did not say, as while it starts
 
 
 @dataclass(frozen=True)
@@ -58,23 +70,12 @@ class Health:
     trial_until: float = float("-inf")  # a trial that has not reported by then is forgotten
 
 
-def polled(
-    health: Health,
-    *,
-    ready: bool,
-    reason: str,
-    started_at: float,
-    room: Room | None = None,
-) -> Health:
-    """The answer to a health check begun at `started_at`; one older than a failure is void.
-
-    Args:
-        room: None where it did not say, as while it starts.
-    """
-    if ready and started_at < health.changed_at:
+def polled(health: Health, said: Said, started_at: float) -> Health:
+    """The answer to a health check begun at `started_at`; one older than a failure is void."""
+    if said.ready and started_at < health.changed_at:
         return health
-    reason = "" if ready else reason
-    return replace(health, ready=ready, reason=reason, silences=0, room=room or health.room)
+    reason, room = "" if said.ready else said.reason, said.room or health.room
+    return replace(health, ready=said.ready, reason=reason, silences=0, room=room)
 
 
 def silent(health: Health, reason: str, policy: HealthPolicy) -> Health:

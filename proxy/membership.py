@@ -3,10 +3,15 @@
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from enum import Enum
 
 from proxy import health, routing
-from proxy.health import Health, HealthPolicy, Room
-from proxy.retry import Kind
+from proxy.health import POLICY, Health, HealthPolicy, Said
+
+
+class Kind(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclass(frozen=True)
@@ -47,17 +52,17 @@ class Fleet:
     def __init__(
         self,
         *,
-        policy: HealthPolicy | None = None,
+        policy: HealthPolicy = POLICY,
         clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[Server, Health, Health], None] | None = None,
-        on_silence: Callable[[Server, bool], None] | None = None,
+        on_change: Callable[[Server, Health, Health], None] = lambda *_: None,
+        on_silence: Callable[[Server, bool], None] = lambda *_: None,
     ) -> None:
-        self._policy = policy or HealthPolicy()
+        self._policy = policy
         self._clock = clock
-        self._on_change = on_change or (lambda _server, _old, _new: None)
-        self._on_silence = on_silence or (lambda _server, _is_long: None)
+        self._on_change = on_change
+        self._on_silence = on_silence
         self._health: dict[Server, Health] = {}
-        self._last: dict[tuple[Kind, str], str] = {}
+        self._last: dict[tuple[Kind, str], Server] = {}
 
     def join(self, server: Server) -> None:
         """Adds a server, not ready until a health check says so."""
@@ -86,19 +91,16 @@ class Fleet:
                 a client that asks in a rhythm would give one server all of its long requests.
         """
         now = self._clock()
-        servers = {server.url: server for server in self.servers(kind)}
-        known = {url: self._health[s] for url, s in servers.items() if s not in exclude}
-        url = routing.choose(
-            list(servers),
+        server = routing.choose(
+            self.servers(kind),
             self._last.get((kind, rotation)),
-            ready=lambda url: url in known and known[url].ready,
-            admits=lambda url: url in known and health.admits(known[url], now),
+            ready=lambda server: server not in exclude and self._health[server].ready,
+            admits=lambda server: health.admits(self._health[server], now),
         )
-        if url is None:
-            return None
-        self._last[kind, rotation] = url
-        self._set(servers[url], health.began(known[url], now, self._policy))
-        return servers[url]
+        if server is not None:
+            self._last[kind, rotation] = server
+            self._set(server, health.began(self._health[server], now, self._policy))
+        return server
 
     def context(self, kind: Kind) -> int | None:
         """The longest context of the ready servers of a kind; None unless all have said theirs."""
@@ -112,23 +114,8 @@ class Fleet:
         rooms = {server: self._health[server].room for server in self.servers(kind)}
         return [s for s, room in rooms.items() if not room.holds(num_tokens, num_choices)]
 
-    def polled(
-        self,
-        server: Server,
-        *,
-        ready: bool,
-        reason: str,
-        started_at: float,
-        room: Room | None = None,
-    ) -> None:
-        polled = health.polled(
-            self.health(server),
-            ready=ready,
-            reason=reason,
-            started_at=started_at,
-            room=room,
-        )
-        self._set(server, polled)
+    def polled(self, server: Server, said: Said, started_at: float) -> None:
+        self._set(server, health.polled(self.health(server), said, started_at))
 
     def silent(self, server: Server, reason: str) -> None:
         new = health.silent(self.health(server), reason, self._policy)

@@ -8,368 +8,230 @@ A request that only scores its prompt is the prefill server's alone; no KV moves
 """
 
 import asyncio
-import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from protocol.errors import BatonError, ContextLengthExceeded, NoServerAvailable, PayloadTooLarge
-from protocol.http import sse
-from protocol.metrics import Metrics
-from protocol.openai.prefill_leg import RELEASE_PATH
-from protocol.process.logging import get_logger
+from protocol.errors import ContextLengthExceeded, NoServerAvailable, PayloadTooLarge
 from proxy import body as bodies
-from proxy.body import Body
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
-from proxy.membership import Fleet, Server
+from proxy.membership import Kind, Server
 from proxy.relay import Reply
-from proxy.retry import Failure, Kind, RetryPolicy
-from proxy.upstream import (
-    Exhausted,
-    Headers,
-    Response,
-    TimedOut,
-    Unreachable,
-    Upstream,
-    UpstreamError,
-)
-from proxy.upstream_call import (
-    Answer,
-    LegFailed,
-    RequestTrace,
-    ResultT,
-    UpstreamCall,
-    failure_of,
-    read,
-)
+from proxy.upstream import Failure, Headers, Response, TimedOut, UpstreamError
+from proxy.upstream_call import LegFailed, UpstreamCall, Upstreams
 
-logger = get_logger(__name__)
-
-# Why a request is decoded without a prefill.
-_PREFILL_BODY, _PREFILL_CONTEXT, _PREFILL_CHOICES, _DECODE_CHOICES = (
-    "prefill_body",
-    "prefill_context",
-    "prefill_choices",
-    "decode_choices",
-)
-GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
-CLOSE_TIMEOUT_S = 2.0
 # A decode server hears of a client that left by the end of its connection, a busy one within half a
 # second, and ends the lease itself. A release that overtook it would count as a lost lease there.
 _LEFT_S = 1.0
 
 
-@dataclass(frozen=True)
-class ClientRequest:
-    """A request as both legs need it. `body` is sanitized."""
-
-    path: str
-    headers: Headers
-    body: Body
-
-
 class PDRequest:
-    """Takes requests through the fleet."""
+    """A client's request on its way through the fleet. Being cancelled aborts the leg in flight.
+
+    Args:
+        data: the body as it came.
+    """
 
     def __init__(
         self,
-        fleet: Fleet,
-        upstream: Upstream,
-        metrics: Metrics,
-        policy: RetryPolicy | None = None,
+        upstreams: Upstreams,
+        method: str,
+        path: str,
+        headers: Headers,
+        data: bytes,
+        reply: Reply,
     ) -> None:
-        self._fleet = fleet
-        self._upstream = upstream
-        self._metrics = metrics
-        self._legs = UpstreamCall(fleet, metrics, policy or RetryPolicy())
-        self._giving_back: set[asyncio.Task[None]] = set()
+        self._upstreams = upstreams
+        self._fleet = upstreams.fleet
+        self._metrics = upstreams.metrics
+        self._method = method
+        self._path = path
+        self._headers = headers
+        self._data = data
+        self._body: bodies.Body = {}
+        self._reply = reply
+        self._trace = reply.trace
 
-    async def run(self, request: ClientRequest, reply: Reply, trace: RequestTrace) -> None:
-        """Serves `request`. Being cancelled aborts the leg in flight.
+    async def pass_on(self, rotation: str) -> None:
+        """Answers as a decode server does. Raises BatonError as `run`."""
+        self._trace.rotation = rotation
+        await self._decode(self._data)
+
+    async def run(self) -> None:
+        """Serves a request that generates.
 
         Raises:
             BatonError: what the client is to be told; the reply has not ended.
         """
-        is_scoring = bodies.is_scoring(request.body)
-        if is_scoring:
-            trace.rotation = "score"
-            if await self._score(request, reply, trace):
-                return
+        self._body, stripped = bodies.sanitize(bodies.parse_body(self._data))
+        if stripped:
+            self._metrics.inc("baton_proxy_stripped_kv_transfer_params")
+        self._trace.begin()
+        self._metrics.inc("baton_proxy_requests_in_progress")
+        try:
+            is_scoring = bodies.is_scoring(self._body)
+            if not (is_scoring and await self._score()):
+                await self._generate(is_scored=is_scoring)
+        finally:
+            self._metrics.dec("baton_proxy_requests_in_progress")
+
+    async def _generate(self, is_scored: bool) -> None:
         if self._fleet.num_ready(Kind.DECODE) == 0:
             raise NoServerAvailable("no decode server is ready; see /ready")
-        prefilled = None if is_scoring else await self._prefill(request, trace)
-        if isinstance(prefilled, Answer):
-            await reply.relay_answer(prefilled.status, prefilled.headers, prefilled.body)
-        elif prefilled is None:
-            leg = bodies.decode_leg(request.body, None)
-            is_long = trace.decode_only == _PREFILL_CONTEXT  # then for those of the longest context
-            length = self._fleet.context(Kind.DECODE) if is_long else None
-            unfit = self._unfit(Kind.DECODE, request, length or 0)
-            if self._fleet.num_ready(Kind.DECODE, unfit) == 0:  # a shorter one may be enough
-                unfit = self._unfit(Kind.DECODE, request)
-            await self._decode("POST", request.path, request.headers, leg, reply, trace, unfit)
-        else:
-            await self._decode_prefilled(request, prefilled, reply, trace)
+        answer = None if is_scored else await self._prefill()
+        if answer is not None and answer.status != 200:
+            await self._relay_refusal(answer)
+            return
+        params = None if answer is None else bodies.params_of(answer.body or b"")
+        if params is not None:
+            self._count("pd", "routed")
+            await self._decode_prefilled(params)
+            return
+        if answer is not None:
+            self._decode_only("no_kv_params")
+        is_long = self._trace.decode_only == "prefill_context"  # then for the longest context
+        length = self._fleet.context(Kind.DECODE) if is_long else None
+        unfit = self._unfit(Kind.DECODE, length or 0)
+        if self._fleet.num_ready(Kind.DECODE, unfit) == 0:  # a shorter one may be enough
+            unfit = self._unfit(Kind.DECODE)
+        await self._decode(bodies.decode_leg(self._body, None), unfit)
 
-    async def _decode_prefilled(
-        self, request: ClientRequest, params: msgspec.Raw, reply: Reply, trace: RequestTrace
-    ) -> None:
+    async def _decode_prefilled(self, params: msgspec.Raw) -> None:
         """The decode leg; unless it ends well, the prefill server is told to take its KV back."""
         after_s = 0.0
         try:
-            leg = bodies.decode_leg(request.body, params)
-            num_tokens = bodies.num_tokens(request.body, params)
-            unfit = self._unfit(Kind.DECODE, request, num_tokens)
-            await self._decode("POST", request.path, request.headers, leg, reply, trace, unfit)
+            unfit = self._unfit(Kind.DECODE, bodies.num_tokens(self._body, params))
+            await self._decode(bodies.decode_leg(self._body, params), unfit)
         except asyncio.CancelledError:
             after_s = _LEFT_S
             raise
         finally:
-            if not reply.has_succeeded:
-                self._will_not_come(request, params, trace.prefill, after_s)
+            if not self._reply.has_succeeded:
+                url = self._trace.prefill
+                self._upstreams.give_back(url, self._headers, params, after_s)
 
-    def on_silence(self, server: Server, is_long: bool) -> None:
-        """Prefill legs go elsewhere, or are done without. A decode server keeps its requests for
-        longer, as a client may get an error for one that may still be answered."""
-        if is_long or server.kind is Kind.PREFILL:
-            self._legs.give_up(server)
-
-    async def close(self) -> None:
-        """Waits for what is still being given back, for `CLOSE_TIMEOUT_S` at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await asyncio.gather(*self._giving_back, return_exceptions=True)
-
-    def _will_not_come(
-        self, request: ClientRequest, params: msgspec.Raw, url: str, after_s: float = 0.0
-    ) -> None:
-        """Has KV given back by a task of its own: neither the client nor its absence delays it."""
-        task = asyncio.create_task(self._give_back(request, params, url, after_s))
-        self._giving_back.add(task)
-        task.add_done_callback(self._giving_back.discard)
-
-    async def _give_back(
-        self, request: ClientRequest, params: msgspec.Raw, url: str, after_s: float
-    ) -> None:
-        """Tells the prefill server that nobody will come for the KV; its lease runs out anyway."""
-        await asyncio.sleep(after_s)
-        try:
-            async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):
-                response = await self._upstream.send(
-                    url,
-                    "POST",
-                    RELEASE_PATH,
-                    headers=request.headers,
-                    body=bodies.release_body(params),
-                )
-                await response.read()
-        except (UpstreamError, TimeoutError) as error:
-            logger.info("KV was not given back to %s: %r", url, error)
-
-    async def get(self, path: str, headers: Headers, reply: Reply, trace: RequestTrace) -> None:
-        """Answers a GET as a decode server does.
-
-        Raises:
-            BatonError: as `run`.
-        """
-        trace.rotation = "read"
-        await self._decode("GET", path, headers, b"", reply, trace)
-
-    async def post(
-        self, path: str, headers: Headers, body: bytes, reply: Reply, trace: RequestTrace
-    ) -> None:
-        """Answers a POST that generates nothing as a decode server does.
-
-        Raises:
-            BatonError: as `run`.
-        """
-        trace.rotation = path
-        await self._decode("POST", path, headers, body, reply, trace)
-
-    async def _score(self, request: ClientRequest, reply: Reply, trace: RequestTrace) -> bool:
+    async def _score(self) -> bool:
         """Has a prefill server answer the request; False: none can be had, nothing was sent."""
-        leg = bodies.decode_leg(request.body, None)
-        send = self._sender("POST", request.path, request.headers, leg, whole_from=400)
+        self._trace.rotation = "score"
+        call = self._call(Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400)
         contexts = [self._fleet.context(kind) or 0 for kind in Kind]  # here one of P is enough
-        asked = await self._ask_prefill(request, send, trace, max(contexts))
+        asked = await self._ask_prefill(call, max(contexts))
         if asked is None:
             return False
         server, response = asked
-        trace.prefill = server.url
-        if isinstance(response, Response):
+        self._trace.prefill = server.url
+        if response.body is None:
             self._count("prefill", "scored")
-            await self._relay(server, response, reply, trace)
-            return True
-        self._count("prefill", f"status_{response.status}")
-        await reply.relay_answer(response.status, response.headers, response.body)
+            await self._relay(server, response)
+        else:
+            await self._relay_refusal(response)
         return True
 
-    async def _prefill(
-        self, request: ClientRequest, trace: RequestTrace
-    ) -> Answer | msgspec.Raw | None:
-        """The params of a prefill, None to do without, or the answer that refuses the request."""
+    async def _prefill(self) -> Response | None:
+        """A prefill server's whole answer; None to do without."""
         context = self._fleet.context(Kind.DECODE)
         transfer_id = uuid.uuid4().hex
-        leg = bodies.prefill_leg(request.body, request.path, context, transfer_id)
-
-        async def send(server: Server) -> Answer:
-            try:
-                return await read(
-                    await self._upstream.send(
-                        server.url, "POST", request.path, headers=request.headers, body=leg
-                    )
-                )
-            except (Unreachable, Exhausted):
-                raise
-            except BaseException:  # the answer may be on its way, and KV kept for who reads it
-                self._will_not_come(request, bodies.unanswered(transfer_id), server.url)
-                raise
-
-        unfit = self._unfit(Kind.DECODE, request)
-        if self._fleet.num_ready(Kind.DECODE, unfit) == 0:  # it will be refused
-            self._decode_only(_DECODE_CHOICES, trace)
+        leg = bodies.prefill_leg(self._body, self._path, context, transfer_id)
+        if self._fleet.num_ready(Kind.DECODE, self._unfit(Kind.DECODE)) == 0:  # will be refused
+            self._decode_only("decode_choices")
             return None
-        asked = await self._ask_prefill(request, send, trace, context)
+        call = self._call(Kind.PREFILL, leg, whole_from=0, transfer_id=transfer_id)
+        asked = await self._ask_prefill(call, context)
         if asked is None:
             return None
         server, answer = asked
+        trace = self._trace
         trace.prefill, trace.prefill_s = server.url, trace.elapsed_s()
         self._metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
-        if answer.status != 200:
-            self._count("prefill", f"status_{answer.status}")
-            return answer
-        params = bodies.params_of(answer.body)
-        if params is None:
-            self._decode_only("no_kv_params", trace)
-        else:
-            self._count("pd", "routed")
-        return params
+        return answer
 
     async def _ask_prefill(
-        self,
-        request: ClientRequest,
-        send: Callable[[Server], Awaitable[ResultT]],
-        trace: RequestTrace,
-        context: int | None,
-    ) -> tuple[Server, ResultT] | None:
-        """What the first prefill server says that has room for the request; `release`d unless it is
-        to be relayed. None: to be done without, which is counted.
+        self, call: UpstreamCall, context: int | None
+    ) -> tuple[Server, Response] | None:
+        """What the first prefill server says that has room for the request. None: to be done
+        without, which is counted.
 
         Args:
             context: the longest of the servers that may be asked instead.
         """
-        reason, unfit = _PREFILL_CHOICES, self._unfit(Kind.PREFILL, request)
+        reason, unfit = "prefill_choices", self._unfit(Kind.PREFILL)
         num_ready = self._fleet.num_ready
         while num_ready(Kind.PREFILL, unfit) or not (unfit and num_ready(Kind.PREFILL)):
             try:
-                server, answer = await self._legs.run(Kind.PREFILL, send, trace, unfit)
+                server, answer = await self._upstreams.run(call, self._trace, unfit)
             except LegFailed as failed:
-                reason = failed.reason
+                reason = failed.failure.value if failed.failure else "no_prefill_server"
                 break
-            if not isinstance(answer, Answer):
-                return server, answer
-            self._legs.release(server)
-            self._legs.succeeded(server)
             if answer.status == PayloadTooLarge.status and num_ready(Kind.DECODE):
-                reason = _PREFILL_BODY
+                reason = "prefill_body"
                 break
             own = self._fleet.health(server).room.max_model_len
             if not _is_beyond(answer, own, context):
                 return server, answer
-            reason, unfit = _PREFILL_CONTEXT, self._unfit(Kind.PREFILL, request, (own or 0) + 1)
-        self._decode_only(reason, trace)
+            reason, unfit = "prefill_context", self._unfit(Kind.PREFILL, (own or 0) + 1)
+        self._decode_only(reason)
         return None
 
-    def _unfit(self, kind: Kind, request: ClientRequest, num_tokens: int = 0) -> list[Server]:
-        """Servers without room for so long a sequence, or for so many of them."""
-        return self._fleet.unfit(kind, num_tokens, bodies.num_choices(request.body))
+    async def _decode(self, leg: bytes, unfit: Sequence[Server] = ()) -> None:
+        """Relays what a decode server answers, or what the last one said that did not take it."""
+        try:
+            server, response = await self._upstreams.run(
+                self._call(Kind.DECODE, leg), self._trace, unfit
+            )
+        except LegFailed as failed:
+            if failed.answer is not None:
+                await self._reply.relay(failed.answer)
+                return
+            match failed.failure:
+                case Failure.LOST:
+                    raise DecodeServerLost(f"the decode server was lost: {failed}") from None
+                case Failure.TIMEOUT:
+                    text = f"the decode server did not answer: {failed}"
+                    raise DecodeServerTimeout(text) from None
+            raise NoServerAvailable(f"no decode server could be had: {failed}") from None
+        self._trace.decode = server.url
+        await self._relay(server, response)
 
-    def _decode_only(self, reason: str, trace: RequestTrace) -> None:
-        trace.decode_only, trace.rotation = reason, "decode_only"
+    async def _relay(self, server: Server, response: Response) -> None:
+        leg = server.kind.value
+        try:
+            ended = await self._upstreams.unless_given_up(server, self._reply.relay(response))
+        except UpstreamError as error:
+            self._upstreams.failed(server, error.failure, str(error), None)
+            told = DecodeServerTimeout if isinstance(error, TimedOut) else DecodeServerLost
+            raise told(f"the {leg} server broke off its answer: {error}") from None
+        finally:
+            await response.aclose()
+            self._upstreams.release(server)
+        if not ended:
+            self._upstreams.failed(server, Failure.ERROR, "no last event", None)
+            raise DecodeServerLost(f"the {leg} server ended the stream before its last event")
+        self._fleet.succeeded(server)
+
+    async def _relay_refusal(self, answer: Response) -> None:
+        self._count("prefill", f"status_{answer.status}")
+        await self._reply.relay(answer)
+
+    def _call(self, kind: Kind, leg: bytes, **options: Any) -> UpstreamCall:
+        return UpstreamCall(kind, self._method, self._path, self._headers, leg, **options)
+
+    def _unfit(self, kind: Kind, num_tokens: int = 0) -> list[Server]:
+        """Servers without room for so long a sequence, or for so many of them."""
+        return self._fleet.unfit(kind, num_tokens, bodies.num_choices(self._body))
+
+    def _decode_only(self, reason: str) -> None:
+        self._trace.decode_only, self._trace.rotation = reason, "decode_only"
         self._count("decode_only", reason)
 
     def _count(self, path: str, reason: str) -> None:
-        """Counts a request by the way it takes. A reason is one word: see retry.Failure."""
+        """Counts a request by the way it takes. A reason is one word: see Failure."""
         self._metrics.inc("baton_proxy_requests", path=path, reason=reason)
 
-    async def _decode(
-        self,
-        method: str,
-        path: str,
-        headers: Headers,
-        leg: bytes,
-        reply: Reply,
-        trace: RequestTrace,
-        unfit: Sequence[Server] = (),
-    ) -> None:
-        """Relays what a decode server answers, or what the last one said that did not take it."""
-        send = self._sender(method, path, headers, leg)
-        try:
-            server, response = await self._legs.run(Kind.DECODE, send, trace, unfit)
-        except LegFailed as failed:
-            if failed.answer is None:
-                raise failed.to_error() from None
-            await reply.relay_answer(
-                failed.answer.status, failed.answer.headers, failed.answer.body
-            )
-            return
-        assert isinstance(response, Response)
-        trace.decode = server.url
-        await self._relay(server, response, reply, trace)
 
-    def _sender(
-        self, method: str, path: str, headers: Headers, body: bytes, whole_from: int = 500
-    ) -> Callable[[Server], Awaitable[Answer | Response]]:
-        """What sends this leg to a server. An answer with a status of `whole_from` or above is read
-        whole, any other is to be relayed."""
-
-        async def send(server: Server) -> Answer | Response:
-            response = await self._upstream.send(
-                server.url, method, path, headers=headers, body=body
-            )
-            return await read(response) if response.status >= whole_from else response
-
-        return send
-
-    async def _relay(
-        self, server: Server, response: Response, reply: Reply, trace: RequestTrace
-    ) -> None:
-        try:
-            ended = await self._legs.unless_given_up(server, _relay(response, reply, trace))
-        except UpstreamError as error:
-            self._legs.failed(server, failure_of(error), None, f"{server}: {error}")
-            raise _broken(server, error) from None
-        finally:
-            await response.aclose()
-            self._legs.release(server)
-        if not ended:
-            self._legs.failed(server, Failure.ERROR, None, f"{server}: no last event")
-            raise DecodeServerLost(
-                f"the {server.kind.value} server ended the stream before its last event"
-            )
-        self._legs.succeeded(server)
-
-
-async def _relay(response: Response, reply: Reply, trace: RequestTrace) -> bool:
-    """Sends the client what the decode server sends; False: a stream without an end of its own."""
-    media_type = (response.header(b"content-type") or b"").partition(b";")[0].strip()
-    if media_type == sse.MEDIA_TYPE.encode():
-        return await reply.relay_stream(response, trace.on_bytes)
-    answer = await read(response)  # whole: a failure up to here is still an HTTP error
-    trace.on_bytes()
-    await reply.relay_answer(answer.status, answer.headers, answer.body)
-    return True
-
-
-def _is_beyond(answer: Answer, own: int | None, context: int | None) -> bool:
+def _is_beyond(answer: Response, own: int | None, context: int | None) -> bool:
     """Whether a request too long for a prefill server's `own` context may fit another server, of
     which the longest has `context`."""
-    is_too_long = bodies.error_code(answer.body) == ContextLengthExceeded.code
+    is_too_long = bodies.error_code(answer.body or b"") == ContextLengthExceeded.code
     return is_too_long and own is not None and context is not None and own < context
-
-
-def _broken(server: Server, error: UpstreamError) -> BatonError:
-    kind = DecodeServerTimeout if isinstance(error, TimedOut) else DecodeServerLost
-    return kind(f"the {server.kind.value} server broke off its answer: {error}")

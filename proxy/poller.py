@@ -4,16 +4,13 @@ import asyncio
 import contextlib
 import random
 import time
-from dataclasses import dataclass
 
 import msgspec
 
 from protocol.process.logging import get_logger
-from proxy.health import Room
-from proxy.membership import Fleet, Server
-from proxy.retry import Kind
-from proxy.upstream import Exhausted, Lost, TimedOut, Unreachable, Upstream
-from proxy.waiting import within
+from proxy.health import Room, Said
+from proxy.membership import Fleet, Kind, Server
+from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable, within
 
 logger = get_logger(__name__)
 
@@ -24,7 +21,7 @@ class Poller:
     """One task per server; a server that hangs delays no other's check."""
 
     def __init__(
-        self, fleet: Fleet, upstream: Upstream, *, interval_s: float, timeout_s: float
+        self, fleet: Fleet, upstream: HttpUpstream, *, interval_s: float, timeout_s: float
     ) -> None:
         self._fleet = fleet
         self._upstream = upstream
@@ -49,13 +46,9 @@ class Poller:
             self._hurry[server].set()
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
-        for task in tasks:
+        for task in self._tasks.values():
             task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _poll(self, server: Server) -> None:
         hurry = self._hurry[server]
@@ -73,7 +66,12 @@ class Poller:
     async def _check(self, server: Server) -> None:
         started_at = time.monotonic()
         try:
-            said = await self._ask(server)
+            async with within(self._timeout_s):
+                response = await self._upstream.send(server.url, "GET", "/ready")
+                said = _said(server.kind, response.status, await response.read())
+        except (Unreachable, Lost) as error:
+            said = Said(False, f"{error.failure.value}: {error}")
+            self._fleet.polled(server, said, started_at)
         except (TimeoutError, TimedOut):
             self._fleet.silent(server, f"no answer within {self._timeout_s:g} s")
         except Exhausted:
@@ -82,32 +80,10 @@ class Poller:
             logger.exception("health check of %s", server)
             self._fleet.silent(server, "the health check failed")
         else:
-            self._fleet.polled(
-                server,
-                ready=said.ready,
-                reason=said.reason,
-                started_at=started_at,
-                room=said.room,
-            )
-
-    async def _ask(self, server: Server) -> "_Said":
-        try:
-            async with within(self._timeout_s):
-                response = await self._upstream.send(server.url, "GET", "/ready")
-                body = await response.read()
-        except (Unreachable, Lost) as error:
-            return _Said(False, f"{error.reason}: {error}")
-        return _said(server.kind, response.status, body)
+            self._fleet.polled(server, said, started_at)
 
 
-@dataclass(frozen=True)
-class _Said:
-    ready: bool
-    reason: str  # why not
-    room: Room | None = None  # None: it did not say
-
-
-def _said(kind: Kind, status: int, body: bytes) -> _Said:
+def _said(kind: Kind, status: int, body: bytes) -> Said:
     """What a server's answer means to a proxy that was told of it as one of `kind`."""
     ready = status == 200
     try:
@@ -115,12 +91,12 @@ def _said(kind: Kind, status: int, body: bytes) -> _Said:
     except msgspec.DecodeError:
         said = None
     if not isinstance(said, dict):
-        return _Said(ready, f"GET /ready answers with status {status}, unlike a Baton server")
+        return Said(ready, f"GET /ready answers with status {status}, unlike a Baton server")
     role, error = said.get("role"), said.get("error")
     if role in ("prefill", "decode") and role != kind.value:
-        return _Said(False, f"it is a {role} server; name it by --{role}, not by --{kind.value}")
+        return Said(False, f"it is a {role} server; name it by --{role}, not by --{kind.value}")
     text = error.get("message") if isinstance(error, dict) else said.get("reason")
     reason = text[:200] if isinstance(text, str) else f"status {status}"
     limits = {name: said.get(name) for name in Room.__dataclass_fields__}
     told = {name: n for name, n in limits.items() if type(n) is int and n > 0}
-    return _Said(ready, reason, Room(**told) if told else None)
+    return Said(ready, reason, Room(**told) if told else None)

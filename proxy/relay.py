@@ -5,7 +5,9 @@ beginning of an event that has not fully arrived is held back: no client could u
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -19,71 +21,65 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 # Named by RFC 9110 as of one connection alone, or written by our own HTTP server.
 _NOT_RELAYED = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"content-length",
-        b"date",
-        b"server",
-        b"x-request-id",
-    }
+    b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding "
+    b"upgrade content-length date server x-request-id".split()
 )
-
-
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _FAILURES = (b"event: error", b"event: response.failed")
 _LAST_EVENTS = (*_FAILURES, b"event: response.completed", b"event: response.incomplete")
 
 
-class _Event(msgspec.Struct):
-    error: msgspec.Raw = msgspec.Raw(b"null")
+_decode_event = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-_decode_event = msgspec.json.Decoder(_Event).decode
+@dataclass
+class RequestTrace:
+    """What became of a request: for its log line and the metrics."""
 
-_SEAM_BYTES = 3  # one less than the longest end of an event
+    prefill: str = "-"  # URL of the server that answered
+    decode: str = "-"
+    decode_only: str = "-"  # why no prefill server was used
+    rotation: str = "pair"  # one of a few words; see Fleet.choose
+    phase: str = "body"  # "prefill" or "decode" from the time on that leg begins
+    started_at: float = field(default_factory=time.monotonic)
+    prefill_s: float | None = None
+    first_byte_s: float | None = None
+
+    def begin(self) -> None:
+        """The request is read; its time runs from here."""
+        self.started_at = time.monotonic()
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    def on_bytes(self) -> None:
+        if self.first_byte_s is None:
+            self.first_byte_s = self.elapsed_s()
 
 
 class EventBuffer:
     """Passes complete events on and keeps the rest; knows whether the stream came to its end."""
 
     def __init__(self) -> None:
-        self._held: list[bytes] = []
-        self._seam = b""  # the end of what is held: an event's end may lie across it
+        self._held = bytearray()
         self._last = b""
 
     def feed(self, data: bytes) -> bytes:
         """`data` up to the end of its last event, after what was held back before."""
-        if not self._held and data.endswith(b"\n\n"):  # nearly always
-            self._last = data
-            return data
-        cut = _last_event_end(self._seam + data) - len(self._seam)
-        if cut <= 0:
-            self._hold(data)
-            return b""
-        passed, rest = data[:cut], data[cut:]
-        if self._held:  # joined once: an event may be long, and come in many pieces
-            passed = b"".join([*self._held, passed])
-            self._held, self._seam = [], b""
-        if rest:
-            self._hold(rest)
-        self._last = passed
-        return passed
+        searched = max(0, len(self._held) - 3)  # an event may be long, and come in many pieces
+        self._held += data
+        found = ((self._held.rfind(end, searched), end) for end in _EVENT_ENDS)
+        return self._pass(max(at + len(end) if at >= 0 else 0 for at, end in found))
 
     def rest(self) -> bytes:
         """What is held back, at the end of a stream that ended well."""
-        held, self._held, self._seam = b"".join(self._held), [], b""
-        self._last = held or self._last
-        return held
+        return self._pass(len(self._held))
 
-    def _hold(self, data: bytes) -> None:
-        self._held.append(data)
-        self._seam = (self._seam + data)[-_SEAM_BYTES:]
+    def _pass(self, length: int) -> bytes:
+        passed = bytes(self._held[:length])
+        del self._held[:length]
+        self._last = passed or self._last
+        return passed
 
     @property
     def has_ended(self) -> bool:
@@ -111,13 +107,7 @@ def _is_error(event: bytes) -> bool:
         said = _decode_event(b"".join(value for name, _, value in lines if name == b"data"))
     except (msgspec.DecodeError, RecursionError):
         return False
-    return bytes(said.error).startswith(b"{")
-
-
-def _last_event_end(data: bytes) -> int:
-    """The length of the complete events at the start of `data`."""
-    ends = (data.rfind(mark) + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if mark in data)
-    return max(ends, default=0)
+    return bytes(said.get("error", b"")).startswith(b"{")
 
 
 class Reply:
@@ -126,6 +116,7 @@ class Reply:
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
         self.request_id = request_id
+        self.trace = RequestTrace()
         self.status: int | None = None  # once the head is sent
         self.finished = False
         self.is_stream = False
@@ -159,25 +150,29 @@ class Reply:
             self.is_broken = True
             await self._body(sse.error_event(error), more=False)
 
-    async def relay_answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """Sends a server's whole response."""
-        await self.answer(status, end_to_end(headers), body)
-
-    async def relay_stream(self, response: Response, on_bytes: Callable[[], None]) -> bool:
-        """Sends a server's event stream as it comes.
+    async def relay(self, response: Response) -> bool:
+        """Sends what a server answers: an event stream as it comes, anything else whole.
 
         Returns:
-            Whether the stream had an end of its own. If not, `fail` has to end it.
+            Whether it had an end of its own. If not, `fail` has to end it.
 
         Raises:
             UpstreamError: the server broke it off before that.
         """
+        if response.body is None and _is_event_stream(response):
+            return await self._relay_stream(response)
+        body = await response.read()  # whole: a failure up to here is still an HTTP error
+        self.trace.on_bytes()
+        await self.answer(response.status, end_to_end(response.headers), body)
+        return True
+
+    async def _relay_stream(self, response: Response) -> bool:
         events = EventBuffer()
         self.is_stream = True
         await self._head(response.status, end_to_end(response.headers))
         try:
             while (chunk := await response.next_chunk()) is not None:
-                on_bytes()
+                self.trace.on_bytes()
                 if complete := events.feed(chunk):
                     await self._body(complete, more=True)
         except asyncio.CancelledError:
@@ -203,6 +198,11 @@ class Reply:
     async def _body(self, data: bytes, *, more: bool) -> None:
         self.finished = not more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _is_event_stream(response: Response) -> bool:
+    media_type = response.header(b"content-type") or b""
+    return media_type.partition(b";")[0].strip() == sse.MEDIA_TYPE.encode()
 
 
 def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:

@@ -12,18 +12,19 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from enum import Enum
 from functools import cached_property
 from io import BytesIO
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
 from protocol.errors import InvalidRequest
-from proxy.waiting import within
+from protocol.http.countdown import Countdown
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -36,38 +37,57 @@ _UNSENT = ("accept", "accept-encoding", "content-type", "user-agent")  # unless 
 _WHOLE_BYTES = 1 << 16  # of a body, that are written at once
 
 
+class Failure(Enum):
+    """What became of a request that a server was given, or was to be given."""
+
+    UNREACHABLE = "unreachable"  # nothing was delivered
+    LOST = "lost"  # delivered; the connection ended before the answer's head
+    TIMEOUT = "timeout"  # delivered; silent for too long
+    BUSY = "busy"  # 503: refused, or handed back
+    DIED = "died"  # 503: delivered; the server's engine ended before there was an answer
+    ERROR = "error"  # any other 5xx
+
+
 class UpstreamError(Exception):
-    """The server could not be talked to. `reason` is one word for metrics."""
+    """The server could not be talked to."""
 
-    reason = "error"
-
-
-class Unreachable(UpstreamError):
-    """No connection: nothing was sent."""
-
-    reason = "unreachable"
+    failure: ClassVar[Failure]
 
 
-class Exhausted(UpstreamError):
-    """No connection for want of descriptors or ports here: no fault of the server."""
+# fmt: off
+class Unreachable(UpstreamError):  # no connection: nothing was sent
+    failure = Failure.UNREACHABLE
+class Exhausted(UpstreamError):  # as that, for want of descriptors or ports here: no server's fault
+    failure = Failure.BUSY
+class Lost(UpstreamError):  # the connection ended, or spoke no HTTP, after the request was sent
+    failure = Failure.LOST
+class TimedOut(UpstreamError):  # nothing came for the read timeout
+    failure = Failure.TIMEOUT
+# fmt: on
 
-    reason = "exhausted"
 
+@asynccontextmanager
+async def within(timeout_s: float) -> AsyncIterator[None]:
+    """asyncio.timeout for answers of others, which a loop that is late does not hold against them.
 
-class Lost(UpstreamError):
-    """The connection ended, or spoke no HTTP, after the request was sent."""
-
-    reason = "lost"
-
-
-class TimedOut(UpstreamError):
-    """Nothing came for the read timeout."""
-
-    reason = "timeout"
+    Raises:
+        TimeoutError: nothing came for `timeout_s`, or for longer where the loop was late.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as timeout:
+        countdown = Countdown(loop, timeout_s, lambda: timeout.reschedule(loop.time()))
+        try:
+            yield
+        finally:
+            countdown.cancel()
 
 
 class Response:
-    """A response whose head has arrived. Read it to its end or `aclose` it, always."""
+    """A response whose head has arrived. Read it to its end or `aclose` it, always.
+
+    Attributes:
+        body: once it was read whole.
+    """
 
     def __init__(self, response: aiohttp.ClientResponse, read_timeout_s: float) -> None:
         self._response = response
@@ -75,6 +95,7 @@ class Response:
         self._read_timeout_s = read_timeout_s
         self.status = response.status
         self.headers: Headers = [(name.lower(), value) for name, value in response.raw_headers]
+        self.body: bytes | None = None
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
@@ -109,25 +130,20 @@ class Response:
 
     async def read(self) -> bytes:
         """The whole body; the connection is free afterwards."""
+        if self.body is not None:
+            return self.body
         parts = []
         try:
             while (chunk := await self.next_chunk()) is not None:
                 parts.append(chunk)
         finally:
             await self.aclose()
-        return b"".join(parts)
+        self.body = b"".join(parts)
+        return self.body
 
     async def aclose(self) -> None:
         """Ends the exchange; the server sees a disconnect unless its body was read to the end."""
         self._response.close()
-
-
-class Upstream(Protocol):
-    """How the proxy talks to a server; HttpUpstream in earnest."""
-
-    async def send(
-        self, url: str, method: str, path: str, *, headers: Headers = (), body: bytes = b""
-    ) -> Response: ...
 
 
 class HttpUpstream:
@@ -184,16 +200,11 @@ class HttpUpstream:
                     ssl=self._tls if url.startswith("https:") else False,
                 )
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._translated(error) from None
+            raise _translated(error, self._read_timeout_s, self._connect_timeout_s) from None
         except ValueError as error:
             raise InvalidRequest(f"the request cannot be passed on: {error}") from None
         _check_is_ours(response, headers)
         return Response(response, self._read_timeout_s)
-
-    def _translated(self, error: Exception) -> UpstreamError:
-        if isinstance(error, aiohttp.ConnectionTimeoutError):
-            return Unreachable(f"no connection within {self._connect_timeout_s:g} s")
-        return _translated(error, self._read_timeout_s)
 
     async def close(self) -> None:
         """Closes every connection."""
@@ -228,9 +239,13 @@ def _make_socket(address: Any) -> socket.socket:
     return made
 
 
-def _translated(error: Exception, read_timeout_s: float) -> UpstreamError:
+def _translated(
+    error: Exception, read_timeout_s: float, connect_timeout_s: float = 0.0
+) -> UpstreamError:
     """The error of this module for one of aiohttp."""
     match error:
+        case aiohttp.ConnectionTimeoutError():
+            return Unreachable(f"no connection within {connect_timeout_s:g} s")
         case aiohttp.ClientConnectorError():
             is_ours = error.os_error.errno in OUT_OF_RESOURCES
             return (Exhausted if is_ours else Unreachable)(str(error.os_error))

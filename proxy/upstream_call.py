@@ -1,119 +1,124 @@
-"""One leg of a request: servers are tried until one answers, and what happened is remembered."""
+"""One leg of a request: servers are tried until one answers, and what happened is remembered.
+
+A leg is tried on another server only while nothing has been sent to the client. A request that was
+delivered and not answered may be what killed the server, so at most `MAX_DELIVERIES` get it.
+"""
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
-from protocol.errors import BatonError, NoServerAvailable
+import msgspec
+
+from protocol.errors import EngineDied
 from protocol.metrics import Metrics
+from protocol.openai.prefill_leg import RELEASE_PATH
 from protocol.process.logging import get_logger
-from proxy import retry
 from proxy.body import error_code
-from proxy.errors import DecodeServerLost, DecodeServerTimeout
-from proxy.membership import Fleet, Server
-from proxy.retry import Failure, Kind, RetryPolicy
+from proxy.membership import Fleet, Kind, Server
+from proxy.relay import RequestTrace
 from proxy.upstream import (
     Exhausted,
+    Failure,
     Headers,
+    HttpUpstream,
     Lost,
     Response,
-    TimedOut,
     Unreachable,
     UpstreamError,
 )
 
 logger = get_logger(__name__)
 
+MAX_DELIVERIES = 2
+GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
+CLOSE_TIMEOUT_S = 2.0
 
-@dataclass
-class RequestTrace:
-    """What became of a request: for its log line and the metrics."""
+_RETRIED = {
+    # A prefill is repeatable: its only effect is a lease, which is given back.
+    Kind.PREFILL: frozenset(Failure),
+    # Another decode server may use the same lease. A timeout is not repeated: the client would
+    # wait for another one. Nor is a decode server's own error: it has its failure policy.
+    Kind.DECODE: frozenset({Failure.UNREACHABLE, Failure.LOST, Failure.BUSY, Failure.DIED}),
+}
+_DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 
-    prefill: str = "-"  # URL of the server that answered
-    decode: str = "-"
-    decode_only: str = "-"  # why no prefill server was used
-    rotation: str = "pair"  # one of a few words; see Fleet.choose
-    phase: str = "body"  # "prefill" or "decode" from the time on that leg begins
-    started_at: float = field(default_factory=time.monotonic)
-    prefill_s: float | None = None
-    first_byte_s: float | None = None
-
-    def begin(self) -> None:
-        """The request is read; its time runs from here."""
-        self.started_at = time.monotonic()
-
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started_at
-
-    def on_bytes(self) -> None:
-        if self.first_byte_s is None:
-            self.first_byte_s = self.elapsed_s()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A whole response of a server."""
-
-    status: int
-    headers: Headers
-    body: bytes
-
-
-ResultT = TypeVar("ResultT", Answer, Answer | Response)
 WorkT = TypeVar("WorkT")
 
 
-class LegFailed(Exception):
-    """No server of a kind did the work.
+def failure_of(status: int, body: bytes | None = None) -> Failure | None:
+    """What an answer says about its server; None: it is to be relayed."""
+    if status < 500:
+        return None
+    if status != 503:
+        return Failure.ERROR
+    return Failure.DIED if error_code(body or b"") == EngineDied.code else Failure.BUSY
+
+
+def may_retry(kind: Kind, failures: Sequence[Failure]) -> bool:
+    """Whether to try another server after `failures`, the last of which is new."""
+    delivered = sum(failure in _DELIVERED for failure in failures)
+    return failures[-1] in _RETRIED[kind] and delivered < MAX_DELIVERIES
+
+
+def trips_breaker(failure: Failure, status: int | None) -> bool:
+    """Whether the failure counts against the server.
+
+    Not: a refusal (the server is well and full), nor 502 and 504 (its peer's fault). A lost or
+    refused connection takes the server out until its next health check instead.
+    """
+    return failure is Failure.TIMEOUT or (failure is Failure.ERROR and status not in (502, 504))
+
+
+@dataclass(frozen=True)
+class UpstreamCall:
+    """What a server is asked.
 
     Args:
-        message: for the client, without addresses.
+        whole_from: an answer with this status or above is read whole; any other is to be relayed.
+        transfer_id: of a prefill, which is called off when its answer does not come.
+    """
+
+    kind: Kind
+    method: str
+    path: str
+    headers: Headers
+    body: bytes = b""
+    whole_from: int = 500
+    transfer_id: str | None = None
+
+
+class LegFailed(Exception):
+    """No server of a kind did the work. The message is for the client, without addresses.
+
+    Args:
+        failure: the last one, if any server was asked.
         answer: the error response of the last one, if any.
     """
 
-    def __init__(
-        self, kind: Kind, failures: list[Failure], message: str, answer: Answer | None
-    ) -> None:
+    def __init__(self, message: str, failure: Failure | None, answer: Response | None) -> None:
         super().__init__(message)
-        self.kind = kind
-        self.failures = failures
+        self.failure = failure
         self.answer = answer
 
-    @property
-    def reason(self) -> str:
-        """One word for metrics."""
-        return self.failures[-1].value if self.failures else f"no_{self.kind.value}_server"
 
-    def to_error(self) -> BatonError:
-        """What a client is told when it was the decode leg."""
-        match self.failures[-1] if self.failures else None:
-            case Failure.LOST:
-                return DecodeServerLost(f"the decode server was lost: {self}")
-            case Failure.TIMEOUT:
-                return DecodeServerTimeout(f"the decode server did not answer: {self}")
-            case _:
-                return NoServerAvailable(f"no decode server could be had: {self}")
+class Upstreams:
+    """Sends legs to the fleet's servers, tells the fleet how they did, and gives KV back."""
 
-
-class UpstreamCall:
-    """Sends legs to the fleet's servers and tells the fleet how they did."""
-
-    def __init__(self, fleet: Fleet, metrics: Metrics, policy: RetryPolicy) -> None:
-        self._fleet = fleet
-        self._metrics = metrics
-        self._policy = policy
+    def __init__(self, fleet: Fleet, upstream: HttpUpstream, metrics: Metrics) -> None:
+        self.fleet = fleet
+        self.metrics = metrics
+        self._upstream = upstream
         self._patience: dict[Server, set[asyncio.Timeout]] = {}  # of whom it keeps waiting
+        self._giving_back: set[asyncio.Task[None]] = set()
 
     async def run(
-        self,
-        kind: Kind,
-        send: Callable[[Server], Awaitable[ResultT]],
-        trace: RequestTrace,
-        unfit: Sequence[Server] = (),
-    ) -> tuple[Server, ResultT]:
-        """The first answer that is not a server's failure, and whose it is: `release` that.
+        self, call: UpstreamCall, trace: RequestTrace, unfit: Sequence[Server] = ()
+    ) -> tuple[Server, Response]:
+        """The first answer that is not a server's failure, and whose it is: `release` that, unless
+        the answer was read whole.
 
         Args:
             unfit: servers that cannot do this; asked only where no other is ready.
@@ -121,46 +126,64 @@ class UpstreamCall:
         Raises:
             LegFailed: no server is ready, or those that may be tried failed.
         """
+        kind = call.kind
         trace.phase = kind.value
         tried: list[Server] = []
         failures: list[Failure] = []
-        message, answer = f"no {kind.value} server is ready", None
-        if self._fleet.num_ready(kind, unfit) == 0:
+        message = f"no {kind.value} server is ready"
+        answer: Response | None = None
+        if self.fleet.num_ready(kind, unfit) == 0:
             unfit = ()
-        choose = self._fleet.choose
-        while (server := choose(kind, [*unfit, *tried], trace.rotation)) is not None:
+        while server := self.fleet.choose(kind, [*unfit, *tried], trace.rotation):
             if tried:
-                self._metrics.inc("baton_proxy_retries", leg=kind.value)
+                self.metrics.inc("baton_proxy_retries", leg=kind.value)
             tried.append(server)
+            failure: Failure | None
             try:
-                result = await self._attempt(server, send)
+                answer = await self._attempt(server, call)
             except UpstreamError as error:
-                failure, answer, detail = failure_of(error), None, str(error)
+                failure, answer, detail = error.failure, None, str(error)
                 has_address = isinstance(error, Unreachable | Exhausted)
-                message = f"{server.name}: {error.reason if has_address else detail}"
+                told = type(error).__name__.lower() if has_address else detail
             else:
-                status_failure = _failure_of_answer(result)
-                if status_failure is None:
-                    return server, result
-                self.release(server)
-                assert isinstance(result, Answer)
-                failure, answer, detail = status_failure, result, str(result.status)
-                message = f"{server.name}: {detail}"
+                failure, detail = failure_of(answer.status, answer.body), str(answer.status)
+                told = detail
+                if failure is None:
+                    if answer.body is not None:
+                        self.fleet.succeeded(server)
+                    return server, answer
+            message = f"{server.name}: {told}"
             failures.append(failure)
-            self.failed(server, failure, answer, f"{server}: {detail}")
-            if not retry.may_retry(kind, failures, self._policy):
+            self.failed(server, failure, detail, answer.status if answer else None)
+            if not may_retry(kind, failures):
                 break
-        raise LegFailed(kind, failures, message, answer)
+        raise LegFailed(message, failures[-1] if failures else None, answer)
 
-    async def _attempt(
-        self, server: Server, send: Callable[[Server], Awaitable[ResultT]]
-    ) -> ResultT:
+    async def _attempt(self, server: Server, call: UpstreamCall) -> Response:
         self._in_flight(server, +1)
+        goes_on = False
         try:
-            return await self.unless_given_up(server, send(server))
-        except BaseException:
-            self.release(server)
+            response = await self.unless_given_up(server, self._send(server, call))
+            goes_on = response.body is None
+            return response
+        except (Unreachable, Exhausted):
             raise
+        except BaseException:  # the answer may be on its way, and KV kept for who reads it
+            if call.transfer_id is not None:
+                unanswered = {"do_remote_decode": True, "transfer_id": call.transfer_id}
+                self.give_back(server.url, call.headers, unanswered)
+            raise
+        finally:
+            if not goes_on:
+                self.release(server)
+
+    async def _send(self, server: Server, call: UpstreamCall) -> Response:
+        response = await self._upstream.send(
+            server.url, call.method, call.path, headers=call.headers, body=call.body
+        )
+        if response.status >= call.whole_from:
+            await response.read()
+        return response
 
     async def unless_given_up(self, server: Server, work: Awaitable[WorkT]) -> WorkT:
         """What the server is waited for. Raises Lost once it is given up."""
@@ -175,50 +198,54 @@ class UpstreamCall:
         except TimeoutError:
             raise Lost("silent, to health checks as well") from None
 
-    def give_up(self, server: Server) -> None:
-        """The server does not even answer health checks: nothing waits for it any longer."""
-        for patience in self._patience.pop(server, ()):
-            patience.reschedule(asyncio.get_running_loop().time())
+    def on_silence(self, server: Server, is_long: bool) -> None:
+        """A server does not even answer health checks: nothing waits for it any longer.
+
+        Prefill legs go elsewhere, or are done without. A decode server keeps its requests for
+        longer, as a client may get an error for one that may still be answered.
+        """
+        if is_long or server.kind is Kind.PREFILL:
+            for patience in self._patience.pop(server, ()):
+                patience.reschedule(asyncio.get_running_loop().time())
 
     def release(self, server: Server) -> None:
         """The server has nothing more to do for this leg."""
         self._in_flight(server, -1)
 
     def _in_flight(self, server: Server, change: int) -> None:
-        self._metrics.inc("baton_proxy_upstream_in_flight", change, **server.labels)
+        self.metrics.inc("baton_proxy_upstream_in_flight", change, **server.labels)
 
-    def failed(self, server: Server, failure: Failure, answer: Answer | None, message: str) -> None:
+    def failed(self, server: Server, failure: Failure, detail: str, status: int | None) -> None:
         """Counts a failure and lets the fleet know."""
-        self._metrics.inc(
-            "baton_proxy_upstream_failures", leg=server.kind.value, reason=failure.value
-        )
-        logger.warning("%s leg: %s: %s", server.kind.value, failure.value, message)
+        leg, message = server.kind.value, f"{server}: {detail}"
+        self.metrics.inc("baton_proxy_upstream_failures", leg=leg, reason=failure.value)
+        logger.warning("%s leg: %s: %s", leg, failure.value, message)
         if failure in (Failure.UNREACHABLE, Failure.LOST, Failure.DIED):
-            self._fleet.unreachable(server, message)
-        elif retry.trips_breaker(failure, answer.status if answer else None):
-            self._fleet.failed(server)
+            self.fleet.unreachable(server, message)
+        elif trips_breaker(failure, status):
+            self.fleet.failed(server)
 
-    def succeeded(self, server: Server) -> None:
-        self._fleet.succeeded(server)
+    def give_back(self, url: str, headers: Headers, params: object, after_s: float = 0.0) -> None:
+        """Tells a prefill server that nobody will come for its KV, which its lease frees anyway, by
+        a task of its own: neither the client nor its absence delays it."""
+        body = msgspec.json.encode({"kv_transfer_params": params})
+        task = asyncio.create_task(self._give_back(url, headers, body, after_s))
+        self._giving_back.add(task)
+        task.add_done_callback(self._giving_back.discard)
 
+    async def _give_back(self, url: str, headers: Headers, body: bytes, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        try:
+            async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):
+                response = await self._upstream.send(
+                    url, "POST", RELEASE_PATH, headers=headers, body=body
+                )
+                await response.read()
+        except (UpstreamError, TimeoutError) as error:
+            logger.info("KV was not given back to %s: %r", url, error)
 
-async def read(response: Response) -> Answer:
-    """The whole response. Raises UpstreamError when it breaks off."""
-    return Answer(response.status, response.headers, await response.read())
-
-
-def _failure_of_answer(answer: Answer | Response) -> Failure | None:
-    code = error_code(answer.body) if isinstance(answer, Answer) and answer.status == 503 else ""
-    return retry.failure_of_status(answer.status, code)
-
-
-def failure_of(error: UpstreamError) -> Failure:
-    match error:
-        case Unreachable():
-            return Failure.UNREACHABLE
-        case TimedOut():
-            return Failure.TIMEOUT
-        case Exhausted():
-            return Failure.BUSY  # not begun, and the server is well
-        case _:
-            return Failure.LOST
+    async def close(self) -> None:
+        """Waits for what is still being given back, for `CLOSE_TIMEOUT_S` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await asyncio.gather(*self._giving_back, return_exceptions=True)

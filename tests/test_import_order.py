@@ -61,7 +61,6 @@ WIDE = {
     "decode_server.connector": 20,
     "kvcache.transfer.worker.job_maker": 17,
     "kvcache.transfer.worker.worker": 24,
-    "proxy.app": 18,
 }
 
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from proxy.app import ProxyApp
+from proxy.pd_request import PDRequest
 from tests.proxy.fakes import Call, Fake, Rig, decodes, prefills, until
 
 
@@ -206,7 +207,7 @@ async def test_a_bug_is_answered_and_logged(
         raise ZeroDivisionError("boom")
 
     async with Rig() as rig:
-        monkeypatch.setattr(rig.app._flow, "run", broken)
+        monkeypatch.setattr(PDRequest, "run", broken)
         response = await rig.complete()
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"
@@ -234,6 +235,7 @@ async def test_every_line_about_a_request_carries_its_id(
         logger.setLevel("INFO")
         try:
             await rig.complete(headers={"X-Request-Id": "mine"})
+            await until(lambda: len(ids) > 1)
         finally:
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.retry import Kind
+from proxy.membership import Kind
 from tests.proxy.fakes import KV_PARAMS, Call, Fake, Rig, decodes, until
 
 TOO_LONG = {"error": {"code": "context_length_exceeded", "message": "too long"}}

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.health import HealthPolicy
-from proxy.membership import Server
-from proxy.retry import Kind
+from proxy.membership import Kind, Server
 from tests.proxy.fakes import (
     KV_PARAMS,
     Call,

@@ -125,7 +125,7 @@ class Endpoint:
             else:
                 await _read(response, timeline)
         except UpstreamError as error:
-            timeline.error = error.reason
+            timeline.error = error.failure.value
         except msgspec.DecodeError:
             timeline.error = "malformed event"
         timeline.ended_at = time.perf_counter()

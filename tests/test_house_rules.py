@@ -26,8 +26,8 @@ MAX_LINES = {
     "model": 3339,
     "prefill_server": 364,
     "protocol": 6130,
-    "proxy": 2319,
-    "tests": 41334,
+    "proxy": 1991,
+    "tests": 41294,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from decode_server.failure import FailurePolicy
 from decode_server.refusals import RefusalAlarm
-from engine.http.hooks import ServerHooks
+from engine.http.api import ServerHooks
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.kv_params import FirstTokenBits, KVTransferParams

@@ -21,11 +21,10 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
-from engine.http.api import Api
+from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
-from engine.http.hooks import KV_PARAMS_BYTES, ServerHooks
 from engine.prepare import StartFailure, prepare, read_for_answers
 from engine.process.client import Engine, EngineClient
 from engine.process.launch import EngineProcesses
@@ -179,7 +178,7 @@ class _Server:
         self,
         listener: socket.socket,
         client: Engine,
-        app: FastAPI,
+        app: Starlette,
         side_channel_port: int | None,
     ) -> int:
         server = _HttpServer(

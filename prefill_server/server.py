@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine.http.hooks import KV_PARAMS_BYTES, LOGPROB_BYTES, ServerHooks, nothing
+from engine.http.api import KV_PARAMS_BYTES, LOGPROB_BYTES, ServerHooks, nothing
 from prefill_server.transfers import Transfers
 from protocol import kv_params
 from protocol.errors import InvalidRequest, Overloaded

@@ -1,50 +1,133 @@
-"""What all calls of one server's HTTP application share."""
+"""What all calls of one HTTP application share, and what each kind of server adds to it."""
 
-from engine.http.hooks import ServerHooks
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
 from engine.http.text_encoder import TextEncoder
 from engine.process.client import Engine
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import NoServerAvailable
-from protocol.messages import EngineReady
+from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.metrics import Metrics
-from protocol.openai.sampling import GenerationConfig
+from protocol.openai.chat import parse_chat
+from protocol.openai.completions import parse_completion
+from protocol.openai.responses import ChatWriter, CompletionWriter, ResponseWriter
+from protocol.openai.responses_request import ResponsesChat, parse_responses
+from protocol.openai.responses_writer import ResponsesWriter
+from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
 
+# kv_transfer_params, which a proxy adds to a request, do not count as the client's. They carry a
+# prompt's logprobs where those are wanted: 20 bytes each, 20 of them at every token.
+LOGPROB_BYTES = 20
+KV_PARAMS_BYTES = 2**26
 
+
+class Endpoint(NamedTuple):
+    """What differs between the endpoints that generate."""
+
+    name: str
+    parse: Callable[[dict[str, Any]], GenerationRequest]
+    writer: type[ResponseWriter]
+
+    def new_writer(self, parsed: GenerationRequest, fingerprint: str | None) -> ResponseWriter:
+        """Writes the answer to one request."""
+        response_id, created = secrets.token_hex(16), int(time.time())
+        if isinstance(parsed, ResponsesChat):
+            return ResponsesWriter(response_id, created, parsed.model, asked=parsed.asked)
+        return self.writer(
+            response_id,
+            created,
+            parsed.model,
+            fingerprint=fingerprint,
+            include_usage=parsed.include_usage,
+            continuous_usage=parsed.continuous_usage,
+            return_token_ids=parsed.return_token_ids,
+        )
+
+
+ENDPOINTS: Final = {
+    "/v1/completions": Endpoint("completions", parse_completion, CompletionWriter),
+    "/v1/chat/completions": Endpoint("chat", parse_chat, ChatWriter),
+    "/v1/responses": Endpoint("responses", parse_responses, ResponsesWriter),
+}
+
+
+class ServerHooks:
+    """What a prefill or a decode server adds to the HTTP API; by itself, nothing."""
+
+    role: str = "both"
+
+    def prepare(
+        self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
+    ) -> list[AddRequest]:
+        """The engine's requests, one per prompt, with what `kv_transfer_params` asks for.
+
+        Raises:
+            KVParamsRejected: the request's kv_transfer_params cannot be honoured.
+        """
+        return adds
+
+    def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
+        """The text digest and the token ids of the one prompt, where a holder of the cluster
+        secret tells them; see text_encoder.text_digest."""
+        return None
+
+    def admit(
+        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
+    ) -> Callable[[], None]:
+        """Takes a request on, or not; the result is called once, when the request has ended.
+
+        Raises:
+            Overloaded: there is no room for these prompts together.
+        """
+        return nothing
+
+    def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
+        """What to tell the engine when a request with these params was refused, or when nobody
+        will come for the KV that they stand for."""
+        return ()
+
+    def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
+        """Top-level members of the response, from the last delta of each prompt, in order."""
+        return {}
+
+
+def nothing() -> None:
+    """What an admitted request's end asks for, unless a server says otherwise."""
+
+
+@dataclass
 class Api:
     """Everything a call needs, made once per application.
 
     Args:
         fingerprint: the `system_fingerprint` of answers.
-        config: what requests get where they do not say.
+        generation_config: the defaults for fields that a request leaves out.
     """
 
-    def __init__(
-        self,
-        client: Engine,
-        tokenizer: Tokenizer,
-        settings: EngineSettings,
-        hooks: ServerHooks,
-        fingerprint: str | None = None,
-        config: GenerationConfig | None = None,
-    ) -> None:
-        self.client = client
-        self.tokenizer = tokenizer
-        self.settings = settings
-        self.hooks = hooks
-        self.fingerprint = fingerprint
-        self.generation_config = config or GenerationConfig()
+    client: Engine
+    tokenizer: Tokenizer
+    settings: EngineSettings
+    hooks: ServerHooks
+    fingerprint: str | None = None
+    generation_config: GenerationConfig = field(default_factory=GenerationConfig)
+
+    def __post_init__(self) -> None:
         self.metrics = Metrics("server")
-        self.texts = TextEncoder(tokenizer)
-        self.grammars = GrammarChecker(tokenizer, settings.grammar_timeout_s)
+        self.texts = TextEncoder(self.tokenizer)
+        self.grammars = GrammarChecker(self.tokenizer, self.settings.grammar_timeout_s)
 
     @property
     def model_names(self) -> list[str]:
         return [self.settings.served_model_name or self.settings.model]
 
     def require_ready(self) -> EngineReady:
-        """What the engine said of itself. Raises ServiceError before it did, or when it died."""
+        """What the engine said of itself. Raises BatonError before it did, or when it died."""
         if self.client.ready is None and self.client.healthy:
             raise NoServerAvailable("The engine is still starting; try again soon.")
         self.client.check_alive()

@@ -1,7 +1,7 @@
 """A server's HTTP application. It runs in a process without torch and talks to the engine.
 
 POST /v1/completions, /v1/chat/completions, /v1/responses     engine/http/generate.py
-POST /tokenize, /detokenize                    engine/http/routes.py, like all below
+POST /tokenize, /detokenize
 POST /release_kv                               nobody will use the KV of these kv_transfer_params
 GET  /v1/models, /v1/models/{name}
 GET  /openapi.json, /docs                      protocol/openai/openapi.py
@@ -10,36 +10,170 @@ GET  /ready      the engine can serve; says what it is
 GET  /metrics    Prometheus
 """
 
+import time
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
-from fastapi import FastAPI
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-from engine.http.api import Api
-from engine.http.endpoints import ENDPOINTS
+from engine.http.api import ENDPOINTS, Api
 from engine.http.generate import respond
-from engine.http.middleware import RequestIdMiddleware, add_error_handlers
+from engine.http.limits import check_model, check_token_ids, fill_in_model
+from engine.http.middleware import (
+    ERROR_HANDLERS,
+    RequestIdMiddleware,
+    error_response,
+    read_json,
+    refusal_of,
+)
 from engine.http.request_stats import expose_from_start
-from engine.http.routes import add_routes
+from engine.http.text_encoder import LONG_CHARS
+from protocol.errors import ModelNotFound
 from protocol.http.cors import cors_options
+from protocol.metrics import CONTENT_TYPE
+from protocol.openai import openapi
+from protocol.openai.prefill_leg import RELEASE_PATH
+from protocol.openai.responses import model_card, model_list
+from protocol.openai.tokenize import as_request, parse_detokenize, parse_tokenize
+from protocol.short_repr import short_repr
 
 
-def create_app(api: Api) -> FastAPI:
+def create_app(api: Api) -> Starlette:
     """The application of one server.
 
     Starting and closing `api.client` and `api.grammars` is the caller's part, on the loop that
     serves the application.
     """
     expose_from_start(api.metrics, (endpoint.name for endpoint in ENDPOINTS.values()))
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     generating = {
         path: partial(respond, api=api, endpoint=endpoint) for path, endpoint in ENDPOINTS.items()
     }
-    app.add_middleware(RequestIdMiddleware, direct=generating)
-    add_error_handlers(app)
-    for path, answer in generating.items():
-        app.router.add_route(path, answer, methods=["POST"])
-    add_routes(app, api)
+    pages = _Pages(api)
+    posted: dict[str, Callable[..., Any]] = {
+        **generating,
+        "/tokenize": partial(pages.on_text, work=pages.tokenize),
+        "/detokenize": partial(pages.on_text, work=pages.detokenize),
+        RELEASE_PATH: pages.release_kv,
+    }
+    read = {
+        "/v1/models": pages.models,
+        "/v1/models/{name:path}": pages.model,
+        "/health": pages.health,
+        "/ready": pages.ready,
+        "/metrics": pages.metrics,
+        "/openapi.json": pages.openapi_json,
+        "/docs": pages.docs,
+    }
+    routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
+    routes += [Route(path, answer, methods=["GET"]) for path, answer in read.items()]  # and HEAD
+    middleware = [Middleware(RequestIdMiddleware, direct=generating)]
     if api.settings.cors_origin:
-        app.add_middleware(CORSMiddleware, **cors_options(api.settings.cors_origin))
-    return app
+        cors = Middleware(CORSMiddleware, **cors_options(api.settings.cors_origin))
+        middleware.insert(0, cors)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=ERROR_HANDLERS)
+
+
+class _Pages:
+    """All answers but those that generate."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._client = api.client
+        self._created = int(time.time())
+        self._document = openapi.document()
+        self._page = openapi.page(self._document)
+
+    @property
+    def _max_model_len(self) -> int | None:
+        return self._client.ready.max_model_len if self._client.ready else None
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse(model_list(self._api.model_names, self._created, self._max_model_len))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._api.model_names:
+            names = " or ".join(map(short_repr, self._api.model_names))
+            told = f"The model in the path is {short_repr(name, 200)}; this server has {names}."
+            return error_response(ModelNotFound(told))
+        return JSONResponse(model_card(name, self._created, self._max_model_len))
+
+    async def health(self, request: Request) -> Response:
+        if not self._client.healthy:
+            return JSONResponse({"status": "dead", "reason": self._client.failure}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        engine = self._client.ready
+        common = {"role": self._api.hooks.role, "model": self._api.model_names[0]}
+        if engine is None or not self._client.healthy:
+            reason = self._client.failure or "the engine is starting"
+            return JSONResponse({"ready": False, "reason": reason, **common}, 503)
+        sizes = {
+            "num_blocks": engine.num_blocks,
+            "block_size": engine.block_size,
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": self._api.settings.max_num_seqs,
+        }
+        return JSONResponse({"ready": True, **common, **sizes})
+
+    async def metrics(self, request: Request) -> Response:
+        self._api.metrics.update_engine(self._client.stats)
+        return Response(self._api.metrics.expose(), headers={"content-type": CONTENT_TYPE})
+
+    async def openapi_json(self, request: Request) -> Response:
+        return JSONResponse(self._document)
+
+    async def docs(self, request: Request) -> Response:
+        return Response(self._page, media_type="text/html; charset=utf-8")
+
+    async def release_kv(self, request: Request) -> Response:
+        members, _ = await read_json(request, self._api.settings.max_body_bytes)
+        messages = self._api.hooks.refused(members.get("kv_transfer_params"))
+        for message in messages:
+            self._client.tell(message)
+        return JSONResponse({"released": len(messages)})
+
+    async def on_text(
+        self, request: Request, work: Callable[[dict[str, Any], int], Awaitable[bytes]]
+    ) -> Response:
+        try:
+            members, num_bytes = await read_json(request, self._api.settings.max_body_bytes)
+            fill_in_model(members, self._api.model_names)
+            return Response(await work(members, num_bytes), media_type="application/json")
+        except RecursionError as raised:
+            raise refusal_of(raised) from None
+
+    async def tokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
+        api = self._api
+        parsed = await api.texts.run(num_bytes, lambda: parse_tokenize(members))
+        check_model(parsed.model, api.model_names)
+        length = api.require_ready().max_model_len
+        request = as_request(parsed)  # whose sender may want to know by how much it is too long
+        (ids,) = await api.texts.tokenize(request, num_bytes, length, sure_to=LONG_CHARS)
+
+        def answer() -> bytes:
+            pieces = api.tokenizer.pieces(ids) if parsed.return_token_strs else None
+            told = {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": pieces}
+            return msgspec.json.encode(told)
+
+        return await api.texts.run(len(ids), answer)
+
+    async def detokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
+        api = self._api
+
+        def answer() -> bytes:
+            parsed = parse_detokenize(members)
+            check_model(parsed.model, api.model_names)
+            if parsed.tokens:
+                check_token_ids(parsed.tokens, api.require_ready().vocab_size, "tokens")
+            return msgspec.json.encode({"prompt": api.tokenizer.decode_all(parsed.tokens)})
+
+        return await api.texts.run(num_bytes, answer)

@@ -11,13 +11,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.http.api import ServerHooks
 from engine.http.choice import ChoiceGroup, ChoiceStream
-from engine.http.hooks import ServerHooks
-from engine.http.middleware import (
-    CLIENT_GONE,
-    cancelled_on_disconnect,
-    error_response,
-)
+from engine.http.middleware import cancelled_on_disconnect
 from engine.http.request_stats import RequestStats
 from engine.process.client import Subscription
 from protocol.errors import BatonError, InternalError, from_code
@@ -47,7 +43,7 @@ class PromptGeneration:
         num_best: int,
         stats: RequestStats,
     ) -> None:
-        self._subscription = subscription
+        self.subscription = subscription
         self._groups = groups
         self._num_best = num_best
         self._stats = stats
@@ -80,7 +76,7 @@ class PromptGeneration:
             BatonError: a sequence failed; the call cannot go on.
         """
         while True:
-            fed = [self._feed(delta) for delta in await self._subscription.next_batch()]
+            fed = [self._feed(delta) for delta in await self.subscription.next_batch()]
             pieces = [piece for piece in fed if piece is not None]
             if pieces or self.done:
                 return pieces
@@ -97,14 +93,6 @@ class PromptGeneration:
         for index, piece in enumerate(pieces):
             piece.index = index
         return pieces
-
-    def answered(self) -> None:
-        """The answer is out, and says where retained KV is."""
-        self._subscription.answered()
-
-    def close(self) -> None:
-        """Aborts whatever still runs, and KV kept for an answer that never came. Idempotent."""
-        self._subscription.close()
 
     def _feed(self, delta: TokenDelta) -> ChoicePiece | None:
         if delta.error is not None:
@@ -123,7 +111,7 @@ class PromptGeneration:
             self._num_open -= 1
         elif choice.needs_abort and not was_found:
             several = len(group.choices) > 1
-            self._subscription.abort(delta.request_id, delta.choice if several else None)
+            self.subscription.abort(delta.request_id, delta.choice if several else None)
         return piece
 
 
@@ -144,32 +132,27 @@ class HttpRequestState:
         self.generation = generation
         self.stats = stats
         self._sends_empty = parsed.return_token_ids or parsed.wants_logprobs
-        self._tells_usage = parsed.continuous_usage
         self._num_told = 0  # tokens of a stream so far
 
     async def respond(self, receive: Receive) -> Response:
-        """The response; a stream, or one that hands KV over, closes the generation itself."""
+        """The response; a stream, or one that hands KV over, ends the generation itself.
+
+        Raises:
+            BatonError: it failed before there is an answer.
+            ClientDisconnected: the client has gone.
+        """
         response: Response | None = None
         try:
             async with cancelled_on_disconnect(receive):
                 pieces = await self.generation.next_pieces()
-                if not self._parsed.stream:
+                if self._parsed.stream:
+                    response = EventStream(self, pieces)
+                else:
                     response = await self._whole(pieces)
-                    return response
-            response = EventStream(self, pieces)
             return response
-        except ClientDisconnected as gone:
-            self.stats.close(gone)
-            return Response(status_code=CLIENT_GONE)
-        except BatonError as error:
-            self.stats.close(error)
-            return error_response(error)
-        except BaseException as error:
-            self.stats.close(error)
-            raise
         finally:
             if not isinstance(response, EventStream | KVHandoffResponse):
-                self.generation.close()
+                self.generation.subscription.close()
 
     async def _whole(self, pieces: list[ChoicePiece]) -> Response:
         merged: dict[int, ChoicePiece] = {}
@@ -187,7 +170,7 @@ class HttpRequestState:
         body = self._writer.full(choices, usage, extra)
         headers = {"x-baton-kv": kv_header(usage)}
         if extra:
-            return KVHandoffResponse(self.generation, body, headers)
+            return KVHandoffResponse(self.generation.subscription, body, headers)
         return Response(body, media_type="application/json", headers=headers)
 
     def events(self, pieces: list[ChoicePiece]) -> bytes:
@@ -205,7 +188,7 @@ class HttpRequestState:
 
     def _usage_so_far(self) -> Usage | None:
         """Up to the piece at hand, where a client wants it: others may have arrived with it."""
-        if not self._tells_usage:
+        if not self._parsed.continuous_usage:
             return None
         return msgspec.structs.replace(self.generation.usage, completion_tokens=self._num_told)
 
@@ -227,23 +210,20 @@ class KVHandoffResponse(Response):
 
     media_type = "application/json"
 
-    def __init__(
-        self, generation: PromptGeneration, body: bytes, headers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, subscription: Subscription, body: bytes, headers: Mapping[str, str]) -> None:
         super().__init__(body, headers=headers)
-        self._generation = generation
+        self._subscription = subscription
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code}
         try:
-            await send({**start, "headers": self.raw_headers})
+            await _send_head(send, self)
             await _send_body(send, bytes(self.body), more=True)
             await _send_body(send, b"", more=True)  # waits until most of it is out
             if not is_closing(scope):
-                self._generation.answered()
+                self._subscription.answered()
             await _send_body(send, b"", more=False)
         finally:
-            self._generation.close()
+            self._subscription.close()
 
 
 class EventStream(Response):
@@ -260,13 +240,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with cancelled_on_disconnect(receive):
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": self.status_code,
-                        "headers": self.raw_headers,
-                    }
-                )
+                await _send_head(send, self)
                 await self._send_events(send)
         except ClientDisconnected as gone:
             self._call.stats.close(gone)
@@ -274,7 +248,7 @@ class EventStream(Response):
             self._call.stats.close(error)
             raise
         finally:
-            self._call.generation.close()
+            self._call.generation.subscription.close()
 
     async def _send_events(self, send: Send) -> None:
         generation, pieces = self._call.generation, self._pieces
@@ -292,6 +266,11 @@ class EventStream(Response):
             failure = InternalError("The server failed while it was answering.")
         self._call.stats.close(failure)
         await _send_body(send, sse.error_event(failure), more=False)
+
+
+async def _send_head(send: Send, response: Response) -> None:
+    start = {"type": "http.response.start", "status": response.status_code}
+    await send({**start, "headers": response.raw_headers})
 
 
 async def _send_body(send: Send, data: bytes, *, more: bool) -> None:

@@ -1,17 +1,127 @@
-"""One choice's answer: deltas of token ids in, pieces of text out. Pure, no I/O."""
+"""The prompts and choices of one call: deltas of token ids in; text, log-probabilities and tool
+calls out. Pure, no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from engine.http.prompt import Namer, Prompt
 from engine.http.text_encoder import given_texts
-from engine.http.tools import new_tool_parser
 from engine.text.detokenizer import StopFinder, create_detokenizer
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_parser import ToolParser
+from engine.text.tool_parser import ToolParser, create_tool_parser
+from protocol.errors import InternalError
 from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
+from protocol.openai.chat import ChatRequest
+from protocol.openai.logprobs import TokenReport, TokenText
 from protocol.openai.responses import ChoicePiece
 from protocol.openai.sampling import GenerationRequest
+
+_LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+_HEAD_CHARS = 4  # of a text, by which its beginning is found behind what was put before it
+
+
+class Prompt:
+    """What the choices of one prompt share: its echo, and how its tokens are shown.
+
+    Args:
+        given: the text that the client sent, or None where it sent token ids.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, ids: Sequence[int], given: str | None, tokens: Tokenizer
+    ) -> None:
+        self.ids = ids
+        self.tokenizer = tokens
+        self._request = request
+        self._given = given
+        self._found: list[TokenLogprobs | None] = []
+
+    def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
+        """The next of the prompt's tokens, in order."""
+        self._found += found
+
+    def report(
+        self, token_id: int, found: TokenLogprobs | None, num_top: int, offset: int
+    ) -> TokenReport:
+        """One token of prompt or answer; of the likeliest ones `num_top` at most."""
+        token = self._text(token_id)
+        if found is None:
+            return TokenReport(token, None, offset=offset)
+        top = []
+        owners = {token.text: token_id}
+        pairs = zip(found.top_ids[:num_top], found.top_logprobs[:num_top], strict=True)
+        for top_id, logprob in pairs:
+            shown = self._text(top_id)
+            if owners.setdefault(shown.text, top_id) != top_id:  # two tokens of the same text
+                shown = TokenText(f"token_id:{top_id}", shown.raw)
+            top.append((shown, _finite(logprob)))
+        return TokenReport(token, _finite(found.logprob), top, offset)
+
+    def _text(self, token_id: int) -> TokenText:
+        plain = self.tokenizer.token_text(token_id)
+        as_id = self._request.return_tokens_as_token_ids
+        return TokenText(f"token_id:{token_id}", plain.raw) if as_id else plain
+
+    def echo(self) -> tuple[str, list[TokenReport] | None]:
+        """The prompt's text, and its tokens where log-probabilities are wanted."""
+        text, offsets = self._text_and_offsets()
+        num_top = self._request.num_logprobs
+        if num_top is None:
+            return text, None
+        entries = zip(self.ids, self._complete(), offsets, strict=True)
+        return text, [self.report(i, found, num_top, at) for i, found, at in entries]
+
+    def logprobs(self) -> list[Any] | None:
+        """`prompt_logprobs` as vLLM has it: per token an object by token id, null for the first."""
+        num_top = self._request.prompt_logprobs
+        if num_top is None or self._request.is_prefill:
+            return None
+        found = zip(self.ids, self._complete(), strict=True)
+        return [one and self._by_id(token_id, one, num_top) for token_id, one in found]
+
+    def _by_id(self, token_id: int, found: TokenLogprobs, num_top: int) -> dict[str, Any]:
+        entries = list(zip(found.top_ids, found.top_logprobs, strict=True))[:num_top]
+        ranks = {top_id: rank for rank, (top_id, _) in enumerate(entries, 1)}
+        everything = {token_id: found.logprob, **dict(entries)}
+        return {
+            str(key): {
+                "logprob": _finite(logprob),
+                "rank": ranks.get(key),
+                "decoded_token": self._text(key).text,
+            }
+            for key, logprob in everything.items()
+        }
+
+    def _complete(self) -> list[TokenLogprobs | None]:
+        if len(self._found) != len(self.ids):
+            raise InternalError(
+                f"The engine scored {len(self._found)} of the prompt's {len(self.ids)} tokens."
+            )
+        return self._found
+
+    def _text_and_offsets(self) -> tuple[str, list[int]]:
+        """The text to echo, and where in it each token begins.
+
+        A text is echoed as it came; what the tokenizer put before it (a BOS) takes no room there.
+        """
+        skips = self._given is None and self._request.skip_special_tokens
+        detokenizer = create_detokenizer(self.tokenizer, skip_special_tokens=skips)
+        offsets, text = [], ""
+        for token_id in self.ids:
+            offsets.append(len(text))
+            text += detokenizer.push(token_id)
+        text += detokenizer.flush()
+        if self._given is None:
+            return text, offsets
+        size = len(self._given)
+        surplus = len(text) - size
+        if not text.endswith(self._given):  # it names special tokens: their spaces are lost
+            surplus = max(text.find(self._given[:_HEAD_CHARS]), 0)
+        return self._given, [min(max(at - surplus, 0), size) for at in offsets]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)
 
 
 class ChoiceStream:
@@ -19,8 +129,7 @@ class ChoiceStream:
 
     Args:
         index: of the choice in the answer.
-        max_tokens: after which the engine ends the sequence by itself.
-        end_ids: token ids that end the sequence; they have no text.
+        add: the engine's request that the choice is drawn for.
         tool_parser: reads the tool calls out of the text, where there can be some.
     """
 
@@ -29,12 +138,8 @@ class ChoiceStream:
         index: int,
         request: GenerationRequest,
         prompt: Prompt,
-        tokenizer: Tokenizer,
-        namer: Namer,
-        *,
-        max_tokens: int,
-        end_ids: Sequence[int] = (),
-        tool_parser: ToolParser | None = None,
+        add: AddRequest,
+        tool_parser: ToolParser | None,
     ) -> None:
         self.index = index
         self.num_tokens = 0  # generated, up to and including what completed a stop string
@@ -44,14 +149,14 @@ class ChoiceStream:
         self._sum_logprobs = 0.0
         self._request = request
         self._prompt = prompt
-        self._namer = namer
-        self._max_tokens = max_tokens
+        self._max_tokens = add.max_tokens
         # The text of what ended the sequence, where it is wanted, is what the tokenizer says.
-        self._end_ids = frozenset(() if request.include_stop_str_in_output else end_ids)
+        keeps_stop = request.include_stop_str_in_output
+        self._end_ids = frozenset(() if keeps_stop else add.stop_token_ids)
         self._detokenizer = create_detokenizer(
-            tokenizer, prompt.ids, skip_special_tokens=request.skip_special_tokens
+            prompt.tokenizer, prompt.ids, skip_special_tokens=request.skip_special_tokens
         )
-        self._stops = StopFinder(request.stop, keeps_stop=request.include_stop_str_in_output)
+        self._stops = StopFinder(request.stop, keeps_stop=keeps_stop)
         self._offset = 0  # characters of the answer so far, held ones included
         self._first = True
         self._tool_parser = tool_parser
@@ -99,8 +204,7 @@ class ChoiceStream:
             if self._request.return_token_ids:
                 piece.prompt_token_ids = list(self._prompt.ids)
             if self._request.wants_echo:
-                piece.text, reports = self._prompt.echo()
-                piece.logprobs = reports
+                piece.text, piece.logprobs = self._prompt.echo()
                 self._offset = len(piece.text)
         return piece
 
@@ -113,7 +217,8 @@ class ChoiceStream:
             self._sum_logprobs += logprobs.logprob
             if piece.logprobs is not None:
                 num_top = self._request.num_logprobs or 0
-                piece.logprobs.append(self._namer.report(token_id, logprobs, num_top, self._offset))
+                report = self._prompt.report(token_id, logprobs, num_top, self._offset)
+                piece.logprobs.append(report)
         self._offset += len(text)
         if self.num_tokens <= self._request.min_tokens:
             piece.text += text  # no stop string begins or ends in it
@@ -137,11 +242,11 @@ class ChoiceStream:
 def _take_calls_out(piece: ChoicePiece, parser: ToolParser) -> None:
     """Moves the calls in a piece's text to its `tool_calls`."""
     parsed = parser.feed(piece.text)
-    piece.text, piece.tool_calls = parsed.content, parser.wanted(parsed.calls)
+    piece.text, piece.tool_calls = parsed.content, parsed.calls
     if piece.finish_reason is not None:
         rest = parser.finish()
         piece.text += rest.content
-        piece.tool_calls += parser.wanted(rest.calls)
+        piece.tool_calls += rest.calls
         if piece.finish_reason == "stop" and parser.num_calls:
             piece.finish_reason = "tool_calls"
 
@@ -161,22 +266,17 @@ def choice_groups(
     tool_call_parser: str,
 ) -> dict[str, ChoiceGroup]:
     """The choices of each prompt of a request, by the id of what the engine was asked."""
-    namer = Namer(tokenizer, as_ids=parsed.return_tokens_as_token_ids)
+
+    def tool_parser() -> ToolParser | None:
+        if not isinstance(parsed, ChatRequest):
+            return None
+        return create_tool_parser(parsed.toolset, tool_call_parser, tokenizer.chat_template)
+
     groups: dict[str, ChoiceGroup] = {}
     for number, (add, given) in enumerate(zip(adds, given_texts(parsed), strict=True)):
-        prompt = Prompt(parsed, add.token_ids, given, tokenizer, namer)
-        choices = [
-            ChoiceStream(
-                number * add.num_choices + choice,
-                parsed,
-                prompt,
-                tokenizer,
-                namer,
-                max_tokens=add.max_tokens,
-                end_ids=add.stop_token_ids,
-                tool_parser=new_tool_parser(parsed, tool_call_parser, tokenizer),
-            )
-            for choice in range(add.num_choices)
-        ]
+        prompt = Prompt(parsed, add.token_ids, given, tokenizer)
+        first = number * add.num_choices
+        indices = range(first, first + add.num_choices)
+        choices = [ChoiceStream(at, parsed, prompt, add, tool_parser()) for at in indices]
         groups[add.request_id] = ChoiceGroup(prompt, choices)
     return groups

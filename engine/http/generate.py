@@ -1,30 +1,46 @@
 """One call of an endpoint that generates: from the body to the last byte.
 
-    body -> parse -> tokenize -> AddRequests (with the server's hooks) -> PromptGeneration
-         -> response
-
-engine_requests.py has what comes before an AddRequest is accepted, call.py what comes after.
+body -> parse -> tokenize -> AddRequests (with the server's hooks) -> PromptGeneration
+     -> response (call.py)
 """
 
 import asyncio
+import secrets
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
-from engine.http.api import Api
+from engine.http.api import Api, Endpoint
 from engine.http.call import HttpRequestState, PromptGeneration
 from engine.http.choice import choice_groups
-from engine.http.endpoints import Endpoint
-from engine.http.engine_requests import engine_requests
-from engine.http.limits import fill_in_model
-from engine.http.middleware import CLIENT_GONE, error_response, read_body, refusal_of
+from engine.http.limits import (
+    check_against_server,
+    check_model,
+    check_size,
+    check_token_ids,
+    fill_in_model,
+    guided_decodings,
+    prompt_param,
+    token_limit,
+)
+from engine.http.middleware import (
+    CLIENT_GONE,
+    cancelled_on_disconnect,
+    error_response,
+    read_json,
+    refusal_of,
+)
 from engine.http.request_stats import RequestStats
+from engine.http.text_encoder import text_digest
 from protocol.errors import BatonError
 from protocol.http.body import ClientDisconnected
 from protocol.kv_params import sender_releases
-from protocol.openai.prefill_leg import decode_context
-from protocol.openai.requests import parse_json_object
+from protocol.messages import AddRequest, EngineReady
+from protocol.openai.prefill_leg import client_request, decode_context
+from protocol.openai.sampling import GenerationRequest
+from protocol.process.logging import current_request_id
 
 # Larger bodies are checked off the event loop: one of many small messages takes half a second for
 # a megabyte.
@@ -35,14 +51,15 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
     """Answers one HTTP request; never raises a BatonError."""
     stats = RequestStats(api.metrics, endpoint.name)
     members: dict[str, Any] = {}
+    call: HttpRequestState | None = None
     try:
-        raw = await read_body(request, api.settings.max_body_bytes)
-        members = parse_json_object(raw)
-        call = await _start(request, api, endpoint, members, len(raw), stats)
+        members, num_bytes = await read_json(request, api.settings.max_body_bytes)
+        call = await _start(request, api, endpoint, members, num_bytes, stats)
+        return await call.respond(request.receive)
     except (BatonError, RecursionError) as raised:
         error = refusal_of(raised)
         offered = members.get("kv_transfer_params")
-        if not sender_releases(offered):
+        if call is None and not sender_releases(offered):
             for message in api.hooks.refused(offered):
                 api.client.tell(message)
         stats.close(error)
@@ -53,7 +70,6 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
     except BaseException as error:
         stats.close(error)
         raise
-    return await call.respond(request.receive)
 
 
 async def _start(
@@ -66,13 +82,16 @@ async def _start(
 ) -> HttpRequestState:
     """Takes a request on."""
     fill_in_model(members, api.model_names)
-    if num_bytes > INLINE_BODY_BYTES:
-        read = asyncio.to_thread(endpoint.read, members, api.generation_config)
-        parsed, behind = await read
-    else:
-        parsed, behind = endpoint.read(members, api.generation_config)
+
+    def parse() -> tuple[GenerationRequest, GenerationRequest | None]:
+        asked = client_request(members)
+        parsed = endpoint.parse(members).with_defaults(api.generation_config)
+        return parsed, None if asked is None else endpoint.parse(asked)
+
+    is_long = num_bytes > INLINE_BODY_BYTES
+    parsed, behind = await asyncio.to_thread(parse) if is_long else parse()
     context = decode_context(members)
-    adds = await engine_requests(api, parsed, behind, context, request.receive)
+    adds = await _engine_requests(api, parsed, behind, context, num_bytes, request.receive)
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
     stats.on_end(api.hooks.admit(adds, api.require_ready(), parsed.kv_transfer_params))
     subscription = api.client.submit(adds)
@@ -85,3 +104,76 @@ async def _start(
         subscription.close()
         raise
     return HttpRequestState(api.hooks, parsed, writer, generation, stats)
+
+
+async def _engine_requests(
+    api: Api,
+    parsed: GenerationRequest,
+    behind: GenerationRequest | None,
+    context: int | None,
+    num_bytes: int,
+    receive: Receive,
+) -> list[AddRequest]:
+    """One for each prompt.
+
+    Args:
+        behind: the client's own request, where `parsed` is its prefill leg: the decode server
+            must not refuse after the prefill.
+        context: of the decode server that `behind` is for.
+        num_bytes: of the body.
+
+    Raises:
+        BatonError: this server cannot do what is asked; says why.
+        ClientDisconnected: the client went away while its grammar was tried.
+    """
+    check_model(parsed.model, api.model_names)
+    ready = api.require_ready()
+    check_against_server(parsed, ready.vocab_size, api.settings.max_num_seqs)
+    if all_guided := guided_decodings(parsed):
+        async with cancelled_on_disconnect(receive):
+            await api.grammars.check(all_guided)
+    prompts = _handed_over(api, parsed)
+    if prompts is None:
+        prompts = await api.texts.tokenize(parsed, num_bytes, ready.max_model_len)
+    for ids in prompts:
+        check_token_ids(ids, ready.vocab_size, prompt_param(parsed))
+    asked, room = parsed, ready.max_model_len
+    if behind is not None and context is not None:
+        asked, room = behind, context
+    default = api.generation_config.max_new_tokens
+    lengths = [len(ids) + token_limit(asked, len(ids), room, default) for ids in prompts]
+    check_size(parsed, lengths, room, api.settings.max_num_seqs)
+    return api.hooks.prepare(parsed, _adds(api, parsed, prompts, ready), ready)
+
+
+def _handed_over(api: Api, parsed: GenerationRequest) -> list[list[int]] | None:
+    """The ids that a prefill server made of this very text, if it told them."""
+    told = api.hooks.tokenized(parsed.kv_transfer_params)
+    if told is None or told[0] != text_digest(parsed, api.tokenizer):
+        return None
+    return [told[1]]
+
+
+def _adds(
+    api: Api, parsed: GenerationRequest, prompts: list[list[int]], ready: EngineReady
+) -> list[AddRequest]:
+    default = api.generation_config.max_new_tokens
+    limits = [token_limit(parsed, len(ids), ready.max_model_len, default) for ids in prompts]
+    sampling = parsed.sampling(parsed.seed if parsed.seed is not None else secrets.randbits(63))
+    end_ids = [] if parsed.ignore_eos else list(api.tokenizer.eos_ids)
+    # Unique even where a client uses one X-Request-Id twice, and short whatever it sent.
+    unique = f"{(current_request_id() or '')[:64]}-{secrets.token_hex(6)}"
+    return [
+        AddRequest(
+            request_id=f"{unique}-{index}",
+            token_ids=ids,
+            sampling=sampling,
+            max_tokens=limit,
+            stop_token_ids=[*end_ids, *(i for i in parsed.stop_token_ids if i not in end_ids)],
+            num_choices=parsed.num_candidates,
+            num_prompt_logprobs=parsed.num_prompt_logprobs,
+            text_digest=text_digest(parsed, api.tokenizer) if parsed.is_prefill else None,
+            grammar_bytes=api.grammars.nbytes(sampling.grammar),
+        )
+        for index, (ids, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]

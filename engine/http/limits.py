@@ -1,15 +1,20 @@
 """What a request may ask of this server: its model, vocabulary, context and batch."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
 
+from engine.text.grammar_text import MAX_GRAMMAR_CHARS
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import DEFAULT_COMPLETION_TOKENS
 from protocol.openai.sampling import GenerationRequest
+from protocol.openai.structured import GuidedDecoding
+from protocol.openai.tools import parameters_of
 from protocol.short_repr import short_repr
 
 # Of all sequences of one request, prompts and outputs. What --max-num-seqs sequences of the whole
@@ -54,7 +59,10 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     try:
         msgspec.convert(ids, _ids_below(vocab_size))  # faster than min() and max()
     except msgspec.ValidationError:
-        _refuse_id(min(ids) if min(ids) < 0 else max(ids), vocab_size, param)
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise InvalidRequest(
+            f"`{param}` has the token id {wrong}; ids are from 0 to {vocab_size - 1}.", param=param
+        ) from None
 
 
 @lru_cache
@@ -62,22 +70,14 @@ def _ids_below(vocab_size: int) -> Any:
     return list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
 
 
-def _refuse_id(token_id: int, vocab_size: int, param: str) -> None:
-    raise InvalidRequest(
-        f"`{param}` has the token id {token_id}; ids are from 0 to {vocab_size - 1}.", param=param
-    )
-
-
 def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seqs: int) -> None:
     """Raises InvalidRequest for what this model or this server cannot do."""
-    asked: Iterable[tuple[str, Iterable[int]]] = (
-        ("stop_token_ids", parsed.stop_token_ids),
-        ("logit_bias", parsed.logit_bias),
-    )
-    for param, ids in asked:
-        for token_id in ids:
-            if token_id >= vocab_size:
-                _refuse_id(token_id, vocab_size, param)
+    for param, ids in (
+        ("stop_token_ids", list(parsed.stop_token_ids)),
+        ("logit_bias", list(parsed.logit_bias)),
+    ):
+        if ids:
+            check_token_ids(ids, vocab_size, param)
     if parsed.num_candidates > max_num_seqs:
         param = "n" if parsed.n > max_num_seqs else "best_of"
         raise InvalidRequest(
@@ -85,6 +85,35 @@ def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seq
             f"at once (--max-num-seqs); ask for at most {max_num_seqs}.",
             param=param,
         )
+
+
+def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
+    """What the output must match, and the schemas of tools, called or not. Of tools that need not
+    be called, schemas may have what no grammar can enforce.
+
+    Raises:
+        InvalidRequest: the schemas of the tools are too long.
+    """
+    guided = [] if parsed.guided is None else [parsed.guided]
+    if not isinstance(parsed, ChatRequest):
+        return guided
+    tools = parsed.toolset
+    extra = {"x-guidance": {"lenient": True}} if tools.mode in ("none", "auto") else {}
+    schemas = [
+        GuidedDecoding(
+            Grammar("json_schema", json.dumps({**parameters_of(tool), **extra})),
+            f"tools[{at}].function.parameters",
+        )
+        for at, tool in enumerate(tools.offered)
+    ]
+    num_chars = sum(len(schema.grammar.text) for schema in schemas)
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"`tools` have {num_chars} characters of schemas, at most {MAX_GRAMMAR_CHARS} are "
+            "taken; send fewer or simpler ones.",
+            param="tools",
+        )
+    return schemas + guided
 
 
 def too_long(num_tokens: int, max_model_len: int, param: str, more: str = "") -> Exception:
@@ -116,7 +145,15 @@ def token_limit(
     if room < 1 and (asked != 0 or room < 0):  # to be scored only, a prompt may fill the context
         raise too_long(num_prompt_tokens, max_model_len, prompt_param(parsed))
     if asked is None:
-        return _unasked_limit(parsed, room, unasked)
+        usual = room if isinstance(parsed, ChatRequest) else DEFAULT_COMPLETION_TOKENS
+        limit = min(unasked or usual, room)
+        if parsed.min_tokens > limit:
+            raise InvalidRequest(
+                f"`min_tokens` is {parsed.min_tokens}, and without `max_tokens` at most {limit} "
+                "tokens are generated here; lower the one or set the other.",
+                param="min_tokens",
+            )
+        return limit
     if asked > room:
         field = parsed.limit_field
         raise ContextLengthExceeded(
@@ -147,16 +184,3 @@ def check_size(
             f"ask for at most {limit} at once.",
             param=param,
         )
-
-
-def _unasked_limit(parsed: GenerationRequest, room: int, unasked: int | None) -> int:
-    """Of a request without a limit of its own."""
-    usual = room if isinstance(parsed, ChatRequest) else DEFAULT_COMPLETION_TOKENS
-    limit = min(unasked or usual, room)
-    if parsed.min_tokens > limit:
-        raise InvalidRequest(
-            f"`min_tokens` is {parsed.min_tokens}, and without `max_tokens` at most {limit} "
-            "tokens are generated here; lower the one or set the other.",
-            param="min_tokens",
-        )
-    return limit

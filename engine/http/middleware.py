@@ -2,18 +2,17 @@
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.http.hooks import KV_PARAMS_BYTES
+from engine.http.api import KV_PARAMS_BYTES
 from protocol.errors import (
     BatonError,
     InternalError,
@@ -22,9 +21,9 @@ from protocol.errors import (
     PayloadTooLarge,
     RequestError,
 )
-from protocol.http import body as http_body
-from protocol.http.body import ClientDisconnected
+from protocol.http.body import ClientDisconnected, read_body
 from protocol.http.connections import refusal
+from protocol.openai.requests import parse_json_object
 from protocol.process.logging import get_logger, request_context
 
 log = get_logger(__name__)
@@ -36,17 +35,15 @@ class RequestIdMiddleware:
     """Takes over the client's X-Request-Id, any string, or makes one; echoes it.
 
     Args:
-        direct: what answers a POST to a path by itself: the rest of the framework takes as long
+        direct: what answers a POST to a path by itself, as the rest of the framework takes as long
             over a request as reading and checking 2,048 token ids does.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        direct: Mapping[str, Callable[[Request], Awaitable[Response]]] | None = None,
+        self, app: ASGIApp, direct: Mapping[str, Callable[[Request], Awaitable[Response]]]
     ) -> None:
         self._app = app
-        self._direct = direct or {}
+        self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,7 +51,6 @@ class RequestIdMiddleware:
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         header = (b"x-request-id", given or secrets.token_hex(16).encode())
-
         begun = False
 
         async def send_with_id(message: Message) -> None:
@@ -74,31 +70,29 @@ class RequestIdMiddleware:
                 await ending(scope, receive, send_with_id)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
-        if answer is None and (error := refusal(scope)):
-            await error_response(error)(scope, receive, send)
-            return
-        if answer is None:
-            await self._app(scope, receive, send)
-            return
-        response = await answer(Request(scope, receive, send))
-        await response(scope, receive, send)
+        app = self._app
+        if scope["method"] == "POST" and (answer := self._direct.get(scope["path"])):
+            app = await answer(Request(scope, receive, send))
+        elif error := refusal(scope):
+            app = error_response(error)
+        await app(scope, receive, send)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The request's body, of `max_bytes` at most beside its `kv_transfer_params`.
+async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], int]:
+    """The members of the request's body, and its length: `max_bytes` at most beside its
+    `kv_transfer_params`.
 
     Raises:
         PayloadTooLarge: it is longer; at most KV_PARAMS_BYTES more were kept in memory.
+        InvalidRequest: it is no JSON object.
         ClientDisconnected: the client went away before it was complete.
     """
-    limit_bytes = max_bytes + KV_PARAMS_BYTES
-    data = await http_body.read_body(request.scope, request.receive, limit_bytes)
-    if len(data) > max_bytes and len(data) - _params_bytes(data) > max_bytes:
+    raw = await read_body(request.scope, request.receive, max_bytes + KV_PARAMS_BYTES)
+    if len(raw) > max_bytes and len(raw) - _params_bytes(raw) > max_bytes:
         raise PayloadTooLarge(
-            f"the body has {len(data)} bytes, the limit is {max_bytes} bytes; send less at once"
+            f"the body has {len(raw)} bytes, the limit is {max_bytes} bytes; send less at once"
         )
-    return data
+    return parse_json_object(raw), len(raw)
 
 
 class _Offered(msgspec.Struct):
@@ -110,27 +104,6 @@ def _params_bytes(body: bytes) -> int:
         return len(memoryview(msgspec.json.decode(body, type=_Offered).kv_transfer_params))
     except (msgspec.DecodeError, RecursionError):
         return 0
-
-
-def error_response(error: BatonError) -> Response:
-    """An error as an HTTP response in OpenAI's shape."""
-    return JSONResponse(error.to_openai(), status_code=error.status)
-
-
-def refusal_of(raised: BatonError | RecursionError) -> BatonError:
-    """What a request is refused with. One that could be read may yet be nested too deeply for what
-    looks into it later (an error's message, a chat template): by then there is less of the stack.
-    """
-    if isinstance(raised, BatonError):
-        return raised
-    return InvalidRequest("The body is nested too deeply; send a flatter one.")
-
-
-# fmt: off
-class _UnknownPath(RequestError, status=404, code="not_found"): ...
-class _WrongMethod(RequestError, status=405, code="method_not_allowed"): ...
-class _HttpError(RequestError, code="http_error"): ...  # any other that the framework finds
-# fmt: on
 
 
 @asynccontextmanager
@@ -161,31 +134,45 @@ async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-def now_s() -> float:
-    """Seconds on a monotonic clock, for latencies."""
-    return time.perf_counter()
+# fmt: off
+class _UnknownPath(RequestError, status=404, code="not_found"): ...
+class _WrongMethod(RequestError, status=405, code="method_not_allowed"): ...
+class _HttpError(RequestError, code="http_error"): ...  # any other that the framework finds
+# fmt: on
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(BatonError)
-    async def on_baton_error(request: Request, error: BatonError) -> Response:
-        return error_response(error)
+def error_response(error: BatonError) -> Response:
+    """An error as an HTTP response in OpenAI's shape."""
+    return JSONResponse(error.to_openai(), status_code=error.status)
 
-    @app.exception_handler(ClientDisconnected)
-    async def on_client_gone(request: Request, error: ClientDisconnected) -> Response:
-        return Response(status_code=CLIENT_GONE)
 
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
-        path = request.url.path[:200]
-        told: RequestError = _HttpError(str(error.detail))
-        if error.status_code == 404:
-            told = _UnknownPath(f"There is no {path} here.")
-        elif error.status_code == 405:
-            told = _WrongMethod(f"{path} does not take {request.method}.")
-        return JSONResponse(told.to_openai(), error.status_code, error.headers)
+def refusal_of(raised: BatonError | RecursionError) -> BatonError:
+    """The error for a request that was refused. A body that could be read may yet be nested too
+    deeply for whoever looks into it later (an error's message, a chat template): there is less of
+    the stack by then."""
+    if isinstance(raised, BatonError):
+        return raised
+    return InvalidRequest("The body is nested too deeply; send a flatter one.")
 
-    @app.exception_handler(Exception)
-    async def on_any_error(request: Request, error: Exception) -> Response:
-        log.exception("unexpected error", exc_info=error)
-        return error_response(InternalError("The server failed on this request."))
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    path = request.url.path[:200]
+    match error:
+        case BatonError():
+            return error_response(error)
+        case ClientDisconnected():
+            return Response(status_code=CLIENT_GONE)
+        case HTTPException(status_code=status):
+            told: RequestError = _HttpError(str(error.detail))
+            if status == 404:
+                told = _UnknownPath(f"There is no {path} here.")
+            elif status == 405:
+                told = _WrongMethod(f"{path} does not take {request.method}.")
+            return JSONResponse(told.to_openai(), status, error.headers)
+    log.exception("unexpected error", exc_info=error)
+    return error_response(InternalError("The server failed on this request."))
+
+
+ERROR_HANDLERS = dict.fromkeys(
+    (BatonError, ClientDisconnected, HTTPException, Exception), _on_error
+)

@@ -1,9 +1,9 @@
 """What one request leaves behind: its metrics and one closing log line."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 
-from engine.http.middleware import now_s
 from protocol.errors import BatonError, RequestError
 from protocol.http.body import ClientDisconnected
 from protocol.metrics import Metrics
@@ -32,7 +32,7 @@ class RequestStats:
     def __init__(self, metrics: Metrics, endpoint: str) -> None:
         self._metrics = metrics
         self._endpoint = endpoint
-        self._start_s = now_s()
+        self._start_s = time.perf_counter()
         self._last_s: float | None = None  # when tokens came last
         self._first_s: float | None = None
         self._num_prompt_tokens = 0
@@ -50,7 +50,7 @@ class RequestStats:
 
     def tokens(self, count: int) -> None:
         """Some tokens arrived just now."""
-        now = now_s()
+        now = time.perf_counter()
         self._metrics.inc("baton_generation_tokens", count)
         if self._last_s is None:
             self._first_s = now - self._start_s
@@ -65,26 +65,23 @@ class RequestStats:
             asyncio.get_running_loop().call_soon(self._book, usage, finish_reason)
 
     def _book(self, usage: Usage, finish_reason: str) -> None:
-        kv = usage.kv
         for source, count in usage.baton_kv().items():
             self._metrics.inc("baton_kv_tokens", count, source=source)
-        self._metrics.inc("baton_cached_prompt_tokens", kv.cached_tokens)
+        self._metrics.inc("baton_cached_prompt_tokens", usage.kv.cached_tokens)
         self._report(finish_reason, f"generated={usage.completion_tokens} kv={kv_header(usage)}")
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException) -> None:
         """The request ended in any other way; does nothing once it is finished."""
-        if isinstance(error, RequestError):
-            self._end("rejected", f"status={error.status} error={error.code}: {error.message}")
-        elif isinstance(error, ClientDisconnected | asyncio.CancelledError):
-            self._end("abort", "the client has gone")
-        elif isinstance(error, BatonError):
-            self._end("error", f"status={error.status} error={error.code}: {error.message}")
-        else:
-            self._end("error", f"error={error!r}")
-
-    def _end(self, outcome: str, detail: str) -> None:
-        if self._close():
+        if not self._close():
+            return
+        if isinstance(error, BatonError):
+            outcome = "rejected" if isinstance(error, RequestError) else "error"
+            detail = f"status={error.status} error={error.code}: {error.message}"
             self._report(outcome, detail)
+        elif isinstance(error, ClientDisconnected | asyncio.CancelledError):
+            self._report("abort", "the client has gone")
+        else:
+            self._report("error", f"error={error!r}")
 
     def _close(self) -> bool:
         """Whether the request ends just now, not before."""
@@ -96,18 +93,11 @@ class RequestStats:
         return True
 
     def _report(self, outcome: str, detail: str) -> None:
-        seconds = now_s() - self._start_s
+        seconds = time.perf_counter() - self._start_s
         self._metrics.dec("baton_requests_in_progress")
         self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)
         if self._last_s is not None:
             self._metrics.observe("baton_request_seconds", seconds)
         first = "-" if self._first_s is None else f"{self._first_s * 1000:.1f}"
-        log.info(
-            "%s %s prompt=%d first_ms=%s total_ms=%.1f %s",
-            self._endpoint,
-            outcome,
-            self._num_prompt_tokens,
-            first,
-            seconds * 1000,
-            detail,
-        )
+        told = f"prompt={self._num_prompt_tokens} first_ms={first} total_ms={seconds * 1000:.1f}"
+        log.info("%s %s %s %s", self._endpoint, outcome, told, detail)

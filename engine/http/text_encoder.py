@@ -1,37 +1,46 @@
 """A call's prompts as token ids: tokenized off the event loop, or not at all.
 
-Tokenizing takes milliseconds, which no stream may wait for and which the prefill server has just
-spent. So a prefill server hands over a text's ids with the KV, and signs a digest of what
-it had tokenized, and with what. A decode server that finds the same digest for its own copy of the
-request takes the ids; with any other it tokenizes.
+Tokenizing takes milliseconds, for which no stream may wait and which the prefill server has just
+spent. So a prefill server hands over a text's ids with the KV, and signs a digest of the text and
+of its tokenizer. A decode server that finds the same digest for its own copy of the request takes
+the ids; with any other it tokenizes.
 
 What cannot fit the model's context is refused before it is tokenized, as that takes a second for a
-megabyte and hundreds of times a text's memory (token_bound.py). What a chat template writes is
-looked at for that rather than the messages: it may leave some out, and write tools and variables as
-well.
+megabyte and hundreds of times a text's memory. The rendered chat template is looked at for that
+rather than the messages: it may leave some out, and write tools and variables as well.
+
+A chat template that knows `tools` writes them itself. To a model whose template does not, a system
+message says what there is and how to call it, in the form that engine/text/tool_parser.py reads.
 """
 
 import asyncio
 import hashlib
-import sys
+import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from engine.http.limits import prompt_param, too_long
-from engine.http.tools import with_tools
 from engine.text.tokenizer import Tokenizer
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.sampling import GenerationRequest
+from protocol.openai.tools import Tools
 
 INLINE_CHARS = 2048  # longer texts are tokenized off the event loop
 LONG_CHARS = 1 << 20  # longer texts are tokenized one at a time: each takes hundreds of MB
-_HEAD_CHARS = 32  # that a template writes around a message
 
 _T = TypeVar("_T")
+_HOW_TO_CALL = {
+    "auto": "To call a tool, answer with\n"
+    '<tool_call>{"name": <its name>, "arguments": <an object of its parameters>}</tool_call>\n'
+    "and nothing else. Call one only where it helps to answer.",
+    "required": "Answer with calls and nothing else, as a list: "
+    '[{"name": <its name>, "parameters": <an object of its parameters>}]',
+    "named": "Answer with the arguments of a call of `{name}` and nothing else, as a JSON object "
+    "of its parameters.",
+}
 
 
 def given_texts(parsed: GenerationRequest) -> list[str | None]:
@@ -45,8 +54,8 @@ def text_digest(parsed: GenerationRequest, tokenizer: Tokenizer) -> str | None:
     """SHA-256 over all that the token ids of the one prompt follow from; None where the prompt is
     ids, or there are several."""
     if isinstance(parsed, ChatRequest):
-        messages, options = _chat(parsed, tokenizer)
-        given: list[Any] = ["chat", messages, options]
+        options = {**_chat(parsed, tokenizer), "add_special_tokens": parsed.add_special_tokens}
+        given: list[Any] = ["chat", options.pop("messages"), options]
     else:
         texts = given_texts(parsed)
         if len(texts) != 1 or texts[0] is None:
@@ -69,7 +78,7 @@ class TextEncoder:
         self._alone = asyncio.Lock()
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """What `work` returns, which takes as much as tokenizing `size` characters does."""
+        """The result of `work`, which takes as much as tokenizing `size` characters does."""
         if size <= INLINE_CHARS:
             return work()
         if size <= LONG_CHARS:
@@ -78,74 +87,87 @@ class TextEncoder:
             return await asyncio.to_thread(work)
 
     async def tokenize(
-        self, parsed: GenerationRequest, max_model_len: int, *, sure_to: int = INLINE_CHARS
+        self,
+        parsed: GenerationRequest,
+        num_bytes: int,
+        max_model_len: int,
+        *,
+        sure_to: int = INLINE_CHARS,
     ) -> list[list[int]]:
         """The token ids of each prompt.
 
         Args:
+            num_bytes: of the request's body.
             sure_to: a text of so many characters is tokenized, however many tokens it has.
 
         Raises:
             InvalidRequest: the chat template refuses the messages.
             ContextLengthExceeded: a longer text has more than `max_model_len` tokens for sure.
         """
-        encode = partial(self._encode, parsed, max_model_len, sure_to)
-        try:
-            return await self.run(_size(parsed), partial(encode, LONG_CHARS))
-        except _MoreThanThought as more:
-            return await self.run(more.size, partial(encode, sys.maxsize))
+        assert isinstance(parsed, ChatRequest | CompletionRequest)
+        tokenizer = self._tokenizer
 
-    def _encode(
-        self, parsed: GenerationRequest, max_model_len: int, sure_to: int, limit: int
-    ) -> list[list[int]]:
-        prompts: Sequence[str | list[int]]
-        if isinstance(parsed, ChatRequest):
-            messages, options = _chat(parsed, self._tokenizer)
-            adds = options.pop("add_special_tokens")
-            prompts = [self._tokenizer.render_chat(messages, **options)]
-        else:
-            assert isinstance(parsed, CompletionRequest)
-            prompts, adds = parsed.prompts, parsed.add_special_tokens
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        for text in texts:
-            if len(text) <= sure_to:
-                continue
-            if at_least := self._tokenizer.at_least(text, max_model_len + 1):
-                raise too_long(at_least, max_model_len, prompt_param(parsed), "at least ")
-        if (size := max(map(len, texts), default=0)) > limit:
-            raise _MoreThanThought(size)
-        return [
-            self._tokenizer.encode(prompt, add_special_tokens=adds)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
+        def render() -> Sequence[str | list[int]]:
+            if isinstance(parsed, ChatRequest):
+                found: Sequence[Any] = [tokenizer.render_chat(**_chat(parsed, tokenizer))]
+            else:
+                found = parsed.prompts
+            for text in found:
+                if not isinstance(text, str) or len(text) <= sure_to:
+                    continue
+                if at_least := tokenizer.at_least(text, max_model_len + 1):
+                    raise too_long(at_least, max_model_len, prompt_param(parsed), "at least ")
+            return found
+
+        def encode() -> list[list[int]]:
+            adds = parsed.add_special_tokens
+            return [
+                tokenizer.encode(prompt, add_special_tokens=adds)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in rendered
+            ]
+
+        if isinstance(parsed, CompletionRequest) and not any(given_texts(parsed)):
+            num_bytes = 0  # but token ids
+        rendered = await self.run(min(num_bytes, LONG_CHARS), render)
+        return await self.run(sum(len(p) for p in rendered if isinstance(p, str)), encode)
 
 
-class _MoreThanThought(Exception):
-    """A text is to be tokenized by itself, of `size` characters."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.size = size
-
-
-def _size(parsed: GenerationRequest) -> int:
-    """Characters to tokenize; of a chat only whether they are few, all that a template may write
-    included."""
-    if not isinstance(parsed, ChatRequest):
-        return min(sum(len(text or "") for text in given_texts(parsed)), LONG_CHARS)
-    if parsed.tools or parsed.chat_template_kwargs:
-        return LONG_CHARS
-    turns = parsed.messages
-    names = sum(len(turn.name or "") + len(turn.tool_call_id or "") for turn in turns)
-    size = sum(len(turn.content) for turn in turns) + names + _HEAD_CHARS * len(turns)
-    return LONG_CHARS if any(turn.tool_calls for turn in turns) else min(size, LONG_CHARS)
-
-
-def _chat(parsed: ChatRequest, tokenizer: Tokenizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages, the keyword arguments of Tokenizer.render_chat, and `add_special_tokens`."""
+def _chat(parsed: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The keyword arguments of Tokenizer.render_chat."""
     messages = [message.model_dump(exclude_none=True) for message in parsed.messages]
     messages, tools = with_tools(messages, parsed.toolset, tokenizer)
-    adds = parsed.add_special_tokens
-    return messages, {**parsed.template_options, "tools": tools, "add_special_tokens": adds}
+    return {"messages": messages, **parsed.template_options, "tools": tools}
+
+
+def with_tools(
+    messages: list[dict[str, Any]], tools: Tools, tokenizer: Tokenizer
+) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]] | None]:
+    """The messages, and the tools for the chat template; either may be the way to tell of them."""
+    template = tokenizer.chat_template
+    if template is None or template.knows_tools:
+        return messages, tools.offered if tools.active else None
+    messages = [_without_tool_calls(message) for message in messages]
+    if not tools.active:
+        return messages, None
+    functions = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools.offered)
+    how = _HOW_TO_CALL[tools.mode].replace("{name}", tools.name or "")
+    told = "\n".join(["You can call these tools:", *functions, how])
+    if messages and messages[0]["role"] in ("system", "developer"):
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
+        return [first, *messages[1:]], None
+    return [{"role": "system", "content": told}, *messages], None
+
+
+def _without_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """An earlier turn's calls as the text that they were."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [message["content"]] if message.get("content") else []
+    for call in calls:
+        text = json.dumps(call["function"], ensure_ascii=False)
+        texts.append(f"<tool_call>{text}</tool_call>")
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**plain, "content": "\n".join(texts)}

@@ -17,7 +17,6 @@ from typing import Any
 import tokenizers
 
 from engine.text.chat_template import find_chat_template
-from engine.text.token_bound import TokenBound, byte_alphabet
 from protocol.errors import InvalidRequest
 from protocol.openai.logprobs import TokenText
 from protocol.short_repr import short_repr
@@ -38,6 +37,9 @@ _FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+_SPACE = "\u2581"  # how vocabularies of words spell a space
+_FORMS = ("NFC", "NFKC", "NFD", "NFKD")
+_MOST_SHRUNK = 4  # UTF-8 bytes that a Unicode form makes one of, at most
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words spell a byte
 
 
@@ -75,7 +77,8 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_bytes = _byte_level_table(self._tokenizer)
-        self._bound = TokenBound(self._tokenizer)
+        self._loses_spaces = any(token.lstrip or token.rstrip for token in added.values())
+        self._longest_bytes = _longest_token_bytes(self._tokenizer)
         self.eos_ids = self._find_eos_ids(folder)
         self.chat_template = find_chat_template(folder, config)
         self._anchor = self._find_anchor() if self.token_bytes is None else []
@@ -94,9 +97,14 @@ class Tokenizer:
         return text
 
     def at_least(self, text: str, enough: int) -> int:
-        """How many tokens `text` has at least, with 0 for any number below `enough`. Costs little,
-        unlike `encode`, which takes hundreds of times a text's memory."""
-        return self._bound.at_least(text, enough)
+        """How many tokens `text` has at least, by its length and that of the longest token; 0 for
+        any number below `enough`. Costs little, unlike `encode`, which takes hundreds of times a
+        text's memory."""
+        if self._longest_bytes is None or 4 * len(text) < enough * self._longest_bytes:
+            return 0
+        kept = "".join(text.split()) if self._loses_spaces else text
+        found = -(-len(kept.encode(errors="ignore")) // self._longest_bytes)
+        return found if found >= enough else 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
@@ -237,6 +245,13 @@ def _add_missing(
     tokenizer.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in missing])
 
 
+def _byte_alphabet() -> list[str]:
+    """The character of each byte: itself where it is printable, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
 def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
     """The bytes of every id, when the decoder is the byte-level one; else None.
 
@@ -245,7 +260,7 @@ def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
     """
     if type(tokenizer.decoder) is not tokenizers.decoders.ByteLevel:
         return None
-    byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
+    byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
     table = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         mapped = [byte_of.get(char) for char in token]
@@ -253,3 +268,57 @@ def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
             token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
         )
     return table
+
+
+def _longest_token_bytes(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The most UTF-8 bytes of a text that one token stands for. None where the tokenizer may drop
+    text, or treats it in a way not known here: no text is refused that fits."""
+    own, model = tokenizer.get_vocab(with_added_tokens=False), tokenizer.model
+    parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
+    kinds = [part["type"] for part in parts]
+    spells_spaces = any(kind in ("Prepend", "Replace", "Metaspace") for kind in kinds)
+    if type(model) is not tokenizers.models.BPE or not all(map(_keeps_text, parts)):
+        return None
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    num_forms = sum(kind in _FORMS for kind in kinds)
+    lengths = [
+        len(token.content.encode()) for token in tokenizer.get_added_tokens_decoder().values()
+    ]
+    if kinds.count("ByteLevel") == 1 and not spells_spaces:
+        pieces = _byte_alphabet()
+        lengths += map(len, own)
+    elif "ByteLevel" not in kinds and model.byte_fallback:
+        pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+        lengths += [len(token.replace(_SPACE, " ").encode()) for token in own]
+    else:
+        return None
+    # Otherwise a text that has no token of its own becomes fewer tokens than its bytes, or none.
+    has_all_bytes = all(piece in own for piece in pieces)
+    return max(lengths) * _MOST_SHRUNK**num_forms if has_all_bytes and num_forms < 2 else None
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer."""
+    todo = [] if component is None else [json.loads(component.__getstate__())]
+    parts = []
+    while todo:
+        part = todo.pop(0)
+        inner = part.get("normalizers", part.get("pretokenizers"))
+        if part["type"] == "Sequence" and inner is not None:
+            todo = [*inner, *todo]
+        else:
+            parts.append(part)
+    return parts
+
+
+def _keeps_text(part: dict[str, Any]) -> bool:
+    """Whether a step leaves all of a text there, with spaces as `_SPACE` at most."""
+    match part:
+        case {"type": "Replace", "pattern": {"String": " "}, "content": mark}:
+            return bool(mark == _SPACE)
+        case {"type": "Metaspace", "replacement": mark}:
+            return bool(mark == _SPACE)
+        case {"type": "Split" | "Punctuation", "behavior": behavior}:
+            return bool(behavior != "Removed")
+    return part["type"] in (*_FORMS, "Prepend", "ByteLevel", "Digits")

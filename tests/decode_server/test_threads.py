@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 _SERVER = """
 import sys
-from engine.http.hooks import ServerHooks
+from engine.http.api import ServerHooks
 from engine.serve import run_server
 from protocol.settings.settings import DecodeSettings, parse
 

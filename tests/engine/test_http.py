@@ -9,7 +9,7 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from engine.http.hooks import ServerHooks
+from engine.http.api import ServerHooks
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import KVParamsRejected
 from protocol.messages import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.http.hooks import ServerHooks
+from engine.http.api import ServerHooks
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import (
     AddRequest,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.http.hooks import ServerHooks
+from engine.http.api import ServerHooks
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AbortRequest, AddRequest, EngineInput, KVUsage, TokenDelta
 from tests.rigs.http_server import Server, serving

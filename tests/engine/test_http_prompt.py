@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.http.prompt import Namer, Prompt
+from engine.http.choice import Prompt
 from engine.text.tokenizer import Tokenizer
 from protocol.openai.completions import parse_completion
 from tests.engine.test_tokenizer import write_sentencepiece_like
@@ -20,7 +20,7 @@ def offsets(tokenizer: Tokenizer, given: str) -> list[tuple[str, int]]:
     """Tokens of the echo of `given`, and where they begin."""
     asked = parse_completion({"model": "m", "prompt": given, "echo": True, "logprobs": 0})
     ids = tokenizer.encode(given)
-    prompt = Prompt(asked, ids, given, tokenizer, Namer(tokenizer, as_ids=False))
+    prompt = Prompt(asked, ids, given, tokenizer)
     prompt.add_logprobs([None] * len(ids))
     text, reports = prompt.echo()
     assert text == given and reports is not None

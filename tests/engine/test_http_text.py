@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,7 +9,7 @@ import pytest
 
 from decode_server.failure import FailurePolicy
 from decode_server.server import DecodeHooks
-from engine.http.endpoints import ENDPOINTS
+from engine.http.api import ENDPOINTS
 from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder, text_digest
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
@@ -138,52 +137,52 @@ async def test_a_prefill_server_tells_what_it_tokenized(
 
 
 class _Watched(Tokenizer):
-    """Remembers which threads tokenized."""
+    """Remembers which threads rendered and tokenized."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__ = {**tokenizer.__dict__}
         self.threads: list[int] = []
+        self.encoded: list[str] = []
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.threads.append(threading.get_ident())
+        self.encoded.append(text)
         return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def render_chat(self, messages: Any, **options: Any) -> str:
+        self.threads.append(threading.get_ident())
+        return super().render_chat(messages, **options)
 
 
 _LONG = "x" * INLINE_CHARS
 _TOOL = {"type": "function", "function": {"name": "f", "description": _LONG}}
 _HI = {"role": "user", "content": "Hi"}
+_CALLING = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "f", "arguments": {"a": _LONG}}}],
+}
 
 
 @pytest.mark.parametrize(
     ("asked", "aside"),
     [
-        ({"messages": [_HI]}, False),
-        ({"messages": [{"role": "user", "content": _LONG}]}, True),
-        ({"messages": [_HI] * 100}, True),
-        ({"messages": [_HI], "tools": [_TOOL]}, True),
-        ({"messages": [{**_HI, "name": _LONG}]}, True),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": {"a": _LONG}}}],
-                    }
-                ]
-            },
-            True,
-        ),
+        ({"messages": [_HI]}, [False, False]),
+        ({"messages": [{"role": "user", "content": _LONG}]}, [True, True]),
+        ({"messages": [_HI] * 100}, [True, False]),
+        ({"messages": [_HI], "tools": [_TOOL]}, [True, True]),
+        ({"messages": [{**_HI, "name": _LONG}]}, [True, False]),
+        ({"messages": [_CALLING]}, [True, True]),
     ],
 )
-async def test_long_texts_are_tokenized_aside(
-    tokenizer: Tokenizer, asked: dict[str, Any], aside: bool
+async def test_long_texts_are_rendered_and_tokenized_aside(
+    tokenizer: Tokenizer, asked: dict[str, Any], aside: list[bool]
 ) -> None:
     """Whatever makes them long."""
     watched = _Watched(tokenizer)
 
     async with serving(watched, saying(tokenizer, "x"), ready=_ROOMY) as server:
         assert (await server.chat(**asked)).status_code == 200
-        assert [thread != threading.get_ident() for thread in watched.threads] == [aside]
+        assert [thread != threading.get_ident() for thread in watched.threads] == aside
 
 
 @pytest.mark.parametrize(("num_messages", "aside"), [(10, False), (3000, True)])
@@ -197,7 +196,7 @@ async def test_large_bodies_are_checked_aside(
         return parse_chat(members)
 
     path = "/v1/chat/completions"
-    monkeypatch.setitem(ENDPOINTS, path, replace(ENDPOINTS[path], parse=parse))
+    monkeypatch.setitem(ENDPOINTS, path, ENDPOINTS[path]._replace(parse=parse))
 
     async with serving(
         tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=1_000_000
@@ -249,7 +248,7 @@ async def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(
         )
         assert f"context length is {CONTEXT} tokens" in error["message"]
         assert "it has at least " in error["message"]
-        assert not watched.threads and not server.engine.added
+        assert not watched.encoded and not server.engine.added
 
 
 async def test_texts_that_a_context_might_hold_are_tokenized(tokenizer: Tokenizer) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.http.tools import guided_decodings, tool_syntax, with_tools
+from engine.http.limits import guided_decodings
+from engine.http.text_encoder import with_tools
 from engine.text.chat_template import ChatTemplate
 from engine.text.grammar_text import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
@@ -188,16 +189,8 @@ def test_earlier_calls_are_told_to_another_template_as_they_were_written(
     turn = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
     (plain,), _ = with_tools([turn], Tools(), tokenizer)
     assert plain == {"role": "assistant", "content": CALL}
-    parser = create_tool_parser(Tools((TOOL,), "auto"), tool_syntax("auto", tokenizer))
+    parser = create_tool_parser(Tools((TOOL,), "auto"), "auto", tokenizer.chat_template)
     assert parser is not None and parser.feed(plain["content"]).calls[0].name == "add"
-
-
-def test_the_syntax_is_the_options_or_the_templates(tokenizer: Tokenizer) -> None:
-    assert tool_syntax("llama3_json", tokenizer) == "llama3_json"
-    assert tool_syntax("hermes", tokenizer) == "hermes"
-    assert tool_syntax("auto", tokenizer) == "hermes"
-    llama = _with_template(tokenizer, '{{ tools }} {"name": n, "parameters": p}')
-    assert tool_syntax("auto", llama) == "llama3_json"
 
 
 def _with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:

@@ -15,9 +15,8 @@ import pytest
 
 from attention.support import UnsupportedPool
 from engine.config import EngineConfig
-from engine.http.api import Api
+from engine.http.api import Api, ServerHooks
 from engine.http.app import create_app
-from engine.http.hooks import ServerHooks
 from engine.prepare import StartFailure, _devices, engine_config
 from engine.serve import _Server, _told
 from engine.text.tokenizer import Tokenizer
@@ -35,7 +34,7 @@ _RESOLVING_FOR_EVER = """
 import os, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import engine.serve
-from engine.http.hooks import ServerHooks
+from engine.http.api import ServerHooks
 from protocol.settings.settings import PrefillSettings
 
 def resolve(*args, **options):

@@ -1,31 +1,23 @@
 """Tool calls in an answer, however its text is cut into pieces."""
 
-import json
 import random
 
 import pytest
 
-from engine.text.tool_parser import (
-    HermesParser,
-    JsonParser,
-    NamedParser,
-    ToolParser,
-    create_tool_parser,
-    detect_syntax,
-)
+from engine.text.chat_template import ChatTemplate
+from engine.text.tool_parser import ToolParser, create_tool_parser, tool_syntax
 from protocol.openai.tools import ToolCallPiece, Tools, join_pieces
 
-KNOWN = {"add", "look_up"}
+TOOLS = tuple({"type": "function", "function": {"name": name}} for name in ("add", "look_up"))
 
 
 def new(kind: str) -> ToolParser:
-    parsers = {
-        "hermes": HermesParser,
-        "llama3_json": lambda: JsonParser(KNOWN.__contains__),
-        "required": lambda: JsonParser(lambda _: True),
-        "named": lambda: NamedParser("add"),
-    }
-    return parsers[kind]()
+    if kind in ("hermes", "llama3_json"):
+        parser = create_tool_parser(Tools(TOOLS, "auto"), kind)
+    else:
+        parser = create_tool_parser(Tools(TOOLS, kind, "add"))  # type: ignore[arg-type]
+    assert parser is not None
+    return parser
 
 
 def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
@@ -83,6 +75,10 @@ CASES = [
     ("llama3_json", '{"name": "Anna", "age": 3}', '{"name": "Anna", "age": 3}', []),
     ("llama3_json", '{"city": {"name": "add"}} yes', '{"city": {"name": "add"}} yes', []),
     ("llama3_json", " [1] is a source", " [1] is a source", []),
+    ("llama3_json", ' [{"a": 1}] is one', ' [{"a": 1}] is one', []),
+    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("hermes", "See \n<tool_call> this", "See \n<tool_call> this", []),
+    ("named", "", "", [("add", "")]),
     (
         "required",
         '[{"name": "add", "parameters": {"a":1}}, {"name": "other", "parameters": {}}]',
@@ -147,19 +143,24 @@ def test_arguments_come_as_they_are_written() -> None:
     ]
 
 
-def test_the_syntax_follows_the_template() -> None:
-    assert detect_syntax("... <tool_call> ...") == "hermes"
-    assert detect_syntax("""{"name": function name, "parameters": dictionary}""") == "llama3_json"
-    assert detect_syntax("{{ message.content }}") == "hermes"
+@pytest.mark.parametrize(
+    ("option", "template", "syntax"),
+    [
+        ("auto", "{{ tools }} <tool_call>", "hermes"),
+        ("auto", '{{ tools }} {"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("auto", "{{ tools }} <|python_tag|>", "llama3_json"),
+        ("auto", "<|python_tag|> of a template that is told of no functions", "hermes"),
+        ("auto", None, "hermes"),
+        ("llama3_json", None, "llama3_json"),
+        ("hermes", "{{ tools }} <|python_tag|>", "hermes"),
+    ],
+)
+def test_the_syntax_is_the_option_s_or_the_template_s(
+    option: str, template: str | None, syntax: str
+) -> None:
+    assert tool_syntax(option, ChatTemplate(template) if template else None) == syntax
 
 
-def test_a_mode_has_its_parser() -> None:
-    tool = {"type": "function", "function": {"name": "add"}}
-    assert create_tool_parser(Tools(), "hermes") is None
-    assert create_tool_parser(Tools((tool,), "none"), "hermes") is None
-    for mode, name in (("auto", None), ("required", None), ("named", "add")):
-        parser = create_tool_parser(Tools((tool,), mode, name), "llama3_json")  # type: ignore[arg-type]
-        assert parser is not None
-    whole = json.dumps({"name": "add", "parameters": {"a": 1}})
-    auto = create_tool_parser(Tools((tool,), "auto"), "llama3_json")
-    assert auto is not None and read(auto, [whole])[1] == [("add", '{"a": 1}')]
+def test_without_tools_there_are_no_calls() -> None:
+    assert create_tool_parser(Tools()) is None
+    assert create_tool_parser(Tools(TOOLS, "none")) is None

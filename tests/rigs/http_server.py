@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 import uvicorn
 
-from engine.http.api import Api
+from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
-from engine.http.hooks import KV_PARAMS_BYTES, ServerHooks
 from engine.text.tokenizer import Tokenizer
 from protocol.http.connections import bounded_protocol
 from protocol.http.sse import SSEParser
@@ -72,7 +71,14 @@ async def serving(
     engine = ScriptedEngine(script, ready)
     await engine.start()
     settings = Settings(max_body_bytes=max_body, cors_origin=origins)
-    api = Api(engine, tokenizer, settings, hooks or ServerHooks(), fingerprint, config)
+    api = Api(
+        engine,
+        tokenizer,
+        settings,
+        hooks or ServerHooks(),
+        fingerprint,
+        config or GenerationConfig(),
+    )
     options = ListenOptions(max_body_bytes=max_body, client_timeout_s=WAIT_S)
     http = bounded_protocol(options, KV_PARAMS_BYTES)
     config = uvicorn.Config(create_app(api), port=0, log_level="warning", lifespan="off", http=http)

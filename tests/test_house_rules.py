@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2815,
     "decode_server": 691,
     "deploy": 955,
-    "engine": 9976,
+    "engine": 9690,
     "kvcache": 8795,
     "kvcache/transfer": 7400,
     "model": 3339,
     "prefill_server": 364,
     "protocol": 6130,
     "proxy": 1991,
-    "tests": 41294,
+    "tests": 41251,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -1,59 +1,42 @@
 """The body of /v1/completions."""
 
+import contextlib
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from protocol.openai.requests import body_of, neutral, validate
+from protocol.openai.requests import body_of, neutral, refuse, validate
 from protocol.openai.sampling import (
     MAX_CHOICES,
     MAX_INT31,
     MAX_LOGPROBS,
     GenerationRequest,
     Switch,
-    clean_request,
     integer,
-    refuse,
 )
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 1024
 
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-
-
-def _several(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": schema}
+_NonEmpty = Meta(min_length=1)
+_Text = Annotated[str, _NonEmpty]
+_Ids = Annotated[list[int], _NonEmpty]
+_Several = Meta(min_length=1, max_length=MAX_PROMPTS)
+_PROMPTS = (_Text, _Ids, Annotated[list[_Text], _Several], Annotated[list[_Ids], _Several])
 
 
 def _check_prompt(prompt: Any) -> Any:
-    """Refuses what no prompt can be; cheap on long lists of token ids."""
-    if not isinstance(prompt, str | list) or not prompt:
-        raise ValueError("prompt")
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt[0], int):
-        return _check_ids(prompt)
-    if len(prompt) > MAX_PROMPTS:
-        raise ValueError("prompt")
-    if isinstance(prompt[0], str):
-        if not all(isinstance(item, str) and item for item in prompt):
-            raise ValueError("prompt")
-        return prompt
-    return [_check_ids(item) for item in prompt]
-
-
-def _check_ids(ids: Any) -> list[int]:
-    if not isinstance(ids, list) or not ids:
-        raise ValueError("prompt")
-    return msgspec.convert(ids, list[int])  # its error is a ValueError
+    """Refuses what no prompt can be: msgspec takes a tenth of pydantic's time for a long one."""
+    for kind in _PROMPTS:
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(prompt, kind)
+    raise ValueError("prompt")
 
 
 @body_of("/v1/completions", "Continues texts.")
 class CompletionRequest(GenerationRequest):
-    # Checked by hand: pydantic takes milliseconds for the token ids of a long prompt.
     prompt: Annotated[
         Any,
         BeforeValidator(_check_prompt),
@@ -61,7 +44,7 @@ class CompletionRequest(GenerationRequest):
             description="a string, a list of strings, a list of token ids or a list of lists of "
             f"token ids, not empty, with at most {MAX_PROMPTS} prompts"
         ),
-        WithJsonSchema({"anyOf": [_TEXT, _several(_TEXT), _IDS, _several(_IDS)]}),
+        WithJsonSchema({"anyOf": [msgspec.json.schema(kind) for kind in _PROMPTS]}),
     ]
     max_tokens: int | None = integer(None, 0, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 0, MAX_INT31)
@@ -115,6 +98,6 @@ class CompletionRequest(GenerationRequest):
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     """Validates the body of /v1/completions. Raises InvalidRequest naming the field."""
-    parsed = validate(CompletionRequest, clean_request(body, CompletionRequest))
+    parsed = validate(CompletionRequest, body)
     parsed.check()
     return parsed

@@ -1,17 +1,26 @@
 """Reading a request body: strictly, and with errors that name the field, its value and the fix.
 
-The request classes are in sampling.py (what both endpoints share), completions.py
-and chat.py. A field's `description` says what it must be: it is the end of the error
+The request classes are in sampling.py (what both endpoints share), completions.py, chat.py and
+responses_request.py. A field's `description` says what it must be: it is the end of the error
 message and the text of the OpenAPI page.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar, get_args
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from protocol.errors import InvalidRequest
 from protocol.near_names import suggestion
@@ -19,13 +28,65 @@ from protocol.short_repr import short_repr
 
 
 class Strict(BaseModel):
-    """No unknown member, no conversion between types, no NaN."""
+    """No unknown member, no conversion between types, no NaN; a null means "not given".
+
+    A subclass may say in its `model_config` that other members are allowed.
+
+    Attributes:
+        endpoint: of a whole body: the path that it is sent to, see body_of.
+        must_be: how error messages call an object of this class.
+        told_whole: what is wrong in such an object is told of all of it.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    endpoint: ClassVar[str] = ""  # of a whole body: the path that it is sent to, see body_of
+    endpoint: ClassVar[str] = ""
+    must_be: ClassVar[str] = "an object"
+    told_whole: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clean(cls, given: Any) -> Any:
+        """The members that are used: no nulls, no neutral ones."""
+        if not isinstance(given, dict):
+            return given
+        used, neutrals = used_fields(cls), neutral_fields(cls)
+        kept: dict[str, Any] = {}
+        for name, value in given.items():
+            if value is None:
+                continue
+            if name in used or (name not in neutrals and cls.model_config["extra"] != "forbid"):
+                kept[name] = value
+            elif name not in neutrals:
+                near = f"is not supported{suggestion(name[:80], used)}; leave it out"
+                raise fault(name, f"{_elsewhere(cls, name) or near}.")
+            elif not any(_same(value, candidate) for candidate in neutrals[name]):
+                allowed = " or ".join(short_repr(candidate) for candidate in neutrals[name])
+                told = f"is {short_repr(value)}, which is not implemented"
+                raise fault(name, f"{told}; send {allowed} or leave it out.")
+        return kept
 
 
 Model = TypeVar("Model", bound=Strict)
+
+
+class Read:
+    """A field given as `kind`, which its JSON schema says, and kept as `into` makes it: as it was
+    given, where there is no `into`."""
+
+    def __init__(self, kind: Any, into: Callable[[Any], Any] | None = None) -> None:
+        self.kind, self.into = kind, into
+
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        given = handler.generate_schema(self.kind)
+        if self.into is None:
+            return core_schema.no_info_wrap_validator_function(_checked, given)
+        return core_schema.no_info_after_validator_function(self.into, given)
+
+
+def _checked(given: Any, check: Callable[[Any], Any]) -> Any:
+    check(given)
+    return given
+
 
 # May be missing where a server has one model, whose name the server fills in.
 ModelName = Annotated[
@@ -40,27 +101,12 @@ ModelName = Annotated[
 _LARGE_BYTES = 1 << 20
 
 BODIES: Final[dict[str, tuple[type[Strict], str]]] = {}  # by path: see body_of
-# What is called otherwise at an endpoint than at the one that a client may have come from.
-_CALLED: Final[dict[str, dict[str, str]]] = {
-    "/v1/completions": {
-        "messages": "prompt",
-        "input": "prompt",
-        "max_output_tokens": "max_tokens",
-    },
-    "/v1/chat/completions": {
-        "prompt": "messages",
-        "input": "messages",
-        "max_output_tokens": "max_completion_tokens",
-        "text": "response_format",
-    },
-    "/v1/responses": {
-        "prompt": "input",
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "max_completion_tokens": "max_output_tokens",
-        "response_format": "text",
-    },
-}
+# Which endpoints call otherwise.
+_ALIKE: Final = (
+    {"prompt", "messages", "input"},
+    {"max_tokens", "max_completion_tokens", "max_output_tokens"},
+    {"response_format", "text"},
+)
 
 
 def body_of(path: str, summary: str) -> Callable[[type[Model]], type[Model]]:
@@ -88,8 +134,8 @@ class _Neutral:
 def neutral(*values: Any) -> Any:
     """A field that is accepted with a value that changes nothing, and refused with any other.
 
-    Clients and routers send many fields they do not use. `clean` drops these. A float accepts 0
-    and 0.0 alike, an int that int only; True is never 1.
+    Clients and routers send many fields they do not use. A float accepts 0 and 0.0 alike, an int
+    that int only; True is never 1.
     """
     return Field(None, json_schema_extra=_Neutral(values))
 
@@ -103,8 +149,13 @@ def neutral_fields(model: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
 
 @cache
 def used_fields(model: type[BaseModel]) -> frozenset[str]:
-    """The other fields of `model`."""
-    return frozenset(model.model_fields) - neutral_fields(model).keys()
+    """The other fields of `model`, as requests name them."""
+    return frozenset(_fields(model)) - neutral_fields(model).keys()
+
+
+@cache
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
@@ -134,38 +185,6 @@ def _decode(raw: bytes) -> Any:
         gc.enable()
 
 
-def clean(body: dict[str, Any], model: type[Strict], where: str = "") -> dict[str, Any]:
-    """The members of `body` that `model` uses, without nulls, which mean "not given".
-
-    Args:
-        where: a prefix that tells the client where the field stands, e.g. "messages[0].".
-
-    Raises:
-        InvalidRequest: a member is unknown, or neutral but for its value.
-    """
-    used, neutrals = used_fields(model), neutral_fields(model)
-    kept: dict[str, Any] = {}
-    for name, value in body.items():
-        if value is None:
-            continue
-        if name in used:
-            kept[name] = value
-        elif name not in neutrals:
-            near = f"is not supported{suggestion(name[:80], used)}; leave it out"
-            raise InvalidRequest(
-                f"`{where}{short_repr(name)[1:-1]}` {_elsewhere(model, name) or near}.",
-                param=where + name[:80],
-            )
-        elif not any(_same(value, candidate) for candidate in neutrals[name]):
-            allowed = " or ".join(short_repr(candidate) for candidate in neutrals[name])
-            raise InvalidRequest(
-                f"`{where}{name}` is {short_repr(value)}, which is not implemented; "
-                f"send {allowed} or leave it out.",
-                param=where + name,
-            )
-    return kept
-
-
 def _same(value: Any, candidate: Any) -> bool:
     if type(candidate) is float:
         return type(value) in (int, float) and value == candidate
@@ -174,40 +193,89 @@ def _same(value: Any, candidate: Any) -> bool:
 
 def _elsewhere(model: type[Strict], name: str) -> str | None:
     """What to say of a field that other endpoints have and the one of `model` has not."""
-    path = model.endpoint
-    if other := _CALLED.get(path, {}).get(name):
-        return f"is called `{other}` at {path}; send that"
+    path, used = model.endpoint, used_fields(model)
+    if alike := sorted(set().union(*(names for names in _ALIKE if name in names)) & used):
+        return f"is called `{alike[0]}` at {path}; send that"
     having = sorted(other for other, (body, _) in BODIES.items() if name in used_fields(body))
     if not path or not having:
         return None
     return f"is not a parameter of {path} but of {' and '.join(having)}; leave it out"
 
 
-def validate(model: type[Model], cleaned: dict[str, Any], where: str = "") -> Model:
+def validate(model: type[Model], body: Any) -> Model:
     """An instance of `model`.
 
-    Args:
-        where: as of `clean`.
-
     Raises:
-        InvalidRequest: names the field at fault and what it must be.
+        InvalidRequest: names the field at fault, its value and what it must be.
     """
     try:
-        return model.model_validate(cleaned)
+        return model.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = str(first["loc"][0])
-        raise refusal(model, field, cleaned.get(field), where) from None
+        # The one that is told most of: a value may be of none of several kinds.
+        deepest = max(error.errors(include_url=False), key=lambda item: len(item["loc"]))
+        raise _explained(model, body, deepest) from None
 
 
-def refusal(model: type[Strict], field: str, value: Any, where: str = "") -> InvalidRequest:
-    """The error for a value that `field` of `model` cannot have."""
-    found = {info.alias or name: info for name, info in model.model_fields.items()}.get(field)
-    must_be = (found.description if found else None) or "left out"
-    return wrong(where + field[:80], value, must_be)
+def _explained(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidRequest:
+    path, value, must_be = "", body, model.must_be
+    shapes = [model]  # which the value may have
+    for part in item["loc"]:
+        if isinstance(part, int):
+            path, value, must_be = f"{path}[{part}]", value[part], shapes[0].must_be
+        else:
+            found = next((_fields(shape)[part] for shape in shapes if part in _fields(shape)), None)
+            if found is None:
+                continue  # how pydantic calls one of several kinds
+            path, value = f"{path}.{part}".lstrip("."), value.get(part)
+            must_be, shapes = found.description or "left out", list(_shapes(found))
+        if not shapes or (isinstance(part, int) and shapes[0].told_whole):
+            break
+    else:
+        if item["type"] == _FAULT:
+            name, told = item["ctx"]["name"], item["ctx"]["told"]
+            shown = f"{path}.{short_repr(name)[1:-1]}".lstrip(".")
+            return InvalidRequest(f"`{shown}` {told}", param=f"{path}.{name[:80]}".lstrip("."))
+    return wrong(path, value, must_be)
+
+
+def _shapes(kind: Any) -> Iterator[type[Strict]]:
+    """The classes of the objects in a value of this kind."""
+    match kind:
+        case FieldInfo():
+            inner: tuple[Any, ...] = (kind.annotation, *kind.metadata)
+        case Read():
+            inner = (kind.kind,)
+        case type() if issubclass(kind, Strict):
+            yield kind
+            inner = ()
+        case _:
+            inner = get_args(kind)
+    for part in inner:
+        yield from _shapes(part)
+
+
+_FAULT: Final = "fault"
+
+
+def fault(name: str, told: str) -> PydanticCustomError:
+    """What a class's own validator raises for the member `name`: `told` goes on after it."""
+    return PydanticCustomError(_FAULT, "{told}", {"name": name, "told": told})
+
+
+def wrong_member(name: str, value: Any, must_be: str) -> PydanticCustomError:
+    return fault(name, _is_wrong(name, value, must_be))
 
 
 def wrong(field: str, value: Any, must_be: str) -> InvalidRequest:
     """The error for a value of `field`, which may be a path such as `tools[0].type`."""
-    given = "missing" if value is None else short_repr(value)
-    return InvalidRequest(f"`{field}` is {given}; it must be {must_be}.", param=field)
+    return InvalidRequest(f"`{field}` {_is_wrong(field, value, must_be)}", param=field)
+
+
+def _is_wrong(field: str, value: Any, must_be: str) -> str:
+    is_missing = value is None and not field.endswith("]")
+    return f"is {'missing' if is_missing else short_repr(value)}; it must be {must_be}."
+
+
+def refuse(field: str, problem: str) -> NoReturn:
+    """Raises InvalidRequest: `field` ..., as `problem` goes on."""
+    raise InvalidRequest(f"`{field}` {problem}.", param=field)

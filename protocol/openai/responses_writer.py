@@ -96,7 +96,7 @@ class ResponsesWriter(ResponseWriter):
     def _response(self, status: str, text: str | None, usage: Usage | None) -> dict[str, Any]:
         asked = self._asked
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        given = asked.text.get("format") if asked.text else None
+        given = asked.text.format if asked.text else None
         return {
             "id": self._head["id"],
             "object": "response",

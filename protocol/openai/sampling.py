@@ -1,20 +1,15 @@
 """What /v1/completions and /v1/chat/completions share: limits, sampling, stopping, streaming.
 
-Limits that are choices of ours: temperature up to 2 (as OpenAI), below 1e-5 it is greedy; seed
-from 0 to 2**63 - 1 (a negative one is refused, not read as "random"); top_k -1 and 0 are off;
-at most 1,024 prompts, 64 stop strings, 64 stop tokens and 1,024 biased tokens a request.
-`max_tokens` and `max_completion_tokens` may both be given: both are limits, so the smaller counts.
+Of `max_tokens` and `max_completion_tokens` the smaller counts. A negative seed is refused, not read
+as "random".
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, NoReturn, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Field
 
-from protocol.errors import InvalidRequest
 from protocol.messages import SamplingParams
-from protocol.openai.requests import ModelName, Strict, clean, neutral
+from protocol.openai.requests import ModelName, Read, Strict, neutral, refuse
 from protocol.openai.structured import StructuredFields
 
 MAX_STOPS = 64
@@ -23,23 +18,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-MAX_REPETITION_PENALTY = 100.0
 GREEDY_BELOW = 1e-5  # a softmax this cold overflows float32 and is greedy anyway
 MAX_INT31 = 2**31 - 1
-
-_A_SWITCH = "true or false"
-_A_PENALTY = "a number from -2 to 2"
-
-
-class _Read:
-    """A field given as `kind`, which its JSON schema says, and kept as `into` makes it."""
-
-    def __init__(self, kind: Any, into: Callable[[Any], Any]) -> None:
-        self.kind, self.into = kind, into
-
-    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        given = handler.generate_schema(self.kind)
-        return core_schema.no_info_after_validator_function(self.into, given)
 
 
 def integer(default: int | None, low: int, high: int) -> Any:
@@ -53,10 +33,18 @@ _TokenText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]  # JSON has no other
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _ListedBiases = Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
 
-Switch = Annotated[bool, Field(description=_A_SWITCH)]
+Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
+Temperature = Annotated[float, Field(ge=0, le=2, description="a number from 0 to 2")]
+TopP = Annotated[float, Field(gt=0, le=1, description="a number above 0 and at most 1")]
+Seed = Annotated[int | None, Field(ge=0, lt=2**63, description="an integer from 0 to 2**63 - 1")]
+Text = Annotated[str | None, Field(description="a string")]
+Variables = Annotated[
+    dict[str, Any], Field(description="an object of variables for the chat template")
+]
+Switch = Annotated[bool, Field(description="true or false")]
 Stops = Annotated[
     tuple[str, ...],
-    _Read(
+    Read(
         _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)],
         lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
     ),
@@ -67,12 +55,12 @@ Stops = Annotated[
 ]
 StopTokenIds = Annotated[
     tuple[int, ...],
-    _Read(Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)], tuple),
+    Read(Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)], tuple),
     Field(description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids"),
 ]
 Biases = Annotated[
     dict[int, float],
-    _Read(
+    Read(
         Annotated[dict[_TokenText, _Bias], _ListedBiases],
         lambda biases: {int(token): bias for token, bias in biases.items()},
     ),
@@ -84,28 +72,22 @@ Biases = Annotated[
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: Switch = False
+    continuous_usage_stats: Switch = False
     include_obfuscation: Any = neutral(False)
 
 
 class SamplingFields(Strict):
     """What a client may leave to the model's generation_config.json."""
 
-    temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
-    top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1")
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     top_k: int = Field(
-        0,
-        ge=-1,
-        le=MAX_INT31,
-        description=f"an integer from -1 to {MAX_INT31} (-1 and 0 are off)",
+        0, ge=-1, le=MAX_INT31, description=f"an integer from -1 to {MAX_INT31} (-1 and 0 are off)"
     )
     min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
     repetition_penalty: float = Field(
-        1.0,
-        gt=0,
-        le=MAX_REPETITION_PENALTY,
-        description=f"a number above 0 and at most {MAX_REPETITION_PENALTY:g}",
+        1.0, gt=0, le=100, description="a number above 0 and at most 100"
     )
 
 
@@ -121,10 +103,10 @@ class GenerationRequest(SamplingFields, StructuredFields):
     model: ModelName = ""
     max_tokens: int | None = integer(None, 1, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 1, MAX_INT31)
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description=_A_PENALTY)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description=_A_PENALTY)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     logit_bias: Biases = Field(default_factory=dict)
-    seed: int | None = Field(None, ge=0, lt=2**63, description="an integer from 0 to 2**63 - 1")
+    seed: Seed = None
     stop: Stops = ()
     stream: Switch = False
     stream_options: StreamOptions | None = Field(
@@ -139,7 +121,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
     return_tokens_as_token_ids: Switch = False
     ignore_eos: Switch = False
     return_token_ids: Switch = False
-    user: str | None = Field(None, description="a string")
+    user: Text = None
     kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
         None, description="an object, or a list of objects for several prompts"
     )
@@ -168,6 +150,16 @@ class GenerationRequest(SamplingFields, StructuredFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return None
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether the answer shows its tokens' log-probabilities."""
         return self.num_logprobs is not None
@@ -176,13 +168,6 @@ class GenerationRequest(SamplingFields, StructuredFields):
     def wants_echo(self) -> bool:
         """Whether the prompt is a part of the answer's text."""
         return False
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream carries the usage so far."""
-        return self.include_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
 
     @property
     def num_candidates(self) -> int:
@@ -204,10 +189,6 @@ class GenerationRequest(SamplingFields, StructuredFields):
     def limit_field(self) -> str:
         """The field that `token_limit` came in, for error messages."""
         return "max_tokens" if self.max_tokens == self.token_limit else "max_completion_tokens"
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return None
 
     def with_defaults(self, config: GenerationConfig) -> Self:
         """This request with the model's own values for what the client left out."""
@@ -251,21 +232,3 @@ class GenerationRequest(SamplingFields, StructuredFields):
             min_tokens=self.min_tokens,
             grammar=self.guided.grammar if self.guided else None,
         )
-
-
-def refuse(field: str, problem: str) -> NoReturn:
-    """Raises InvalidRequest: `field` ..., as `problem` goes on."""
-    raise InvalidRequest(f"`{field}` {problem}.", param=field)
-
-
-def clean_request(body: dict[str, Any], model: type[GenerationRequest]) -> dict[str, Any]:
-    """The members of `body` that `model` uses, those of `stream_options` looked at as well.
-
-    Raises:
-        InvalidRequest: a member is unknown, or not implemented and not neutral.
-    """
-    cleaned = clean(body, model)
-    options = cleaned.get("stream_options")
-    if isinstance(options, dict):
-        cleaned["stream_options"] = clean(options, StreamOptions, "stream_options.")
-    return cleaned

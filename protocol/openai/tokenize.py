@@ -5,10 +5,10 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from protocol.openai.chat import ChatRequest, Message, read_messages
+from protocol.openai.chat import ChatRequest, Messages
 from protocol.openai.completions import CompletionRequest
-from protocol.openai.requests import ModelName, Strict, body_of, clean, validate
-from protocol.openai.sampling import GenerationRequest, Switch, refuse
+from protocol.openai.requests import ModelName, Strict, body_of, refuse, validate
+from protocol.openai.sampling import GenerationRequest, Switch, Text, Variables
 from protocol.short_repr import short_repr
 
 
@@ -17,18 +17,14 @@ class TokenizeRequest(Strict):
     """Either `prompt` or `messages`."""
 
     model: ModelName = ""
-    prompt: str | None = Field(None, description="a string")
-    messages: tuple[Message, ...] | None = Field(
-        None, description="a list, not empty, of objects with `role` and `content`"
-    )
+    prompt: Text = None
+    messages: Messages | None = None
     # For a text true unless said otherwise, for messages false: their template writes them.
     add_special_tokens: bool | None = Field(None, description="true or false")
     return_token_strs: Switch = False
     add_generation_prompt: bool | None = Field(None, description="true or false")
     continue_final_message: Switch = False
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="an object of variables for the chat template"
-    )
+    chat_template_kwargs: Variables = Field({})
 
 
 @body_of("/detokenize", "The text of token ids.")
@@ -45,10 +41,7 @@ class DetokenizeRequest(Strict):
 
 def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     """Validates the body of /tokenize. Raises InvalidRequest naming the field."""
-    cleaned = clean(body, TokenizeRequest)
-    if "messages" in cleaned:
-        cleaned["messages"] = read_messages(TokenizeRequest, cleaned["messages"])
-    parsed = validate(TokenizeRequest, cleaned)
+    parsed = validate(TokenizeRequest, body)
     if (parsed.prompt is None) == (parsed.messages is None):
         refuse("prompt", f"is {short_repr(parsed.prompt)}; send it or `messages`, one of the two")
     if parsed.messages is not None:
@@ -75,4 +68,4 @@ def as_request(parsed: TokenizeRequest) -> GenerationRequest:
 
 def parse_detokenize(body: dict[str, Any]) -> DetokenizeRequest:
     """Validates the body of /detokenize. Raises InvalidRequest naming the field."""
-    return validate(DetokenizeRequest, clean(body, DetokenizeRequest))
+    return validate(DetokenizeRequest, body)

@@ -9,14 +9,14 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import ConfigDict, Field
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai.requests import Strict, validate, wrong
+from protocol.openai.requests import Read, Strict, wrong
 from protocol.openai.structured import GuidedDecoding
 from protocol.short_repr import short_repr
 
@@ -44,32 +44,25 @@ class Function(Strict):
     strict: bool | None = Field(None, description="true or false")
 
 
-TOOLS_SCHEMA: dict[str, Any] = {
-    "type": "array",
-    "maxItems": MAX_TOOLS,
-    "items": {
-        "type": "object",
-        "properties": {
-            "type": {"const": "function"},
-            "function": Function.model_json_schema(),
-        },
-        "required": ["type", "function"],
-    },
-}
-_NAMED_TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}},
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
-CHOICE_SCHEMA: dict[str, Any] = {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_TOOL]}
-CHOICE_MUST_BE = '"none", "auto", "required" or {"type": "function", "function": {"name": "..."}}'
+class Tool(Strict):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"] = Field(description="function")
+    function: Function = Field(description="an object with `name`")
+
+
+OfferedTools = Annotated[
+    list[dict[str, Any]] | None,
+    Read(Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]),
+    Field(description=f"a list of at most {MAX_TOOLS} tools"),
+]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | Tool | None,
+    Field(
+        description='"none", "auto", "required" or '
+        '{"type": "function", "function": {"name": "..."}}'
+    ),
+]
 
 Mode = Literal["none", "auto", "required", "named"]
 
@@ -106,65 +99,36 @@ class Tools:
         return None
 
 
-def read_tools(tools: Any, tool_choice: Any, parallel: Any) -> Tools:
-    """The `tools`, `tool_choice` and `parallel_tool_calls` of a request; None is "not given".
+def read_tools(tools: OfferedTools, choice: ToolChoice, parallel: bool) -> Tools:
+    """The tools of a request that offers these; None is "not given".
 
     Raises:
-        InvalidRequest: names the member at fault.
+        InvalidRequest: two have one name, or none that is to be called is offered.
     """
-    offered = _read_offered(tools)
-    if parallel is not None and not isinstance(parallel, bool):
-        raise wrong("parallel_tool_calls", parallel, "true or false")
-    mode, name = _read_choice(tool_choice, offered)
-    return Tools(offered, mode, name, parallel=parallel is not False)
-
-
-def _read_offered(tools: Any) -> tuple[dict[str, Any], ...]:
-    if tools is None:
-        return ()
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise wrong("tools", tools, f"a list of at most {MAX_TOOLS} tools")
-    offered = tuple(_read_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
+    offered = tuple(_without_nulls(tool["function"]) for tool in tools or ())
     names = [tool["function"]["name"] for tool in offered]
     for at, name in enumerate(names):
         if name in names[:at]:
             raise wrong(f"tools[{at}].function.name", name, "used once only")
-    return offered
-
-
-def _read_tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise wrong(where, tool, '{"type": "function", "function": {"name": "...", ...}}')
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise wrong(f"{where}.function", function, "an object with `name`")
-    validate(Function, function, f"{where}.function.")
-    kept = {key: value for key, value in function.items() if value is not None}
-    return {"type": "function", "function": kept}
-
-
-def _read_choice(choice: Any, offered: Sequence[dict[str, Any]]) -> tuple[Mode, str | None]:
-    if choice is None:
-        return ("auto" if offered else "none"), None
-    if choice in ("none", "auto"):
-        return (choice if offered else "none"), None
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    is_named = isinstance(name, str) and choice.get("type") == "function"
-    if choice != "required" and not is_named:
-        raise wrong("tool_choice", choice, CHOICE_MUST_BE)
+    if choice in (None, "auto", "none"):
+        return Tools(offered, "auto" if offered and choice != "none" else "none", None, parallel)
+    named = choice.function.name if isinstance(choice, Tool) else None
     if not offered:
         raise InvalidRequest(
-            f"`tool_choice` is {short_repr(choice)}, but no `tools` are given; send some.",
+            f"`tool_choice` is {short_repr(named or choice)}, but no `tools` are given; send some.",
             param="tool_choice",
         )
-    if choice == "required":
-        return "required", None
-    names = [tool["function"]["name"] for tool in offered]
-    if name not in names:
+    if named is None:
+        return Tools(offered, "required", None, parallel)
+    if named not in names:
         must_be = "one of the tools: " + ", ".join(names[:20])
-        raise wrong("tool_choice.function.name", name, must_be)
-    return "named", name
+        raise wrong("tool_choice.function.name", named, must_be)
+    return Tools(offered, "named", named, parallel)
+
+
+def _without_nulls(function: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": kept}
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_text_parts_are_joined_by_newlines() -> None:
         ([{"role": ["user"], "content": "Hi"}], "messages[0].role"),
         ([{"role": "user", "content": "Hi", "name": 3}], "messages[0].name"),
         ([{"role": "user", "content": "Hi", "colour": "red"}], "messages[0].colour"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0]"),
     ],
@@ -213,9 +213,9 @@ BAD_VALUES = {
     ("field", "value"), [(field, value) for field, values in BAD_VALUES.items() for value in values]
 )
 def test_a_bad_value_is_named_with_the_fix(field: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=f"`{field}`.*must be") as caught:
+    with pytest.raises(InvalidRequest, match=f"`{field}.*must be") as caught:
         completion(**{field: value})
-    assert caught.value.param == field
+    assert str(caught.value.param).partition(".")[0] == field
     assert len(caught.value.message) < 400
 
 
@@ -370,7 +370,7 @@ def test_tools_turns_are_history() -> None:
     told = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}]}
     _, turn, answer = chat(messages=[user, asked, told]).messages
     assert turn.content == ""
-    assert turn.tool_calls[0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert turn.tool_calls[0].function.model_dump() == {"name": "f", "arguments": {"x": 1}}
     assert (answer.role, answer.content, answer.tool_call_id) == ("tool", "42", "c1")
 
 

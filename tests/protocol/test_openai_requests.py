@@ -9,7 +9,7 @@ import pytest
 from protocol.errors import InvalidRequest
 from protocol.openai.chat import parse_chat
 from protocol.openai.completions import parse_completion
-from protocol.openai.requests import Strict, clean, neutral, parse_json_object
+from protocol.openai.requests import Strict, neutral, parse_json_object, validate
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.tokenize import parse_tokenize
 
@@ -60,7 +60,7 @@ TOKENIZE = (parse_tokenize, {"prompt": "a"})
         (
             TOKENIZE,
             "input",
-            "is not a parameter of /tokenize but of /v1/responses; leave it out.",
+            "is called `messages` at /tokenize; send that.",
         ),
         (RESPONSES, "topp", "is not supported (did you mean top_p?); leave it out."),
         (CHAT, "message", "is not supported (did you mean messages?); leave it out."),
@@ -83,8 +83,8 @@ def test_zero_may_be_written_as_integer_or_float_but_never_as_false() -> None:
         one: Any = neutral(1)
         switch: Any = neutral(True)
 
-    assert clean({"number": 0, "one": 1, "switch": True}, Body) == {}
-    assert clean({"number": 0.0}, Body) == {}
+    for given in ({"number": 0, "one": 1, "switch": True}, {"number": 0.0}, {"one": None}):
+        assert validate(Body, given) == Body()
     for field, value in (("number", False), ("one", True), ("one", 1.0), ("switch", 1)):
         with pytest.raises(InvalidRequest, match=f"`{field}`"):
-            clean({field: value}, Body)
+            validate(Body, {field: value})

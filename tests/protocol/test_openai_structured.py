@@ -88,7 +88,7 @@ def test_saying_nothing_demands_nothing() -> None:
     ("fields", "param"),
     [
         ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": "json_object", "x": 1}}, "response_format"),
+        ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},

@@ -57,7 +57,7 @@ def test_required_demands_a_list_of_calls() -> None:
     [
         ({"tools": {}}, "tools"),
         ({"tools": [tool(str(i)) for i in range(MAX_TOOLS + 1)]}, "tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [tool(), {"type": "function"}]}, "tools[1].function"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
@@ -65,7 +65,7 @@ def test_required_demands_a_list_of_calls() -> None:
         ({"tools": [tool(parameters="x")]}, "tools[0].function.parameters"),
         ({"tools": [tool(strict=1)]}, "tools[0].function.strict"),
         ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
-        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": "required"}, "tool_choice"),
         (
             {

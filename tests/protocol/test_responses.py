@@ -73,7 +73,7 @@ def test_a_format_is_a_demand() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"background": True}, "background"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
-        ({"text": {"format": {"type": "x"}}}, "text.format"),
+        ({"text": {"format": {"type": "x"}}}, "text.format.type"),
         ({"metadata": {"a": 1}}, "metadata"),
     ],
 )

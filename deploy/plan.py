@@ -17,8 +17,15 @@ from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, PlanError, heads_of
 from kvcache.transfer.plan.plan import TransferPlan, plan_transfer
 from model.config import load_config
-from protocol.settings.kv import ContextParallelism, GeometryOptions, LinkOptions
-from protocol.settings.settings import BatonSettings, DType, ModelName, parse
+from protocol.settings.settings import (
+    BatonSettings,
+    ContextParallelism,
+    DType,
+    GeometryOptions,
+    LinkOptions,
+    ModelName,
+    parse,
+)
 
 
 class Model(NamedTuple):

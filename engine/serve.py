@@ -35,7 +35,7 @@ from protocol.ipc.listening import bind
 from protocol.process import lifecycle
 from protocol.process.logging import setup_logging
 from protocol.process.standard_streams import open_standard_streams
-from protocol.settings.cluster_secret import cluster_secret
+from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import DecodeSettings, PrefillSettings, describe
 
 logger = logging.getLogger("baton.serve")

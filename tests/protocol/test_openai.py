@@ -162,7 +162,10 @@ def test_text_parts_are_joined_by_newlines() -> None:
         ([{"role": ["user"], "content": "Hi"}], "messages[0].role"),
         ([{"role": "user", "content": "Hi", "name": 3}], "messages[0].name"),
         ([{"role": "user", "content": "Hi", "colour": "red"}], "messages[0].colour"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{}]}],
+            "messages[0].tool_calls[0].function",
+        ),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0]"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from protocol.settings import cluster_secret as secret_file
+from protocol.settings import machine as secret_file
 from protocol.settings.settings import (
     PROGRAMS,
     BatonSettings,

@@ -1,4 +1,5 @@
-"""The secret that the servers of one cluster share: it signs who may read whose KV."""
+"""Where a machine keeps what it makes once: models that it converted, and the secret of its
+cluster, which signs who may read whose KV."""
 
 import ipaddress
 import os
@@ -7,10 +8,30 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from protocol.settings.cache_dir import CannotKeep, cache_dir
-
 MIN_SECRET_BYTES = 16
-_FIX = "set BATON_CLUSTER_SECRET, or BATON_CACHE to a folder of this user's"
+_FIX = "set BATON_CACHE to a folder that can be written to"
+_SECRET_FIX = "set BATON_CLUSTER_SECRET, or BATON_CACHE to a folder of this user's"
+
+
+class CannotKeep(OSError):
+    """Says what cannot be kept, where, why, and which variable to set."""
+
+    def __init__(self, what: str, folder: Path, error: OSError, fix: str = _FIX) -> None:
+        super().__init__(f"cannot keep {what} in {folder} ({error.strerror}); {fix}")
+
+
+def cache_dir() -> Path:
+    """BATON_CACHE, or ~/.cache/baton.
+
+    Raises:
+        OSError: neither is known: a user id without a name and HOME, as containers may have.
+    """
+    if cache := os.environ.get("BATON_CACHE"):
+        return Path(cache)
+    try:
+        return Path.home() / ".cache" / "baton"
+    except RuntimeError as error:
+        raise OSError(f"no home directory is known, for its .cache/baton; {_FIX}") from error
 
 
 def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> bytes:
@@ -28,7 +49,9 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
             _make(path)
         secret = path.read_bytes().strip()
     except OSError as error:
-        raise CannotKeep("this machine's cluster secret", path.parent, error, _FIX) from error
+        raise CannotKeep(
+            "this machine's cluster secret", path.parent, error, _SECRET_FIX
+        ) from error
     if len(secret) < MIN_SECRET_BYTES:  # cut off by a full disk, or made by hand
         raise ValueError(
             f"{path} holds a cluster secret of {len(secret)} characters, at least "

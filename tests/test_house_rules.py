@@ -25,7 +25,7 @@ MAX_LINES = {
     "kvcache/transfer": 7400,
     "model": 3339,
     "prefill_server": 364,
-    "protocol": 6130,
+    "protocol": 5927,
     "proxy": 1991,
     "tests": 41251,
 }

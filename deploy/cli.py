@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from protocol.process.standard_streams import open_standard_streams
 
@@ -20,39 +21,23 @@ baton <command> --help explains every option; each may also be given as BATON_* 
 the file named by --config. baton --version prints the version."""
 
 
-def _up(name: str, *, only_warm: bool) -> Callable[[Sequence[str]], int]:
-    def run(argv: Sequence[str]) -> int:
-        from deploy.local import up
-        from protocol.settings.settings import UpSettings, parse
-
-        return up(parse(UpSettings, argv, prog=f"baton {name}"), only_warm=only_warm)
-
-    return run
-
-
-def _program(module: str) -> Callable[[Sequence[str]], int]:
-    """A program that `python -m` runs too: its main(argv) returns the exit status."""
-
-    def run(argv: Sequence[str]) -> int:
-        main: Callable[[Sequence[str]], int | None] = importlib.import_module(module).main
-        return main(argv) or 0
-
-    return run
+def _run(module: str, argv: Sequence[str], function: str = "main") -> int:
+    """A program: its main(argv) returns the exit status. What takes time to import is imported
+    here: a Ctrl-C until then is answered by `main`."""
+    return getattr(importlib.import_module(module), function)(argv) or 0
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "up": _up("up", only_warm=False),
-    "warm": _up("warm", only_warm=True),
-    "prefill": _program("prefill_server.__main__"),
-    "decode": _program("decode_server.__main__"),
-    "proxy": _program("proxy.__main__"),
-    "plan": _program("deploy.plan"),
-    "doctor": _program("deploy.doctor"),
+    "up": partial(_run, "deploy.local"),
+    "warm": partial(_run, "deploy.local", function="warm"),
+    "prefill": partial(_run, "prefill_server.__main__"),
+    "decode": partial(_run, "decode_server.__main__"),
+    "proxy": partial(_run, "proxy.__main__"),
+    "plan": partial(_run, "deploy.plan"),
+    "doctor": partial(_run, "deploy.doctor"),
 }
 
 
-# Everything that takes time to import is imported by the commands: a Ctrl-C until then is answered
-# by `main`.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand. Returns its exit status; 2 for a wrong command line."""
     open_standard_streams()

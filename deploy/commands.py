@@ -18,21 +18,18 @@ from protocol.settings.settings import (
     to_argv,
 )
 
-ServerKind = Literal["prefill", "decode"]
-Kind = ServerKind | Literal["proxy"]
-
-PROGRAMS: Mapping[Kind, tuple[str, ...]] = {
-    "prefill": (sys.executable, "-m", "prefill_server"),
-    "decode": (sys.executable, "-m", "decode_server"),
-    "proxy": (sys.executable, "-m", "proxy"),
-}
-
+Kind = Literal["prefill", "decode", "proxy"]
+SERVERS: tuple[Kind, ...] = ("prefill", "decode")
 TARGETS: Mapping[Kind, type[BatonSettings]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
     "proxy": ProxySettings,
 }
-
+PROGRAMS: Mapping[Kind, tuple[str, ...]] = {
+    "prefill": (sys.executable, "-m", "prefill_server"),
+    "decode": (sys.executable, "-m", "decode_server"),
+    "proxy": (sys.executable, "-m", "proxy"),
+}
 # Below this many cores a prefill and a decode server are rarely busy at once in earnest, and
 # halving them would double the time to first token: each server may use them all.
 MIN_CORES_PER_SERVER = 4
@@ -61,93 +58,69 @@ def server_commands(
         secret: the cluster secret; it goes by environment, which other users cannot read.
         cores: CPU cores of this machine.
     """
-    counts: dict[ServerKind, int] = {
-        "prefill": settings.prefill.count,
-        "decode": settings.decode.count,
-    }
     commands = []
-    for kind, count in counts.items():
+    for kind in SERVERS:
         argv = (*programs[kind], *server_argv(settings, kind, cores=cores))
-        env = {"BATON_CLUSTER_SECRET": secret}
-        commands += [
-            Command(f"{kind}-{i}", kind, (*argv, *device_argv(settings, kind, i)), env)
-            for i in range(count)
-        ]
+        env, group = {"BATON_CLUSTER_SECRET": secret}, getattr(settings, kind)
+        for index in range(group.count):
+            devices = group.devices  # one server's, or of several that share; else a share of them
+            if len(devices) != group.tp:
+                devices = devices[index * group.tp : (index + 1) * group.tp]
+            own = (f"--devices={device}" for device in devices)
+            commands.append(Command(f"{kind}-{index}", kind, (*argv, *own), env))
     return commands
 
 
-def server_argv(settings: UpSettings, kind: ServerKind, *, cores: int) -> list[str]:
-    """The options of one server of `kind`."""
-    group = settings.prefill if kind == "prefill" else settings.decode
-    own = [name for name in type(group).model_fields if name in TARGETS[kind].model_fields]
-    argv = _changed(settings, [n for n in ModelOptions.model_fields if n not in _by_group(group)])
-    argv += _changed(group, [name for name in own if name not in ("threads", "devices")])
+def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
+    """The options of one server of `kind`, without its devices."""
+    group = getattr(settings, kind)
+    own = _own(group)
+    told = own & TARGETS[kind].model_fields.keys() - {"threads", "devices"}
     threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
+    limits = ("max_body_bytes", "max_unfinished_bytes", "client_timeout_s", "shutdown_grace_s")
     return [
-        *argv,
+        *_changed(settings, ModelOptions.model_fields.keys() - own),
+        *_changed(group, told),
         f"--host={LOOPBACK}",
         "--port=0",
         f"--threads={threads}",
-        f"--max-body-bytes={settings.max_body_bytes}",
-        f"--max-unfinished-bytes={settings.max_unfinished_bytes}",
-        f"--client-timeout-s={settings.client_timeout_s}",  # a slow client makes the proxy slow
-        f"--shutdown-grace-s={settings.shutdown_grace_s}",
+        *to_argv(settings, only=limits),  # a slow client makes the proxy slow
     ]
-
-
-def device_argv(settings: UpSettings, kind: ServerKind, index: int) -> list[str]:
-    """The GPUs of the server `index` of its kind: its share of those that the kind was given."""
-    group = settings.prefill if kind == "prefill" else settings.decode
-    if len(group.devices) == group.tp:
-        return to_argv(group, only=["devices"])  # one server, or several that share
-    share = group.devices[index * group.tp : (index + 1) * group.tp]
-    return [f"--devices={device}" for device in share]
 
 
 def user_option(settings: UpSettings, kind: Kind, option: str) -> str | None:
     """How a user of `baton up` writes an option that a process of `kind` names, such as
     "block-size"; None: in the same way."""
     name = option.replace("-", "_")
-    if kind != "proxy":
-        group = settings.prefill if kind == "prefill" else settings.decode
-        if name in type(group).model_fields and name not in _by_cluster(group):
-            return f"{kind}.{option}"
-    target = TARGETS[kind].model_fields
-    if name in target and name not in type(settings).model_fields:
+    if kind in SERVERS and name in _own(getattr(settings, kind)):
+        return f"{kind}.{option}"
+    if name in TARGETS[kind].model_fields and name not in type(settings).model_fields:
         return f"{option} of `baton {kind}`"
     return None
 
 
-def _by_cluster(group: BaseModel) -> set[str]:
-    """Options that this group has none of its own for, so the whole cluster's hold."""
-    return {name for name in ("device", "dtype") if getattr(group, name) is None}
-
-
-def _by_group(group: BaseModel) -> set[str]:
-    """Options of the whole cluster that this group has values of its own for."""
-    return {name for name in ("device", "dtype") if getattr(group, name) is not None}
+def _own(group: BaseModel) -> set[str]:
+    """The options of a group, but those that it leaves to the whole cluster."""
+    left = {name for name in ("device", "dtype") if getattr(group, name) is None}
+    return type(group).model_fields.keys() - left
 
 
 def _changed(options: BaseModel, names: Iterable[str]) -> list[str]:
     """The arguments for those of `names` that are not at their default."""
     fields = type(options).model_fields
-    return to_argv(
-        options, only=[name for name in names if getattr(options, name) != fields[name].default]
-    )
+    changed = [name for name in names if getattr(options, name) != fields[name].default]
+    return to_argv(options, only=sorted(changed))
 
 
 def proxy_command(
     settings: UpSettings,
-    prefill_urls: Sequence[str],
-    decode_urls: Sequence[str],
-    *,
+    urls: Mapping[Kind, Sequence[str]],
     programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS,
 ) -> Command:
     """The proxy in front of servers that already serve."""
-    shared = [name for name in ProxySettings.model_fields if name in UpSettings.model_fields]
-    argv = to_argv(settings, only=[n for n in shared if n not in ("config", "prefill", "decode")])
-    argv += [f"--prefill={url}" for url in prefill_urls]
-    argv += [f"--decode={url}" for url in decode_urls]
+    shared = ProxySettings.model_fields.keys() & UpSettings.model_fields.keys()
+    argv = to_argv(settings, only=sorted(shared - {"config", *SERVERS}))
+    argv += [f"--{kind}={url}" for kind in SERVERS for url in urls[kind]]
     return Command("proxy", "proxy", (*programs["proxy"], *argv))
 
 

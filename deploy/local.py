@@ -15,14 +15,15 @@ import shlex
 import sys
 import time
 import urllib.error
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from deploy.commands import PROGRAMS, Command, Kind, proxy_command, server_commands, user_option
 from deploy.healthcheck import LOOPBACK, get, url_host
 from protocol.ipc.listening import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.cores import available_cores
-from protocol.settings.settings import UpSettings, describe
+from protocol.settings.settings import UpSettings, describe, parse
 from protocol.settings.sources import renamed, unread_variables
 
 FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for
@@ -39,6 +40,14 @@ class ClusterFailed(Exception):
 
 class StopRequested(Exception):
     """The user asked for the end."""
+
+
+def main(argv: Sequence[str]) -> int:
+    return up(parse(UpSettings, argv, prog="baton up"))
+
+
+def warm(argv: Sequence[str]) -> int:
+    return up(parse(UpSettings, argv, prog="baton warm"), only_warm=True)
 
 
 def up(
@@ -63,14 +72,13 @@ def up(
             if only_warm:
                 say("what these servers need is kept: models and compiled kernels")
             else:
-                cluster.start_proxy(servers)
-                cluster.announce()
-                cluster.wait()
+                cluster.serve(servers)
         except StopRequested:
             say("ending")
         except (ClusterFailed, OSError) as error:
             reason = str(error)
-        clean = cluster.close()
+        # A server drains its requests, then ends its engine: each may take the grace time.
+        clean = lifecycle.terminate(cluster.children, 2 * settings.shutdown_grace_s + 1)
     if cluster.killed_by_user:
         return KILLED_BY_USER
     if reason is None and not clean:
@@ -85,12 +93,14 @@ def up(
 
 def say(text: str) -> None:
     """A line of the launcher's own among those of the processes."""
-    sys.stdout.write(f"baton | {text}\n")
-    sys.stdout.flush()
+    print(f"baton | {text}", flush=True)
 
 
 class LocalCluster:
-    """The processes of `baton up`. Owned by the main thread; events come from others."""
+    """The processes of `baton up`. Owned by the main thread; events come from others.
+
+    Its methods raise ClusterFailed when a process ends, StopRequested on a signal.
+    """
 
     def __init__(self, settings: UpSettings, programs: Mapping[Kind, tuple[str, ...]]) -> None:
         self.settings = settings
@@ -99,7 +109,6 @@ class LocalCluster:
         self.killed_by_user = False
         # None is a stop signal. SimpleQueue: its put may interrupt its own get, as a handler does.
         self._events: queue.SimpleQueue[lifecycle.Event | None] = queue.SimpleQueue()
-        self._endpoint = ""
         self._deadline = time.monotonic() + settings.start_timeout_s
 
     def on_signal(self, count: int) -> None:
@@ -111,11 +120,7 @@ class LocalCluster:
                 child.kill()
 
     def start_servers(self) -> dict[Kind, list[str]]:
-        """Starts all prefill and decode servers; returns their URLs once all are ready.
-
-        Raises:
-            ClusterFailed, StopRequested
-        """
+        """Starts all prefill and decode servers; returns their URLs once all are ready."""
         say(f"settings {describe(self.settings)}")
         for variable in unread_variables(type(self.settings)):
             say(f"not read here, but by other programs: {variable}")
@@ -123,66 +128,50 @@ class LocalCluster:
         commands = server_commands(
             self.settings, secret=secret, cores=cores, programs=self.programs
         )
-        servers = [self._spawn(command) for command in commands]
-        ready = self._await_ready(servers)
         urls: dict[Kind, list[str]] = {"prefill": [], "decode": []}
-        for command, child in zip(commands, servers, strict=True):
-            urls[command.kind].append(f"http://{LOOPBACK}:{ready[child]['port']}")
+        for command, port in zip(commands, self._start(*commands), strict=True):
+            urls[command.kind].append(f"http://{LOOPBACK}:{port}")
         return urls
 
-    def start_proxy(self, urls: Mapping[Kind, list[str]]) -> None:
-        """Starts the proxy in front of these servers; returns once the endpoint serves.
+    def serve(self, urls: Mapping[Kind, list[str]]) -> None:
+        """Starts the proxy in front of these servers, and prints `ready`, where, and a line to
+        paste once the endpoint serves. Never returns."""
+        (port,) = self._start(proxy_command(self.settings, urls, self.programs))
+        endpoint = f"http://{url_host(self.settings.host)}:{port}"
+        notes = _Notes(self._deadline)
+        while not _is_ready(endpoint):  # until the proxy has found its servers
+            self._next_event(PROBE_INTERVAL_S)
+            notes.tell("the proxy to find its servers")
+        print(f"ready {endpoint}/v1\n{example(endpoint)}", flush=True)
+        while True:
+            self._next_event(None)
 
-        Raises:
-            ClusterFailed, StopRequested
-        """
-        command = proxy_command(
-            self.settings, urls["prefill"], urls["decode"], programs=self.programs
-        )
-        proxy = self._spawn(command)
-        port = self._await_ready([proxy])[proxy]["port"]
-        self._endpoint = f"http://{url_host(self.settings.host)}:{port}"
-        self._await_endpoint()
-
-    def _spawn(self, command: Command) -> lifecycle.Child:
-        # A signal between fork and append would miss this child: it ends with us all the same.
-        child = lifecycle.spawn(
-            command.argv,
-            name=command.name,
-            env=command.env,
-            on_event=self._events.put,
-            worded=self._wording(command.kind),
-        )
-        self.children.append(child)
-        return child
-
-    def _wording(self, kind: Kind) -> Callable[[str], str]:
-        """What a process says of its options, in terms of ours."""
-        return lambda text: renamed(text, lambda name: user_option(self.settings, kind, name))
-
-    def _await_ready(
-        self, starting: Collection[lifecycle.Child]
-    ) -> dict[lifecycle.Child, dict[str, int]]:
-        ready: dict[lifecycle.Child, dict[str, int]] = {}
-        doing = dict.fromkeys(starting, "starting")
+    def _start(self, *commands: Command) -> list[int]:
+        """The ports of these processes, once all are ready."""
+        children = []
+        for command in commands:
+            # A signal between fork and append would miss this child: it ends with us all the same.
+            child = lifecycle.spawn(
+                command.argv,
+                name=command.name,
+                env=command.env,
+                on_event=self._events.put,
+                worded=partial(renamed, name_of=partial(user_option, self.settings, command.kind)),
+            )
+            self.children.append(child)
+            children.append(child)
+        ports: dict[lifecycle.Child, int] = {}
+        doing = dict.fromkeys(children, "starting")
         notes = _Notes(self._deadline)
         while doing:
-            event = self._next_event(notes.timeout_s())
-            match event:
+            match self._next_event(notes.timeout_s()):
                 case lifecycle.Ready(child, info):
-                    ready[child] = info
+                    ports[child] = info["port"]
                     doing.pop(child, None)
                 case lifecycle.Progress(child, text) if child in doing:
                     doing[child] = text
             notes.tell(", ".join(f"{child.name} ({text})" for child, text in doing.items()))
-        return ready
-
-    def _await_endpoint(self) -> None:
-        """Until the proxy has found its servers: GET /ready answers 200."""
-        notes = _Notes(self._deadline)
-        while _status(f"{self._endpoint}/ready") != 200:
-            self._next_event(PROBE_INTERVAL_S)
-            notes.tell("the proxy to find its servers")
+        return [ports[child] for child in children]
 
     def _next_event(self, timeout_s: float | None) -> lifecycle.Event | None:
         """The next event that is not the end of the cluster; None after `timeout_s`."""
@@ -198,21 +187,6 @@ class LocalCluster:
             case lifecycle.Exited(child, _):
                 raise ClusterFailed(f"{child.name} ended: {child.reason()}")
         return event
-
-    def announce(self) -> None:
-        """Prints `ready`, where, and a line to paste."""
-        sys.stdout.write(f"ready {self._endpoint}/v1\n{example(self._endpoint)}\n")
-        sys.stdout.flush()
-
-    def wait(self) -> None:
-        """Returns never: raises ClusterFailed when a process ends, StopRequested on a signal."""
-        while True:
-            self._next_event(None)
-
-    def close(self) -> bool:
-        """Ends and reaps every process. Returns whether none had to be killed."""
-        # A server drains its requests, then ends its engine: each may take the grace time.
-        return lifecycle.terminate(self.children, 2 * self.settings.shutdown_grace_s + 1)
 
 
 class _Notes:
@@ -236,10 +210,9 @@ class _Notes:
         if what and now >= self.deadline:
             raise ClusterFailed(f"not ready in time (--start-timeout-s), waited for {what}")
         waited_s = now - self.started
-        if not what or waited_s < FIRST_NOTE_S or (what == self.last and now < self.due):
-            return
-        say(f"{waited_s:.0f} s, waiting for {what}")
-        self.last, self.due = what, now + NOTE_INTERVAL_S
+        if what and waited_s >= FIRST_NOTE_S and (what != self.last or now >= self.due):
+            say(f"{waited_s:.0f} s, waiting for {what}")
+            self.last, self.due = what, now + NOTE_INTERVAL_S
 
 
 def check_port(host: str, port: int) -> None:
@@ -251,28 +224,24 @@ def check_port(host: str, port: int) -> None:
         raise ClusterFailed(f"{error}{hint}") from None
 
 
-def _status(url: str) -> int | None:
+def _is_ready(endpoint: str) -> bool:
     try:
-        with get(url, PROBE_TIMEOUT_S) as answer:
-            return int(answer.status)
+        with get(f"{endpoint}/ready", PROBE_TIMEOUT_S):
+            return True
     except urllib.error.HTTPError as error:
-        with error:
-            return error.code
+        error.close()
     except OSError:
-        return None
+        pass
+    return False
 
 
 def example(endpoint: str) -> str:
     """A curl line for the model served at `endpoint`."""
+    with get(f"{endpoint}/v1/models", MODEL_TIMEOUT_S) as answer:
+        name = str(json.load(answer)["data"][0]["id"])
     prompt = "The capital of France is"
-    name = _model_name(endpoint)
     body = {"model": name, "prompt": prompt, "max_tokens": 16, "temperature": 0}
     return (
         f"curl {endpoint}/v1/completions -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}"
     )
-
-
-def _model_name(endpoint: str) -> str:
-    with get(f"{endpoint}/v1/models", MODEL_TIMEOUT_S) as answer:
-        return str(json.load(answer)["data"][0]["id"])

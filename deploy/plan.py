@@ -49,7 +49,7 @@ class Geometry(GeometryOptions):
     @property
     def shared_by(self) -> int:
         """Ranks that share the tokens of every sequence."""
-        return 1
+        return int(getattr(self, "dcp", 1))
 
     def endpoints(self, model: Model, tokens: int) -> list[Endpoint]:
         """All ranks of such an engine, with room for `tokens` tokens; `dtype` is not auto.
@@ -82,10 +82,6 @@ class DecodeGeometry(Geometry):
     dcp: ContextParallelism = Field(
         1, description="decode context parallelism (ranks, a divisor of --decode.tp)"
     )
-
-    @property
-    def shared_by(self) -> int:
-        return self.dcp
 
 
 class PlanSettings(LinkOptions, ModelName, BatonSettings):
@@ -122,13 +118,8 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     ranks = []
     for end in ends["decode"]:
         plan = plan_transfer(
-            end,
-            ends["prefill"],
-            model.total_kv_heads,
-            hit,
-            tokens,
-            tables["decode"],
-            tables["prefill"],
+            *(end, ends["prefill"], model.total_kv_heads, hit, tokens),
+            *(tables["decode"], tables["prefill"]),
             costs=costs or DEFAULT_COSTS[settings.device],
             staging_bytes=settings.staging_bytes,
             convert=settings.kv_convert,

@@ -81,7 +81,9 @@ def test_an_option_of_a_server_has_a_name_for_users_of_up(
 
 def test_the_proxy_gets_the_endpoint_and_all_urls() -> None:
     settings = up("--host=0.0.0.0", "--port=9", "--log-level=debug", "--max-body-bytes=5")
-    command = proxy_command(settings, ["http://a:1"], ["http://b:2", "http://c:3"])
+    command = proxy_command(
+        settings, {"prefill": ["http://a:1"], "decode": ["http://b:2", "http://c:3"]}
+    )
     proxy = load(ProxySettings, command.argv[3:])
     assert (proxy.host, proxy.port, proxy.log_level) == ("0.0.0.0", 9, "debug")
     assert (proxy.max_body_bytes, proxy.prefill) == (5, ("http://a:1",))

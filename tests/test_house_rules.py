@@ -19,7 +19,7 @@ MAX_LINES = {
     "attention": 2570,
     "benchmarks": 2815,
     "decode_server": 691,
-    "deploy": 955,
+    "deploy": 880,
     "engine": 9690,
     "kvcache": 8795,
     "kvcache/transfer": 7400,

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from engine.core.scheduler import Scheduled
 from engine.core.sequence import Phase, Sequence
-from engine.text.grammar import CompiledGrammar, GrammarCompiler
-from engine.text.grammar_masks import MaskThreads, StepMasks
+from engine.text.grammar import CompiledGrammar, GrammarCompiler, MaskThreads, StepMasks
 from protocol.errors import GrammarFailed
 
 

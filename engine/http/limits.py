@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from engine.text.grammar_text import MAX_GRAMMAR_CHARS
+from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest

@@ -1,11 +1,12 @@
 """Outputs that must match a grammar: compiled once, followed by each sequence, as token masks.
 
-    request -> GrammarCompiler (threads, a cache) -> GrammarState of a sequence
-            -> masks of steps (grammar_masks.py)
+    request -> GrammarCompiler (threads, a cache) -> GrammarState of a sequence -> StepMasks
 
 A state is a function of the sequence's outputs, so preemption, recompute and a first token drawn
 on the prefill server change nothing: it catches up with whatever outputs the sequence has. Rank 0
-makes the masks, in a thread, while the step's forward pass runs.
+makes the masks, in a thread, while the step's forward pass runs. A step waits for its masks for so
+much of that thread's work and no more. Rows whose mask is not there by then are late: they sit the
+step out, and draw the same token in a later one.
 
 How a sequence ends under a grammar:
 - "stop" as soon as no more text can follow, without drawing an end token; an end token may be drawn
@@ -17,11 +18,13 @@ How a sequence ends under a grammar:
 """
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Sequenceable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.text.grammar_text import GrammarError, compiling_threads, make_matcher
+from engine.text.grammar_compile import GrammarError, compiling_threads, make_matcher
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar
@@ -40,12 +43,15 @@ Int32s = npt.NDArray[np.int32]
 
 _MAX_CACHED_BYTES = 256 * 2**20
 _NUM_COMPILING = 2  # as one takes long, others do not wait: slow ones come one at a time
-BITS = 32
+_BITS = 32
 
-BUDGET_S = 0.02  # of a core: what a step waits for
+_BUDGET_S = 0.02  # of a core: what a step waits for
 _SLOW_S = 0.01  # of a core: above it a grammar's latest mask makes all its sequences sit out
 _LONG_S = 0.1  # of a core: too long for a mask, but for a few
 _MAX_LONG = 8  # of them in a row
+_MAX_WAIT_S = 0.5  # where the thread itself waits, for a core or for other steps' late rows
+_MIN_WAIT_S = 0.001
+_MASK_THREADS = 4  # that late rows can hold up before the masks of a step are
 
 
 @dataclass(frozen=True)
@@ -209,8 +215,8 @@ class GrammarState:
 
 def _clear(row: Int32s, token_ids: Sequenceable[int]) -> None:
     for token_id in token_ids:
-        if token_id < len(row) * BITS:
-            row[token_id // BITS] &= np.int32(~np.uint32(1 << token_id % BITS).view(np.int32))
+        if token_id < len(row) * _BITS:
+            row[token_id // _BITS] &= np.int32(~np.uint32(1 << token_id % _BITS).view(np.int32))
 
 
 class GrammarCompiler:
@@ -239,7 +245,7 @@ class GrammarCompiler:
         tokenizer = Tokenizer(self._model_dir)
         num_tokens = max(self.vocab_size, tokenizer.vocab_size)
         self._end_ids = tokenizer.eos_ids
-        self.num_words = -(-num_tokens // BITS)
+        self.num_words = -(-num_tokens // _BITS)
         end_ids = list(tokenizer.eos_ids) or None
         return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids)
 
@@ -292,3 +298,106 @@ class GrammarCompiler:
     def close(self) -> None:
         """Ends the threads."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
+
+
+class MaskThreads:
+    """Fill the masks of steps: a late row holds up the thread that works on it, and the next step
+    has another. Rows known to be slow have a thread of their own."""
+
+    def __init__(self) -> None:
+        self._quick = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="grammar-masks")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="grammar-slow")
+
+    def begin(
+        self, states: Sequenceable[GrammarState | None], num_words: int, vocab_size: int
+    ) -> "StepMasks":
+        """Begins to fill the masks of a step's rows; a None may draw anything."""
+        return StepMasks(states, num_words, vocab_size, self._quick)
+
+    def advance(
+        self, state: GrammarState, token_ids: list[int], num_prompt_tokens: int, *, fill: bool
+    ) -> Future[None]:
+        """Has a slow state follow a sequence's outputs, and its next mask filled."""
+
+        def work() -> None:
+            if state.follow(token_ids, num_prompt_tokens) is None and fill:
+                state.fill()
+
+        return self._slow.submit(work)
+
+
+class StepMasks:
+    """The masks of one step's R rows.
+
+    Args:
+        states: [R], None where anything may be drawn; those that another thread works on are late.
+        num_words: W of the states' masks.
+        vocab_size: of the logits, perhaps of fewer tokens than the masks.
+
+    Attributes:
+        late: rows without a mask, once there is a result.
+    """
+
+    def __init__(
+        self,
+        states: Sequenceable[GrammarState | None],
+        num_words: int,
+        vocab_size: int,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self.late: set[int] = set()
+        self._states = list(states)
+        self._num_words = -(-vocab_size // _BITS)
+        self._width = max(num_words, self._num_words)  # none is known before there is a state
+        self._todo = [s for s in self._states if s is not None and not s.is_busy]
+        self._lock = threading.Lock()
+        self._num_begun = self._num_filled = 0
+        self._is_over = False
+        self._clock: tuple[int, float] | None = None  # of the filling thread, and its beginning
+        self._work = threads.submit(self._fill)
+
+    def _fill(self) -> None:
+        """The thread's part."""
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._clock = clock, time.clock_gettime(clock)
+        for state in self._todo:
+            with self._lock:
+                if self._is_over:
+                    return
+                self._num_begun += 1
+            state.fill()
+            self._num_filled += 1
+
+    def result(self, budget_s: float = _BUDGET_S) -> Int32s:
+        """int32 [R, ceil(V / 32)], waited for so long: bit t % 32 of word t // 32 is set where
+        token t may be drawn. Late rows, and those of None, allow everything."""
+        self._wait(budget_s)
+        with self._lock:
+            self._is_over = True
+            num_filled, num_begun = self._num_filled, self._num_begun
+        if num_begun > num_filled:
+            self._todo[num_filled].work = self._work
+        else:
+            self._work.cancel()
+        ready = set(self._todo[:num_filled])
+        bits = np.full((len(self._states), self._width), -1, dtype=np.int32)
+        for at, state in enumerate(self._states):
+            if state in ready:
+                bits[at, : len(state.row)] = state.row
+            elif state is not None:
+                self.late.add(at)
+        return np.ascontiguousarray(bits[:, : self._num_words])
+
+    def _wait(self, budget_s: float) -> None:
+        until_s = time.monotonic() + max(budget_s, _MAX_WAIT_S)
+        while (left_s := min(budget_s - self._used_s(), until_s - time.monotonic())) > 0:
+            wait_for([self._work], min(max(left_s, _MIN_WAIT_S), _MAX_WAIT_S))
+            if self._work.done():
+                return self._work.result()
+
+    def _used_s(self) -> float:
+        """Of a core, by the filling thread."""
+        if self._clock is None or self._work.done():
+            return 0.0
+        clock, began_s = self._clock
+        return time.clock_gettime(clock) - began_s

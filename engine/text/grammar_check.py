@@ -1,6 +1,6 @@
 """What a request demands of its output is tried before the request is taken on.
 
-Every grammar is tried by a child of a process for that (grammar_process.py): first among many, for
+Every grammar is tried by a child of a process for that (grammar_compile.py): first among many, for
 a moment that suffices nearly all; what takes longer is tried anew, one at a time and up to the
 server's limit, so that it holds up its own kind alone. Who waits too long for a turn is told so.
 """
@@ -15,11 +15,10 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
-from engine.text.grammar_process import Try, Verdict, Vocabulary, packed
+from engine.text.grammar_compile import Try, Verdict, Vocabulary, line_of
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import InternalError, InvalidRequest, Overloaded
 from protocol.messages import Grammar
@@ -37,13 +36,6 @@ _MAX_WAIT_S = 10.0  # for a turn
 _START_TIMEOUT_S = 60.0  # of the process; it takes a second for a large vocabulary
 
 
-class _Lane(NamedTuple):
-    """So many tries at once, each for so long."""
-
-    turns: asyncio.Semaphore
-    cpu_s: float
-
-
 class GrammarChecker:
     """Tries the grammars of one server's requests. For one event loop.
 
@@ -55,8 +47,11 @@ class GrammarChecker:
     def __init__(self, tokenizer: Tokenizer, timeout_s: float) -> None:
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
-        quick = _Lane(asyncio.Semaphore(_NUM_QUICK), _QUICK_CPU_S)
-        self._lanes = (quick, _Lane(asyncio.Semaphore(_NUM_SLOW), timeout_s))
+        # So many tries at once, each for so long.
+        self._lanes = (
+            (asyncio.Semaphore(_NUM_QUICK), _QUICK_CPU_S),
+            (asyncio.Semaphore(_NUM_SLOW), timeout_s),
+        )
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         self._held: dict[bytes, tuple[int, int]] = {}  # by grammar: open requests, bytes
         self._starting = asyncio.Lock()
@@ -88,12 +83,12 @@ class GrammarChecker:
         self._process = self._control = None
 
     def nbytes(self, grammar: Grammar | None) -> int:
-        """What a grammar that was found good takes, compiled."""
+        """The memory that a grammar which was found good takes, compiled."""
         known = None if grammar is None else self._known.get(_key(grammar))
         return known.nbytes if known else 0
 
     def hold(self, grammar: Grammar | None) -> Callable[[], None]:
-        """Counts the memory of an open request's grammar, until what it returns is called.
+        """Counts the memory of an open request's grammar, until the result is called.
 
         Raises:
             Overloaded: together with those of other requests it takes too much.
@@ -120,46 +115,36 @@ class GrammarChecker:
             Overloaded: too many others are being tried.
         """
         left = self._unknown(all_guided)
-        for lane in self._lanes:
+        for turns, cpu_s in self._lanes:
             if not left:
                 return
-            await self._take_turn(lane)
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    await self._try(left, lane.cpu_s)
+                await asyncio.wait_for(turns.acquire(), _MAX_WAIT_S)
             except TimeoutError:
-                pass
+                told = "Too many schemas and grammars are being compiled; try again soon."
+                raise Overloaded(told) from None
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._try(left, cpu_s), self._timeout_s)
             finally:
-                lane.turns.release()
+                turns.release()
             left = self._unknown(left)
         if left:
-            raise self._refusal(left[0])
-
-    async def _take_turn(self, lane: _Lane) -> None:
-        try:
-            async with asyncio.timeout(_MAX_WAIT_S):
-                await lane.turns.acquire()
-        except TimeoutError:
-            raise Overloaded(
-                "Too many schemas and grammars are being compiled; try again soon."
-            ) from None
-
-    def _refusal(self, guided: GuidedDecoding) -> InvalidRequest:
-        return InvalidRequest(
-            f"`{guided.field}` takes more than {self._timeout_s:g} s or "
-            f"{MEMORY_BYTES >> 20} MB of memory to compile; send a simpler one "
-            "(the server's limit of time is --grammar-timeout-s).",
-            param=guided.field,
-        )
+            raise InvalidRequest(
+                f"`{left[0].field}` takes more than {self._timeout_s:g} s or "
+                f"{MEMORY_BYTES >> 20} MB of memory to compile; send a simpler one "
+                "(the server's limit of time is --grammar-timeout-s).",
+                param=left[0].field,
+            )
 
     def _unknown(self, all_guided: Sequence[GuidedDecoding]) -> list[GuidedDecoding]:
         """Those not known to be good. Raises InvalidRequest of the first known to be bad."""
-        for guided in all_guided:
-            known = self._known.get(_key(guided.grammar))
+        verdicts = [self._known.get(_key(guided.grammar)) for guided in all_guided]
+        for guided, known in zip(all_guided, verdicts, strict=True):
             if known is not None and known.mistake is not None:
                 told = f"`{guided.field}` cannot be used: {known.mistake}"
                 raise InvalidRequest(told, param=guided.field)
-        return [guided for guided in all_guided if _key(guided.grammar) not in self._known]
+        return [g for g, known in zip(all_guided, verdicts, strict=True) if known is None]
 
     async def _try(self, all_guided: Sequence[GuidedDecoding], cpu_s: float) -> None:
         """Remembers the verdicts that come, until a grammar is too much for the child."""
@@ -186,14 +171,15 @@ class GrammarChecker:
             with theirs, contextlib.suppress(OSError):  # nobody is there: ours reads as ended
                 socket.send_fds(control, [b"!"], [theirs.fileno()])
             reader, writer = await asyncio.open_unix_connection(sock=ours)
+            has_begun = False
             try:
-                writer.write(packed(asked))
-                if await _line(reader):
-                    return reader, writer
-            except BaseException:
-                writer.transport.abort()
-                raise
-            writer.transport.abort()
+                writer.write(line_of(asked))
+                has_begun = bool(await _line(reader))
+            finally:
+                if not has_begun:
+                    writer.transport.abort()
+            if has_begun:
+                return reader, writer
             if self._process is process:
                 self.close()
         raise Overloaded("The process that tries grammars was ended; try again.")
@@ -204,7 +190,7 @@ def _spawn(tokenizer: Tokenizer) -> tuple[subprocess.Popen[bytes], socket.socket
     control, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine.text.grammar_process", str(theirs.fileno())],
+            [sys.executable, "-m", "engine.text.grammar_compile", str(theirs.fileno())],
             env={**clean_environment(os.environ), "MALLOC_ARENA_MAX": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
@@ -212,11 +198,10 @@ def _spawn(tokenizer: Tokenizer) -> tuple[subprocess.Popen[bytes], socket.socket
         )
     vocabulary = Vocabulary(tokenizer.to_json(), list(tokenizer.eos_ids), tokenizer.vocab_size)
     control.settimeout(_START_TIMEOUT_S)
-    try:
-        control.sendall(packed(vocabulary))
+    started = b""
+    with contextlib.suppress(OSError):
+        control.sendall(line_of(vocabulary))
         started = control.recv(1)
-    except OSError:
-        started = b""
     if not started:
         process.kill()
         process.wait()

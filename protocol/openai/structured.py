@@ -2,7 +2,7 @@
 (once `guided_json` and so on) as other servers of open models name it.
 
 Only the shape is checked here; llguidance decides whether a schema or regex can be used
-(engine/text/grammar_text.py).
+(engine/text/grammar_compile.py).
 """
 
 import json

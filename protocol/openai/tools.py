@@ -26,7 +26,7 @@ _NO_PARAMETERS: dict[str, Any] = {
     "properties": {},
     "additionalProperties": False,
 }
-# As engine/text/grammar_text.py limits it for schemas of their own.
+# As engine/text/grammar_compile.py limits it for schemas of their own.
 _FEW_BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
 
 

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 import engine.text.grammar
-import engine.text.grammar_masks
 from engine.core.core import EngineCore
 from engine.text.grammar import _NUM_COMPILING, GrammarCompiler, GrammarState, Int32s
 from engine.text.tokenizer import Tokenizer
@@ -304,7 +303,7 @@ class Held:
             compute(state, row)
 
         monkeypatch.setattr(GrammarState, "_compute", held)
-        monkeypatch.setattr(engine.text.grammar_masks, "_MAX_WAIT_S", 0.001)
+        monkeypatch.setattr(engine.text.grammar, "_MAX_WAIT_S", 0.001)
 
 
 def run_until_ended(core: EngineCore, out: MemoryTransport, request_id: str) -> None:

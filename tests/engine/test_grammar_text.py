@@ -5,11 +5,11 @@ import json
 import pytest
 from llguidance import LLTokenizer
 
-from engine.text.grammar_process import judge
-from engine.text.grammar_text import (
+from engine.text.grammar_compile import (
     MAX_GBNF_CHARS,
     MAX_GRAMMAR_CHARS,
     compiling_threads,
+    judge,
 )
 from protocol.messages import Grammar
 

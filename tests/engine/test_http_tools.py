@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from engine.http.limits import guided_decodings
 from engine.http.text_encoder import with_tools
 from engine.text.chat_template import ChatTemplate
-from engine.text.grammar_text import MAX_GRAMMAR_CHARS
+from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import create_tool_parser
 from protocol.errors import InvalidRequest

@@ -12,8 +12,7 @@ import pytest
 
 import engine.text.grammar
 from engine.core.batch import Int32s, StepFailed, StepInput
-from engine.text.grammar import COMPLETE, GrammarCompiler
-from engine.text.grammar_masks import StepMasks
+from engine.text.grammar import COMPLETE, GrammarCompiler, StepMasks
 from protocol.messages import AbortRequest, AddRequest, EngineInput, Grammar, SamplingParams
 from tests.make_models import ensure_model
 from tests.rigs.shadow import (

@@ -26,8 +26,7 @@ from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
 from engine.core.logits_processing import NO_ROW, SamplingRow
 from engine.core.scheduler import Scheduler, SchedulerLimits
-from engine.text.grammar import GrammarCompiler, GrammarState
-from engine.text.grammar_masks import MaskThreads
+from engine.text.grammar import GrammarCompiler, GrammarState, MaskThreads
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
 from protocol.messages import (

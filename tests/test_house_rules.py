@@ -20,7 +20,7 @@ MAX_LINES = {
     "benchmarks": 2815,
     "decode_server": 691,
     "deploy": 880,
-    "engine": 9690,
+    "engine": 9598,
     "kvcache": 8795,
     "kvcache/transfer": 7400,
     "model": 3339,

@@ -82,10 +82,10 @@ class EngineCore(CoreServices):
         self.transport = transport
         self.grammars = grammars or CoreGrammars()
         self.sequences: dict[str, Sequence] = {}
+        self.pace = StepPace()
         self._shape_book = ShapeBook()
         self._output = OutputProcessor()
         self._launched: deque[_Launched] = deque()
-        self._pace = StepPace()
         self._last_finish_s = 0.0
         self._is_last = False  # whether the link asked to end while a step was waited for
         self._stats = CoreStats()
@@ -129,7 +129,7 @@ class EngineCore(CoreServices):
         for sequence, error in self.grammars.returning():
             self._return(sequence, error)
         if was_under_way and self.scheduler.may_preempt():
-            self._finish_steps(0)
+            self.finish_steps(0)
         plan = self.scheduler.schedule()
         self._begin(plan)
         if plan.scheduled:
@@ -137,14 +137,13 @@ class EngineCore(CoreServices):
                 self._step(plan.scheduled)
             except StepFailed as error:
                 self._step_one_by_one(plan.scheduled, error)
-        self._finish_steps(self.executor.depth if plan.scheduled else 0)
+        self.finish_steps(self.executor.depth if plan.scheduled else 0)
         self._flush()
         return bool(was_under_way or plan.scheduled or plan.receiving or plan.preempted)
 
     def _step(self, scheduled: list[Scheduled]) -> None:
-        copies = self.scheduler.take_copies()
         try:
-            step = build_step(scheduled, self._shape_book, copies)
+            step = build_step(scheduled, self._shape_book, self.scheduler.copies())
         except Exception as error:
             raise StepFailed(f"its arrays could not be made: {error!r}") from error
         self._flush()  # first tokens do not wait for the step
@@ -156,21 +155,19 @@ class EngineCore(CoreServices):
     def _step_one_by_one(self, scheduled: list[Scheduled], error: StepFailed) -> None:
         """Instead of a step that failed."""
         logger.warning("a step of %d sequences is taken one by one", len(scheduled), exc_info=error)
-        self._finish_steps(0)
+        self.finish_steps(0)
         for item in scheduled:
             sequence = item.sequence
             if sequence.phase is not Phase.RUNNING or not sequence.num_uncomputed:
                 continue  # it ended with the step before
             self._shape_book = ShapeBook()  # a failed step may have changed half of its rows
-            self.scheduler.put_back_copies()
             try:
                 num_tokens = min(item.num_tokens, sequence.num_uncomputed)
                 self._step([Scheduled.next_of(sequence, num_tokens)])
             except StepFailed as alone:
                 self._give_up(sequence, alone)
-            self._finish_steps(0)
+            self.finish_steps(0)
         self._shape_book = ShapeBook()
-        self.scheduler.put_back_copies()
 
     def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
         """The masks are found while the step computes its logits: at once, or when the tokens of
@@ -179,13 +176,11 @@ class EngineCore(CoreServices):
         try:
             pending = self._launch(scheduled, step)
         except StepFailed:
-            if masks is not None:
-                masks.result(
-                    math.inf
-                )  # another thread fills them: it shall not go on with these grammars
+            if masks is not None:  # another thread fills them, and shall not go on with these
+                masks.result(math.inf)
             raise
         if masks is None:
-            self._finish_steps(1)
+            self.finish_steps(1)
             masks = self.grammars.masks(scheduled)
         allowed = masks.result()
         late = self.grammars.late(scheduled, masks)
@@ -195,8 +190,8 @@ class EngineCore(CoreServices):
             self._launched.pop()  # no other was under way
             self.scheduler.step_undrawn(scheduled)
             raise
-        for sequence in late:
-            sequence.draw_again()
+        for sequence in late:  # its last token is to be computed again
+            sequence.unlaunch(1, drew=True)
         self._launched[-1].late.update(late)
 
     def _launch(self, scheduled: list[Scheduled], step: StepInput) -> PendingStep:
@@ -206,7 +201,7 @@ class EngineCore(CoreServices):
         self._launched.append(_Launched(scheduled, pending, len(step.token_ids), started_s))
         return pending
 
-    def _finish_steps(self, num_left: int) -> None:
+    def finish_steps(self, num_left: int) -> None:
         """Takes in the results of all launched steps but the last `num_left`."""
         while len(self._launched) > num_left:
             self._wait_for(self._launched[0].pending)
@@ -215,7 +210,7 @@ class EngineCore(CoreServices):
             now_s = time.perf_counter()
             seconds = now_s - max(step.started_s, self._last_finish_s)
             self._stats.step_ended(step.num_tokens, seconds)
-            self._pace.took(step.num_tokens, seconds)
+            self.pace.took(step.num_tokens, seconds)
             self._last_finish_s = now_s
             self.scheduler.step_finished()
             self._commit(step, output)
@@ -232,7 +227,7 @@ class EngineCore(CoreServices):
     def _wait_while_too_soon(self, step: _Launched) -> None:
         """Until the step after a long one is worth planning; see StepPace."""
         began_s = max(step.started_s, self._last_finish_s)
-        due_s = began_s + self._pace.wait_s(step.num_tokens)
+        due_s = began_s + self.pace.wait_s(step.num_tokens)
         if time.perf_counter() < due_s:
             self._begin(self.scheduler.admit_remote())
             self._flush()
@@ -288,7 +283,7 @@ class EngineCore(CoreServices):
         elif choice is None:
             self.connector.on_abort_unknown(request_id)
 
-    # -- services to the connector ----------------------------------------------------------------
+    # -- services to the connector -----------------------------------------------------------
 
     def enqueue(self, sequence: Sequence) -> None:
         try:
@@ -299,10 +294,10 @@ class EngineCore(CoreServices):
             self.fail(sequence, error)
             return
         ends = [(choice, self._finish_reason(choice)) for choice in sequence.choices]
-        if any(reason is not None for _, reason in ends):
-            # They end with the token they came with, and need no block.
+        ending = [(choice, reason) for choice, reason in ends if reason is not None]
+        if ending:  # with the token they came with: they need no block
             self._output.found_elsewhere(sequence)
-            self._end_choices([(choice, reason) for choice, reason in ends if reason is not None])
+            self._end_choices(ending)
         if sequence.phase is not Phase.FINISHED:
             self.scheduler.add(sequence)
 
@@ -368,7 +363,9 @@ class EngineCore(CoreServices):
     ) -> None:
         sequence = item.sequence
         self.scheduler.computed(item)
-        self._take_prompt_logprobs(sequence, scored)
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs += scored
+            self._output.prompt_logprobs(sequence)
         draws = [
             self._draw(choice, *token)
             for choice, token in zip(item.draws, tokens, strict=True)
@@ -380,21 +377,16 @@ class EngineCore(CoreServices):
         if sequence.request.max_tokens == 0 and self._finish_reason(sequence):
             self._end_choices([(choice, "length") for choice in sequence.choices])
 
-    def _take_prompt_logprobs(self, sequence: Sequence, scored: list[TokenLogprobs]) -> None:
-        if sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs += scored
-            self._output.prompt_logprobs(sequence)
-
     def _draw(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Draw:
         """Appends what was drawn. A choice that ends with it is marked, and told of by `_tell`."""
         if sequence.grammar is not None and sequence.grammar.ending is not None:
             sequence.has_ended = True  # nothing could be drawn: what was drawn all the same is void
             return Draw(sequence, None, None, "stop", sequence.grammar.ending.error)
-        sequence.append_output(token_id)
+        sequence.token_ids.append(token_id)
         if sequence.num_outputs == 1:
             sequence.first_logprobs = logprobs
         if self.grammars.is_slow(sequence, self.scheduler.limits.max_model_len):
-            return Draw(sequence, token_id, logprobs, None)
+            return Draw(sequence, token_id, logprobs)
         reason = self._finish_reason(sequence)
         sequence.has_ended = reason is not None
         return Draw(sequence, token_id, logprobs, reason)
@@ -405,10 +397,9 @@ class EngineCore(CoreServices):
         if draw.error is not None:
             self._fail_queued(draw.sequence, draw.error)
         elif draw.reason is None:
-            assert draw.token_id is not None
-            self._output.token(draw.sequence, draw.token_id, draw.logprobs)
+            self._output.token(draw)
         else:
-            self._end(draw.sequence, draw.reason, draw)
+            self._end(draw)
 
     def _finish_reason(self, sequence: Sequence) -> str | None:
         return sequence.finish_reason(self.scheduler.limits.max_model_len)
@@ -418,15 +409,16 @@ class EngineCore(CoreServices):
     def _end_choices(self, ends: Sequenceable[tuple[Sequence, str]]) -> None:
         """Ends those of some choices that have not ended; first all are marked, so that a parent
         knows whether it has children left."""
-        ending = [(choice, reason) for choice, reason in ends if not choice.has_ended]
-        for choice, _ in ending:
-            choice.has_ended = True
-        for choice, reason in ending:
-            self._end(choice, reason)
+        ending = [Draw(choice, reason=reason) for choice, reason in ends if not choice.has_ended]
+        for end in ending:
+            end.sequence.has_ended = True
+        for end in ending:
+            self._end(end)
 
-    def _end(self, choice: Sequence, reason: str, draw: Draw | None = None) -> None:
+    def _end(self, end: Draw) -> None:
         """Lets go of a choice that is marked as ended, and says so."""
         params: dict[str, Any] | None = None
+        choice = end.sequence
         parent = choice.choices[0]
         if choice.children:
             choice.end_but_for_children()
@@ -434,12 +426,12 @@ class EngineCore(CoreServices):
             choice.phase = Phase.FINISHED
             if parent.has_ended and not parent.children:
                 self._stop(parent)
-        elif reason == "abort":
+        elif end.reason == "abort":
             self._stop(choice)
         else:
             params = self.connector.on_finish(choice)
             self.scheduler.finish(choice)
-        self._output.end(choice, reason, draw, params)
+        self._output.token(end, params)
         if all(other.has_ended for other in choice.choices):
             self.sequences.pop(choice.request_id, None)
 
@@ -468,14 +460,9 @@ class EngineCore(CoreServices):
         if deltas := self._output.take():
             self.transport.send(deltas)
 
-    # -- observability -----------------------------------------------------------------------
-
     def _report_stats(self) -> None:
-        if not self._stats.is_due(is_idle=self.is_idle):
-            return
-        values = self.stats()
-        if self._stats.is_news(values, is_idle=self.is_idle):
-            self.transport.send_stats(values)
+        if news := self._stats.news(self.stats, is_idle=self.is_idle):
+            self.transport.send_stats(news)
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""

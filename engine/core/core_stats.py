@@ -1,6 +1,7 @@
 """What the core learns of its steps: totals to be told, and how long a step will take."""
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 from engine.core.sequence import Sequence
@@ -43,19 +44,19 @@ class CoreStats:
     def totals(self) -> dict[str, float]:
         return {**self._totals, "baton_kernels_loaded_late": float(KERNELS.num_after)}
 
-    def is_due(self, *, is_idle: bool) -> bool:
-        """Whether it is time to look for news, of which an idle engine tells at once."""
-        return is_idle or time.monotonic() >= self._due_s
-
-    def is_news(self, values: dict[str, float], *, is_idle: bool) -> bool:
-        """Whether `values` are to be told now, because of a change or of a silence; they then count
-        as told."""
+    def news(
+        self, collect: Callable[[], dict[str, float]], *, is_idle: bool
+    ) -> dict[str, float] | None:
+        """What is to be told now, if anything: a change, of which an idle engine tells at once,
+        or the same again after a silence."""
         now_s = time.monotonic()
-        is_overdue = not is_idle and now_s >= self._due_s + SILENT_S
-        if values == self._told and not is_overdue:
-            return False
+        if not is_idle and now_s < self._due_s:
+            return None
+        values = collect()
+        if values == self._told and (is_idle or now_s < self._due_s + SILENT_S):
+            return None
         self._told, self._due_s = values, now_s + _INTERVAL_S
-        return True
+        return values
 
 
 class StepPace:
@@ -72,11 +73,9 @@ class StepPace:
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """A step took this long, alone on the device."""
-        if num_tokens < _FEWEST_TOKENS:
-            return
-        rate = seconds / num_tokens
-        known = self._seconds_per_token
-        self._seconds_per_token = rate if known is None else min(rate, known * _RISE)
+        if num_tokens >= _FEWEST_TOKENS:
+            rate, known = seconds / num_tokens, self._seconds_per_token
+            self._seconds_per_token = rate if known is None else min(rate, known * _RISE)
 
     def wait_s(self, num_tokens: int) -> float:
         """How long after its begin nothing needs to be planned behind a step."""

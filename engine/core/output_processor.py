@@ -10,12 +10,12 @@ from protocol.messages import ErrorInfo, TokenDelta, TokenLogprobs
 
 @dataclass(frozen=True)
 class Draw:
-    """What a step drew for a choice: a token, or none where its grammar had ended."""
+    """What a step drew for a choice, or how that ended without."""
 
     sequence: Sequence
-    token_id: int | None
-    logprobs: TokenLogprobs | None
-    reason: str | None  # why the choice ends with it, None: it goes on
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    reason: str | None = None  # why the choice ends with it, None: it goes on
     error: BatonError | None = None  # what the whole request ends with
 
 
@@ -37,7 +37,7 @@ class OutputProcessor:
         for choice in sequence.choices:
             first, choice.first_token = choice.first_token, None
             if first is not None and not choice.has_ended:
-                self.token(choice, first.id, first.logprobs)
+                self.token(Draw(choice, first.id, first.logprobs))
 
     def prompt_logprobs(self, sequence: Sequence) -> None:
         """Those that became known since the last call."""
@@ -48,35 +48,19 @@ class OutputProcessor:
         sequence.num_prompt_logprobs_sent = len(known)
         self._deltas.append(TokenDelta(request_id=sequence.request_id, prompt_logprobs=news))
 
-    def token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def token(self, draw: Draw, params: dict[str, Any] | None = None) -> None:
+        """A choice's next token, its end, or both; `params` are the answer's kv_transfer_params."""
+        sequence, logprobs = draw.sequence, draw.logprobs
         if sequence.request.sampling.num_logprobs is None:
             logprobs = None
         self._deltas.append(
             TokenDelta(
                 request_id=sequence.request_id,
                 choice=sequence.choice,
-                token_ids=[token_id],
+                token_ids=[] if draw.token_id is None else [draw.token_id],
                 logprobs=None if logprobs is None else [logprobs],
-            )
-        )
-
-    def end(
-        self,
-        sequence: Sequence,
-        reason: str,
-        draw: Draw | None = None,
-        params: dict[str, Any] | None = None,
-    ) -> None:
-        """The choice's terminal delta, with its last token if that is not out yet."""
-        token_id, logprobs = (None, None) if draw is None else (draw.token_id, draw.logprobs)
-        self._deltas.append(
-            TokenDelta(
-                request_id=sequence.request_id,
-                choice=sequence.choice,
-                token_ids=[] if token_id is None else [token_id],
-                logprobs=None if logprobs is None else [logprobs],
-                finish_reason=reason,
-                usage=sequence.usage(),
+                finish_reason=draw.reason,
+                usage=None if draw.reason is None else sequence.usage(),
                 kv_transfer_params=params,
             )
         )

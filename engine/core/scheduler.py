@@ -99,15 +99,19 @@ class CopyBlock:
         return self.child.phase is Phase.RUNNING and self.target in self.child.block_ids
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """One round of decisions. `admitted` holds every sequence that got its blocks in this round,
-    `receiving` those of them whose KV is to be pulled."""
+    """One round of decisions."""
 
+    budget: int  # tokens that the step has left
     scheduled: list[Scheduled] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    receiving: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)  # that got their blocks
+    receiving: list[Sequence] = field(default_factory=list)  # those of them to be pulled
     preempted: list[Sequence] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        self.scheduled.append(Scheduled.next_of(sequence, num_tokens))
+        self.budget -= num_tokens
 
 
 class Scheduler:
@@ -125,9 +129,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_launched_steps = 0
         self._num_finished_steps = 0
-        self._deferred: deque[tuple[int, list[int]]] = deque()  # step to finish, blocks to release
+        self._deferred: list[tuple[int, list[int]]] = []  # step to finish, blocks to release
         self._copies: list[CopyBlock] = []  # for the next step to make before anything else
-        self._copying: list[CopyBlock] = []  # of the step that is being built
 
     @classmethod
     def of_blocks(cls, limits: SchedulerLimits, num_blocks: int, *, cached: bool) -> "Scheduler":
@@ -146,45 +149,42 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """Decides the next step. An empty `scheduled` means nothing can be computed now."""
-        plan = Plan()
+        plan = Plan(self.limits.max_num_batched_tokens)
         self._forget_unwanted_copies()
-        budget = self.limits.max_num_batched_tokens
         going_on = [s for s in self.running if not s.awaits_result(self.limits.max_model_len)]
         decoding = [s for s in going_on if s.is_decoding]
         prefilling = [s for s in going_on if not s.is_decoding]
         for sequence in (*decoding, *prefilling):
-            if budget == 0:
+            if plan.budget == 0:
                 break
             if sequence.phase is not Phase.RUNNING:
                 continue  # preempted earlier in this round
-            num_tokens = min(sequence.num_uncomputed, budget)
-            refund = self._make_room(sequence, num_tokens, plan)
-            budget += refund
-            if sequence.phase is Phase.RUNNING:
-                plan.scheduled.append(Scheduled.next_of(sequence, num_tokens))
-                budget -= num_tokens
+            num_tokens = min(sequence.num_uncomputed, plan.budget)
+            if self._make_room(sequence, num_tokens, plan):
+                plan.add(sequence, num_tokens)
         if not plan.preempted:
-            self._admit_waiting(budget, plan)
+            self._admit_waiting(plan)
         return plan
 
     def admit_remote(self) -> Plan:
         """Admits whoever waits in front with KV to be pulled: that needs no step."""
-        plan = Plan()
-        self._admit_waiting(0, plan)
+        plan = Plan(budget=0)
+        self._admit_waiting(plan)
         return plan
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> int:
-        """Allocates blocks for the step, preempting if it must. Returns refunded tokens."""
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
+        """Allocates blocks for the step, preempting if it must; False: the sequence itself."""
         needed = self._blocks_for_next(sequence, num_tokens)
-        refund = 0
         while not self.allocator.can_allocate(needed):
             victim = self.running[-1]
-            refund += self._unschedule(victim, plan)
+            for item in [item for item in plan.scheduled if item.sequence is victim]:
+                plan.scheduled.remove(item)
+                plan.budget += item.num_tokens
             self._preempt(victim, plan)
             if victim is sequence:
-                return refund
+                return False
         sequence.block_ids += self.allocator.allocate(needed)
-        return refund
+        return True
 
     def _blocks_for_next(self, sequence: Sequence, num_tokens: int) -> int:
         stop = sequence.num_computed + sequence.num_launched + num_tokens
@@ -197,14 +197,6 @@ class Scheduler:
         needed = sum(self._blocks_for_next(s, min(s.num_uncomputed, budget)) for s in self.running)
         return not self.allocator.can_allocate(needed)
 
-    @staticmethod
-    def _unschedule(victim: Sequence, plan: Plan) -> int:
-        for index, scheduled in enumerate(plan.scheduled):
-            if scheduled.sequence is victim:
-                del plan.scheduled[index]
-                return scheduled.num_tokens
-        return 0
-
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
         assert victim.last_step <= self._num_finished_steps, "preempted under a launched step"
         self.running.remove(victim)
@@ -213,33 +205,30 @@ class Scheduler:
         plan.preempted.append(victim)
         self.num_preemptions += 1
 
-    def _admit_waiting(self, budget: int, plan: Plan) -> None:
+    def _admit_waiting(self, plan: Plan) -> None:
         passed, pulls_wait = 0, False
         while passed < len(self.waiting):
             sequence = self.waiting[passed]
+            is_remote, is_locked_out = sequence.remote is not None, self.is_locked_out(sequence)
             if self._num_choices() + 1 + len(sequence.children) > self.limits.max_num_seqs:
                 return
-            if sequence.remote is None and budget == 0:
+            if not (is_remote or plan.budget):
                 return
-            is_locked_out = self.is_locked_out(sequence)
-            if sequence.remote is not None and not is_locked_out:
+            if is_remote and not is_locked_out:
                 needed = sequence.num_blocks_for(sequence.num_prompt_tokens, self.limits.block_size)
                 pulls_wait = pulls_wait or not self.allocator.has_room_to_receive(needed)
-            if is_locked_out or (sequence.remote is not None and pulls_wait):  # in turn
+            if is_locked_out or (is_remote and pulls_wait):  # in turn
                 passed += 1
                 continue
             if not self._admit(sequence):
                 return
             del self.waiting[passed]
             plan.admitted.append(sequence)
-            if sequence.remote is not None:
+            if is_remote:
                 plan.receiving.append(sequence)
-                continue
-            self.running.append(sequence)
-            sequence.phase = Phase.RUNNING
-            num_tokens = min(sequence.num_uncomputed, budget)
-            plan.scheduled.append(Scheduled.next_of(sequence, num_tokens))
-            budget -= num_tokens
+            else:
+                self._run(sequence)
+                plan.add(sequence, min(sequence.num_uncomputed, plan.budget))
 
     def is_locked_out(self, sequence: Sequence) -> bool:
         """Whether only the end of READs that hang can give a waiting sequence its blocks."""
@@ -272,7 +261,9 @@ class Scheduler:
         sequence.num_published_blocks = len(hits)
         self._count_skipped(sequence)
         if sequence.remote is not None:
-            self._begin_receiving(sequence, fresh)
+            self.allocator.receive(fresh)
+            sequence.phase = Phase.RECEIVING
+            self.receiving[sequence.request_id] = sequence
         return True
 
     @staticmethod
@@ -298,22 +289,21 @@ class Scheduler:
             max_tokens = len(sequence.prompt_logprobs or ()) - 1
         return self.prefix.match(sequence.token_ids, max_tokens=max_tokens)
 
-    # -- receiving ---------------------------------------------------------------------------
+    def _run(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.RUNNING
+        self.running.append(sequence)
 
-    def _begin_receiving(self, sequence: Sequence, fresh: list[int]) -> None:
-        self.allocator.receive(fresh)
-        sequence.phase = Phase.RECEIVING
-        self.receiving[sequence.request_id] = sequence
+    # -- receiving ---------------------------------------------------------------------------
 
     def _fresh_blocks(self, sequence: Sequence) -> list[int]:
         return sequence.block_ids[sequence.num_computed // self.limits.block_size :]
 
     def received(self, sequence: Sequence) -> None:
         """The pull is done and fenced: the bytes are the prompt's, and may be used."""
-        self.allocator.received(self._fresh_blocks(sequence))
-        sequence.num_transferred = sequence.num_to_receive - sequence.num_computed
-        sequence.num_computed = sequence.num_to_receive
-        self._leave_receiving(sequence)
+        num_received = sequence.num_to_receive
+        self.recompute_in_place(sequence)
+        sequence.num_transferred = num_received - sequence.num_computed
+        sequence.num_computed = num_received
         self.publish(sequence)
         self.fork_choices(sequence)
 
@@ -321,18 +311,14 @@ class Scheduler:
         """The pull failed and all its reads have ended: the sequence is computed here, in the
         blocks it holds."""
         self.allocator.received(self._fresh_blocks(sequence))
-        self._leave_receiving(sequence)
+        del self.receiving[sequence.request_id]
+        sequence.remote = None
+        self._run(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
         """A sequence without blocks waits again, at the head of the queue."""
         sequence.phase = Phase.WAITING
         self.waiting.appendleft(sequence)
-
-    def _leave_receiving(self, sequence: Sequence) -> None:
-        del self.receiving[sequence.request_id]
-        sequence.remote = None
-        sequence.phase = Phase.RUNNING
-        self.running.append(sequence)
 
     def abandon(self, sequence: Sequence, *, quarantine: bool = False) -> list[int]:
         """Ends a receiving sequence whose reads may go on. Its fresh blocks stay RECEIVING, or
@@ -372,18 +358,12 @@ class Scheduler:
             child.block_ids = [*child.block_ids, target]
         child.num_computed = parent.num_prompt_tokens
         child.num_published_blocks = min(parent.num_published_blocks, num_full)
-        child.phase = Phase.RUNNING
-        self.running.append(child)
+        self._run(child)
 
-    def take_copies(self) -> list[CopyBlock]:
-        """What the next step is to copy before anything else; `launched` must follow."""
+    def copies(self) -> list[CopyBlock]:
+        """What the next step that is launched copies before anything else."""
         self._forget_unwanted_copies()
-        self._copying, self._copies = self._copies, []
-        return self._copying
-
-    def put_back_copies(self) -> None:
-        """The step that was to make them was not launched."""
-        self._copies, self._copying = [*self._copying, *self._copies], []
+        return self._copies
 
     def _forget_unwanted_copies(self) -> None:
         """Of choices that were aborted or preempted before their step came."""
@@ -405,32 +385,32 @@ class Scheduler:
                 sequence.num_awaited += 1
                 sequence.awaited_row = row
                 row += len(item.draws)
-        for copy in self._copying:
+        for copy in self._copies:
             self._deferred.append((self._num_launched_steps, [copy.source, copy.target]))
-        self._copying = []
+        self._copies = []
 
     def step_finished(self) -> None:
         """The oldest launched step reads and writes no block any more, on any rank."""
         self._num_finished_steps += 1
-        while self._deferred and self._deferred[0][0] <= self._num_finished_steps:
-            self.allocator.release(self._deferred.popleft()[1])
+        deferred, self._deferred = self._deferred, []
+        for due, blocks in deferred:
+            if due <= self._num_finished_steps:
+                self.allocator.release(blocks)
+            else:
+                self._deferred.append((due, blocks))
 
     def step_undrawn(self, scheduled: Sequenceable[Scheduled]) -> None:
         """The only launched step has ended without its tokens: it shall be taken again."""
         self.step_finished()
         for item in scheduled:
-            sequence = item.sequence
-            if sequence.phase is Phase.RUNNING:  # else its blocks are gone
-                sequence.num_launched -= item.num_tokens
-                sequence.num_awaited -= bool(item.draws)
+            item.sequence.unlaunch(item.num_tokens, drew=bool(item.draws))
 
     def computed(self, item: Scheduled) -> None:
         """A finished step wrote the KV of what was scheduled."""
         sequence = item.sequence
         was_prompt = sequence.num_computed < sequence.num_prompt_tokens
-        sequence.num_launched -= item.num_tokens
+        sequence.unlaunch(item.num_tokens, drew=bool(item.draws))
         sequence.num_computed += item.num_tokens
-        sequence.num_awaited -= bool(item.draws)
         if was_prompt and sequence.num_computed >= sequence.num_prompt_tokens:
             found = sequence.num_skipped + sequence.num_transferred
             sequence.num_recomputed = sequence.num_prompt_tokens - found
@@ -466,11 +446,7 @@ class Scheduler:
     def _release_blocks(self, sequence: Sequence) -> None:
         """The blocks' uses end now, or with the last launched step that refers to them."""
         if sequence.last_step > self._num_finished_steps:
-            # Launches are in order, ends of sequences are not: keep what is due first in front.
-            due = sequence.last_step
-            at = next((i for i, (d, _) in enumerate(self._deferred) if d > due), None)
-            entry = (due, sequence.block_ids)
-            self._deferred.append(entry) if at is None else self._deferred.insert(at, entry)
+            self._deferred.append((sequence.last_step, sequence.block_ids))
         else:
             self.allocator.release(sequence.block_ids)
         sequence.forget_blocks()
@@ -478,19 +454,17 @@ class Scheduler:
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
         counts = self.allocator.counts()
-        blocks = {
-            stat_key("baton_kv_blocks", state=state.name.lower()): float(counts[state])
-            for state in BlockState
+        states = {stat_key("baton_kv_blocks", state=s.name.lower()): counts[s] for s in BlockState}
+        values = {
+            **states,
+            "baton_kv_blocks_capacity": self.allocator.capacity,
+            "baton_kv_block_size_tokens": self.limits.block_size,
+            "baton_requests_running": len(self.running),
+            "baton_requests_waiting": len(self.waiting),
+            "baton_requests_receiving": len(self.receiving),
+            "baton_preemptions": self.num_preemptions,
         }
-        return {
-            **blocks,
-            "baton_kv_blocks_capacity": float(self.allocator.capacity),
-            "baton_kv_block_size_tokens": float(self.limits.block_size),
-            "baton_requests_running": float(len(self.running)),
-            "baton_requests_waiting": float(len(self.waiting)),
-            "baton_requests_receiving": float(len(self.receiving)),
-            "baton_preemptions": float(self.num_preemptions),
-        }
+        return {name: float(value) for name, value in values.items()}
 
     def check_integrity(self) -> None:
         """Blocks add up, and an idle scheduler leaves none in use."""

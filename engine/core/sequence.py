@@ -10,8 +10,7 @@ and can be computed by the next step, but only the device knows it.
 
 A request of several choices is one sequence while its prompt is computed or pulled: choice 0 is
 the parent of the others, its children, which fork off it, sharing its blocks, as soon as the
-prompt's KV is there. Until then these have no copy of the prompt: many may wait, and only a few
-ever run.
+prompt's KV is there. Until then these have no copy of the prompt: many may wait, and few ever run.
 """
 
 from dataclasses import dataclass, field
@@ -49,8 +48,11 @@ class Sequence:
     sampling: SamplingParams  # the request's, without what travels once (logits_processing.py)
     token_ids: list[int]  # of a choice that has not forked off yet, its outputs alone
     num_prompt_tokens: int
-    remote: RemotePrefill | None  # set until its KV was pulled or given up
+    choice: int
+    choices: list["Sequence"]  # of the request, this one included
+    is_forked: bool  # False: still a child of choice 0
     first_token: FirstToken | None  # drawn elsewhere and not yet sent to the client
+    remote: RemotePrefill | None = None  # until its KV was pulled or given up
     phase: Phase = Phase.NEW
     first_logprobs: TokenLogprobs | None = None  # of the first output, when drawn here
     block_ids: list[int] = field(default_factory=list)
@@ -64,11 +66,7 @@ class Sequence:
     num_skipped: int = 0  # prompt tokens found in the prefix cache at admission
     num_transferred: int = 0
     num_recomputed: int = 0
-    num_cached_remotely: int | None = None  # what the prefill server did not compute
     was_admitted: bool = False
-    choice: int = 0
-    choices: list["Sequence"] = field(default_factory=list)  # of the request, this one included
-    is_forked: bool = True  # False: still a child of choice 0
     has_ended: bool = False  # its terminal event is out, or about to be
     is_parent_only: bool = False  # it has ended, and computes its prompt for its children
     # As far as they are known, of a prompt whose logprobs were asked for; None for its first token.
@@ -79,42 +77,33 @@ class Sequence:
 
     @classmethod
     def from_request(cls, request: AddRequest) -> "Sequence":
-        """Choice 0, the parent of the others. A token drawn elsewhere is a sequence's first output
+        """Choice 0, the parent of the others. A token drawn elsewhere is a choice's first output
         from the start."""
-        choices: list[Sequence] = []
+        remote, choices = request.remote, list[Sequence]()
         for index in range(request.num_choices):
-            choices.append(cls._from_request(request, index, choices))
-        first = choices[0]
-        first.remote = request.remote
-        if request.num_prompt_logprobs is not None:
-            known = request.remote and request.remote.prompt_logprobs
-            first.prompt_logprobs = list(known or [None])
-        return first
-
-    @classmethod
-    def _from_request(
-        cls, request: AddRequest, index: int, choices: list["Sequence"]
-    ) -> "Sequence":
-        remote = request.remote
-        first_tokens = remote.first_tokens[index : index + 1] if remote else []
-        prompt = [] if index else request.token_ids
-        return cls(
-            request=request,
-            sampling=replace(
+            first = remote.first_tokens[index : index + 1] if remote else []
+            sampling = replace(
                 request.sampling,
                 choice_index=request.sampling.choice_index + index,
                 logit_bias={},
                 grammar=None,
-            ),
-            token_ids=[*prompt, *[token.id for token in first_tokens]],
-            num_prompt_tokens=len(request.token_ids),
-            remote=None,
-            first_token=first_tokens[0] if first_tokens else None,
-            num_cached_remotely=remote.cached_tokens if remote else None,
-            choice=index,
-            choices=choices,
-            is_forked=index == 0,
-        )
+            )
+            sequence = cls(
+                request,
+                sampling,
+                token_ids=[*([] if index else request.token_ids), *(token.id for token in first)],
+                num_prompt_tokens=len(request.token_ids),
+                choice=index,
+                choices=choices,
+                is_forked=index == 0,
+                first_token=first[0] if first else None,
+            )
+            choices.append(sequence)
+        parent = choices[0]
+        parent.remote = remote
+        if request.num_prompt_logprobs is not None:
+            parent.prompt_logprobs = list((remote and remote.prompt_logprobs) or [None])
+        return parent
 
     @property
     def request_id(self) -> str:
@@ -154,9 +143,8 @@ class Sequence:
     @property
     def is_scoring(self) -> bool:
         """Whether logprobs of prompt tokens are still to be had."""
-        return (
-            self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
-        )
+        known = self.prompt_logprobs
+        return known is not None and len(known) < self.num_prompt_tokens
 
     @property
     def draws_next(self) -> tuple["Sequence", ...]:
@@ -183,18 +171,15 @@ class Sequence:
             or bool(self.children)
         )
 
-    def draw_again(self) -> None:
-        """The launched step draws nothing for it: its last token is to be computed again."""
+    def unlaunch(self, num_tokens: int, *, drew: bool) -> None:
+        """A launched step does so much less for it, or has ended."""
         if self.phase is Phase.RUNNING:  # else its blocks are gone
-            self.num_launched -= 1
-            self.num_awaited -= 1
+            self.num_launched -= num_tokens
+            self.num_awaited -= drew
 
     def num_blocks_for(self, num_tokens: int, block_size: int) -> int:
         """Blocks still missing to hold `num_tokens` tokens."""
         return max(0, -(-num_tokens // block_size) - len(self.block_ids))
-
-    def append_output(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
 
     def forget_remote(self) -> None:
         """Takes back what was found elsewhere and not yet sent, of all choices: it is found here
@@ -218,12 +203,10 @@ class Sequence:
     def fork_from(self, parent: "Sequence") -> None:
         """Takes over what is known of the prompt; the blocks are the scheduler's business."""
         self.token_ids[:0] = parent.request.token_ids
-        self.is_forked = True
+        self.is_forked = self.was_admitted = True
         self.num_skipped = parent.num_skipped
         self.num_transferred = parent.num_transferred
         self.num_recomputed = parent.num_recomputed
-        self.num_cached_remotely = parent.num_cached_remotely
-        self.was_admitted = True
 
     def forget_blocks(self) -> None:
         """The sequence's blocks have gone back to the allocator; its KV is to be had anew."""
@@ -249,9 +232,9 @@ class Sequence:
     def usage(self) -> KVUsage:
         """Where the prompt's KV came from. Tokens computed on either server are not cached: what
         is computed here ends the prompt, and so does the prefill server's work, after its hit."""
-        cached = self.num_skipped
-        if self.num_cached_remotely is not None:
-            cached = min(self.num_cached_remotely, self.num_prompt_tokens - self.num_recomputed)
+        cached, remote = self.num_skipped, self.request.remote
+        if remote is not None:
+            cached = min(remote.cached_tokens, self.num_prompt_tokens - self.num_recomputed)
         return KVUsage(
             transferred=self.num_transferred,
             recomputed=self.num_recomputed,

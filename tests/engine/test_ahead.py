@@ -278,7 +278,7 @@ class _LongSteps(StepPace):
 
 def test_behind_a_long_step_nothing_is_planned_too_soon() -> None:
     core, _, out = _core_that_waits()
-    core._pace = _LongSteps()
+    core.pace = _LongSteps()
     executor = core.executor
     assert isinstance(executor, _Slow)
     out.coming = [add("b", PROMPT[::-1], 4)]
@@ -359,7 +359,7 @@ def test_whatever_comes_at_any_look_is_answered_right(
     core, _, _ = make_core(
         executor=executor, role=role, num_blocks=num_blocks, prefix_caching=False
     )
-    core._pace = _LongSteps()
+    core.pace = _LongSteps()
     role.executor, core.transport = executor, out
     coming: dict[int, list[EngineInput]] = {}
     prompts = [[(i + at) % 7 for at in range(length)] for i, (_, length, *_) in enumerate(requests)]

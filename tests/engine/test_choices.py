@@ -59,7 +59,7 @@ def test_a_prompt_is_held_once_for_all_choices_that_wait() -> None:
     request = add("a", PROMPT, 20, num_choices=8)
     first = Sequence.from_request(request)
     for choice in first.choices:
-        choice.append_output(7)  # as those that come with a reference
+        choice.token_ids.append(7)  # as those that come with a reference
     held = sum(len(choice.token_ids) for choice in first.choices)
     assert held == len(PROMPT) + 8
     assert [choice.num_outputs for choice in first.choices] == [1] * 8
@@ -219,7 +219,7 @@ def test_a_prompt_that_is_preempted_while_it_is_scored_goes_on_where_it_was(cach
     core.round([add("a", prompt, 3, num_prompt_logprobs=1)])
     core.round([])
     assert len(out.prompt_logprobs("a")) == 11
-    core.scheduler._preempt(core.sequences["a"], Plan())
+    core.scheduler._preempt(core.sequences["a"], Plan(0))
     if not cached:
         assert core.scheduler.prefix is not None
         core.scheduler.prefix.clear()

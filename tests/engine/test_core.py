@@ -166,8 +166,8 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth: i
     core.round([add("a", prompt[:8], 1)])
     run_until_idle(core)
     core.round([add("b", prompt, 2)])  # hits 8 tokens, computes 4
-    core._finish_steps(0)
-    core.scheduler._preempt(core.sequences["b"], Plan())
+    core.finish_steps(0)
+    core.scheduler._preempt(core.sequences["b"], Plan(0))
     assert core.scheduler.prefix is not None
     core.scheduler.prefix.clear()
     run_until_idle(core)

@@ -85,7 +85,7 @@ class Bench:
         drawn = sample(logits, batch, shaping).token_ids.tolist()
         assert drawn == expected.argmax(-1).tolist()
         for sequence, token in zip(sequences, drawn, strict=True):
-            sequence.append_output(token)
+            sequence.token_ids.append(token)
 
 
 _bias = st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16), max_size=4)
@@ -139,7 +139,7 @@ def test_a_prompt_travels_once() -> None:
     sequence = _sequence([7] * 10, presence_penalty=1.0, logit_bias={1: 2.0})
     first = book.plan([sequence], [10])
     assert first is not None and first.setups[0].prompt_ids == [7] * 10
-    sequence.append_output(3)
+    sequence.token_ids.append(3)
     again = book.plan([sequence], [11])
     assert again is not None and again.setups == [] and again.rows == first.rows
 
@@ -147,7 +147,7 @@ def test_a_prompt_travels_once() -> None:
 def test_a_token_drawn_elsewhere_counts_as_an_output() -> None:
     book = ShapeBook()
     sequence = _sequence([7, 8], frequency_penalty=1.0)
-    sequence.append_output(9)
+    sequence.token_ids.append(9)
     plan = book.plan([sequence], [3])
     assert plan is not None
     assert (plan.setups[0].prompt_ids, plan.setups[0].output_ids) == ([7, 8], [9])

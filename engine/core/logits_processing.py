@@ -18,6 +18,7 @@ counts drawn tokens on its device, as they are drawn.
 
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -58,18 +59,13 @@ class StepShapes(msgspec.Struct, frozen=True, array_like=True):
     setups: list[SamplingRow]
 
 
-@dataclass
-class _Entry:
-    row: int
-    position: int  # of the token that the row's state is ready to draw
-
-
 class ShapeBook:
     """Which sequence owns which state row. Rows of sequences that do not run are taken back, and
     what was drawn without the row's knowledge makes it start anew, so nobody has to tell it."""
 
     def __init__(self) -> None:
-        self._entries: dict[Sequence, _Entry] = {}
+        # By sequence, with the position of the token that the row's state is ready to draw.
+        self._rows: dict[Sequence, tuple[int, int]] = {}
         self._free: list[int] = []
 
     def plan(
@@ -81,40 +77,34 @@ class ShapeBook:
             drawing: the sequence of each draw.
             positions: of the token to be drawn, in its sequence.
         """
-        if self._entries:
-            self._sweep()
-        needs = [_needs(s, position) for s, position in zip(drawing, positions, strict=True)]
+        gone = [s for s in self._rows if s.phase is not Phase.RUNNING]
+        if gone:  # low rows first: the device's table stays small
+            self._free += [self._rows.pop(sequence)[0] for sequence in gone]
+            self._free.sort(reverse=True)
+        draws = list(zip(drawing, positions, strict=True))
+        bans = [_bans(*draw) for draw in draws]
+        needs = [
+            bans[at] or bool(s.request.sampling.logit_bias) or _penalties(s.request.sampling)
+            for at, s in enumerate(drawing)
+        ]
         if not any(needs):
             return None
-        rows: list[int] = []
-        bans: list[bool] = []
         setups: list[SamplingRow] = []
-        for sequence, position, need in zip(drawing, positions, needs, strict=True):
-            rows.append(self._row(sequence, position, setups) if need else NO_ROW)
-            bans.append(need and _bans(sequence, position))
+        rows = [
+            self._row(*draw, setups) if need else NO_ROW
+            for draw, need in zip(draws, needs, strict=True)
+        ]
         return StepShapes(rows, bans, setups)
 
-    def _sweep(self) -> None:
-        gone = [s for s in self._entries if s.phase is not Phase.RUNNING]
-        for sequence in gone:
-            self._free.append(self._entries.pop(sequence).row)
-        self._free.sort(reverse=True)  # low rows first: the device's table stays small
-
     def _row(self, sequence: Sequence, position: int, setups: list[SamplingRow]) -> int:
-        entry = self._entries.get(sequence)
-        if entry is None:
-            row = self._free.pop() if self._free else len(self._entries)
-            entry = self._entries[sequence] = _Entry(row, position)
+        row, ready = self._rows.get(sequence, (NO_ROW, position))
+        if row == NO_ROW:
+            row = self._free.pop() if self._free else len(self._rows)
+            ready = NO_ROW
+        if ready != position:
             setups.append(_setup(sequence, row))
-        elif entry.position != position:
-            setups.append(_setup(sequence, entry.row))
-        entry.position = position + 1
-        return entry.row
-
-
-def _needs(sequence: Sequence, position: int) -> bool:
-    sampling = sequence.request.sampling
-    return bool(sampling.logit_bias) or _has_penalties(sampling) or _bans(sequence, position)
+        self._rows[sequence] = row, position + 1
+        return row
 
 
 def _bans(sequence: Sequence, position: int) -> bool:
@@ -123,34 +113,25 @@ def _bans(sequence: Sequence, position: int) -> bool:
     return num_outputs < request.sampling.min_tokens and bool(request.stop_token_ids)
 
 
-def _has_penalties(sampling: SamplingParams) -> bool:
-    return bool(
-        sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.repetition_penalty != 1.0
-    )
+def _penalties(sampling: SamplingParams) -> tuple[float, float, float] | None:
+    """Presence, frequency, repetition; None where they change nothing."""
+    found = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    return None if found == (0.0, 0.0, 1.0) else found
 
 
 def _setup(sequence: Sequence, row: int) -> SamplingRow:
-    sampling = sequence.request.sampling
-    penalised = _has_penalties(sampling)
-    penalties = (
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty,
-    )
+    request, penalties = sequence.request, _penalties(sequence.request.sampling)
     return SamplingRow(
         row=row,
-        prompt_ids=sequence.request.token_ids if penalised else [],
-        output_ids=sequence.token_ids[sequence.first_output :] if penalised else [],
-        penalties=penalties if penalised else None,
-        bias=sampling.logit_bias,
-        stop_token_ids=sequence.request.stop_token_ids if sampling.min_tokens > 0 else [],
+        prompt_ids=request.token_ids if penalties else [],
+        output_ids=sequence.token_ids[sequence.first_output :] if penalties else [],
+        penalties=penalties,
+        bias=request.sampling.logit_bias,
+        stop_token_ids=request.stop_token_ids if request.sampling.min_tokens > 0 else [],
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Row:
+class _Row(NamedTuple):
     penalties: tuple[float, float, float] | None
     bias_ids: npt.NDArray[np.int64]
     bias: npt.NDArray[np.float32]
@@ -176,17 +157,18 @@ class LogitShaper:
             return None
         for setup in shapes.setups:
             self._set_up(setup)
-        rows = [(at, row) for at, row in enumerate(shapes.rows) if row != NO_ROW]
-        biased = [(at, self._rows[row]) for at, row in rows]
-        banned = [(at, shape) for at, shape in biased if shapes.bans[at]]
-        penalised = [(at, row) for at, row in rows if self._rows[row].penalties is not None]
+        rows = [(at, row, self._rows[row]) for at, row in enumerate(shapes.rows) if row != NO_ROW]
+        penalised = [(at, row) for at, row, shape in rows if shape.penalties is not None]
+        penalties = [self._rows[row].penalties for _, row in penalised]
         return Shaping(
             seen=self.seen,
-            penalised=self._upload(penalised, np.int64),
-            penalties=self._upload([self._rows[row].penalties for _, row in penalised], np.float32),
-            bias_at=self._flat([(at, shape.bias_ids) for at, shape in biased]),
-            bias=self._join([shape.bias for _, shape in biased]),
-            bans_at=self._flat([(at, shape.stop_ids) for at, shape in banned]),
+            penalised=self._to_device(np.array(penalised, np.int64)),
+            penalties=self._to_device(np.array(penalties, np.float32)),
+            bias_at=self._join([at * self.vocab_size + shape.bias_ids for at, _, shape in rows]),
+            bias=self._join([shape.bias for _, _, shape in rows]),
+            bans_at=self._join(
+                [at * self.vocab_size + shape.stop_ids for at, _, shape in rows if shapes.bans[at]]
+            ),
         )
 
     def masked(self, shaping: "Shaping | None", masks: npt.NDArray[np.int32]) -> "Shaping":
@@ -211,20 +193,13 @@ class LogitShaper:
             grown[: len(self.seen)] = self.seen
             self.seen = grown
         row = self.seen[setup.row].zero_()
-        row.index_fill_(0, self._to_device(np.array(setup.prompt_ids, np.int64)), 1)
-        outputs = self._to_device(np.array(setup.output_ids, np.int64))
-        row.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
-
-    def _upload(self, values: list, dtype: type) -> torch.Tensor | None:  # type: ignore[type-arg]
-        return self._to_device(np.array(values, dtype)) if values else None
-
-    def _flat(self, parts: list[tuple[int, npt.NDArray[np.int64]]]) -> torch.Tensor | None:
-        return self._join([at * self.vocab_size + ids for at, ids in parts])
+        if (prompt := self._to_device(np.array(setup.prompt_ids, np.int64))) is not None:
+            row.index_fill_(0, prompt, 1)
+        if (outputs := self._to_device(np.array(setup.output_ids, np.int64))) is not None:
+            row.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
 
     def _join(self, parts: Sequenceable[npt.NDArray[np.generic]]) -> torch.Tensor | None:
-        if not any(map(len, parts)):
-            return None
-        return self._to_device(np.concatenate(parts))
+        return self._to_device(np.concatenate(parts)) if parts else None
 
     def _unpack(self, masks: npt.NDArray[np.int32]) -> torch.Tensor:
         """bool [R, V]"""
@@ -232,13 +207,14 @@ class LogitShaper:
             octets = np.ascontiguousarray(masks).astype("<i4").view(np.uint8)
             bits = np.unpackbits(octets, axis=1, count=self.vocab_size, bitorder="little")
             return torch.from_numpy(bits.view(np.bool_))
-        words = self._to_device(masks.copy())
+        words = to_device(torch.from_numpy(masks.copy()), self.device)
         shifts = torch.arange(32, dtype=torch.int32, device=self.device)
         bits_set = (words[:, :, None] >> shifts) & 1
         return bits_set.view(len(words), -1)[:, : self.vocab_size].bool()
 
-    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return to_device(torch.from_numpy(array), self.device)
+    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor | None:
+        """None where there is nothing."""
+        return to_device(torch.from_numpy(array), self.device) if len(array) else None
 
 
 @dataclass(frozen=True, eq=False)

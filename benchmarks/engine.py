@@ -226,7 +226,6 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def _tables(runner: ModelRunner, num_seqs: int, num_tokens: int) -> np.ndarray[Any, Any]:
     """Scattered blocks from the whole pool, for `num_seqs` sequences."""
-    assert runner.memory is not None
     layout = runner.memory.pool.layout
     width = layout.num_blocks_for(num_tokens)
     needed = num_seqs * width

@@ -124,7 +124,6 @@ def _period(steps: list[tuple[int, float]]) -> dict[str, float]:
 
 
 def _scheduler(runner: ModelRunner) -> Scheduler:
-    assert runner.memory is not None
     layout = runner.memory.pool.layout
     limits = SchedulerLimits(
         max_num_seqs=runner.config.max_num_seqs,

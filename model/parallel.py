@@ -98,7 +98,7 @@ class Parallel:
         device: torch.device | str = "cpu",
         dcp: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        on_listening: Callable[[int], None] | None = None,
+        on_listening: Callable[[int], object] | None = None,
     ) -> "Parallel":
         """Joins the group whose rank 0 listens on host:port; blocks until all ranks are there.
 

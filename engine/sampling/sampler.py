@@ -31,17 +31,38 @@ from engine.core.logits_processing import Shaping
 from engine.sampling.counter_rng import gumbel, gumbel_of_vocabulary, row_keys
 from engine.sampling.sampling_batch import SamplingBatch
 from model import fused_ops
-from protocol.messages import SamplingParams
+from protocol.messages import SamplingParams, TokenLogprobs
+
+_MIN_TEMPERATURE = 1e-30  # what smaller ones become: float32 would round them to 0
+_MIN_CANDIDATES = 128
+_CANDIDATE_GROWTH = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Of one token in each of S rows, and of the k most likely ones beside it."""
+
+    chosen: torch.Tensor  # float32 [S]
+    top_ids: torch.Tensor  # int64 [S, k], most likely first
+    top: torch.Tensor  # float32 [S, k]
+
+    def on_host(self) -> "Logprobs":
+        """Perhaps later: once the device has come so far."""
+        tensors = (self.chosen, self.top_ids, self.top)
+        return Logprobs(*(t.to("cpu", non_blocking=True) for t in tensors))
+
+    def rows(self, counts: Sequence[int]) -> list[TokenLogprobs]:
+        """Each with so many of the most likely tokens."""
+        lists = (self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist(), counts)
+        return [
+            TokenLogprobs(one, ids[:k], top[:k]) for one, ids, top, k in zip(*lists, strict=True)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """The drawn tokens; the rest is None unless logprobs were asked for by some row."""
-
     token_ids: torch.Tensor  # int64 [S]
-    logprobs: torch.Tensor | None = None  # float32 [S], of the drawn tokens
-    top_ids: torch.Tensor | None = None  # int64 [S, max_logprobs], most likely first
-    top_logprobs: torch.Tensor | None = None  # float32 [S, max_logprobs]
+    logprobs: Logprobs | None = None  # None unless some row wants them
 
 
 def is_greedy(params: Sequence[SamplingParams]) -> bool:
@@ -53,8 +74,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     """What `sample` draws at temperature 0, int64 [S], in a few kernels and without any upload."""
     if logits.device.type == "cuda":
         return fused_ops.first_largest(logits)
-    largest, token_ids = logits.max(-1)
-    return _without_non_numbers(logits, largest, token_ids)[2]
+    return _without_non_numbers(logits)[2]
 
 
 def sample(
@@ -71,8 +91,7 @@ def sample(
     on_gpu = logits.device.type == "cuda"
     if on_gpu and shaping is None and batch.max_logprobs is None:
         return SampledTokens(_draw_on_gpu(logits, batch))
-    largest, token_ids = logits.max(-1)
-    logits, largest, token_ids = _without_non_numbers(logits, largest, token_ids)
+    logits, largest, token_ids = _without_non_numbers(logits)
     unshaped = logits
     if shaping is not None:
         logits = shaping.apply(logits)
@@ -98,21 +117,27 @@ def _draw_on_cpu(
     logits: torch.Tensor, largest: torch.Tensor, token_ids: torch.Tensor, batch: SamplingBatch
 ) -> None:
     """Replaces, in `token_ids`, those of rows of a temperature."""
-    for rows, draw in (
-        (batch.free_rows, _draw_freely),
-        (batch.restricted_rows, _draw_restricted),
-    ):
-        if rows is not None:
-            # Differences to the largest logit, so that a tiny temperature overflows nothing.
-            scaled = logits[rows] - largest[rows, None]
-            scaled.div_(batch.temperature[rows, None].clamp(min=_MIN_TEMPERATURE))
-            token_ids[rows] = draw(scaled, rows, batch)
+    for rows, is_free in ((batch.free_rows, True), (batch.restricted_rows, False)):
+        if rows is None:
+            continue
+        # Differences to the largest logit, so that a tiny temperature overflows nothing.
+        scaled = logits[rows] - largest[rows, None]
+        scaled.div_(batch.temperature[rows, None].clamp(min=_MIN_TEMPERATURE))
+        keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
+        if is_free:
+            token_ids[rows] = scaled.add_(gumbel_of_vocabulary(keys, scaled.shape[1])).argmax(-1)
+            continue
+        values, ids, threshold = _candidates(scaled, rows, batch)
+        scores = (values + gumbel(keys, ids)).masked_fill_(values < threshold, float("-inf"))
+        token_ids[rows] = ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
 
 
 def _without_non_numbers(
-    logits: torch.Tensor, largest: torch.Tensor, token_ids: torch.Tensor
+    logits: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits without NaN and +inf and with a finite maximum, as the module says."""
+    """Logits without NaN and +inf and with a finite maximum, as the module says; the maxima, and
+    where they are."""
+    largest, token_ids = logits.max(-1)
     # A maximum is NaN where any logit is. On a GPU asking costs more than always cleaning.
     if logits.device.type == "cpu" and bool(largest.isfinite().all()):
         return logits, largest, token_ids
@@ -125,26 +150,6 @@ def _without_non_numbers(
     logits[:, 0] = torch.where(is_empty, 0.0, logits[:, 0])
     largest = torch.where(is_empty, 0.0, largest)
     return logits, largest, token_ids
-
-
-def _draw_freely(scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
-    return scaled.add_(gumbel_of_vocabulary(keys, scaled.shape[1])).argmax(-1)
-
-
-_MIN_TEMPERATURE = 1e-30  # what smaller ones become: float32 would round them to 0
-_MIN_CANDIDATES = 128
-_CANDIDATE_GROWTH = 16
-
-
-def _draw_restricted(
-    scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch
-) -> torch.Tensor:
-    values, ids, threshold = _candidates(scaled, rows, batch)
-    keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
-    scores = values + gumbel(keys, ids)
-    scores.masked_fill_(values < threshold, float("-inf"))
-    return ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
 
 
 def _candidates(
@@ -195,4 +200,4 @@ def _with_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
     total = logits.logsumexp(-1, keepdim=True)
     drawn = (logits.gather(1, token_ids[:, None]) - total).squeeze(1)
     top, top_ids = logits.topk(min(num_top, logits.shape[1]))
-    return SampledTokens(token_ids, drawn, top_ids, top - total)
+    return SampledTokens(token_ids, Logprobs(drawn, top_ids, top - total))

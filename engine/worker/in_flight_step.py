@@ -8,7 +8,7 @@ from engine.core.batch import Int32s, StepOutput
 from engine.sampling.sampler import SampledTokens
 from engine.sampling.scoring import PendingScores
 from model import fused_ops
-from protocol.messages import SamplingParams, TokenLogprobs
+from protocol.messages import SamplingParams
 
 
 class LaunchedStep:
@@ -43,7 +43,11 @@ class LaunchedStep:
         self._draw = None
 
     def _take(self, drawn: SampledTokens | None) -> None:
-        self._drawn = None if drawn is None else _on_host(drawn)
+        if drawn is not None:
+            self._drawn = SampledTokens(
+                drawn.token_ids.to("cpu", non_blocking=True),
+                drawn.logprobs and drawn.logprobs.on_host(),
+            )
         if self._device.type == "cuda":
             self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
             self._finished.record(torch.cuda.current_stream(self._device))
@@ -58,9 +62,16 @@ class LaunchedStep:
         assert self._draw is None, "the tokens of a masked step are to be drawn first"
         if self._finished is not None:
             self._finished.synchronize()
+        scores = self._scores.result()
         if self._drawn is None:
-            return StepOutput([], [], self._scores.result())
-        return _to_output(self._drawn, self._params, self._scores.result())
+            return StepOutput([], [], scores)
+        token_ids: list[int] = self._drawn.token_ids.tolist()
+        if self._drawn.logprobs is None:
+            return StepOutput(token_ids, [None] * len(token_ids), scores)
+        counts = [params.num_logprobs for params in self._params]
+        found = self._drawn.logprobs.rows([k or 0 for k in counts])
+        wanted = [None if k is None else row for row, k in zip(found, counts, strict=True)]
+        return StepOutput(token_ids, wanted, scores)
 
 
 class LastSampledTokens:
@@ -91,28 +102,3 @@ class LastSampledTokens:
             return fused_ops.kernels().fill_in(token_ids, self.token_ids)  # type: ignore[no-any-return]
         drawn = self.token_ids[(-1 - token_ids).clamp_(min=0)]
         return torch.where(token_ids < 0, drawn, token_ids)
-
-
-def _on_host(drawn: SampledTokens) -> SampledTokens:
-    tensors = (drawn.token_ids, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
-    copies = [None if t is None else t.to("cpu", non_blocking=True) for t in tensors]
-    assert copies[0] is not None
-    return SampledTokens(copies[0], *copies[1:])
-
-
-def _to_output(
-    drawn: SampledTokens, params: list[SamplingParams], scores: list[list[TokenLogprobs]]
-) -> StepOutput:
-    token_ids = drawn.token_ids.tolist()
-    if drawn.logprobs is None:
-        return StepOutput(token_ids, [None] * len(token_ids), scores)
-    chosen = drawn.logprobs.tolist()
-    top_ids = drawn.top_ids.tolist() if drawn.top_ids is not None else [[]] * len(chosen)
-    top = drawn.top_logprobs.tolist() if drawn.top_logprobs is not None else [[]] * len(chosen)
-    logprobs = [
-        TokenLogprobs(chosen[row], top_ids[row][: p.num_logprobs], top[row][: p.num_logprobs])
-        if p.num_logprobs is not None
-        else None
-        for row, p in enumerate(params)
-    ]
-    return StepOutput(token_ids, logprobs, scores)

@@ -6,10 +6,10 @@ from engine.core.core_grammar import CoreGrammars
 from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.process.transport import EngineTransport
 from engine.text.grammar import GrammarCompiler
+from engine.worker.load import reason_of, starting
 from engine.worker.rank import Rank
-from engine.worker.ranks import Leader
+from engine.worker.ranks import RankExecutor, RankLinks
 from engine.worker.service import ConnectorFactory
-from engine.worker.starting import reason_of, starting
 from kvcache.transfer.link.threads import allow_short_naps
 from model.config import load_config
 from protocol.handshake import PROTOCOL_VERSION, EngineMetadata
@@ -19,10 +19,10 @@ from protocol.process.sigterm import ignore_sigterm
 
 def lead(config: EngineConfig, factory: ConnectorFactory) -> None:
     transport = EngineTransport(config.http_address)
-    leader = Leader(config.control_address, config.tp)
+    links = RankLinks(config.control_address, 0, config.tp)
     try:
         with starting():
-            core, rank, ready = _build(config, factory, leader, transport)
+            core, rank, ready = _build(config, factory, links, transport)
     except Exception as error:
         ignore_sigterm()
         transport.send_failed(reason_of(error))
@@ -34,31 +34,28 @@ def lead(config: EngineConfig, factory: ConnectorFactory) -> None:
     try:
         core.run()
     except Exception as error:
-        leader.others.blame(error)
+        links.others.blame(error)
         transport.send_failed(reason_of(error))
         raise
     finally:
         core.connector.close()
         rank.service.close()
-        leader.close()
+        links.close()
         transport.close()
 
 
 def _build(
-    config: EngineConfig, factory: ConnectorFactory, leader: Leader, transport: EngineTransport
+    config: EngineConfig, factory: ConnectorFactory, links: RankLinks, transport: EngineTransport
 ) -> tuple[EngineCore, Rank, EngineReady]:
     model_config = load_config(config.model_dir)
-    grammars = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
-    rank = Rank(config, model_config, 0, factory, on_listening=leader.share_port)
-    num_blocks = leader.agree_on_blocks(rank.size.num_blocks)
+    compiler = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
+    rank = Rank(config, model_config, 0, factory, links)
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=rank.longest_sequence(num_blocks),
+        max_model_len=rank.longest_sequence(),
         block_size=config.tokens_per_block,
     )
-    rank.allocate(num_blocks)
-    leader.runner = rank.runner
     metadata = EngineMetadata(
         protocol_version=PROTOCOL_VERSION,
         engine_id=config.engine_id,
@@ -66,16 +63,18 @@ def _build(
         compat=rank.context.compat,
         tp_size=config.tp,
         dcp_size=config.dcp,
-        ranks=leader.collect(rank.metadata),
+        ranks=rank.metadata,
     )
-    rank.service.start()
     connector = factory.make_connector(rank.context, metadata, transport)
-    scheduler = Scheduler.of_blocks(limits, num_blocks, cached=config.enable_prefix_caching)
     core = EngineCore(
-        scheduler, leader, connector, transport, CoreGrammars(grammars, config.grammar_timeout_s)
+        Scheduler.of_blocks(limits, rank.num_blocks, cached=config.enable_prefix_caching),
+        RankExecutor(rank.runner, links),
+        connector,
+        transport,
+        CoreGrammars(compiler, config.grammar_timeout_s),
     )
     ready = EngineReady(
-        num_blocks=num_blocks - 1,
+        num_blocks=rank.num_blocks - 1,
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,

@@ -1,7 +1,9 @@
 """A rank's device and weights, at start; the attention kernels compile meanwhile."""
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,17 +12,35 @@ from attention.registry import backend_class, compile_modules
 from engine.config import EngineConfig
 from engine.geometry import check_attention, wanted_of
 from engine.process.host_memory import free_host_bytes
-from engine.worker.memory import check_weights_fit, fitting
+from engine.worker.memory import MemoryTooSmall, fitting
 from model.base import CausalLM
 from model.config import ModelConfig
 from model.files import num_weights
 from model.parallel import Parallel
 from model.registry import load_model
 from model.sizes import num_elements
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from protocol.ipc.listening import CannotListen
 
 _STREAM_PRIORITY = -1
+
+
+class CannotStart(Exception):
+    """What an option, the model or this machine does not permit, in a sentence for the user."""
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Tells what explains itself, while starting, from our own bugs."""
+    try:
+        yield
+    except (ValueError, MemoryTooSmall, CannotListen) as error:
+        raise CannotStart(str(error)) from error
+
+
+def reason_of(error: BaseException) -> str:
+    if isinstance(error, CannotStart):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def load(
@@ -30,14 +50,26 @@ def load(
     # What cannot attend is refused before minutes are spent on loading weights.
     check_attention(config, model_config)
     backend_class(config.attention_backend, config.device, model_config.kv_components)
-    compiling = _compile_beside(config, model_config, device)
-    _check_weights_fit(config, model_config, device)
+    pool = ThreadPoolExecutor(1, "compile")
+    compiling = pool.submit(
+        compile_modules,
+        config.attention_backend,
+        wanted_of(config, model_config, model_config.num_heads // config.tp),
+        device,
+        appends=config.dcp > 1,
+        free_bytes=free_host_bytes(),
+    )
+    pool.shutdown(wait=False)
+    if device.type == "cuda":  # a machine's memory is looked at before its ranks are started
+        is_dummy = config.load_format == "dummy"
+        weights = num_elements(model_config) if is_dummy else num_weights(Path(config.model_dir))
+        check_weights_fit(weights, *torch.cuda.mem_get_info(device), config, str(device))
     fix = f"use a larger --tp than {config.tp}, or free the GPU"
     with fitting(f"a model with weights in {config.dtype}", device, fix):
         model = load_model(
             model_config,
             config.model_dir,
-            dtype=DTYPES[config.dtype],
+            dtype=getattr(torch, config.dtype),
             device=device,
             parallel=parallel,
             load_format=config.load_format,
@@ -48,30 +80,28 @@ def load(
     return model
 
 
-def _compile_beside(config: EngineConfig, model: ModelConfig, device: torch.device) -> Future[None]:
-    """Has what is missing of the attention kernels compiled while weights are loaded."""
-    pool = ThreadPoolExecutor(1, "compile")
-    done = pool.submit(
-        compile_modules,
-        config.attention_backend,
-        wanted_of(config, model, model.num_heads // config.tp),
-        device,
-        appends=config.dcp > 1,
-        free_bytes=free_host_bytes(),
-    )
-    pool.shutdown(wait=False)
-    return done
+def check_weights_fit(
+    num_weights: int, free_bytes: int, total_bytes: int, config: EngineConfig, device: str
+) -> None:
+    """Refuses a model before minutes are spent on loading what cannot fit.
 
+    Args:
+        num_weights: elements, of all ranks.
+        free_bytes, total_bytes: of the device's memory.
 
-def _check_weights_fit(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """Of a GPU; a machine's memory is looked at before its ranks are started."""
-    if config.device != "cuda":
+    Raises:
+        MemoryTooSmall: says how much is missing and which option helps.
+    """
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    needed_bytes = num_weights // config.tp * dtype.itemsize  # at least: some are whole on each
+    if needed_bytes <= free_bytes:
         return
-    is_dummy = config.load_format == "dummy"
-    elements = num_elements(model) if is_dummy else num_weights(Path(config.model_dir))
-    free, total = torch.cuda.mem_get_info(device)
-    needed = elements // config.tp * DTYPES[config.dtype].itemsize  # more: some are whole
-    check_weights_fit(needed, free, total, config=config, device=str(device))
+    needed, free, total = (n / 2**30 for n in (needed_bytes, free_bytes, total_bytes))
+    raise MemoryTooSmall(
+        f"the model's weights in {config.dtype} take {needed:.2f} GiB on each of {config.tp} "
+        f"rank(s), but {device} has {free:.2f} of its {total:.2f} GiB free: {needed - free:.2f} "
+        f"GiB are missing; use a larger --tp than {config.tp}, or free the GPU"
+    )
 
 
 def check_devices(config: EngineConfig) -> None:
@@ -98,13 +128,13 @@ def open_device(config: EngineConfig, rank: int) -> torch.device:
     if config.device != "cuda":
         return torch.device(config.device)
     check_devices(config)
-    index = config.devices[rank]
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         raise ValueError(
             "PYTORCH_CUDA_ALLOC_CONF asks for expandable segments, whose memory other processes "
             "cannot map: KV could not be pulled from here; unset it"
         )
-    torch.cuda.set_device(index)
+    device = torch.device("cuda", config.devices[rank])
+    torch.cuda.set_device(device)
     # Above the pulls of this process (their streams have priority 0), so that they slow no step.
-    torch.cuda.set_stream(torch.cuda.Stream(index, priority=_STREAM_PRIORITY))  # type: ignore[no-untyped-call, unused-ignore]
-    return torch.device("cuda", index)
+    torch.cuda.set_stream(torch.cuda.Stream(device, priority=_STREAM_PRIORITY))  # type: ignore[no-untyped-call, unused-ignore]
+    return device

@@ -1,14 +1,24 @@
-"""How many KV blocks an engine gets, and what to say when that is too few."""
+"""A rank's KV pool and what reads it; how large it is, and what to say when that is too small."""
 
 import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from attention.base import AttentionBackend
+from attention.dcp import ContextParallelBackend
+from attention.registry import create_backend
 from engine.config import EngineConfig
+from engine.geometry import step_limits
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+from kvcache.stripe import Stripe
+from model.base import CausalLM
+from model.config import ModelConfig
 
 logger = logging.getLogger("baton.engine")
 
@@ -16,6 +26,7 @@ logger = logging.getLogger("baton.engine")
 # mapped: two servers, their page caches and their activations share a CPU host.
 _CPU_FREE_SHARE = 0.2
 _CPU_DEFAULT_MAX_BYTES = 4 * 2**30
+_UTILIZATION = "--gpu-memory-utilization"
 
 
 class MemoryTooSmall(Exception):
@@ -29,6 +40,55 @@ class PoolSize:
     num_blocks: int
     max_model_len: int  # tokens
     explanation: str
+
+
+class RankMemory(NamedTuple):
+    """The allocation that a rank's agent registers, and what reads it."""
+
+    pool: KVPool
+    backend: AttentionBackend
+
+
+def longest(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Tokens of the longest sequence that any pool might hold."""
+    return config.max_model_len or model_config.max_position
+
+
+def make_memory(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: CausalLM,
+    layout: KVLayout,
+    device: torch.device,
+) -> RankMemory:
+    """A pool of `layout`, and what reads it."""
+    spec, context = model.attention_spec, model.parallel.context
+    pool = KVPool(layout, device, config.kv_scales)
+
+    def make(over: KVPool, num_q_heads: int) -> AttentionBackend:
+        return create_backend(
+            config.attention_backend,
+            over,
+            num_q_heads=num_q_heads,
+            head_dim=model_config.kv_dim,
+            scale=spec.scale,
+            dtype=getattr(torch, config.dtype),
+            limits=step_limits(config, of_group=num_q_heads > spec.num_q_heads),
+        )
+
+    if context is None:
+        return RankMemory(pool, make(pool, spec.num_q_heads))
+    backend = ContextParallelBackend(
+        Stripe(context.rank, context.size, config.block_size),
+        context,
+        pool,
+        make,
+        num_q_heads=spec.num_q_heads,
+        head_dim=model_config.kv_dim,
+        scale=spec.scale,
+        scratch_tokens=max(longest(config, model_config), config.max_num_batched_tokens),
+    )
+    return RankMemory(pool, backend)
 
 
 def free_gpu_bytes(device: torch.device, utilization: float, *, peak_bytes: int) -> int:
@@ -66,28 +126,6 @@ def fitting(what: str, device: torch.device, fix: str) -> Iterator[None]:
         ) from error
 
 
-def check_weights_fit(
-    needed_bytes: int, free_bytes: int, total_bytes: int, *, config: EngineConfig, device: str
-) -> None:
-    """Refuses a model before minutes are spent on loading what cannot fit.
-
-    Args:
-        needed_bytes: of this rank's weights, at least.
-        free_bytes, total_bytes: of the device's memory.
-
-    Raises:
-        MemoryTooSmall: says how much is missing and which option helps.
-    """
-    if needed_bytes <= free_bytes:
-        return
-    needed, free, total = (n / 2**30 for n in (needed_bytes, free_bytes, total_bytes))
-    raise MemoryTooSmall(
-        f"the model's weights in {config.dtype} take {needed:.2f} GiB on each of {config.tp} "
-        f"rank(s), but {device} has {free:.2f} of its {total:.2f} GiB free: {needed - free:.2f} "
-        f"GiB are missing; use a larger --tp than {config.tp}, or free the GPU"
-    )
-
-
 def size_pool(
     config: EngineConfig, *, block_bytes: int, model_max_len: int, free_bytes: int
 ) -> PoolSize:
@@ -107,30 +145,27 @@ def size_pool(
             f"--max-model-len is {wanted_len} tokens, but the model's positions end at "
             f"{model_max_len}; use --max-model-len {model_max_len} or less"
         )
-    if config.device == "cuda":
-        capacity_blocks, source = _gpu_capacity(config, block_bytes, free_bytes)
-    else:
-        capacity_blocks, source = _capacity(config, block_bytes, wanted_len, free_bytes)
-    capacity_tokens = capacity_blocks * config.tokens_per_block
-    if config.max_model_len and capacity_tokens < wanted_len:
+    capacity = _gpu_capacity if config.device == "cuda" else _cpu_capacity
+    blocks, source = capacity(config, block_bytes, wanted_len, free_bytes)
+    num_tokens = blocks * config.tokens_per_block
+    if config.max_model_len and num_tokens < wanted_len:
         raise MemoryTooSmall(
-            f"the KV pool holds {capacity_tokens} tokens ({source}), fewer than one sequence of "
-            f"max_model_len {wanted_len}: {wanted_len - capacity_tokens} tokens are missing; raise "
+            f"the KV pool holds {num_tokens} tokens ({source}), fewer than one sequence of "
+            f"max_model_len {wanted_len}: {wanted_len - num_tokens} tokens are missing; raise "
             f"{_more_memory(config)}, or lower --max-model-len"
         )
-    max_len = min(wanted_len, capacity_tokens)
+    max_len = min(wanted_len, num_tokens)
     if max_len < 2:
         raise MemoryTooSmall(
-            f"the KV pool holds {capacity_tokens} tokens ({source}), one block takes {block_bytes} "
+            f"the KV pool holds {num_tokens} tokens ({source}), one block takes {block_bytes} "
             f"bytes; raise {_more_memory(config)}, or lower --block-size"
         )
-    size_mib = capacity_blocks * block_bytes / 2**20
     return PoolSize(
-        num_blocks=capacity_blocks + 1,
+        num_blocks=blocks + 1,
         max_model_len=max_len,
         explanation=(
-            f"KV pool: {capacity_tokens} tokens in {capacity_blocks} blocks of "
-            f"{config.tokens_per_block}, {size_mib:.0f} MiB per rank ({source}); longest sequence "
+            f"KV pool: {num_tokens} tokens in {blocks} blocks of {config.tokens_per_block}, "
+            f"{blocks * block_bytes / 2**20:.0f} MiB per rank ({source}); longest sequence "
             f"{max_len} tokens"
         ),
     )
@@ -156,7 +191,16 @@ def longest_sequence(
     return max_len
 
 
-def _capacity(
+def _asked_for(config: EngineConfig, block_bytes: int) -> tuple[int, str] | None:
+    """Usable blocks by an option, and which."""
+    if config.kv_cache_tokens is not None:
+        return -(-config.kv_cache_tokens // config.tokens_per_block), "--kv-cache-tokens"
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes // block_bytes, "--kv-cache-bytes"
+    return None
+
+
+def _cpu_capacity(
     config: EngineConfig, block_bytes: int, wanted_len: int, free_bytes: int
 ) -> tuple[int, str]:
     """Usable blocks, and which option or rule decided."""
@@ -174,40 +218,29 @@ def _capacity(
     return min(budget // block_bytes, useful), "a share of the free memory"
 
 
-def _asked_for(config: EngineConfig, block_bytes: int) -> tuple[int, str] | None:
-    """Usable blocks by an option, and which."""
-    if config.kv_cache_tokens is not None:
-        return -(-config.kv_cache_tokens // config.tokens_per_block), "--kv-cache-tokens"
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes // block_bytes, "--kv-cache-bytes"
-    return None
-
-
-def _gpu_capacity(config: EngineConfig, block_bytes: int, free_bytes: int) -> tuple[int, str]:
-    """`_capacity` on a GPU, where memory that is not there shows at once."""
-    asked = _asked_for(config, block_bytes)
-    if asked is None:
-        missing = 2 * block_bytes - free_bytes  # one block beside the null block
-        if missing > 0:
+def _gpu_capacity(
+    config: EngineConfig, block_bytes: int, _wanted_len: int, free_bytes: int
+) -> tuple[int, str]:
+    """The same on a GPU, where memory that is not there shows at once."""
+    share = f"{_UTILIZATION} {config.gpu_memory_utilization}"
+    if asked := _asked_for(config, block_bytes):
+        blocks, option = asked
+        if (blocks + 1) * block_bytes > free_bytes:
             raise MemoryTooSmall(
-                f"the model's weights and its largest step leave no room for KV under "
-                f"{_UTILIZATION} {config.gpu_memory_utilization}: {missing / 2**20:.0f} MiB are "
-                f"missing for one block of {config.tokens_per_block} tokens; raise "
-                f"{_UTILIZATION} or --tp, lower {lower_for_steps(config)}, or free the GPU"
+                f"the KV pool of {option} takes {(blocks + 1) * block_bytes / 2**20:.0f} MiB, but "
+                f"the GPU has {max(0, free_bytes) / 2**20:.0f} MiB left for it under {share}: "
+                f"lower {option}, or raise {_UTILIZATION}"
             )
-        blocks = free_bytes // block_bytes - 1
-        return blocks, f"{_UTILIZATION} {config.gpu_memory_utilization}"
-    blocks, source = asked
-    if (blocks + 1) * block_bytes > free_bytes:
+        return asked
+    missing = 2 * block_bytes - free_bytes  # one block beside the null block
+    if missing > 0:
         raise MemoryTooSmall(
-            f"the KV pool of {source} takes {(blocks + 1) * block_bytes / 2**20:.0f} MiB, but the "
-            f"GPU has {max(0, free_bytes) / 2**20:.0f} MiB left for it under {_UTILIZATION} "
-            f"{config.gpu_memory_utilization}: lower {source}, or raise {_UTILIZATION}"
+            f"the model's weights and its largest step leave no room for KV under {share}: "
+            f"{missing / 2**20:.0f} MiB are missing for one block of {config.tokens_per_block} "
+            f"tokens; raise {_UTILIZATION} or --tp, lower {lower_for_steps(config)}, or free the "
+            "GPU"
         )
-    return blocks, source
-
-
-_UTILIZATION = "--gpu-memory-utilization"
+    return free_bytes // block_bytes - 1, share
 
 
 def lower_for_steps(config: EngineConfig) -> str:

@@ -1,7 +1,6 @@
 """One rank: its shard of the model, its KV and its service, made one after the other."""
 
 import gc
-from collections.abc import Callable
 
 import torch
 
@@ -9,6 +8,7 @@ from engine.config import EngineConfig
 from engine.process.host_memory import free_host_bytes
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import PoolSize, longest_sequence, size_pool
+from engine.worker.ranks import RankLinks
 from engine.worker.rehearsal import kv_budget_bytes, rehearse
 from engine.worker.runner import ModelRunner
 from engine.worker.service import ConnectorFactory, RankContext
@@ -18,19 +18,16 @@ from kvcache.transfer.move.peer_memory import describe
 from model.config import ModelConfig
 from model.fingerprint import fingerprint
 from model.parallel import Parallel
-from protocol.handshake import CompatRecord
+from protocol.handshake import CompatRecord, RankMetadata
 
 
 class Rank:
-    """Loads the model; `allocate` then makes the KV pool, once all ranks agree on its size.
-
-    Args:
-        port: where rank 0 waits for the others; not used by rank 0.
-        on_listening: called on rank 0 with the port where the others are to come.
+    """Loads the model, allocates as much KV as all ranks can hold, runs every kind of step once,
+    and starts the rank's service. All ranks do so together.
 
     Attributes:
-        size: of the pool that this rank's memory allows.
-        context, service, metadata: once `allocate` has returned.
+        num_blocks: of the pool.
+        metadata: of all ranks, in order.
     """
 
     def __init__(
@@ -39,27 +36,14 @@ class Rank:
         model_config: ModelConfig,
         rank: int,
         factory: ConnectorFactory,
-        port: int = 0,
-        on_listening: Callable[[int], None] | None = None,
+        links: RankLinks,
     ) -> None:
-        self._config = config
-        self._model_config = model_config
-        self._rank = rank
-        self._factory = factory
-        parallel = _parallel(config, rank, port, on_listening)
-        self.runner = ModelRunner(config, model_config, parallel)
-        self.size = pool_size(config, model_config, self.runner, factory)
-
-    def longest_sequence(self, num_blocks: int) -> int:
-        """Tokens of the longest sequence that so many blocks hold; logs them."""
-        return longest_sequence(
-            self._config, self.size, num_blocks, self._model_config.max_position
-        )
-
-    def allocate(self, num_blocks: int) -> None:
-        """Allocates the KV and registers it with an agent, which the service owns once it runs."""
-        config, runner = self._config, self.runner
-        pool = runner.allocate(num_blocks).pool
+        parallel = _parallel(config, rank, links) if config.tp > 1 else Parallel(0, 1)
+        self.runner = runner = ModelRunner(config, model_config, parallel)
+        self._config, self._max_position = config, model_config.max_position
+        self._size = pool_size(config, model_config, runner, factory)
+        self.num_blocks = links.agree(self._size.num_blocks, int, min)
+        pool = runner.allocate(self.num_blocks).pool
         runner.capture_graphs()
         cuda = pool.device.type == "cuda"
         if cuda:
@@ -67,20 +51,32 @@ class Rank:
         else:
             PrefaultThread(pool).start()
         agent = NixlAgent(
-            f"{config.engine_id}-{self._rank}",
+            f"{config.engine_id}-{rank}",
             device_id=pool.device_id if cuda else None,
             set_device=torch.cuda.set_device,
         )
-        compat = _compat(config, self._model_config)
-        self.context = RankContext(config, self._rank, pool, agent, compat, runner.stepping)
-        self.service = self._factory.make_service(self.context)
-        self.metadata = describe(pool, self._rank, agent.metadata())
+        compat = _compat(config, model_config)
+        self.context = RankContext(config, rank, pool, agent, compat, runner.stepping)
+        self.service = factory.make_service(self.context)
+        own = [describe(pool, rank, agent.metadata())]
+        self.metadata = links.agree(own, list[RankMetadata], _in_order)
+        links.know([one.process for one in self.metadata])
+        self.service.start()
 
-    def ready(self) -> None:
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that the pool holds; logs them."""
+        return longest_sequence(self._config, self._size, self.num_blocks, self._max_position)
+
+    @staticmethod
+    def ready() -> None:
         """Requests come from now on. What is there by now stays: looking through it for garbage
         would hold up steps."""
         KERNELS.ready()
         gc.freeze()
+
+
+def _in_order(told: list[list[RankMetadata]]) -> list[RankMetadata]:
+    return sorted((one for (one,) in told), key=lambda metadata: metadata.rank)
 
 
 def pool_size(
@@ -98,20 +94,17 @@ def pool_size(
     )
 
 
-def _parallel(
-    config: EngineConfig, rank: int, port: int, on_listening: Callable[[int], None] | None
-) -> Parallel:
-    if config.tp == 1:
-        return Parallel(0, 1)
+def _parallel(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
+    """The ranks meet at the port that rank 0 takes: the largest that any of them tells."""
     device = f"cuda:{config.devices[rank]}" if config.device == "cuda" else config.device
     return Parallel.connect(
         rank,
         config.tp,
         host=config.store_host,
-        port=port,
+        port=links.agree(0, int, max) if rank else 0,
         device=device,
         dcp=config.dcp,
-        on_listening=on_listening,
+        on_listening=None if rank else lambda port: links.agree(port, int, max),
     )
 
 

@@ -1,15 +1,10 @@
-"""How rank 0 drives the other ranks of its engine: a socket for each follower, which connects.
+"""The links between the ranks of an engine: a socket from rank 0 to each other one, which connects.
 
-    0 -> follower   Port: where the collectives' ranks meet
-    follower -> 0   Blocks: how many I could hold
-    0 -> follower   Blocks: how many all ranks take
-    follower -> 0   Allocated: where my KV lies
-    0 -> follower   Begin: which processes the ranks are
-    0 -> follower   Step ... Step, an empty one
-
-Steps are not answered: rank 0 takes part in each of them, and the collectives of the forward pass
-keep all ranks together: a step whose tokens rank 0 has drawn was computed on all. A follower that
-dies ends the engine (its parent watches every rank).
+First the ranks agree: on the port where their collectives meet, on the blocks that all can hold, on
+where everybody's KV lies. Each tells rank 0, which tells all of them the outcome. Then come steps,
+and at the end an empty one. Steps are not answered: rank 0 takes part in each of them, and the
+collectives of the forward pass keep all ranks together: a step whose tokens rank 0 has drawn was
+computed on all. A rank that dies ends the engine (its parent watches every rank).
 """
 
 import logging
@@ -17,7 +12,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from typing import TypeVar
@@ -27,7 +22,7 @@ import msgspec
 from engine.core.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
 from engine.process.transport import MAX_BYTES, path_of
 from engine.worker.runner import ModelRunner
-from protocol.handshake import ProcessRecord, RankMetadata
+from protocol.handshake import ProcessRecord
 from protocol.ipc.processes import ProcessEnded, ProcessGone, Watched, is_ending
 from protocol.ipc.wire import Wire, WireClosed, wait_readable
 
@@ -39,30 +34,7 @@ _TORN_DOWN_S = 10.0
 _POLL_INTERVAL_S = 0.005
 _RETRY_DELAY_S = 0.02  # while rank 0 does not listen yet
 
-
-class Port(msgspec.Struct, frozen=True, tag=True):
-    port: int
-
-
-class Blocks(msgspec.Struct, frozen=True, tag=True):
-    num_blocks: int  # of a rank's pool, the null block included
-
-
-class Allocated(msgspec.Struct, frozen=True, tag=True):
-    metadata: RankMetadata
-
-
-class Begin(msgspec.Struct, frozen=True, tag=True):
-    processes: list[ProcessRecord | None]  # by rank
-
-
-class Step(msgspec.Struct, frozen=True, tag=True):
-    data: bytes  # batch.step_to_bytes; empty: there is no more
-
-
-Message = Port | Blocks | Allocated | Begin | Step
-_M = TypeVar("_M", Port, Blocks, Allocated, Begin, Step)
-_encode = msgspec.msgpack.Encoder().encode
+_T = TypeVar("_T")
 
 
 class RankTimeout(Exception):
@@ -115,11 +87,7 @@ class OtherRanks:
 
 
 class _Link:
-    """A connected rank. Both directions wait.
-
-    Args:
-        peer: who that is, for errors.
-    """
+    """A connected rank, which errors call `peer`. Both directions wait."""
 
     def __init__(self, connected: socket.socket, peer: str) -> None:
         self._wire = Wire(connected, MAX_BYTES)
@@ -127,15 +95,16 @@ class _Link:
         self._room.register(self._wire, select.POLLOUT)
         self._peer = peer
         self._received: deque[bytes] = deque()
+        self.close = self._wire.close
 
-    def send(self, message: Message) -> None:
+    def send(self, message: bytes) -> None:
         """Raises WireClosed: the rank has ended."""
-        self._wire.send(_encode(message))
+        self._wire.send(message)
         while self._wire.has_unsent:
             self._room.poll()
             self._wire.flush()
 
-    def receive(self, kind: type[_M], timeout_s: float = inf) -> _M:
+    def receive(self, timeout_s: float = inf) -> bytes:
         """The next message.
 
         Raises:
@@ -146,118 +115,96 @@ class _Link:
         try:
             while not self._received:
                 if time.monotonic() > until_s:
-                    told = f"no {kind.__name__} from {self._peer} within {timeout_s:g} s"
-                    raise RankTimeout(told)
+                    raise RankTimeout(f"{self._peer} said nothing for {timeout_s:g} s")
                 wait_readable(self._wire, timeout_s=timeout_s)
                 self._received += self._wire.receive()
         except WireClosed as error:
             time.sleep(_TORN_DOWN_S)
             raise RankLost(f"{self._peer} has ended") from error
-        return msgspec.msgpack.decode(self._received.popleft(), type=kind)
-
-    def close(self) -> None:
-        self._wire.close()
+        return self._received.popleft()
 
 
-class Leader:
-    """Rank 0's end. Also the engine core's executor: sends a step on, then runs its own share.
+class RankLinks:
+    """One rank's: rank 0 has a link to every other rank, each of them one to rank 0.
 
     Args:
-        address: where followers connect to; not used by an engine of one rank.
-        num_ranks: tensor parallelism of the engine.
+        address: where rank 0 listens; not used by an engine of one rank.
+        rank, size: this one, of how many.
     """
 
-    def __init__(self, address: str, num_ranks: int, *, timeout_s: float = _JOIN_TIMEOUT_S) -> None:
-        self._num_followers = num_ranks - 1
+    def __init__(
+        self, address: str, rank: int, size: int, *, timeout_s: float = _JOIN_TIMEOUT_S
+    ) -> None:
+        self.others = OtherRanks(rank, [])
+        self._rank = rank
+        self._size = size
         self._timeout_s = timeout_s
-        self._links: list[_Link] = []
         self._listener = socket.socket(socket.AF_UNIX)
-        if self._num_followers:
+        self._links: list[_Link] = []
+        if rank:
+            self._links.append(_Link(_connected(path_of(address)), "rank 0"))
+        elif size > 1:
             self._listener.bind(path_of(address))
-            self._listener.listen(self._num_followers)
+            self._listener.listen(size)
             self._listener.settimeout(timeout_s)
-        self.runner: ModelRunner | None = None
-        self.others = OtherRanks(0, [])
 
-    def share_port(self, port: int) -> None:
-        """Waits for every rank to join and tells it where the collectives' ranks meet."""
-        while len(self._links) < self._num_followers:
-            try:
-                self._links.append(_Link(self._listener.accept()[0], "a rank"))
-            except TimeoutError:
-                raise RankTimeout(f"no rank joined within {self._timeout_s:g} s") from None
-        self._send_all(Port(port))
+    def agree(self, own: _T, kind: type[_T], combine: Callable[[list[_T]], _T]) -> _T:
+        """What rank 0's `combine` makes of all ranks' `own`, in any order."""
+        if self._rank:
+            self._links[0].send(msgspec.msgpack.encode(own))
+            return msgspec.msgpack.decode(self._links[0].receive(), type=kind)
+        self._wait_for_all()
+        told = [link.receive(self._timeout_s) for link in self._links]
+        agreed = combine([own, *(msgspec.msgpack.decode(one, type=kind) for one in told)])
+        self.send(msgspec.msgpack.encode(agreed))
+        return agreed
 
-    def agree_on_blocks(self, num_blocks: int) -> int:
-        """The largest number of blocks that every rank can hold."""
-        found = [link.receive(Blocks, self._timeout_s).num_blocks for link in self._links]
-        num_blocks = min([num_blocks, *found])
-        self._send_all(Blocks(num_blocks))
-        return num_blocks
+    def know(self, processes: Sequence[ProcessRecord | None]) -> None:
+        """Of all ranks."""
+        self.others = OtherRanks(self._rank, processes)
 
-    def collect(self, own: RankMetadata) -> list[RankMetadata]:
-        """Metadata of all ranks, in order."""
-        found = [link.receive(Allocated, self._timeout_s).metadata for link in self._links]
-        ranks = sorted([own, *found], key=lambda metadata: metadata.rank)
-        processes = [metadata.process for metadata in ranks]
-        self._send_all(Begin(processes))
-        self.others = OtherRanks(0, processes)
-        return ranks
-
-    @property
-    def depth(self) -> int:
-        assert self.runner is not None, "the runner is set once its pool is allocated"
-        return self.runner.depth
-
-    def launch(self, step: StepInput) -> PendingStep:
-        assert self.runner is not None, "the runner is set once its pool is allocated"
-        self.runner.check(step)
-        if self._links:
-            self._send_all(Step(step_to_bytes(step)))
-        return self.runner.launch(step)
-
-    def close(self) -> None:
-        for link in self._links:
-            with suppress(WireClosed):
-                link.send(Step(b""))
-            link.close()
-        self._listener.close()
-
-    def _send_all(self, message: Message) -> None:
+    def send(self, message: bytes) -> None:
         for link in self._links:
             link.send(message)
 
-
-class Follower:
-    """The other end."""
-
-    def __init__(self, address: str, rank: int) -> None:
-        self._rank = rank
-        self.others = OtherRanks(rank, [])
-        self._link = _Link(_connected(path_of(address)), "rank 0")
-
-    def join(self) -> int:
-        """The port where the collectives' ranks meet."""
-        return self._link.receive(Port).port
-
-    def agree_on_blocks(self, num_blocks: int) -> int:
-        self._link.send(Blocks(num_blocks))
-        return self._link.receive(Blocks).num_blocks
-
-    def announce(self, own: RankMetadata) -> None:
-        self._link.send(Allocated(own))
-
-    def run(self, runner: ModelRunner) -> None:
+    def follow(self, runner: ModelRunner) -> None:
         """Executes steps until rank 0 has no more, launching ahead as rank 0 does."""
-        self.others = OtherRanks(self._rank, self._link.receive(Begin).processes)
         launched: deque[PendingStep] = deque()
-        while data := self._link.receive(Step).data:
+        while data := self._links[0].receive():
             launched.append(runner.launch(step_from_bytes(data)))
             while len(launched) > runner.depth:
                 launched.popleft().result()
 
     def close(self) -> None:
-        self._link.close()
+        for link in self._links:
+            if not self._rank:
+                with suppress(WireClosed):
+                    link.send(b"")
+            link.close()
+        self._listener.close()
+
+    def _wait_for_all(self) -> None:
+        while len(self._links) < self._size - 1:
+            try:
+                self._links.append(_Link(self._listener.accept()[0], "a rank"))
+            except TimeoutError:
+                raise RankTimeout(f"no rank joined within {self._timeout_s:g} s") from None
+
+
+class RankExecutor:
+    """Rank 0's: sends a step to the other ranks, then runs its own share."""
+
+    def __init__(self, runner: ModelRunner, links: RankLinks) -> None:
+        self._runner = runner
+        self._links = links
+        self._num_others = runner.model.parallel.size - 1
+        self.depth = runner.depth
+
+    def launch(self, step: StepInput) -> PendingStep:
+        self._runner.check(step)
+        if self._num_others:
+            self._links.send(step_to_bytes(step))
+        return self._runner.launch(step)
 
 
 def _connected(path: str) -> socket.socket:

@@ -22,8 +22,7 @@ from engine.core.logits_processing import LogitShaper, SamplingRow, StepShapes
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.worker.kernel_watch import KERNELS
-from engine.worker.kv_memory import longest
-from engine.worker.memory import fitting, free_gpu_bytes, lower_for_steps
+from engine.worker.memory import fitting, free_gpu_bytes, longest, lower_for_steps
 from engine.worker.runner import ModelRunner
 from protocol.messages import SamplingParams
 
@@ -118,7 +117,6 @@ def _run_largest_step(runner: ModelRunner) -> None:
 def rehearse(runner: ModelRunner) -> None:
     """Runs every kind of step once, so that no request waits for what is compiled or loaded.
     Every rank does, in the same order; no block has an owner yet."""
-    assert runner.memory is not None, "allocate() comes first"
     started_s, num_kernels = time.monotonic(), KERNELS.num_before
     stage = Stage(
         num_blocks=runner.memory.pool.layout.num_blocks,

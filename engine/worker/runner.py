@@ -18,12 +18,11 @@ from engine.core.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput
 from engine.core.logits_processing import LogitShaper, Shaping, to_device
 from engine.sampling.sampler import SampledTokens, greedy, is_greedy, sample
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.sampling.scoring import PendingScores, score
+from engine.sampling.scoring import score
 from engine.worker.cuda_graph import DecodeGraphs, DecodeOutput
 from engine.worker.in_flight_step import LastSampledTokens, LaunchedStep
-from engine.worker.kv_memory import RankMemory, longest, make_memory
 from engine.worker.load import load, open_device
-from engine.worker.memory import fitting
+from engine.worker.memory import RankMemory, fitting, longest, make_memory
 from kvcache.layout import KVLayout
 from kvcache.step_watch import StepWatch
 from model.config import ModelConfig
@@ -35,6 +34,8 @@ logger = logging.getLogger("baton.engine")
 class ModelRunner:
     """Loads the weights of one rank; `allocate` then gives it its KV pool."""
 
+    memory: RankMemory  # once it is allocated
+
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parallel: Parallel) -> None:
         self.config = config
         self.model_config = model_config
@@ -43,7 +44,6 @@ class ModelRunner:
         self.shaper = LogitShaper(model_config.vocab_size, self.device)
         self.last_drawn = LastSampledTokens(config.max_num_seqs, self.device)
         self.stepping = StepWatch()
-        self.memory: RankMemory | None = None
         self.graphs: DecodeGraphs | None = None
 
     def layout(self, num_blocks: int) -> KVLayout:
@@ -77,18 +77,16 @@ class ModelRunner:
         """Captures decode steps, unless told not to or where nothing can be captured."""
         if self.device.type != "cuda" or self.config.enforce_eager:
             return
-        assert self.memory is not None, "allocate() comes first"
-        layout = self.memory.pool.layout
-        needed = -(-longest(self.config, self.model_config) // self.config.tokens_per_block)
-        max_blocks = min(needed, layout.num_blocks - 1)
+        block_size, pool = self.config.tokens_per_block, self.memory.pool
+        needed = -(-longest(self.config, self.model_config) // block_size)
         try:
             graphs = DecodeGraphs(
                 self.model,
                 self.memory.backend,
                 self.last_drawn,
                 max_seqs=self.config.max_num_seqs,
-                max_blocks=max_blocks,
-                block_size=self.config.tokens_per_block,
+                max_blocks=min(needed, pool.layout.num_blocks - 1),
+                block_size=block_size,
                 device=self.device,
             )
         except NotImplementedError as error:
@@ -155,72 +153,63 @@ class ModelRunner:
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
     def _begin(self, step: StepInput) -> LaunchedStep:
-        assert self.memory is not None, "allocate() comes first"
         if self.device.type == "cpu":
             self.memory.pool.use(int(step.block_tables.max()))
         if step.copies:
             self.memory.pool.copy_blocks(step.copies)
         if len(step.sample_rows) == 0:
             rows = None if step.scores else np.zeros(1, np.int64)  # all that is wanted is its KV
-            hidden = self.forward(self.memory, step, rows)
-            scores = score(self.model, hidden, step.scores)
+            scores = score(self.model, self.forward(self.memory, step, rows), step.scores)
             return LaunchedStep(None, [], self.device, scores)
-        if step.is_masked:
-            return self._launch_masked(step)
-        drawn, scores = self._draw(step)
-        self.last_drawn.keep(drawn.token_ids)
-        return LaunchedStep(drawn, step.sampling, self.device, scores)
-
-    def _draw(self, step: StepInput) -> tuple[SampledTokens, PendingScores]:
         # Uploads come before the step, whose launch they might wait for.
         shaping = self.shaper.prepare(step.shapes)
-        if shaping is None and is_greedy(step.sampling):
-            launched = self._launch(step)
-            drawn_ids = launched.greedy_ids
-            if drawn_ids is None:
-                drawn_ids = greedy(launched.raw_logits)
-            return SampledTokens(drawn_ids), launched.scores
-        batch = self._sampling_batch(step)
-        launched = self._launch(step)
-        drawn = sample(launched.logits, batch, shaping)
-        self._share(drawn)
-        return drawn, launched.scores
+        batch = None
+        if shaping is not None or step.is_masked or not is_greedy(step.sampling):
+            positions = step.context_lens[step.sample_rows].tolist()
+            batch = SamplingBatch.from_params(step.sampling, positions, self.device)
+        computed = self.compute(step)
+        draw, drawn = None, None
+        if step.is_masked and self.model.parallel.rank == 0:
+            draw = partial(self._draw_masked, computed, batch, shaping)
+        elif step.is_masked:  # rank 0 alone learns the masks; the others take what it draws
+            zeros = torch.zeros(len(step.sampling), dtype=torch.int64, device=self.device)
+            drawn = self._shared(SampledTokens(zeros))
+        else:
+            drawn = self._draw(computed, batch, shaping)
+        return LaunchedStep(drawn, step.sampling, self.device, computed.scores, draw)
 
-    def _launch_masked(self, step: StepInput) -> LaunchedStep:
-        """Rank 0 alone learns the masks; the others take what it draws."""
-        shaping = self.shaper.prepare(step.shapes)
-        batch = self._sampling_batch(step)
-        launched = self._launch(step)
-        if self.model.parallel.rank:
-            drawn = SampledTokens(torch.zeros_like(batch.seed))
-            self._share(drawn)
-            self.last_drawn.keep(drawn.token_ids)
-            return LaunchedStep(drawn, step.sampling, self.device, launched.scores)
-        draw = partial(self._draw_masked, launched, batch, shaping)
-        return LaunchedStep(None, step.sampling, self.device, launched.scores, draw)
+    def _draw(
+        self, computed: DecodeOutput, batch: SamplingBatch | None, shaping: Shaping | None
+    ) -> SampledTokens:
+        """Without a batch, the likeliest tokens."""
+        if batch is not None:
+            return self._shared(sample(computed.logits, batch, shaping))
+        token_ids = computed.greedy_ids
+        if token_ids is None:
+            token_ids = greedy(computed.raw_logits)
+        self.last_drawn.keep(token_ids)
+        return SampledTokens(token_ids)
 
     @torch.inference_mode()
     def _draw_masked(
-        self, launched: DecodeOutput, batch: SamplingBatch, shaping: Shaping | None, masks: Int32s
+        self,
+        computed: DecodeOutput,
+        batch: SamplingBatch | None,
+        shaping: Shaping | None,
+        masks: Int32s,
     ) -> SampledTokens:
         with self._failing_alone():
-            drawn = sample(launched.logits, batch, self.shaper.masked(shaping, masks))
-            self._share(drawn)
-            self.last_drawn.keep(drawn.token_ids)
-        return drawn
+            return self._draw(computed, batch, self.shaper.masked(shaping, masks))
 
-    def _share(self, drawn: SampledTokens) -> None:
+    def _shared(self, drawn: SampledTokens) -> SampledTokens:
         """Where steps are launched ahead, every rank feeds the next one what rank 0 drew."""
         if self.depth:
             self.model.parallel.broadcast(drawn.token_ids)
+        self.last_drawn.keep(drawn.token_ids)
+        return drawn
 
-    def _sampling_batch(self, step: StepInput) -> SamplingBatch:
-        positions = step.context_lens[step.sample_rows]
-        return SamplingBatch.from_params(step.sampling, positions.tolist(), self.device)
-
-    def _launch(self, step: StepInput) -> DecodeOutput:
+    def compute(self, step: StepInput) -> DecodeOutput:
         """Runs the step up to the logits of the R rows that draw."""
-        assert self.memory is not None, "allocate() comes first"
         if self.graphs is not None and self.graphs.can_run(step):
             self.last_drawn.check(int(step.token_ids.min()))
             return self.graphs.run(step)

@@ -16,11 +16,10 @@ import torch
 from engine.config import EngineConfig
 from engine.worker.kernel_watch import keep_kernels, watch_kernels
 from engine.worker.leader import lead
-from engine.worker.load import check_devices
+from engine.worker.load import CannotStart, check_devices, reason_of, starting
 from engine.worker.rank import Rank
-from engine.worker.ranks import Follower
+from engine.worker.ranks import RankLinks
 from engine.worker.service import ConnectorFactory
-from engine.worker.starting import CannotStart, reason_of, starting
 from model.config import load_config
 from protocol.process import lifecycle
 from protocol.process.logging import setup_logging
@@ -67,18 +66,15 @@ def main(factory: ConnectorFactory) -> None:
 
 
 def _follow(config: EngineConfig, number: int, factory: ConnectorFactory) -> None:
-    follower = Follower(config.control_address, number)
+    links = RankLinks(config.control_address, number, config.tp)
     with starting():
-        rank = Rank(config, load_config(config.model_dir), number, factory, follower.join())
-        rank.allocate(follower.agree_on_blocks(rank.size.num_blocks))
-        rank.service.start()
+        rank = Rank(config, load_config(config.model_dir), number, factory, links)
     rank.ready()
-    follower.announce(rank.metadata)
     try:
-        follower.run(rank.runner)
+        links.follow(rank.runner)
     except Exception as error:
-        follower.others.blame(error)
+        links.others.blame(error)
         raise
     finally:
         rank.service.close()
-        follower.close()
+        links.close()

@@ -9,9 +9,9 @@ import torch
 from attention.support import UnsupportedPool
 from engine.config import EngineConfig
 from engine.process.host_memory import free_host_bytes
-from engine.worker.memory import MemoryTooSmall, check_weights_fit, longest_sequence, size_pool
+from engine.worker.load import CannotStart, check_weights_fit, reason_of, starting
+from engine.worker.memory import MemoryTooSmall, longest_sequence, size_pool
 from engine.worker.runner import ModelRunner
-from engine.worker.starting import CannotStart, reason_of, starting
 from model.config import load_config
 from model.parallel import Parallel
 from tests.make_models import ensure_model
@@ -119,8 +119,8 @@ def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
     config = msgspec.structs.replace(_BASE, dtype="bfloat16", device="cuda")
     told = r"take 20\.00 GiB.*cuda:1 has 15\.00 of its 16\.00 GiB free: 5\.00 GiB are missing.*--tp"
     with pytest.raises(MemoryTooSmall, match=told):
-        check_weights_fit(20 << 30, 15 << 30, 16 << 30, config=config, device="cuda:1")
-    check_weights_fit(15 << 30, 15 << 30, 16 << 30, config=config, device="cuda:1")
+        check_weights_fit(10 << 30, 15 << 30, 16 << 30, config, "cuda:1")
+    check_weights_fit(15 << 29, 15 << 30, 16 << 30, config, "cuda:1")
 
 
 def test_a_gpu_without_room_says_which_option_helps() -> None:

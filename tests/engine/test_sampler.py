@@ -187,21 +187,22 @@ def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
         SamplingParams(num_logprobs=0),
     ]
     out = sample(logits, SamplingBatch.from_params(params, [1, 2, 3]))
-    assert out.logprobs is not None and out.top_ids is not None and out.top_logprobs is not None
+    assert out.logprobs is not None
     expected = logits.log_softmax(-1)
-    torch.testing.assert_close(out.logprobs, expected.gather(1, out.token_ids[:, None])[:, 0])
+    chosen = expected.gather(1, out.token_ids[:, None])[:, 0]
+    torch.testing.assert_close(out.logprobs.chosen, chosen)
     top, top_ids = expected.topk(3)
-    torch.testing.assert_close(out.top_logprobs, top)
-    assert torch.equal(out.top_ids, top_ids)
+    torch.testing.assert_close(out.logprobs.top, top)
+    assert torch.equal(out.logprobs.top_ids, top_ids)
 
 
 def test_no_logprobs_unless_some_row_wants_them() -> None:
     batch = SamplingBatch.from_params([SamplingParams()], [0])
     out = sample(make_logits(0), batch)
-    assert (out.logprobs, out.top_ids, out.top_logprobs) == (None, None, None)
+    assert out.logprobs is None
     wanted = SamplingBatch.from_params([SamplingParams(num_logprobs=0)], [0])
     out = sample(make_logits(0), wanted)
-    assert out.logprobs is not None and out.top_ids is not None and out.top_ids.shape == (1, 0)
+    assert out.logprobs is not None and out.logprobs.top_ids.shape == (1, 0)
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}])
@@ -220,7 +221,7 @@ def test_logits_that_are_not_numbers(limits: dict[str, float]) -> None:
     params = [SamplingParams(seed=1, num_logprobs=2, **limits)] * 5  # type: ignore[arg-type]
     out = sample(logits, SamplingBatch.from_params(params, [0] * 5))
     assert out.token_ids.tolist() == [1, 1, 0, 0, 2]
-    assert out.logprobs is not None and out.logprobs.tolist() == [0.0] * 5
+    assert out.logprobs is not None and out.logprobs.chosen.tolist() == [0.0] * 5
     torch.testing.assert_close(logits, untouched, equal_nan=True, rtol=0, atol=0)
 
 

@@ -1,31 +1,10 @@
-"""Prompt scores of many sequences in one step, and the search for the likeliest tokens."""
+"""Prompt scores of many sequences in one step."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.core.batch import ScoredRows
 from engine.sampling import scoring
-
-
-@given(
-    rows=st.integers(1, 4),
-    vocab_size=st.sampled_from([1, 100, 128, 1024, 1100, 5000]),
-    k=st.integers(1, 9),
-    levels=st.sampled_from([3, 10**6]),
-    seed=st.integers(0, 99),
-)
-def test_the_largest_values_are_found_ties_included(
-    rows: int, vocab_size: int, k: int, levels: int, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(0, levels, (rows, vocab_size), generator=generator).float()
-    k = min(k, vocab_size)
-    top, ids = scoring._largest(values, k)
-    assert torch.equal(top, values.topk(k).values)
-    assert torch.equal(values.gather(1, ids), top)
-    assert all(len(set(row)) == k for row in ids.tolist())
 
 
 class _Model:

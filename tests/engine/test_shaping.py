@@ -204,6 +204,6 @@ def test_logprobs_are_those_before_shaping() -> None:
     drawn = sample(logits, batch, bench.shaping([sequence]))
     assert drawn.token_ids.tolist() == [9]
     expected = logits.log_softmax(-1)
-    assert drawn.logprobs is not None and drawn.top_ids is not None
-    torch.testing.assert_close(drawn.logprobs, expected[:, 9])
-    assert drawn.top_ids.tolist() == [[int(expected.argmax())]]
+    assert drawn.logprobs is not None
+    torch.testing.assert_close(drawn.logprobs.chosen, expected[:, 9])
+    assert drawn.logprobs.top_ids.tolist() == [[int(expected.argmax())]]

@@ -72,5 +72,5 @@ def test_a_step_of_many_sequences_runs_in_a_graph_like_eagerly() -> None:
         options = {"max_num_seqs": 256, "enforce_eager": enforce_eager}
         with runner_for(ensure_model("moe"), num_blocks=256, **options) as runner:
             assert (runner.graphs is None) is enforce_eager
-            logits.append(runner._launch(one_token_each()).logits.clone())
+            logits.append(runner.compute(one_token_each()).logits.clone())
     torch.testing.assert_close(*logits, atol=LOGIT_TOLERANCE, rtol=0.02)

@@ -102,7 +102,7 @@ def decode(
         parts = [[token] for token in (forced or tokens)[index - 1]] if index else []
         step = step_at(index, parts, sampling)
         tokens.append(runner.execute(step).token_ids)
-        all_logits.append(runner._launch(step).logits.clone())
+        all_logits.append(runner.compute(step).logits.clone())
     return tokens, torch.stack(all_logits)
 
 

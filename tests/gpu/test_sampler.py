@@ -30,7 +30,7 @@ def drawn(logits: torch.Tensor, device: str, **options: Any) -> tuple[torch.Tens
     ]
     batch = SamplingBatch.from_params(params, [7 * row for row in range(len(logits))], device)
     found = sample(logits.to(device), batch)
-    return found.token_ids.cpu(), found.logprobs
+    return found.token_ids.cpu(), found.logprobs and found.logprobs.chosen
 
 
 @pytest.mark.parametrize("vocab", [128256, 4099, 7])

@@ -8,7 +8,7 @@ import msgspec
 
 from attention.registry import create_backend
 from engine.core.batch import PendingStep, StepInput
-from engine.worker.kv_memory import RankMemory
+from engine.worker.memory import RankMemory
 from engine.worker.runner import ModelRunner
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool

@@ -17,17 +17,17 @@ CROWDED = {"attention": 18, "model": 22}  # folders that have more for now; only
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2570,
-    "benchmarks": 2815,
+    "benchmarks": 2813,
     "decode_server": 691,
     "deploy": 880,
-    "engine": 9598,
+    "engine": 9337,
     "kvcache": 8795,
     "kvcache/transfer": 7400,
     "model": 3339,
     "prefill_server": 364,
     "protocol": 5927,
     "proxy": 1991,
-    "tests": 41251,
+    "tests": 41183,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -232,25 +232,24 @@ class GetMetadata(msgspec.Struct, frozen=True, tag="get_metadata", kw_only=True)
     nonce: str
 
 
-class Renew(msgspec.Struct, frozen=True, tag="renew", kw_only=True):
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """About one lease."""
+
     nonce: str
     incarnation: str
     lease_id: str
 
 
-class Complete(msgspec.Struct, frozen=True, tag="complete", kw_only=True):
+class Renew(LeaseRequest, frozen=True, tag="renew"): ...
+
+
+class Complete(LeaseRequest, frozen=True, tag="complete", kw_only=True):
     """The fence: may the bytes read under this lease be used? Repeatable by the same attempt."""
 
-    nonce: str
-    incarnation: str
-    lease_id: str
     attempt_id: str
 
 
-class AbortLease(msgspec.Struct, frozen=True, tag="abort", kw_only=True):
-    nonce: str
-    incarnation: str
-    lease_id: str
+class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
 
 
 class Metadata(msgspec.Struct, frozen=True, tag="metadata", kw_only=True):
@@ -276,11 +275,12 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     reason: str = ""
 
 
-Request = GetMetadata | Renew | Complete | AbortLease
+Request = GetMetadata | LeaseRequest
 Reply = Metadata | Ok | Gone | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
-_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_requests = GetMetadata | Renew | Complete | AbortLease
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_requests)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from protocol.errors import BatonError, from_code
+
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
 
@@ -119,6 +121,13 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     code: str
     message: str
     param: str | None = None
+
+    @classmethod
+    def of(cls, error: BatonError) -> "ErrorInfo":
+        return cls(error.code, error.message, error.param)
+
+    def to_error(self) -> BatonError:
+        return from_code(self.code, self.message, self.param)
 
 
 class KVUsage(msgspec.Struct, frozen=True, kw_only=True):

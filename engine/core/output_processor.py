@@ -67,5 +67,5 @@ class OutputProcessor:
 
     def error(self, sequence: Sequence, error: BatonError) -> None:
         """The end of the request, whatever its choices."""
-        info = ErrorInfo(error.code, error.message, error.param)
+        info = ErrorInfo.of(error)
         self._deltas.append(TokenDelta(request_id=sequence.request_id, error=info))

@@ -16,7 +16,7 @@ from engine.http.choice import ChoiceGroup, ChoiceStream
 from engine.http.middleware import cancelled_on_disconnect
 from engine.http.request_stats import RequestStats
 from engine.process.client import Subscription
-from protocol.errors import BatonError, InternalError, from_code
+from protocol.errors import BatonError, InternalError
 from protocol.http import sse
 from protocol.http.body import ClientDisconnected
 from protocol.http.connections import is_closing
@@ -96,7 +96,7 @@ class PromptGeneration:
 
     def _feed(self, delta: TokenDelta) -> ChoicePiece | None:
         if delta.error is not None:
-            raise from_code(delta.error.code, delta.error.message, delta.error.param)
+            raise delta.error.to_error()
         group = self._groups[delta.request_id]
         if delta.prompt_logprobs is not None:
             group.prompt.add_logprobs(delta.prompt_logprobs)

@@ -4,10 +4,11 @@ All it decides is in pull_state.py (one pull) and peers.py (handshakes); here ar
 clock and the bookkeeping of who is waiting for which answer.
 """
 
+import heapq
 import selectors
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from kvcache.stripe import Stripe
 from kvcache.transfer.pulls.messages import (
     AddPeer,
+    Command,
     DropPeer,
     Event,
     PeerFailed,
@@ -26,41 +28,24 @@ from kvcache.transfer.pulls.messages import (
     PullFailed,
     PullSettings,
     PullStuck,
-    RankEnded,
     Report,
-    StopPull,
     pull_command,
 )
 from kvcache.transfer.pulls.peers import (
     DISTRUSTED,
     Peer,
-    PeerStatus,
     PeerTable,
     Trust,
     address_of,
-    check_reference,
     key_of,
+    misfit_of,
     unreachable,
 )
-from kvcache.transfer.pulls.pull_state import (
-    Action,
-    Deadlines,
-    Emit,
-    EndedPulls,
-    FanOut,
-    Phase,
-    PullState,
-    SendAbort,
-    SendComplete,
-    SendRenew,
-    StopRanks,
-    SuspectPeer,
-)
+from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
 from kvcache.transfer.pulls.rank_links import RankLinks
-from kvcache.transfer.session.lease_client import Address, LeaseClient
-from kvcache.transfer.session.lease_server import new_id
-from protocol.errors import BatonError, InternalError, LeaseGone, PeerUnreachable, PullWithheld
-from protocol.handshake import CompatRecord, GetMetadata, Gone, Metadata, Ok, Refused, Reply
+from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id
+from protocol.errors import InternalError, LeaseGone, PeerUnreachable, PullWithheld
+from protocol.handshake import CompatRecord, GetMetadata, LeaseRequest, Metadata, Refused, Reply
 from protocol.ipc.waker import Waker
 from protocol.messages import RemotePrefill
 from protocol.process.logging import get_logger
@@ -69,6 +54,8 @@ from protocol.process.vital_threads import VitalThread
 logger = get_logger(__name__)
 
 _CLOSE_LINGER_S = 0.2
+_MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
+_NEVER = float("inf")
 
 
 class PullCoordinator:
@@ -107,26 +94,22 @@ class PullCoordinator:
         self._events: deque[Event] = deque()
         self._untold = False  # an event has come since `on_event` was called
         self._counters: Counter[str] = Counter()
-        self._side_channel = LeaseClient(secret, clock)
         self._calls: deque[Callable[[], None]] = deque()
         self._waker = Waker()
         self._selector = selectors.DefaultSelector()  # its data are calls
-        for source, call in ((self._waker, self._obey), (self._side_channel, self._take_replies)):
-            self._selector.register(source, selectors.EVENT_READ, call)
-        on_report = partial(self._try, self._take_report)
+        self._selector.register(self._waker, selectors.EVENT_READ, self._obey)
+        on_report, on_reply = (partial(self._try, f) for f in (self._take_report, self._take_reply))
         self._ranks = RankLinks(worker_address, num_ranks, self._selector, on_report)
+        self._leases = LeaseClient(secret, self._selector, on_reply, clock)
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, "pull-coordinator")
         self._peers = PeerTable(compat, self._settings, convert, stripe)
         self._trust = Trust(self._settings)
+        self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
         self._pulls: dict[str, PullState] = {}
         self._attempts: dict[str, PullState] = {}  # by attempt id: whose answer it is
-        self._orders: dict[str, Pull] = {}  # of pulls begun
-        self._deadlines = Deadlines()
-        self._ended = EndedPulls()
-        self._metadata_asked: dict[Address, str] = {}  # the nonce
-        self._awaiting_connect: set[PeerKey] = set()
-        self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
+        self._planned: list[tuple[float, str]] = []  # heap: when a pull has something to do
+        self._ended: OrderedDict[str, bool] = OrderedDict()  # the latest: PullDrained was told
 
     def start(self) -> None:
         self._thread.start()
@@ -135,7 +118,7 @@ class PullCoordinator:
         """Whether hands were shaken with its engine, so that `connect` would tell PeerReady."""
         peer = self._peers.get(key_of(remote))
         is_trusted = not self._trust.refuses(key_of(remote), self._clock())
-        return peer is not None and peer.status is PeerStatus.READY and is_trusted
+        return peer is not None and peer.metadata is not None and is_trusted
 
     def connect(self, remote: RemotePrefill) -> None:
         """Shakes hands unless that was done; PeerReady or PeerFailed tells the outcome."""
@@ -171,7 +154,7 @@ class PullCoordinator:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def counters(self) -> Counter[str]:
-        more = self._side_channel.counters
+        more = self._leases.counters
         return Counter({**self._counters, **more, "pulls_open": len(self._pulls)})
 
     def handshakes(self) -> dict[str, int]:
@@ -180,17 +163,21 @@ class PullCoordinator:
 
     def close(self) -> None:
         """Ends the thread; open pulls' leases, unless untouched, are aborted without an answer."""
-
         if self._stopping.is_set():
             return
         self._stopping.set()
         self._waker.wake()
         if self._thread.is_alive():
             self._thread.join()
-        for state in filter(lambda pull: not pull.is_untouched, self._states()):
-            self._send(state, SendAbort())
-        self._side_channel.close(_CLOSE_LINGER_S)
         self._ranks.close()
+        for state in self._pulls.values():
+            if not state.is_untouched:
+                self._leases.post(address_of(state.remote), state.abort())
+        until = time.monotonic() + _CLOSE_LINGER_S
+        while self._leases.has_unsent and time.monotonic() < until:
+            self._select(until - time.monotonic())
+            self._leases.tick()
+        self._leases.close()
         self._selector.close()
         self._waker.close()
 
@@ -206,18 +193,18 @@ class PullCoordinator:
 
     def _round(self) -> None:
         """Waits until there is something to do, and does all of it."""
-        wait_s = self._wait_s()
-        for key, _ in self._selector.select(None if wait_s == float("inf") else wait_s):
-            self._try(key.data)
+        lost_s = self._settings.connection_timeout_s
+        lost = [since + lost_s for since in self._leases.unconnected().values()]
+        planned = [at for at, _ in self._planned[:1]]
+        due = min(self._peers.deadline(), self._leases.deadline(), *planned, *lost)
+        self._select(None if due == _NEVER else max(0.0, due - self._clock()))
         self._tell()
-        self._try(self._take_replies)  # connections that are due to be made anew
         self._try(self._tick)
         self._tell()
 
-    def _tell(self) -> None:
-        if self._untold:
-            self._untold = False
-            self._on_event()
+    def _select(self, timeout_s: float | None) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            self._try(key.data)
 
     def _obey(self) -> None:
         """What was asked for by other threads."""
@@ -225,21 +212,15 @@ class PullCoordinator:
         for _ in range(len(self._calls)):
             self._try(self._calls.popleft())
 
-    def _take_replies(self) -> None:
-        for address, reply in self._side_channel.receive_all():
-            self._try(self._take_reply, address, reply)
+    def _tell(self) -> None:
+        if self._untold:
+            self._untold = False
+            self._on_event()
 
-    def _wait_s(self) -> float:
-        """Until there is something to do, whatever comes; infinity for ever."""
-        due = min(self._peers.deadline(), self._deadlines.next)
-        lost_s = self._settings.connection_timeout_s
-        due = min([due, *(since + lost_s for since in self._cut_off().values())])
-        return max(0.0, min(due - self._clock(), self._side_channel.retry_in_s()))
-
-    def _try(self, part: Callable[..., Any], *what: Any) -> Any:
+    def _try(self, part: Callable[..., Any], *what: Any) -> None:
         """A part of a round. If it fails the others are done: nobody says again what has come."""
         try:
-            return part(*what)
+            part(*what)
         except Exception:
             self._survive()
 
@@ -247,7 +228,7 @@ class PullCoordinator:
         """After a bug of our own: no pull may hang for it, and later ones shall work."""
         logger.exception("pull coordinator")
         self._counters["internal_errors"] += 1
-        for state in self._states():
+        for state in list(self._pulls.values()):
             try:
                 error = InternalError("the pull coordinator failed")
                 self._perform(state, state.fail(error, self._clock()))
@@ -255,18 +236,22 @@ class PullCoordinator:
                 logger.exception("pull coordinator, giving up pull %s", state.pull_id)
 
     def _tick(self) -> None:
-        now, lost_s = self._clock(), self._settings.connection_timeout_s
+        now = self._clock()
+        self._leases.tick()
         asking, late = self._peers.due(now)
         for peer in asking:
-            nonce = self._metadata_asked.setdefault(peer.address, new_id())
-            self._side_channel.post(peer.address, GetMetadata(nonce=nonce))
+            peer.nonce = peer.nonce or new_id()
+            self._leases.post(peer.address, GetMetadata(nonce=peer.nonce))
         for peer in late:
             self._peer_decided(peer)
-        for address, since in self._cut_off().items():
-            if now - since >= lost_s:
+        for address, since in self._leases.unconnected().items():
+            if now - since >= self._settings.connection_timeout_s:
                 self._lost(address)
-        for pull_id in self._deadlines.due(now):
-            if state := self._pulls.get(pull_id):
+        while self._planned and self._planned[0][0] <= now:
+            at, pull_id = heapq.heappop(self._planned)
+            state = self._pulls.get(pull_id)
+            if state is not None and state.planned == at:
+                state.planned = _NEVER
                 self._perform(state, state.tick(now))
 
     def _emit(self, event: Event) -> None:
@@ -276,22 +261,8 @@ class PullCoordinator:
 
     # -- connections
 
-    def _is_used(self, address: Address) -> bool:
-        """Whether somebody waits for what will come from there."""
-        pulled = any(address_of(state.remote) == address for state in self._pulls.values())
-        return pulled or bool(self._peers.fetching_from(address))
-
-    def _cut_off(self) -> dict[Address, float]:
-        """Addresses without a connection that are used or that the ranks know, and since when."""
-        found, known = self._side_channel.unconnected(), set(self._announced.values())
-        return {a: since for a, since in found.items() if a in known or self._is_used(a)}
-
-    def _refresh_connection(self, address: Address) -> None:
-        """A connection lost while nobody used it must not be held against its next user."""
-        since = self._side_channel.unconnected().get(address)
-        if since is not None and not self._is_used(address):
-            if self._clock() - since > self._settings.connection_timeout_s / 2:
-                self._side_channel.forget(address)  # sooner, an abort may be queued
+    def _pulls_from(self, address: Address) -> list[PullState]:
+        return [state for state in self._pulls.values() if address_of(state.remote) == address]
 
     def _lost(self, address: Address) -> None:
         """Nothing listens there: whatever waits for an answer from there fails now, and the ranks
@@ -300,15 +271,14 @@ class PullCoordinator:
         now, error = self._clock(), unreachable(address, "cannot be connected to")
         for key in [key for key, at in self._announced.items() if at == address]:
             self._forget(key)
-        self._side_channel.forget(address)
-        for state in self._states():
-            if address_of(state.remote) == address:
-                self._forget(key_of(state.remote))
-                self._perform(state, state.fail(error, now))
+        self._leases.forget(address)
+        for state in self._pulls_from(address):
+            self._forget(key_of(state.remote))
+            self._perform(state, state.fail(error, now))
         self._fail_handshakes(address, error)
 
     def _fail_handshakes(self, address: Address, error: PeerUnreachable) -> None:
-        for peer in self._peers.fetching_from(address):
+        for peer in self._peers.asked_at(address):
             self._peers.fail(peer, error, self._clock())
             self._peer_decided(peer)
 
@@ -323,106 +293,95 @@ class PullCoordinator:
         if withheld := self._withheld(remote):
             self._emit(PeerFailed(*key_of(remote), withheld))
             return
-        self._refresh_connection(address_of(remote))
         peer = self._peers.connect(remote, self._clock())
-        self._awaiting_connect.add(peer.key)
+        peer.is_awaited = True
         self._peer_decided(peer)
 
-    def _do_hold(self, pull_id: str, remote: RemotePrefill) -> None:
+    def _begin(self, pull_id: str, remote: RemotePrefill) -> PullState | None:
+        """The pull of this name; None if it has ended."""
         if pull_id in self._ended or pull_id in self._pulls:
-            return
-        self._refresh_connection(address_of(remote))
-        now, attempt_id = self._clock(), new_id()
+            return self._pulls.get(pull_id)
+        attempt_id, now = new_id(), self._clock()
         state = PullState(pull_id, remote, self._num_ranks, self._settings, attempt_id, now)
         self._pulls[pull_id] = self._attempts[attempt_id] = state
         self._counters["pulls"] += 1
-        self._perform(state, state.tick(now))
+        return state
+
+    def _do_hold(self, pull_id: str, remote: RemotePrefill) -> None:
+        if state := self._begin(pull_id, remote):
+            self._perform(state, state.tick(self._clock()))
 
     def _do_pull(self, remote: RemotePrefill, order: Pull) -> None:
-        self._do_hold(order.pull_id, remote)
-        if (state := self._pulls.get(order.pull_id)) is None or order.pull_id in self._orders:
+        state, now = self._begin(order.pull_id, remote), self._clock()
+        if state is None:
             return
-        now = self._clock()
-        self._orders[order.pull_id] = order
-        state.pull(now)
-        if state.phase is Phase.WAITING:
+        if state.phase is Phase.HELD:
+            state.pull(order, now)
             self._offer(state, self._peers.connect(remote, now))
+        self._perform(state, state.tick(now))
 
     def _do_cancel(self, pull_id: str, lend: bool) -> None:
         state = self._pulls.get(pull_id)
         if state is not None:
             self._perform(state, state.cancel(self._clock(), lend=lend))
-        elif not self._ended.drained_told(pull_id):
-            self._ended.add(pull_id, drained_told=True)
+        elif not self._ended.get(pull_id, False):
+            self._remember(pull_id, drained_told=True)
             self._emit(PullDrained(pull_id))
 
     # -- peers
 
     def _take_metadata(self, address: Address, reply: Metadata) -> None:
-        if reply.nonce != self._metadata_asked.get(address):
-            return
-        self._supersede((reply.engine.engine_id, reply.engine.incarnation), address)
-        for peer in self._peers.fetching_from(address):
+        asked = [peer for peer in self._peers.asked_at(address) if peer.nonce == reply.nonce]
+        if asked:
+            self._supersede((reply.engine.engine_id, reply.engine.incarnation), address)
+        for peer in asked:
             self._peers.metadata_came(peer, reply.engine, self._clock())
             self._peer_decided(peer)
 
     def _supersede(self, current: PeerKey, address: Address) -> None:
         """What other engines at this address leased is not there any more. A restarted server
         has a new engine id as well as a new incarnation."""
-        known = {
-            **self._announced,
-            **{key_of(s.remote): address_of(s.remote) for s in self._states() if s.is_undecided},
-        }
-        for key, at in known.items():
-            if key == current or at != address:
-                continue
+        undecided = [state for state in self._pulls_from(address) if state.is_undecided]
+        known = {key for key, at in self._announced.items() if at == address}
+        for key in known.union(key_of(state.remote) for state in undecided) - {current}:
             self._counters["peer_restarts"] += 1
             self._forget(key)
             gone = LeaseGone(f"prefill server {key[0]} was restarted")
-            for state in self._states():
+            for state in undecided:
                 if key_of(state.remote) == key:
                     self._perform(state, state.fail(gone, self._clock()))
 
-    def _states(self) -> list[PullState]:
-        return list(self._pulls.values())
-
     def _peer_decided(self, peer: Peer) -> None:
         """Tells whoever waits for this peer, if there is something to tell."""
-        if peer.status is PeerStatus.FETCHING:
+        if peer.is_asked:
             return
-        self._metadata_asked.pop(peer.address, None)
-        if peer.key in self._awaiting_connect:
-            self._awaiting_connect.discard(peer.key)
-            if peer.error is not None:
-                self._emit(PeerFailed(*peer.key, peer.error))
-            else:
-                self._emit(PeerReady(*peer.key))
-        for state in self._states():
+        if peer.is_awaited:
+            peer.is_awaited = False
+            failed = peer.error and PeerFailed(*peer.key, peer.error)
+            self._emit(failed or PeerReady(*peer.key))
+        pulls = self._pulls_from(peer.address)
+        for state in pulls:
             if key_of(state.remote) == peer.key:
                 self._offer(state, peer)
-        if peer.error and not any(address_of(s.remote) == peer.address for s in self._states()):
-            self._side_channel.forget(peer.address)  # or it would try to reconnect for ever
+        if peer.error and not self._pulls_from(peer.address):
+            self._leases.forget(peer.address)  # or it would try to reconnect for ever
 
     def _offer(self, state: PullState, peer: Peer) -> None:
         """Lets a waiting pull go on, or fail, when its peer is known."""
-        if state.phase is not Phase.WAITING or peer.status is PeerStatus.FETCHING:
+        if state.phase is not Phase.WAITING or peer.is_asked:
             return
-        now = self._clock()
-        if peer.metadata is None:
-            error = peer.error or PeerUnreachable("the handshake failed")
+        now, metadata = self._clock(), peer.metadata
+        misfit = metadata and misfit_of(state.remote, metadata)
+        if error := peer.error or misfit or self._withheld(state.remote):
             self._perform(state, state.fail(error, now))
             return
-        try:
-            check_reference(state.remote, peer.metadata)
-            if withheld := self._withheld(state.remote):
-                raise withheld
-        except BatonError as error:
-            self._perform(state, state.fail(error, now))
-            return
-        if peer.key not in self._announced:
+        if metadata is not None and peer.key not in self._announced:
             self._announced[peer.key] = peer.address
-            self._ranks.broadcast(AddPeer(peer.metadata))
+            self._ranks.broadcast(AddPeer(metadata))
         self._perform(state, state.peer_ready(now))
+
+    def _reading_from(self, key: PeerKey) -> list[PullState]:
+        return [s for s in self._pulls.values() if s.reads and key_of(s.remote) == key]
 
     def _withheld(self, remote: RemotePrefill) -> PullWithheld | None:
         """Why nothing shall be pulled from there now: it would only be lost as well, and blocks
@@ -430,7 +389,7 @@ class PullCoordinator:
         key = key_of(remote)
         if key not in self._trust:
             return None
-        others = [s for s in self._pulls.values() if s.reads and key_of(s.remote) == key]
+        others = self._reading_from(key)
         hangs = any(state.hangs for state in others)
         if not hangs and not self._trust.refuses(key, self._clock(), busy=bool(others)):
             return None
@@ -451,40 +410,39 @@ class PullCoordinator:
                 self._send(state, action)
         finally:
             if state.phase is not Phase.ENDED:
-                self._deadlines.plan(state.pull_id, state.deadline())
+                if (at := state.deadline()) < state.planned:
+                    state.planned = at
+                    heapq.heappush(self._planned, (at, state.pull_id))
             elif self._pulls.pop(state.pull_id, None) is not None:
                 del self._attempts[state.attempt_id]
-                self._orders.pop(state.pull_id, None)
-                self._deadlines.forget(state.pull_id)
-                self._ended.add(state.pull_id, state.drained_told)
+                self._remember(state.pull_id, state.drained_told)
+
+    def _remember(self, pull_id: str, drained_told: bool) -> None:
+        self._ended[pull_id] = drained_told
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
 
     def _send(self, state: PullState, action: Action) -> None:
         remote = state.remote
-        match action:
-            case SendRenew() | SendComplete() | SendAbort():
-                self._side_channel.post(address_of(remote), state.request(action))
-            case FanOut():
-                self._ranks.broadcast(self._orders[state.pull_id])
-            case StopRanks():
-                self._ranks.broadcast(StopPull(state.pull_id))
-            case SuspectPeer():
+        if isinstance(action, LeaseRequest):
+            self._leases.post(address_of(remote), action)
+        elif isinstance(action, Command):
+            self._ranks.broadcast(action)
+        elif isinstance(action, SuspectPeer):
+            self._suspect(remote)
+        else:
+            self._emit(action)
+            if isinstance(action, PullStuck):
                 self._suspect(remote)
-            case Emit(event):
-                if isinstance(event, PullDone):
+            elif isinstance(action, PullDone) and key_of(remote) in self._trust:
+                if not any(other.hangs for other in self._reading_from(key_of(remote))):
                     self._trust.done(key_of(remote))
-                elif isinstance(event, PullStuck):
-                    self._suspect(remote)
-                self._emit(event)
 
     # -- what comes in
 
     def _take_report(self, report: Report) -> None:
-        if (state := self._pulls.get(report.pull_id)) is None:
-            return
-        if isinstance(report, RankEnded):
-            self._perform(state, state.rank_ended(report, self._clock()))
-        else:
-            self._perform(state, state.rank_failing(report, self._clock()))
+        if state := self._pulls.get(report.pull_id):
+            self._perform(state, state.reported(report, self._clock()))
 
     def _take_reply(self, address: Address, reply: Reply) -> None:
         if isinstance(reply, Metadata):
@@ -495,6 +453,4 @@ class PullCoordinator:
             error = PeerUnreachable(f"{where} refused us: {reply.reason}")
             self._fail_handshakes(address, error)
         elif state := self._attempts.get(reply.nonce.partition("-")[2]):
-            reason = reply.reason if isinstance(reply, Gone) else ""
-            answered = state.answered(reply.nonce, isinstance(reply, Ok), reason, self._clock())
-            self._perform(state, answered)
+            self._perform(state, state.answered(reply, self._clock()))

@@ -5,8 +5,8 @@
                                      |
                                      `--- side channel: metadata, renewals, the fence ---> P
 
-pull_state.py and peers.py decide, without I/O and without a clock of their own; coordinator.py and
-worker.py are the threads around them.
+pull_state.py and peers.py decide, without I/O and without a clock; coordinator.py and worker.py are
+the threads around them.
 
 Rules for the engine:
 - `hold` begins renewing the lease, `pull` begins reading, `cancel` gives up.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from protocol.errors import BatonError, from_code
+from protocol.errors import BatonError
 from protocol.handshake import EngineMetadata
 from protocol.messages import ErrorInfo, RemotePrefill
 
@@ -105,7 +105,7 @@ class DropPeer(msgspec.Struct, frozen=True, tag="drop_peer"):
     incarnation: str
 
 
-class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
+class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Coordinator to rank: read your share of tokens [token_start, token_stop)."""
 
     pull_id: str
@@ -126,16 +126,9 @@ def pull_command(
     local_block_ids: list[int],
 ) -> Pull:
     """What every rank is told of a pull; arguments as of Pull."""
-    return Pull(
-        pull_id=pull_id,
-        engine_id=remote.engine_id,
-        incarnation=remote.incarnation,
-        lease_hash=int(remote.lease_id[:8], 16),
-        token_start=token_start,
-        token_stop=token_stop,
-        local_block_ids=local_block_ids,
-        remote_block_ids=remote.block_ids,
-    )
+    lease_hash = int(remote.lease_id[:8], 16)
+    ids, span = (pull_id, remote.engine_id, remote.incarnation), (token_start, token_stop)
+    return Pull(*ids, lease_hash, *span, local_block_ids, remote.block_ids)
 
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop"):
@@ -173,11 +166,3 @@ Report = RankFailing | RankEnded
 encode = msgspec.msgpack.Encoder().encode
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-
-
-def error_info(error: BatonError) -> ErrorInfo:
-    return ErrorInfo(error.code, error.message, error.param)
-
-
-def error_from(info: ErrorInfo) -> BatonError:
-    return from_code(info.code, info.message, info.param)

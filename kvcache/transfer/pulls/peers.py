@@ -6,8 +6,7 @@ requests to a dead peer fails at once instead of one timeout after another. Pure
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
 from kvcache.stripe import Stripe, StripeError
 from kvcache.transfer.pulls.messages import PeerKey, PullSettings
@@ -35,22 +34,23 @@ def unreachable(address: tuple[str, int], what: str) -> PeerUnreachable:
     )
 
 
-class PeerStatus(Enum):
-    FETCHING = "fetching"
-    READY = "ready"
-    FAILED = "failed"
-
-
 @dataclass
 class Peer:
+    """Being asked, or known by its metadata, or not usable for the error."""
+
     key: PeerKey
     address: tuple[str, int]
-    status: PeerStatus = PeerStatus.FETCHING
-    deadline: float = 0.0  # FETCHING: gives up; FAILED: may be tried again
-    failures: int = 0  # in a row
-    error: BatonError | None = None
     metadata: EngineMetadata | None = None
-    next_ask: float = field(default=0.0)
+    error: BatonError | None = None
+    failures: int = 0  # in a row
+    deadline: float = 0.0  # gives up; after an error: may be tried again
+    next_ask: float = 0.0
+    nonce: str = ""  # of the question; set by who asks
+    is_awaited: bool = False  # somebody is to be told what comes of it; likewise
+
+    @property
+    def is_asked(self) -> bool:
+        return self.metadata is None and self.error is None
 
 
 def key_of(remote: RemotePrefill) -> PeerKey:
@@ -63,8 +63,7 @@ def address_of(remote: RemotePrefill) -> tuple[str, int]:
 
 
 class PeerTable:
-    """Peers by (engine id, incarnation).
-
+    """
     Args:
         stripe: what a rank of ours wants to read of a sequence; None: all of it.
     """
@@ -76,55 +75,57 @@ class PeerTable:
         allow_convert: bool = False,
         stripe: Stripe | None = None,
     ) -> None:
-        self._local = local
-        self._stripe = stripe
-        self._settings = settings
-        self._allow_convert = allow_convert
+        self._local, self._settings = local, settings
+        self._allow_convert, self._stripe = allow_convert, stripe
         self._peers: dict[PeerKey, Peer] = {}
         # Ended handshakes by outcome: "ok", or the code of the error.
         self.outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))
 
     def connect(self, remote: RemotePrefill, now: float) -> Peer:
-        """The peer as it is now; begins a handshake (status FETCHING) when one is due."""
+        """The peer as it is now; begins to ask it when that is due."""
         key = key_of(remote)
         peer = self._peers.get(key)
         if peer is None:
             peer = self._peers[key] = Peer(key, address_of(remote))
-            self._begin(peer, now)
-            self._prune()
-        elif peer.status is PeerStatus.FAILED and now >= peer.deadline:
-            peer.address = address_of(remote)
-            self._begin(peer, now)
+            failed = [key for key, other in self._peers.items() if other.error is not None]
+            for oldest in failed[: max(0, len(failed) - _MAX_FAILED)]:
+                del self._peers[oldest]
+        elif peer.error is None or now < peer.deadline:
+            return peer
+        peer.address, peer.error, peer.nonce, peer.next_ask = address_of(remote), None, "", now
+        peer.deadline = now + self._settings.handshake_timeout_s
         return peer
 
     def get(self, key: PeerKey) -> Peer | None:
         return self._peers.get(key)
 
-    def fetching_from(self, address: tuple[str, int]) -> list[Peer]:
-        return [p for p in self._peers.values() if _is_fetching(p) and p.address == address]
+    def asked_at(self, address: tuple[str, int]) -> list[Peer]:
+        return [p for p in self._peers.values() if p.is_asked and p.address == address]
 
     def due(self, now: float) -> tuple[list[Peer], list[Peer]]:
         """(to ask for metadata now, failed by timeout now)."""
-        fetching = [peer for peer in self._peers.values() if _is_fetching(peer)]
-        late = [peer for peer in fetching if now >= peer.deadline]
+        asked = [peer for peer in self._peers.values() if peer.is_asked]
+        late = [peer for peer in asked if now >= peer.deadline]
         limit_s = self._settings.handshake_timeout_s
         for peer in late:
             told = f"did not answer within {limit_s:g} s (--handshake-timeout-s)"
             self.fail(peer, unreachable(peer.address, told), now)
-        asking = [peer for peer in fetching if _is_fetching(peer) and now >= peer.next_ask]
+        asking = [peer for peer in asked if peer.is_asked and now >= peer.next_ask]
         for peer in asking:
             peer.next_ask = now + limit_s / 4
         return asking, late
 
     def deadline(self) -> float:
         """When `due` next has something to say; infinity for never."""
-        waits = [min(p.deadline, p.next_ask) for p in self._peers.values() if _is_fetching(p)]
+        waits = [min(p.deadline, p.next_ask) for p in self._peers.values() if p.is_asked]
         return min(waits, default=float("inf"))
 
     def metadata_came(self, peer: Peer, metadata: EngineMetadata, now: float) -> None:
         """Decides whether the peer is usable."""
         try:
-            _check_identity(peer, metadata)
+            if peer.key != (metadata.engine_id, metadata.incarnation):
+                restarted = f"prefill server {peer.key[0]} was restarted: {metadata.engine_id}"
+                raise LeaseGone(f"{restarted} is at {peer.address[0]}:{peer.address[1]} now")
             check_consistent(metadata)
             check_compatible(self._local, metadata.compat, self._allow_convert)
             self._check_tokens(metadata)
@@ -133,27 +134,20 @@ class PeerTable:
         else:
             for other in [p for p in self._peers.values() if p.address == peer.address]:
                 self.forget(other.key)  # it was restarted
-            peer.status, peer.metadata, peer.error = PeerStatus.READY, metadata, None
-            peer.failures = 0
+            peer.metadata, peer.failures = metadata, 0
             self.outcomes["ok"] += 1
 
     def fail(self, peer: Peer, error: BatonError, now: float) -> None:
-        settings = self._settings
         self.outcomes[error.code] += 1
+        peer.metadata, peer.error = None, error
+        peer.deadline = now + _backoff_s(self._settings, peer.failures)
         peer.failures += 1
-        backoff_s = settings.backoff_min_s * 2.0 ** min(peer.failures - 1, 30)
-        peer.status, peer.error, peer.metadata = PeerStatus.FAILED, error, None
-        peer.deadline = now + min(backoff_s, settings.backoff_max_s)
 
     def forget(self, key: PeerKey) -> None:
         """The next `connect` shakes hands anew, without back-off; failed peers stay failed."""
         peer = self._peers.get(key)
-        if peer is not None and peer.status is PeerStatus.READY:
+        if peer is not None and peer.metadata is not None:
             del self._peers[key]
-
-    def _begin(self, peer: Peer, now: float) -> None:
-        peer.status, peer.error, peer.next_ask = PeerStatus.FETCHING, None, now
-        peer.deadline = now + self._settings.handshake_timeout_s
 
     def _check_tokens(self, metadata: EngineMetadata) -> None:
         """Every rank of the peer has all tokens, in blocks that our stripe can be cut from."""
@@ -170,11 +164,6 @@ class PeerTable:
             self._stripe.check_remote(metadata.ranks[0].layout.block_size)
         except StripeError as error:
             raise PeerIncompatible(str(error), param="block_size") from error
-
-    def _prune(self) -> None:
-        failed = [key for key, p in self._peers.items() if p.status is PeerStatus.FAILED]
-        for key in failed[: max(0, len(failed) - _MAX_FAILED)]:
-            del self._peers[key]
 
 
 class Trust:
@@ -195,8 +184,7 @@ class Trust:
         if is_news := now >= until:  # else it had begun before
             failures += 1
             over = failures - _MAX_FAILURES
-            wait_s = self._settings.backoff_min_s * 2.0 ** min(over, 30) if over >= 0 else 0.0
-            until = now + min(wait_s, self._settings.backoff_max_s)
+            until = now + (_backoff_s(self._settings, over) if over >= 0 else 0.0)
         self._failed[key] = failures, until
         if len(self._failed) > _MAX_FAILED:
             del self._failed[next(iter(self._failed))]
@@ -211,34 +199,23 @@ class Trust:
         return failures >= _MAX_FAILURES and (busy or now < until)
 
 
-def _check_identity(peer: Peer, metadata: EngineMetadata) -> None:
-    """A restarted server has a new incarnation, and a new engine id unless it was given one."""
-    if peer.key != (metadata.engine_id, metadata.incarnation):
-        where = f"{peer.address[0]}:{peer.address[1]}"
-        raise LeaseGone(
-            f"prefill server {peer.key[0]} was restarted: {metadata.engine_id} is at {where} now"
-        )
+def _backoff_s(settings: PullSettings, failures: int) -> float:
+    """After as many failures before."""
+    return min(settings.backoff_min_s * 2.0 ** min(failures, 30), settings.backoff_max_s)
 
 
-def _is_fetching(peer: Peer) -> bool:
-    return peer.status is PeerStatus.FETCHING
-
-
-def check_reference(remote: RemotePrefill, metadata: EngineMetadata) -> None:
-    """Raises PeerIncompatible when a reference does not fit the engine it names."""
+def misfit_of(remote: RemotePrefill, metadata: EngineMetadata) -> PeerIncompatible | None:
+    """Why a reference does not fit the engine it names, if it does not."""
     layout = metadata.ranks[0].layout
     for name, ours, theirs in (
         ("remote_block_size", remote.block_size, layout.block_size),
         ("tp_size", remote.tp_size, metadata.tp_size),
     ):
         if ours != theirs:
-            raise PeerIncompatible(
-                f"{name} is {ours} in kv_transfer_params, {theirs} on the prefill server",
-                param=f"kv_transfer_params.{name}",
-            )
-    if max(remote.block_ids) >= layout.num_blocks:
-        raise PeerIncompatible(
-            f"remote_block_ids names block {max(remote.block_ids)}; the prefill server has "
-            f"{layout.num_blocks}",
-            param="kv_transfer_params.remote_block_ids",
-        )
+            told = f"{name} is {ours} in kv_transfer_params, {theirs} on the prefill server"
+            return PeerIncompatible(told, param=f"kv_transfer_params.{name}")
+    largest, name = max(remote.block_ids), "remote_block_ids"
+    if largest < layout.num_blocks:
+        return None
+    told = f"{name} names block {largest}; the prefill server has {layout.num_blocks}"
+    return PeerIncompatible(told, param=f"kv_transfer_params.{name}")

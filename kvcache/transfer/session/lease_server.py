@@ -6,36 +6,33 @@ client (lease_client.py) posts requests and takes replies without ever blocking:
 nonce. A message on the wire is its MAC and its payload.
 """
 
-import os
-import select
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
+from selectors import EVENT_READ, DefaultSelector
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
-from kvcache.transfer.session.lease_client import Address, LeaseClient, split
-from protocol.errors import PeerUnreachable
+from kvcache.transfer.session.lease_client import Address, new_id, split
 from protocol.handshake import (
-    AbortLease,
     Complete,
     EngineMetadata,
     FrameError,
     GetMetadata,
     Gone,
+    LeaseRequest,
     Metadata,
     Ok,
     Refused,
     Renew,
     Reply,
-    Request,
     open_request,
     seal_reply,
 )
 from protocol.ipc.listening import CannotListen
-from protocol.ipc.wire import Wire, WireClosed, listen, tune, wait_readable
+from protocol.ipc.wire import Wire, WireClosed, await_room, exchange, listen, tune
 from protocol.process.logging import get_logger
 from protocol.process.vital_threads import VitalThread
 
@@ -50,11 +47,6 @@ _MAX_STRANGERS = 256  # connections over which nothing authentic has come yet
 _MAX_ACCEPTED = 16  # connections at a time
 _WARN_S = 10.0  # at most once in so long: anybody can have something refused
 _NO_DESCRIPTOR_S = 0.01
-
-
-def new_id() -> str:
-    """128 random bits, as 32 hex digits: of leases, attempts and nonces."""
-    return os.urandom(16).hex()
 
 
 class LeaseServer:
@@ -91,10 +83,10 @@ class LeaseServer:
         except OSError as error:
             raise CannotListen(own, port, error, "--side-channel-port") from error
         self._port = int(self._listener.getsockname()[1])
-        self._epoll = select.epoll()
-        self._epoll.register(self._listener, select.EPOLLIN)
-        self._wires: dict[int, Wire] = {}  # by file descriptor
-        self._strangers: dict[int, None] = {}  # of those, who never proved to know the secret
+        self._selector = DefaultSelector()  # its data are calls
+        self._selector.register(self._listener, EVENT_READ, self._accept)
+        self._wires: set[Wire] = set()
+        self._strangers: dict[Wire, None] = {}  # of those, who never proved to know the secret
         self._warned_at = float("-inf")
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, "lease-server")
@@ -138,47 +130,20 @@ class LeaseServer:
             self._thread.join()
         with self._lock:
             self._table.abort_all(self._clock())
-        for wire in self._wires.values():
+        for wire in self._wires:
             wire.close()
         self._listener.close()
-        self._epoll.close()
+        self._selector.close()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            self._serve()
-            self._sweep()
-
-    def _serve(self) -> None:
-        """Waits for requests, but not long, and answers them."""
-        for fd, _ in self._epoll.poll(_SWEEP_S):
-            wire = self._wires.get(fd)
-            if wire is None:
-                if fd == self._listener.fileno():
-                    self._accept()
-                continue  # or it was dropped in this round
-            try:
-                self._serve_wire(wire)
-            except WireClosed as error:
-                logger.debug("side channel: %s", error)
-                self._drop(fd)
-            except Exception:  # one bad message must not end every lease
-                logger.exception("side channel")
-                with self._lock:
-                    self._counters["internal_errors"] += 1
-                self._drop(fd)  # or the next round might meet the same again
-
-    def _serve_wire(self, wire: Wire) -> None:
-        """Reads a little, so that no peer keeps others waiting. Raises WireClosed."""
-        with suppress(WireClosed):  # who asks no more may have said something before
-            wire.flush()
-        for message in wire.receive():
-            self._reply(wire, message)
-        wanted = select.EPOLLIN | (select.EPOLLOUT if wire.has_unsent else 0)
-        self._epoll.modify(wire.fileno(), wanted)
-
-    def _drop(self, fd: int) -> None:
-        self._strangers.pop(fd, None)
-        self._wires.pop(fd).close()
+            for key, _ in self._selector.select(_SWEEP_S):
+                key.data()
+            with self._lock:
+                self._table.expire(self._clock())
+                ended = self._table.has_ended
+            if ended and self._on_event is not None:
+                self._on_event()
 
     def _accept(self) -> None:
         for _ in range(_MAX_ACCEPTED):
@@ -189,86 +154,72 @@ class LeaseServer:
             except OSError:  # it has gone again, or there are no descriptors left for now
                 time.sleep(_NO_DESCRIPTOR_S)  # who waits makes the listener readable all the time
                 return
-            self._meet(sock)
+            tune(sock)
+            wire = Wire(sock, _MAX_REQUEST_BYTES, read_bytes=_MAX_REQUEST_BYTES)
+            self._wires.add(wire)
+            self._selector.register(wire, EVENT_READ, partial(self._serve, wire))
+            self._strangers[wire] = None
+            if len(self._strangers) > _MAX_STRANGERS:  # they must not use up the descriptors
+                self._drop(next(iter(self._strangers)))
 
-    def _meet(self, sock: socket.socket) -> None:
-        tune(sock)
-        wire = Wire(sock, _MAX_REQUEST_BYTES, read_bytes=_MAX_REQUEST_BYTES)
-        self._wires[sock.fileno()] = wire
-        self._epoll.register(wire.fileno(), select.EPOLLIN)
-        self._strangers[wire.fileno()] = None
-        if len(self._strangers) > _MAX_STRANGERS:  # they must not use up the descriptors
-            self._drop(next(iter(self._strangers)))
+    def _serve(self, wire: Wire) -> None:
+        """Reads a little, so that no peer keeps others waiting, and answers."""
+        if wire not in self._wires:  # dropped in this round
+            return
+        try:
+            for message in exchange(self._selector, wire):
+                self._reply(wire, message)
+            await_room(self._selector, wire)
+        except WireClosed as error:
+            logger.debug("side channel: %s", error)
+            self._drop(wire)
+        except Exception:  # one bad message must not end every lease
+            logger.exception("side channel")
+            self._counters["internal_errors"] += 1
+            self._drop(wire)  # or the next round might meet the same again
+
+    def _drop(self, wire: Wire) -> None:
+        self._wires.discard(wire)
+        self._strangers.pop(wire, None)
+        self._selector.unregister(wire)
+        wire.close()
 
     def _reply(self, wire: Wire, message: bytes) -> None:
         if wire.unsent_bytes > _MAX_UNSENT_BYTES:
             raise WireClosed("the peer asks but does not read")
-        reply = self._answer(split(message))
-        with suppress(WireClosed):  # as above; `receive` meets the end when all is read
+        reply = self._answer(message)
+        with suppress(WireClosed):  # who does not listen any more may have said more before
             wire.send(b"".join(seal_reply(reply, self._secret)))
         if isinstance(reply, Refused):
             raise WireClosed(reply.reason)
-        self._strangers.pop(wire.fileno(), None)
+        self._strangers.pop(wire, None)
 
-    def _sweep(self) -> None:
-        with self._lock:
-            self._table.expire(self._clock())
-            ended = self._table.has_ended
-        if ended and self._on_event is not None:
-            self._on_event()
-
-    def _answer(self, frames: list[bytes]) -> Reply:
+    def _answer(self, message: bytes) -> Reply:
         try:
-            request = open_request(frames, self._secret)
+            request = open_request(split(message), self._secret)
         except FrameError as error:
-            with self._lock:
-                self._counters["refused"] += 1
+            self._counters["refused"] += 1
             if time.monotonic() - self._warned_at > _WARN_S:
                 self._warned_at = time.monotonic()
                 logger.warning("side channel refused a request: %s", error)
             return Refused(reason=str(error))
         if isinstance(request, GetMetadata):
-            with self._lock:
-                self._counters["metadata_sent"] += 1
+            self._counters["metadata_sent"] += 1
             return Metadata(nonce=request.nonce, engine=self._metadata)
         if request.incarnation != self._metadata.incarnation:
-            return self._gone(request.nonce, "this prefill server was restarted")
-        return self._about_a_lease(request)
-
-    def _about_a_lease(self, request: Renew | Complete | AbortLease) -> Reply:
+            self._counters["gone"] += 1
+            return Gone(nonce=request.nonce, reason="this prefill server was restarted")
         with self._lock:
             ok = self._decide(request, self._clock())
-            self._counters["renewed"] += ok and isinstance(request, Renew)
-        return Ok(nonce=request.nonce) if ok else self._gone(request.nonce, "unknown or ended")
+        if not ok:
+            self._counters["gone"] += 1
+            return Gone(nonce=request.nonce, reason="unknown or ended")
+        self._counters["renewed"] += isinstance(request, Renew)
+        return Ok(nonce=request.nonce)
 
-    def _decide(self, request: Renew | Complete | AbortLease, now: float) -> bool:
+    def _decide(self, request: LeaseRequest, now: float) -> bool:
         if isinstance(request, Renew):
             return self._table.renew(request.lease_id, now)
         if isinstance(request, Complete):
             return self._table.complete(request.lease_id, request.attempt_id, now)
         return self._table.abort(request.lease_id, now)
-
-    def _gone(self, nonce: str, reason: str) -> Gone:
-        with self._lock:
-            self._counters["gone"] += 1
-        return Gone(nonce=nonce, reason=reason)
-
-
-def ask(address: Address, request: Request, secret: bytes, timeout_s: float) -> Reply:
-    """One request, one reply, blocking: for tools and tests.
-
-    Raises:
-        PeerUnreachable: no authentic reply came in time.
-    """
-    client = LeaseClient(secret)
-    try:
-        client.post(address, request)
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            wait_readable(client, timeout_s=min(left_s, client.retry_in_s()))
-            for _, reply in client.receive_all():
-                if isinstance(reply, Refused) or reply.nonce == request.nonce:
-                    return reply
-        raise PeerUnreachable(f"{address[0]}:{address[1]} did not answer within {timeout_s} s")
-    finally:
-        client.close()

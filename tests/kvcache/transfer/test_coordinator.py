@@ -1,73 +1,133 @@
-"""The coordinator by itself; this test plays the ranks."""
+"""The coordinator by itself, round by round; the test plays the rank."""
 
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvcache.transfer.pulls.coordinator import PullCoordinator
-from kvcache.transfer.pulls.messages import PullDrained, PullFailed, RankEnded, StopPull
+from kvcache.transfer.pulls.messages import (
+    PullDone,
+    PullDrained,
+    PullFailed,
+    RankEnded,
+    RankFailing,
+    Report,
+    StopPull,
+)
 from kvcache.transfer.pulls.pull_state import PullState
 from kvcache.transfer.pulls.rank_links import WorkerLink
-from protocol.errors import InternalError
-from tests.rigs.memory_pair import SECRET, Prefill, compat, pulls_address
+from protocol.errors import InternalError, PullWithheld
+from protocol.messages import ErrorInfo
+from tests.rigs.memory_pair import SECRET, Clock, Prefill, compat, pulls_address
+
+
+class Driven(PullCoordinator):
+    """With one rank; it reads nothing, and ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.clock, self.told = Clock(), list[int]()
+        address = pulls_address()
+        told = self.told.append
+        super().__init__(address, 1, compat(), SECRET, clock=self.clock, on_event=lambda: told(1))
+        self.rank = WorkerLink(address)
+        self.rank.open(threading.Event())
+
+    def next_events(self) -> list[Any]:
+        while not (events := self.drain()):
+            self._round()
+        return events
+
+    def read(self, prefill: Prefill, *pull_ids: str) -> None:
+        """Orders pulls, of which no report comes."""
+        for pull_id in pull_ids:
+            self.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
+        while not all(
+            pull_id in self._pulls and self._pulls[pull_id].reads for pull_id in pull_ids
+        ):
+            self._round()
+        self.rank.receive()
+
+    def report(self, *reports: Report) -> None:
+        for report in reports:
+            self.rank.report(report)
+        self._round()
+
+    def close(self) -> None:
+        super().close()
+        self.rank.close()
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Driven]:
+    coordinator = Driven()
+    yield coordinator
+    coordinator.close()
+
+
+def ended(pull_id: str, *, complete: bool = True) -> RankEnded:
+    return RankEnded(pull_id=pull_id, rank=0, complete=complete)
 
 
 def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
+    rig: Any, coordinator: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else blocks would be quarantined for ever: no rank says its end twice."""
-    prefill, link = rig(Prefill), WorkerLink(address := pulls_address())
-    coordinator = PullCoordinator(address, 1, compat(), SECRET)
-    link.open(threading.Event())
-    rank_ended = PullState.rank_ended
+    reported = PullState.reported
 
     def broken(state: PullState, report: RankEnded, now: float) -> Any:
         if report.pull_id == "broken" and report.complete:
             raise RuntimeError("it cannot be taken")
-        return rank_ended(state, report, now)
+        return reported(state, report, now)
 
-    monkeypatch.setattr(PullState, "rank_ended", broken)
-    try:
-        for pull_id in ("broken", "fine"):
-            coordinator.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
-        while coordinator.handshakes()["ok"] == 0:
-            coordinator._round()
-        assert len(link.receive()) == 3  # AddPeer and both pulls
-        for pull_id in ("broken", "fine"):
-            link.report(RankEnded(pull_id=pull_id, rank=0, complete=True))
-        coordinator._round()
-        (failed,) = coordinator.drain()
-        assert isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
-        assert isinstance(failed.error, InternalError)
-        stopped = [c.pull_id for c in link.receive() if isinstance(c, StopPull)]
-        assert "broken" in stopped  # a rank answers this in any case
-        link.report(RankEnded(pull_id="broken", rank=0, complete=False))
-        coordinator._round()
-        (failed,) = coordinator.drain()
-        assert isinstance(failed, PullFailed) and failed.pull_id == "broken" and failed.drained
-        coordinator.cancel("broken")
-        coordinator._round()
-        assert coordinator.drain() == [PullDrained("broken")]
-        assert coordinator.counters()["pulls_open"] == 0
-    finally:
-        coordinator.close()
-        link.close()
+    monkeypatch.setattr(PullState, "reported", broken)
+    coordinator.read(rig(Prefill), "broken", "fine")
+    coordinator.report(ended("broken"), ended("fine"))
+    (failed,) = coordinator.drain()
+    assert isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
+    assert isinstance(failed.error, InternalError)
+    assert StopPull("broken") in coordinator.rank.receive()  # a rank answers this in any case
+    coordinator.report(ended("broken", complete=False))
+    (failed,) = coordinator.drain()
+    assert isinstance(failed, PullFailed) and failed.pull_id == "broken" and failed.drained
+    coordinator.cancel("broken")
+    assert coordinator.next_events() == [PullDrained("broken")]
+    assert coordinator.counters()["pulls_open"] == 0
 
 
-def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once() -> None:
-    told: list[int] = []
-    on_event = lambda: told.append(1)  # noqa: E731
-    coordinator = PullCoordinator(pulls_address(), 0, compat(), SECRET, on_event=on_event)
+def test_a_pull_that_ends_well_lifts_no_ban_while_another_hangs(
+    rig: Any, coordinator: Driven
+) -> None:
+    prefill = rig(Prefill)
+    coordinator.read(prefill, "hangs", "fine")
+    coordinator.report(RankFailing("hangs", 0, ErrorInfo("transfer_failed", "broken")))
+    coordinator.clock.skip(1.0)
+    (hung,) = coordinator.next_events()
+    assert isinstance(hung, PullFailed) and not hung.drained
+    coordinator.report(ended("fine"))
+    (done,) = coordinator.next_events()
+    assert isinstance(done, PullDone)
+    coordinator.pull("later", prefill.lease([4], 8), 0, 8, [2])
+    (withheld,) = coordinator.next_events()
+    assert isinstance(withheld, PullFailed) and isinstance(withheld.error, PullWithheld)
+    coordinator.report(ended("hangs", complete=False))
+    assert coordinator.next_events() == [PullDrained("hangs")]
+    coordinator.read(prefill, "again")
+    coordinator.report(ended("again"))
+    assert isinstance(coordinator.next_events()[0], PullDone)
+
+
+def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once(
+    coordinator: Driven,
+) -> None:
     coordinator._call(lambda: 1 // 0)
     coordinator.cancel("a")
     coordinator.cancel("b")
-    coordinator._round()
-    assert coordinator.counters()["internal_errors"] == 1 and len(told) == 1
-    assert coordinator.drain() == [PullDrained("a"), PullDrained("b")]
+    assert coordinator.next_events() == [PullDrained("a"), PullDrained("b")]
+    assert coordinator.counters()["internal_errors"] == 1 and coordinator.told == [1]
     assert coordinator.drain() == []
-    coordinator.close()
 
 
 def test_a_coordinator_leaves_no_descriptor_open() -> None:

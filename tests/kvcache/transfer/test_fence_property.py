@@ -8,7 +8,6 @@ and what still goes to the dead may by chance reach the successor's memory.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -16,16 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from msgspec.structs import replace
 
 from kvcache.lease import LeaseTable
-from kvcache.transfer.pulls.messages import PullDone, PullSettings, RankEnded
-from kvcache.transfer.pulls.pull_state import (
-    Action,
-    Emit,
-    FanOut,
-    PullState,
-    SendAbort,
-    SendComplete,
-    SendRenew,
-)
+from kvcache.transfer.pulls.messages import Pull, PullDone, PullSettings, RankEnded, pull_command
+from kvcache.transfer.pulls.pull_state import Action, PullState
+from protocol.handshake import Complete, Gone, LeaseRequest, Ok, Renew
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import REMOTE
 
@@ -68,8 +60,8 @@ class Message:
     """A question on its way, or its answer."""
 
     pulling: Pulling
-    action: Action
-    ok: bool | None = None  # None: not answered
+    request: LeaseRequest
+    reply: Ok | Gone | None = None
 
 
 class FenceMachine(RuleBasedStateMachine):
@@ -134,7 +126,7 @@ class FenceMachine(RuleBasedStateMachine):
         )
         pulling = Pulling(state, source)
         self.pullings.append(pulling)
-        state.pull(self.d_now)
+        state.pull(pull_command(state.pull_id, remote, 0, 16, [1]), self.d_now)
         self.perform(pulling, state.peer_ready(self.d_now))
 
     @precondition(lambda self: any(pulling.unread for pulling in self.pullings))
@@ -151,7 +143,7 @@ class FenceMachine(RuleBasedStateMachine):
         if not blocks:
             del pulling.unread[rank]
             ended = RankEnded(pull_id=pulling.state.pull_id, rank=rank, complete=True, path="x")
-            self.perform(pulling, pulling.state.rank_ended(ended, self.d_now))
+            self.perform(pulling, pulling.state.reported(ended, self.d_now))
 
     @precondition(lambda self: self.pullings)
     @rule(data=st.data(), what=st.sampled_from([*(0.0, 0.3) * 3, 1.1, 6.0, "cancel"]))
@@ -166,12 +158,12 @@ class FenceMachine(RuleBasedStateMachine):
     def perform(self, pulling: Pulling, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case FanOut():
+                case Pull():
                     blocks = pulling.state.remote.block_ids
                     pulling.unread = {rank: list(blocks) for rank in range(RANKS)}
-                case SendRenew() | SendComplete() | SendAbort():
+                case LeaseRequest():
                     self.asked.append(Message(pulling, action))
-                case Emit(PullDone()):
+                case PullDone():
                     assert not pulling.is_done and not pulling.unread
                     lease_id = pulling.state.remote.lease_id
                     assert pulling.found == [lease_id] * len(pulling.found)
@@ -188,16 +180,17 @@ class FenceMachine(RuleBasedStateMachine):
             self.asked.remove(message)
         if is_lost:
             return
-        remote, table = message.pulling.state.remote, self.engine.table
-        ok = remote.incarnation == self.engine.incarnation
-        match message.action:
-            case SendRenew():
-                ok = ok and table.renew(remote.lease_id, self.p_now)
-            case SendComplete(attempt):
-                ok = ok and table.complete(remote.lease_id, attempt, self.p_now)
-            case SendAbort():
-                ok = ok and table.abort(remote.lease_id, self.p_now)
-        self.answers.append(Message(message.pulling, message.action, ok))
+        request, table = message.request, self.engine.table
+        ok = request.incarnation == self.engine.incarnation
+        match request:
+            case Renew():
+                ok = ok and table.renew(request.lease_id, self.p_now)
+            case Complete():
+                ok = ok and table.complete(request.lease_id, request.attempt_id, self.p_now)
+            case _:
+                ok = ok and table.abort(request.lease_id, self.p_now)
+        reply = Ok(nonce=request.nonce) if ok else Gone(nonce=request.nonce)
+        self.answers.append(Message(message.pulling, request, reply))
 
     @precondition(lambda self: self.answers)
     @rule(data=st.data(), comes_again=SELDOM)
@@ -205,13 +198,8 @@ class FenceMachine(RuleBasedStateMachine):
         message = data.draw(st.sampled_from(self.answers))
         if not comes_again:
             self.answers.remove(message)
-        state, ok = message.pulling.state, bool(message.ok)
-        actions: list[Any] = []
-        if isinstance(message.action, SendRenew):
-            actions = state.renew_answered(ok, "", self.d_now)
-        elif isinstance(message.action, SendComplete):
-            actions = state.fence_answered(ok, "", self.d_now)
-        self.perform(message.pulling, actions)
+        assert message.reply is not None
+        self.perform(message.pulling, message.pulling.state.answered(message.reply, self.d_now))
 
 
 TestFenceProperties = FenceMachine.TestCase

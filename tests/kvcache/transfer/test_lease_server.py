@@ -5,15 +5,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from selectors import DefaultSelector
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvcache.lease import LeaseState, LeaseTable
-from kvcache.transfer.session.lease_client import LeaseClient, split
-from kvcache.transfer.session.lease_server import LeaseServer, ask, new_id
-from protocol.errors import PeerUnreachable
+from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id, split
+from kvcache.transfer.session.lease_server import LeaseServer
 from protocol.handshake import (
     AbortLease,
     Complete,
@@ -44,6 +44,37 @@ class Clock:
         return self.now
 
 
+class Client(LeaseClient):
+    """With a thread to wait in."""
+
+    def __init__(self, secret: bytes = SECRET, clock: Callable[[], float] = time.monotonic) -> None:
+        self.selector, self.replies = DefaultSelector(), list[Reply]()
+        take = self.replies.append
+        super().__init__(secret, self.selector, lambda _, reply: take(reply), clock)
+
+    def go_on(self, timeout_s: float = 0.05) -> None:
+        for key, _ in self.selector.select(timeout_s):
+            key.data()
+        self.tick()
+
+    def reply(self, timeout_s: float = DEADLINE_S) -> Reply:
+        until = time.monotonic() + timeout_s
+        while not self.replies:
+            if time.monotonic() > until:
+                raise TimeoutError("no reply")
+            self.go_on()
+        return self.replies.pop(0)
+
+
+def ask(address: Address, request: Request, secret: bytes = SECRET) -> Reply:
+    client = Client(secret)
+    try:
+        client.post(address, request)
+        return client.reply()
+    finally:
+        client.close()
+
+
 class Server(LeaseServer):
     def __init__(self, clock: Callable[[], float], port: int = 0, **options: str) -> None:
         self.ended = threading.Event()
@@ -51,7 +82,7 @@ class Server(LeaseServer):
         self.start()
 
     def ask(self, request: Request, secret: bytes = SECRET) -> Reply:
-        return ask(self.address, request, secret, DEADLINE_S)
+        return ask(self.address, request, secret)
 
     def outcomes(self) -> list[LeaseState]:
         assert self.ended.wait(DEADLINE_S)
@@ -282,7 +313,7 @@ def test_fences_are_answered_while_strangers_send_what_they_like(
     strangers = [
         threading.Thread(target=_flood, args=(server.address, data, over)) for _ in range(2)
     ]
-    known = LeaseClient(SECRET)
+    known = Client()
     try:
         for stranger in strangers:
             stranger.start()
@@ -291,7 +322,7 @@ def test_fences_are_answered_while_strangers_send_what_they_like(
         for block in range(10):
             assert isinstance(server.ask(complete(server.grant("r", [block], 60.0))), Ok)
             known.post(server.address, complete(server.grant("r", [block], 60.0)))
-            assert isinstance(next_reply(known), Ok)
+            assert isinstance(known.reply(), Ok)
     finally:
         over.set()
         for stranger in strangers:
@@ -349,50 +380,42 @@ def test_answers_do_not_wait_for_the_engine(server: Server) -> None:
 def test_a_client_survives_a_restart_at_the_same_address(clock: Clock, port: int) -> None:
     first = Server(clock, port=port)
     lease = first.grant("r", [3], 30.0)
-    client = LeaseClient(SECRET)
-    assert client.post(first.address, renew(lease))
-    assert isinstance(next_reply(client), Ok)
+    client = Client()
+    client.post(first.address, renew(lease))
+    assert isinstance(client.reply(), Ok)
     first.close()
     assert [ended.outcome for ended in first.drain_ended()] == [LeaseState.ABORTED]
     second = Server(clock, port=port, incarnation="second")
-    assert client.post(second.address, complete(lease))
-    reply = next_reply(client)
+    client.post(second.address, complete(lease))
+    reply = client.reply()
     assert isinstance(reply, Gone) and "restarted" in reply.reason
     client.close()
     second.close()
 
 
-def next_reply(client: LeaseClient) -> Reply:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        wait_readable(client, timeout_s=min(0.1, client.retry_in_s()))
-        for _, reply in client.receive_all():
-            return reply
-    raise AssertionError("no reply")
-
-
-def test_a_client_knows_to_whom_it_has_no_connection(clock: Clock) -> None:
-    server = Server(clock)
-    client = LeaseClient(SECRET, clock)
+def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed(
+    clock: Clock,
+) -> None:
+    server, client = Server(clock), Client(clock=clock)
     client.post(server.address, GetMetadata(nonce="n"))
     assert client.unconnected() == {server.address: 1000.0}
-    assert isinstance(next_reply(client), Metadata)
+    assert isinstance(client.reply(), Metadata)
     assert client.unconnected() == {}
     clock.now = 1234.0
     server.close()
-    deadline = time.monotonic() + DEADLINE_S
     while not client.unconnected():
-        assert time.monotonic() < deadline
-        wait_readable(client, timeout_s=0.1)
-        client.receive_all()
+        client.go_on()
     assert client.unconnected() == {server.address: 1234.0}
+    for clock.now in (1240.0, 1250.0):
+        client.post(server.address, GetMetadata(nonce="n"))
+        assert client.unconnected() == {server.address: 1240.0}
     client.forget(server.address)
-    assert client.unconnected() == {} and client.retry_in_s() == float("inf")
+    assert client.unconnected() == {} and client.deadline() == float("inf")
     client.close()
 
 
 def test_a_client_without_descriptors_connects_when_there_are_some(server: Server) -> None:
-    client = LeaseClient(SECRET)
+    client = Client()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # which are in use
     try:
@@ -400,40 +423,22 @@ def test_a_client_without_descriptors_connects_when_there_are_some(server: Serve
         assert server.address in client.unconnected()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert isinstance(next_reply(client), Metadata)
+    assert isinstance(client.reply(), Metadata)
     client.close()
 
 
-def test_a_name_that_no_thread_can_look_up_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_a_thread_connects_when_there_is_one(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    client = LeaseClient(SECRET)
-    address = ("no-such-host.invalid", 1)
+    client = Client()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
-        client.post(address, GetMetadata(nonce="n"))
-    assert address in client.unconnected()
-    assert client.retry_in_s() < 1.0
-    client.close()
-
-
-def test_a_client_gives_an_address_up_that_nothing_listens_at(clock: Clock) -> None:
-    """Or each prefill server that ever died would be tried for ever."""
-    server = Server(clock)
-    server.close()
-    client = LeaseClient(SECRET, clock)
-    client.post(server.address, renew("00" * 16))
-    clock.now += 59.0
-    client.receive_all()
-    assert client.unconnected() == {server.address: 1000.0}
-    clock.now += 1.0
-    deadline = time.monotonic() + DEADLINE_S
-    while client.unconnected():
-        assert time.monotonic() < deadline
-        wait_readable(client, timeout_s=min(0.1, client.retry_in_s()))
-        client.receive_all()
-    assert client.retry_in_s() == float("inf")
+        client.post(server.address, GetMetadata(nonce="n"))
+    assert server.address in client.unconnected()
+    assert isinstance(client.reply(), Metadata)
     client.close()
 
 
@@ -458,22 +463,18 @@ def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int
     return thread, int(listener.getsockname()[1])
 
 
-def test_replies_without_the_secret_are_dropped() -> None:
-    forged = seal_reply(Ok(nonce="n"), b"other")
+def test_replies_that_are_not_authentic_are_dropped_and_end_the_connection() -> None:
     request = complete(new_id())
-    reflected = seal_request(request, SECRET)
+    forged, reflected = seal_reply(Ok(nonce="n"), b"other"), seal_request(request, SECRET)
     for frames in (forged, reflected, [b""], [b"x" * 40]):
         thread, port = fake_server(lambda _, frames=frames: b"".join(frames))
-        with pytest.raises(PeerUnreachable):
-            ask(("127.0.0.1", port), request, SECRET, timeout_s=0.3)
+        client = Client()
+        client.post(("127.0.0.1", port), request)
+        while not client.counters["bad_replies"]:
+            client.go_on()
+        assert not client.replies and client.unconnected()
+        client.close()
         thread.join()
-
-
-def test_a_late_reply_to_another_question_is_not_taken() -> None:
-    thread, port = fake_server(lambda _: b"".join(seal_reply(Ok(nonce="another"), SECRET)))
-    with pytest.raises(PeerUnreachable):
-        ask(("127.0.0.1", port), complete(new_id()), SECRET, timeout_s=0.3)
-    thread.join()
 
 
 def test_an_address_in_use_is_named(server: Server) -> None:
@@ -490,5 +491,5 @@ def test_names_and_ipv6_addresses_can_be_bound(clock: Clock) -> None:
             continue
         server.start()
         assert server.address[0] == host
-        assert isinstance(ask(server.address, GetMetadata(nonce="n"), SECRET, DEADLINE_S), Metadata)
+        assert isinstance(ask(server.address, GetMetadata(nonce="n")), Metadata)
         server.close()

@@ -5,7 +5,7 @@ import pytest
 
 from kvcache.stripe import Stripe
 from kvcache.transfer.pulls.messages import PullSettings
-from kvcache.transfer.pulls.peers import PeerStatus, PeerTable, Trust
+from kvcache.transfer.pulls.peers import PeerTable, Trust
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import (
     PROTOCOL_VERSION,
@@ -75,7 +75,7 @@ def test_the_first_contact_asks_and_later_ones_know() -> None:
     assert peers.connect(REMOTE, 0.5) is peer
     assert peers.due(0.5) == ([peer], [])
     peers.metadata_came(peer, metadata(), 1.0)
-    assert peer.status is PeerStatus.READY and peer.metadata == metadata()
+    assert peer.metadata == metadata()
     assert peers.connect(REMOTE, 1e6) is peer
     assert peers.due(1e6) == ([], []) and peers.deadline() == float("inf")
 
@@ -95,12 +95,12 @@ def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound() -> 
     peers, now, waits = table(), 0.0, []
     for _ in range(9):
         peer = peers.connect(REMOTE, now)
-        assert peer.status is PeerStatus.FETCHING
+        assert peer.is_asked
         now += 4.0
         peers.due(now)
-        assert peers.connect(REMOTE, now).status is PeerStatus.FAILED
+        assert peers.connect(REMOTE, now).error
         waits.append(peer.deadline - now)
-        assert peers.connect(REMOTE, peer.deadline - 0.01).status is PeerStatus.FAILED
+        assert peers.connect(REMOTE, peer.deadline - 0.01).error
         now = peer.deadline
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     peers.metadata_came(peers.connect(REMOTE, now), metadata(), now)
@@ -122,7 +122,7 @@ def test_unusable_answers_fail_the_peer(answer: EngineMetadata, error: type) -> 
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
     peers.metadata_came(peer, answer, 0.0)
-    assert peer.status is PeerStatus.FAILED and isinstance(peer.error, error)
+    assert isinstance(peer.error, error)
     assert peer.metadata is None
 
 
@@ -151,7 +151,7 @@ def test_tokens_that_a_rank_can_pick_are_not(stripe: Stripe | None) -> None:
     peers = PeerTable(COMPAT, SETTINGS, stripe=stripe)
     peer = peers.connect(REMOTE, 0.0)
     peers.metadata_came(peer, metadata(), 0.0)
-    assert peer.status is PeerStatus.READY
+    assert peer.metadata is not None
 
 
 def test_handshakes_are_counted_by_outcome() -> None:
@@ -173,17 +173,17 @@ def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off() ->
     peers.metadata_came(peer, metadata(), 0.0)
     peers.forget(peer.key)
     again = peers.connect(REMOTE, 1.0)
-    assert again.status is PeerStatus.FETCHING
+    assert again.is_asked
     peers.fail(again, PeerUnreachable("x"), 1.0)
     peers.forget(again.key)
-    assert peers.connect(REMOTE, 1.5).status is PeerStatus.FAILED
+    assert peers.connect(REMOTE, 1.5).error
 
 
 def test_a_new_incarnation_is_another_peer() -> None:
     peers = table()
     peers.fail(peers.connect(REMOTE, 0.0), PeerUnreachable("x"), 0.0)
     restarted = msgspec.structs.replace(REMOTE, incarnation="j")
-    assert peers.connect(restarted, 0.1).status is PeerStatus.FETCHING
+    assert peers.connect(restarted, 0.1).is_asked
 
 
 def test_of_the_peers_that_were_at_an_address_only_the_latest_is_remembered() -> None:

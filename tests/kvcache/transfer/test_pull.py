@@ -16,6 +16,7 @@ from kvcache.transfer.pulls.messages import (
     PullFailed,
     PullStuck,
 )
+from kvcache.transfer.session.lease_client import split
 from protocol.errors import (
     LeaseGone,
     PeerIncompatible,
@@ -409,11 +410,11 @@ def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
     decode = rig(Decode, settings={"fence_retry_s": 0.1})
     answer, asked = prefill.server._answer, []
 
-    def lose_the_first(frames: list[bytes]) -> Any:
-        reply = answer(frames)
-        if not isinstance(open_request(frames, SECRET), Complete):
+    def lose_the_first(message: bytes) -> Any:
+        reply, request = answer(message), open_request(split(message), SECRET)
+        if not isinstance(request, Complete):
             return reply
-        asked.append(open_request(frames, SECRET).attempt_id)
+        asked.append(request.attempt_id)
         return reply if len(asked) > 1 else Ok(nonce="of somebody else")
 
     prefill.server._answer = lose_the_first
@@ -435,12 +436,13 @@ def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(
     while decode.coordinator.counters()["pulls_open"]:  # its lease goes home over the connection
         decode.woken.wait(0.001)
     first.close()
-    while not decode.coordinator._side_channel.unconnected():
+    leases = decode.coordinator._leases
+    while not leases.unconnected():
         decode.woken.wait(0.001)
 
     def wait_for_a_user() -> None:  # or there may be a new one by then
-        for link in decode.coordinator._side_channel._links.values():
-            link.retry_at = float("inf")
+        for link in leases._links.values():
+            link.retry_at = decode.clock() + 13.0
 
     decode.coordinator._call(wait_for_a_user)
     take_a_round(decode.coordinator)

@@ -1,3 +1,5 @@
+"""One pull by itself: what it asks for and tells, whatever happens in whatever order."""
+
 from typing import Any
 
 import msgspec
@@ -7,28 +9,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache.transfer.pulls.messages import (
+    Pull,
     PullDone,
     PullDrained,
     PullFailed,
     PullSettings,
     PullStuck,
     RankEnded,
-    error_info,
+    RankFailing,
+    StopPull,
+    pull_command,
 )
-from kvcache.transfer.pulls.messages import RankFailing as Failing
-from kvcache.transfer.pulls.pull_state import (
-    Action,
-    Deadlines,
-    Emit,
-    FanOut,
-    Phase,
-    PullState,
-    SendAbort,
-    SendComplete,
-    SendRenew,
-    StopRanks,
-    SuspectPeer,
-)
+from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
 from protocol.errors import (
     BatonError,
     InternalError,
@@ -38,6 +30,7 @@ from protocol.errors import (
     PullWithheld,
     TransferFailed,
 )
+from protocol.handshake import AbortLease, Complete, Gone, Ok, Renew
 from protocol.messages import ErrorInfo, RemotePrefill
 from tests.rigs.memory_pair import REMOTE
 
@@ -45,6 +38,16 @@ SETTINGS = PullSettings(
     pull_timeout_s=30.0, fence_timeout_s=5.0, fence_retry_s=1.0, drain_grace_s=0.25
 )
 ERROR = ErrorInfo("transfer_failed", "broken")
+ORDER = pull_command("a", REMOTE, 0, 16, [1])
+LEASE = {"incarnation": REMOTE.incarnation, "lease_id": REMOTE.lease_id}
+RENEW = Renew(nonce="renew-attempt", **LEASE)
+COMPLETE = Complete(nonce="complete-attempt", attempt_id="attempt", **LEASE)
+ABORT = AbortLease(nonce="abort-attempt", **LEASE)
+STOP, SUSPECT = StopPull("a"), SuspectPeer()
+DRAINED, STUCK = PullDrained("a"), PullStuck("a")
+FAILING = RankFailing("a", 0, ERROR)
+FENCED, RENEWED = Ok(nonce=COMPLETE.nonce), Ok(nonce=RENEW.nonce)
+FENCE_GONE, RENEW_GONE = (Gone(nonce=each.nonce, reason="expired") for each in (COMPLETE, RENEW))
 
 
 def state(ranks: int = 2, now: float = 0.0, remote: RemotePrefill = REMOTE) -> PullState:
@@ -53,16 +56,16 @@ def state(ranks: int = 2, now: float = 0.0, remote: RemotePrefill = REMOTE) -> P
 
 def reading(ranks: int = 2) -> PullState:
     pull = state(ranks)
-    assert pull.tick(0.0) == [SendRenew()]
-    pull.pull(now=1.0)
-    assert pull.peer_ready(now=1.0) == [FanOut()]
+    assert pull.tick(0.0) == [RENEW]
+    pull.pull(ORDER, now=1.0)
+    assert pull.peer_ready(now=1.0) == [ORDER]
     return pull
 
 
 def fencing() -> PullState:
     """One that has asked."""
     pull = reading(1)
-    pull.rank_ended(ended(0), now=2.0)
+    assert pull.reported(ended(0), now=2.0) == [COMPLETE]
     return pull
 
 
@@ -80,17 +83,17 @@ def ended(
     )
 
 
-def events(actions: list[Action]) -> list[Any]:
-    return [action.event for action in actions if isinstance(action, Emit)]
+def failure(actions: list[Action]) -> PullFailed:
+    (failed,) = (action for action in actions if isinstance(action, PullFailed))
+    return failed
 
 
 def test_the_fence_waits_for_every_rank() -> None:
     pull = reading()
-    assert pull.rank_ended(ended(1), now=2.0) == []
-    assert pull.rank_ended(ended(1), now=2.0) == []  # a report counts once
-    assert pull.rank_ended(ended(0), now=3.0) == [SendComplete("attempt")]
-    actions = pull.fence_answered(True, "", now=3.5)
-    assert events(actions) == [PullDone("a", 20, 4, 2.5, "direct")]
+    assert pull.reported(ended(1), now=2.0) == []
+    assert pull.reported(ended(1), now=2.0) == []  # a report counts once
+    assert pull.reported(ended(0), now=3.0) == [COMPLETE]
+    assert pull.answered(FENCED, now=3.5) == [PullDone("a", 20, 4, 2.5, "direct")]
     assert pull.phase is Phase.ENDED and pull.deadline() == float("inf")
 
 
@@ -108,18 +111,16 @@ def test_a_pull_whose_ranks_read_by_several_paths_is_mixed(
     first: str, second: str, whole: str
 ) -> None:
     pull = reading()
-    pull.rank_ended(ended(0, path=first), now=2.0)
-    pull.rank_ended(ended(1, path=second), now=2.0)
-    (done,) = events(pull.fence_answered(True, "", now=2.0))
-    assert done.path == whole
+    pull.reported(ended(0, path=first), now=2.0)
+    pull.reported(ended(1, path=second), now=2.0)
+    (done,) = pull.answered(FENCED, now=2.0)
+    assert isinstance(done, PullDone) and done.path == whole
 
 
 def test_gone_at_the_fence_is_a_drained_failure_without_an_abort() -> None:
-    pull = fencing()
-    actions = pull.fence_answered(False, "expired", now=2.0)
-    (failed,) = events(actions)
-    assert isinstance(failed.error, LeaseGone) and failed.drained
-    assert SendAbort() not in actions
+    (failed,) = fencing().answered(FENCE_GONE, now=2.0)
+    assert isinstance(failed, PullFailed) and failed.drained
+    assert isinstance(failed.error, LeaseGone)
 
 
 def test_a_lost_fence_is_repeated_with_the_same_attempt_until_its_timeout() -> None:
@@ -127,136 +128,116 @@ def test_a_lost_fence_is_repeated_with_the_same_attempt_until_its_timeout() -> N
     assert pull.tick(2.9) == []
     for now in (3.0, 4.0, 5.0, 6.0):
         assert pull.deadline() == now
-        assert pull.tick(now) == [SendComplete("attempt")]
+        assert pull.tick(now) == [COMPLETE]
     actions = pull.tick(7.0)
-    (failed,) = events(actions)
+    failed = failure(actions)
     assert isinstance(failed.error, PeerUnreachable) and failed.drained
-    assert SuspectPeer() in actions and SendAbort() in actions
-    assert pull.fence_answered(True, "", now=7.1) == []  # too late
+    assert actions == [SUSPECT, failed, ABORT]
+    assert pull.answered(FENCED, now=7.1) == []  # too late
 
 
 def test_renewals_come_every_third_of_the_lease_while_holding_and_reading() -> None:
     pull = state()
     for now in (0.0, 10.0, 20.0):
-        assert pull.deadline() == now and pull.tick(now) == [SendRenew()]
-    pull.pull(now=21.0)
+        assert pull.deadline() == now and pull.tick(now) == [RENEW]
+    pull.pull(ORDER, now=21.0)
     pull.peer_ready(now=21.0)
-    assert pull.tick(30.0) == [SendRenew()]
-    pull.rank_ended(ended(0), now=31.0)
-    pull.rank_ended(ended(1), now=31.0)
-    assert SendRenew() not in pull.tick(40.0)
+    assert pull.tick(30.0) == [RENEW]
+    for rank in range(2):
+        pull.reported(ended(rank), now=31.0)
+    assert RENEW not in pull.tick(40.0)
 
 
 def test_a_renewal_answered_gone_fails_early_but_not_once_fencing() -> None:
     pull = reading(1)
-    assert pull.renew_answered(True, "", now=2.0) == []
-    assert pull.renew_answered(False, "expired", now=2.0) == [StopRanks()]
-    actions = pull.rank_ended(ended(0, complete=False), now=2.1)
-    (failed,) = events(actions)
-    assert isinstance(failed.error, LeaseGone)
+    assert pull.answered(RENEWED, now=2.0) == []
+    assert pull.answered(RENEW_GONE, now=2.0) == [STOP]
+    assert isinstance(failure(pull.reported(ended(0, complete=False), now=2.1)).error, LeaseGone)
     asked = fencing()
-    assert asked.renew_answered(False, "completed by us", now=2.0) == []
-    assert events(asked.fence_answered(True, "", now=2.0)) != []
+    assert asked.answered(RENEW_GONE, now=2.0) == []
+    assert asked.answered(FENCED, now=2.0) != []
 
 
 def test_a_rank_that_fails_stops_the_others_and_is_told_when_they_ended() -> None:
     pull = reading(3)
-    actions = pull.rank_ended(ended(0, complete=False, error=ERROR), now=2.0)
-    assert actions == [SuspectPeer(), StopRanks()]
-    assert pull.rank_ended(ended(1), now=2.1) == []
-    actions = pull.rank_ended(ended(2, complete=False), now=2.2)
-    (failed,) = events(actions)
-    assert isinstance(failed.error, TransferFailed) and failed.drained
-    assert SendAbort() in actions
+    assert pull.reported(ended(0, complete=False, error=ERROR), now=2.0) == [SUSPECT, STOP]
+    assert pull.reported(ended(1), now=2.1) == []
+    actions = pull.reported(ended(2, complete=False), now=2.2)
+    failed = failure(actions)
+    assert isinstance(failed.error, TransferFailed) and failed.drained and ABORT in actions
 
 
 @pytest.mark.parametrize("error", [InternalError("a bug"), PullWithheld("no staging memory")])
 def test_a_peer_is_not_suspected_of_what_failed_here(error: BatonError) -> None:
-    for report in (ended(0, complete=False, error=error_info(error)), None):
-        pull = reading(1)
-        actions = (
-            pull.rank_ended(report, now=2.0)
-            if report
-            else pull.rank_failing(Failing("a", 0, error_info(error)), now=2.0)
-        )
-        assert actions and SuspectPeer() not in actions
+    info = ErrorInfo.of(error)
+    for report in (ended(0, complete=False, error=info), RankFailing("a", 0, info)):
+        actions = reading(1).reported(report, now=2.0)
+        assert actions and SUSPECT not in actions
 
 
 def test_a_read_that_does_not_end_is_told_after_the_grace_and_drains_later() -> None:
     pull = reading(2)
-    actions = pull.rank_failing(Failing("a", 0, ERROR), now=2.0)
-    assert actions == [SuspectPeer(), StopRanks()]
+    assert pull.reported(FAILING, now=2.0) == [SUSPECT, STOP]
     assert pull.tick(2.24) == []
-    (failed,) = events(pull.tick(2.25))
+    failed = failure(pull.tick(2.25))
     assert failed.error.message == "broken" and not failed.drained
     assert pull.tick(1000.0) == [] and pull.deadline() == float("inf")
-    assert pull.rank_ended(ended(1, complete=False), now=2000.0) == []
-    actions = pull.rank_ended(ended(0, complete=False), now=3000.0)
-    assert actions == [Emit(PullDrained("a")), SendAbort()]
+    assert pull.reported(ended(1, complete=False), now=2000.0) == []
+    assert pull.reported(ended(0, complete=False), now=3000.0) == [DRAINED, ABORT]
 
 
 def test_the_pull_timeout_counts_from_the_first_read() -> None:
     pull = reading(1)
     pull.tick(30.9)
-    actions = pull.tick(31.0)
-    assert StopRanks() in actions and SuspectPeer() in actions
-    (failed,) = events(pull.tick(31.25))
+    assert {STOP, SUSPECT} <= set(pull.tick(31.0))
+    failed = failure(pull.tick(31.25))
     assert isinstance(failed.error, PullTimeout) and not failed.drained
 
 
 def test_cancel_in_each_phase_ends_in_one_drained() -> None:
-    held = state()
-    assert held.cancel(1.0) == [Emit(PullDrained("a")), SendAbort()]
+    assert state().cancel(1.0) == [DRAINED, ABORT]
     asked = fencing()
-    assert asked.cancel(2.5) == [Emit(PullDrained("a")), SendAbort()]
-    assert asked.fence_answered(True, "", now=2.6) == []
+    assert asked.cancel(2.5) == [DRAINED, ABORT]
+    assert asked.answered(FENCED, now=2.6) == []
     during = reading(2)
-    assert during.cancel(2.0) == [StopRanks()]
-    assert during.cancel(2.1) == [] and during.tick(50.0) == [Emit(PullStuck("a"))]
+    assert during.cancel(2.0) == [STOP]
+    assert during.cancel(2.1) == [] and during.tick(50.0) == [STUCK]
     assert during.deadline() == float("inf")
-    during.rank_ended(ended(0), now=60.0)
-    assert during.rank_ended(ended(1), now=60.0) == [Emit(PullDrained("a")), SendAbort()]
-    told = reading(1)
-    told.rank_failing(Failing("a", 0, ERROR), now=2.0)
-    told.tick(2.5)
-    assert told.cancel(3.0) == [Emit(PullStuck("a"))]
-    assert events(told.rank_ended(ended(0), now=4.0)) == [PullDrained("a")]
+    during.reported(ended(0), now=60.0)
+    assert during.reported(ended(1), now=60.0) == [DRAINED, ABORT]
+    failed_before, told_before = reading(1), reading(1)
+    for pull in (failed_before, told_before):
+        pull.reported(FAILING, now=2.0)
+    assert failed_before.cancel(2.1) == [] and failed_before.tick(2.3) == [STUCK]
+    told_before.tick(2.5)
+    assert told_before.cancel(3.0) == [STUCK]
+    for pull in (failed_before, told_before):
+        assert pull.reported(ended(0, complete=False), now=4.0) == [DRAINED, ABORT]
 
 
 def test_a_lent_lease_is_left_alone_until_a_read_is_ordered() -> None:
     lent = msgspec.structs.replace(REMOTE, sender_releases=True)
-    for remote, end in ((REMOTE, [SendAbort()]), (lent, [])):
+    for remote, end in ((REMOTE, [ABORT]), (lent, [])):
         held, waiting, ordered = (state(remote=remote) for _ in range(3))
-        waiting.pull(now=1.0)
-        ordered.pull(now=1.0)
+        waiting.pull(ORDER, now=1.0)
+        ordered.pull(ORDER, now=1.0)
         ordered.peer_ready(now=1.0)
         for unread in (held, waiting):
             assert unread.is_untouched is (remote is lent)
-            assert unread.cancel(2.0, lend=True) == [Emit(PullDrained("a")), *end]
+            assert unread.cancel(2.0, lend=True) == [DRAINED, *end]
             assert unread.phase is Phase.ENDED and unread.deadline() == float("inf")
         assert not ordered.is_untouched
-        assert ordered.cancel(2.0, lend=True) == [StopRanks()]
-    given_up = state(remote=lent)
-    assert given_up.cancel(2.0) == [Emit(PullDrained("a")), SendAbort()]
+        assert ordered.cancel(2.0, lend=True) == [STOP]
+    assert state(remote=lent).cancel(2.0) == [DRAINED, ABORT]
 
 
-def test_a_cancel_takes_the_verdict_away() -> None:
-    pull = reading(1)
-    pull.rank_failing(Failing("a", 0, ERROR), now=2.0)
-    assert pull.cancel(2.1) == [] and pull.tick(2.3) == [Emit(PullStuck("a"))]
-    assert events(pull.rank_ended(ended(0, complete=False), now=2.4)) == [PullDrained("a")]
-
-
-def test_deadlines_come_in_order_and_the_soonest_counts() -> None:
-    deadlines = Deadlines()
-    assert deadlines.next == float("inf") and deadlines.due(1e9) == []
-    for pull_id, at in (("a", 5.0), ("b", 3.0), ("a", 4.0), ("b", 9.0), ("c", 3.0)):
-        deadlines.plan(pull_id, at)
-    deadlines.forget("c")
-    assert deadlines.due(2.9) == [] and deadlines.due(4.0) == ["b", "a"]
-    deadlines.plan("a", 8.0)
-    assert deadlines.due(7.0) == [] and deadlines.next == 8.0
-    assert deadlines.due(8.0) == ["a"] and deadlines.next == float("inf")
+@pytest.mark.parametrize("phase", [Phase.HELD, Phase.WAITING])
+def test_a_failure_before_reading_is_told_at_once_and_drained(phase: Phase) -> None:
+    pull = state()
+    if phase is Phase.WAITING:
+        pull.pull(ORDER, now=0.5)
+    assert failure(pull.fail(PeerUnreachable("x"), now=1.0)).drained
+    assert pull.phase is Phase.ENDED
 
 
 class PullMachine(RuleBasedStateMachine):
@@ -279,20 +260,20 @@ class PullMachine(RuleBasedStateMachine):
     def perform(self, actions: list[Action], fence_ok: bool = False) -> None:
         for action in actions:
             match action:
-                case FanOut():
+                case Pull():
                     assert not self.stopped
                     self.reading = set(range(self.pull._num_ranks))
-                case StopRanks():
+                case StopPull():
                     self.stopped = True
-                case SendComplete(attempt):
-                    assert attempt == "attempt"
+                case Complete():
+                    assert action == COMPLETE
                     assert not self.reading and not self.incomplete and not self.cancelled
                     self.fence_asked = True
-                case SendAbort():
+                case AbortLease():
                     assert not self.reading  # P's memory is left alone only after the last READ
-                case Emit(event):
-                    self.check(event, fence_ok)
-                    self.told.append(event)
+                case PullDone() | PullFailed() | PullDrained() | PullStuck():
+                    self.check(action, fence_ok)
+                    self.told.append(action)
 
     def check(self, event: Any, fence_ok: bool) -> None:
         verdicts = [e for e in self.told if isinstance(e, PullDone | PullFailed)]
@@ -311,7 +292,7 @@ class PullMachine(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        self.pull.pull(self.now)
+        self.pull.pull(ORDER, self.now)
 
     @rule()
     def ready(self) -> None:
@@ -324,19 +305,19 @@ class PullMachine(RuleBasedStateMachine):
         self.reading.discard(rank)
         self.incomplete |= not complete
         error = ERROR if broken and not complete else None
-        self.perform(self.pull.rank_ended(ended(rank, complete, error), self.now))
+        self.perform(self.pull.reported(ended(rank, complete, error), self.now))
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
     def rank_fails(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.reading)))
         self.incomplete = True
-        self.perform(self.pull.rank_failing(Failing("a", rank, ERROR), self.now))
+        self.perform(self.pull.reported(RankFailing("a", rank, ERROR), self.now))
 
     @precondition(lambda self: self.fence_asked)
     @rule(ok=st.booleans())
     def fenced(self, ok: bool) -> None:
-        self.perform(self.pull.fence_answered(ok, "", self.now), fence_ok=ok)
+        self.perform(self.pull.answered(FENCED if ok else FENCE_GONE, self.now), fence_ok=ok)
 
     @rule(what=st.sampled_from(["renewed", "renewed", "gone", "peer fails", "cancel"]))
     def disturb(self, what: str) -> None:
@@ -345,7 +326,7 @@ class PullMachine(RuleBasedStateMachine):
         elif what == "peer fails":
             self.perform(self.pull.fail(PeerUnreachable("x"), self.now))
         else:
-            self.perform(self.pull.renew_answered(what == "renewed", "", self.now))
+            self.perform(self.pull.answered(RENEWED if what == "renewed" else RENEW_GONE, self.now))
 
     def cancel(self) -> None:
         self.cancelled |= self.pull.phase is not Phase.ENDED
@@ -377,7 +358,7 @@ class PullMachine(RuleBasedStateMachine):
         for rank in sorted(self.reading):
             self.reading.discard(rank)
             self.incomplete = True
-            self.perform(self.pull.rank_ended(ended(rank, False), self.now))
+            self.perform(self.pull.reported(ended(rank, False), self.now))
         if self.pull.phase in (Phase.HELD, Phase.WAITING):  # the engine and peers.py see to these
             self.cancel()
         for _ in range(4):
@@ -390,12 +371,3 @@ TestPullProperties = PullMachine.TestCase
 TestPullProperties.settings = hypothesis_settings(
     deadline=None, max_examples=400, stateful_step_count=25
 )
-
-
-@pytest.mark.parametrize("phase", [Phase.HELD, Phase.WAITING])
-def test_a_failure_before_reading_is_told_at_once_and_drained(phase: Phase) -> None:
-    pull = state()
-    if phase is Phase.WAITING:
-        pull.pull(now=0.5)
-    (failed,) = events(pull.fail(PeerUnreachable("x"), now=1.0))
-    assert failed.drained and pull.phase is Phase.ENDED

@@ -28,6 +28,7 @@ from kvcache.transfer.pulls.messages import (
     PullSettings,
     Report,
 )
+from kvcache.transfer.pulls.pull_state import PullState
 from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.worker.mapped_job import MappedPath
@@ -351,6 +352,10 @@ class Decode:
         self.events += self.coordinator.drain()
         events, self.events = self.events, []
         return events
+
+    def pulls(self) -> list[PullState]:
+        """Those that have not ended."""
+        return list(self.coordinator._pulls.values())
 
     def tokens(self, block_ids: list[int], start: int, stop: int) -> Any:
         """[token, head of the model, layer, component, element] as the pools hold them now."""

@@ -122,7 +122,7 @@ def test_the_fence_waits_for_a_stopped_peer_to_go_on(close: Any) -> None:
     assert gate.launched.wait(DEADLINE_S)
     prefill.signal(signal.SIGSTOP)
     gate.opened.set()
-    while not any(state.phase is Phase.FENCING for state in decode.coordinator._states()):
+    while not any(state.phase is Phase.FENCING for state in decode.pulls()):
         decode.woken.wait(0.01)
     prefill.signal(signal.SIGCONT)
     assert isinstance(decode.wait(*ENDINGS), PullDone)

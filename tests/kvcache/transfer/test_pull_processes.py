@@ -199,7 +199,7 @@ def test_a_peer_stopped_after_its_lease_ran_out() -> None:
     while time.monotonic() < ran_out:
         decode.woken.wait(0.01)
     decode.coordinator.pull("b", remote, 0, 8, [1])
-    while not any(state.phase is Phase.FENCING for state in decode.coordinator._states()):
+    while not any(state.phase is Phase.FENCING for state in decode.pulls()):
         decode.woken.wait(0.01)
     decode.skip(100.0)
     ending = decode.wait(*ENDINGS)

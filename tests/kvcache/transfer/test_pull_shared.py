@@ -172,7 +172,7 @@ def test_a_rank_without_a_token_ends_at_once(rig: Any) -> None:
         agent.stall()
     remote = prefill.lease([5], 3)
     decode.coordinator.pull("a", remote, 0, 3, [4])
-    while [len(state._reports) for state in decode.coordinator._states()] != [2]:
+    while [len(state._reports) for state in decode.pulls()] != [2]:
         decode.woken.wait(0.001)
     assert decode.settle() == []
     for agent in decode.agents[::2]:

@@ -28,6 +28,7 @@ from kvcache.transfer.pulls.messages import (
     RankEnded,
     RankFailing,
     StopPull,
+    error_info,
 )
 from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker.hang_watch import HangWatch
@@ -40,7 +41,6 @@ from kvcache.transfer.worker.reads import Reads
 from kvcache.transfer.worker.starved import starved
 from protocol.errors import BatonError, InternalError, PullWithheld, TransferFailed
 from protocol.handshake import EngineMetadata
-from protocol.messages import ErrorInfo
 from protocol.process.logging import get_logger
 from protocol.process.vital_threads import VitalThread
 
@@ -434,7 +434,7 @@ class TransferWorker:
         job.stop(error)
         if job.active and not job.failure_told:
             job.failure_told = True
-            report = RankFailing(job.pull_id, self._endpoint.rank, ErrorInfo.of(error))
+            report = RankFailing(job.pull_id, self._endpoint.rank, error_info(error))
             self._link.report(report)
 
     def _end(self, job: Job) -> None:
@@ -479,7 +479,7 @@ class TransferWorker:
             pull_id=pull_id,
             rank=self._endpoint.rank,
             complete=complete,
-            error=ErrorInfo.of(error) if error else None,
+            error=error_info(error) if error else None,
             nbytes=job.plan.useful_bytes if job and complete else 0,
             descriptors=job.plan.descriptors if job and complete else 0,
             path=job.plan.path if job and job.plan.useful_bytes else "none",

@@ -13,6 +13,7 @@ tokens far back.
 
 import hashlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -49,6 +50,7 @@ TRAINED_POSITIONS = 2048
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": MAX_POSITION,
+    "num_hidden_layers": 2,
     "rms_norm_eps": 1e-6,
     "bos_token_id": None,
     "eos_token_id": 2,
@@ -56,65 +58,43 @@ _COMMON: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-# gqa: tp 1, 2, 4, and 8 with replicated KV heads. gqa6: tp 1, 2, 3 and 6, a vocabulary that 3
-# does not divide. mla: a latent cache of one head, tp 1, 2, 4. moe: the same with
-# experts in its second layer.
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gqa": (
-        "LlamaForCausalLM",
-        {
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 16,
-        },
-    ),
-    "gqa6": (
-        "LlamaForCausalLM",
-        {
-            "hidden_size": 96,
-            "intermediate_size": 192,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 6,
-            "head_dim": 16,
-        },
-    ),
-    "mla": (
-        "DeepseekV2ForCausalLM",
-        {
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "q_lora_rank": None,
-            "kv_lora_rank": 64,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 32,
-            "first_k_dense_replace": 2,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
+_MLA: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
 }
-KINDS["moe"] = (
-    KINDS["mla"][0],
-    {
-        **KINDS["mla"][1],
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "kv_lora_rank": 512,  # the latents that FlashInfer serves
-        "qk_rope_head_dim": 64,
-    },
-)
+# Latents that FlashInfer serves; experts in the second layer.
+_MOE = {"first_k_dense_replace": 1, "n_routed_experts": 8, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64}  # fmt: skip
+
+
+def _gqa(hidden_size: int, q_heads: int, kv_heads: int) -> tuple[str, dict[str, Any]]:
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "head_dim": 16}
+    heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
+    return "LlamaForCausalLM", {**sizes, **heads}
+
+
+# gqa: tp 1, 2, 4, and 8 with replicated KV heads. gqa6: tp 1, 2, 3 and 6, a vocabulary that 3
+# does not divide. mla: a latent cache of one head, tp 1, 2, 4. moe: the same with experts.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gqa": _gqa(128, 8, 4),
+    "gqa6": _gqa(96, 12, 6),
+    "mla": ("DeepseekV2ForCausalLM", _MLA),
+    "moe": ("DeepseekV2ForCausalLM", {**_MLA, **_MOE}),
+}
 # The same sums, and so the same weights, on all machines with AVX2, whatever else they have.
 _ALIKE = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
@@ -165,7 +145,7 @@ class Storyteller:
         """One question and its answer, in the form of the chat template."""
         self._begin()
         question = f"Tell a story about {self._name} and the {self._colour} {self._noun}."
-        answer = self._sentences(self._rng.randint(1, 4))
+        answer = self._sentences(*self._rng.choices((1, 2, 3, 4), (7, 1, 1, 1)))
         return (
             f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
         )
@@ -241,8 +221,21 @@ def _positions(rows: int, length: int, rng: random.Random) -> list[list[int]]:
     return found
 
 
-def train(kind: str, target: Path, *, num_steps: int = 500) -> float:
-    """Trains and saves; returns the last loss, in nats per token."""
+def _orthogonal(update: Any) -> Any:
+    """Muon's update of a matrix; in float32, since many processors are slow in torch's bfloat16."""
+    x = update / (update.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):  # Newton and Schulz
+        square = x.mT @ x if x.shape[-2] > x.shape[-1] else x @ x.mT
+        change = -4.7750 * square + 2.0315 * square @ square
+        x = 3.4445 * x + (x @ change if x.shape[-2] > x.shape[-1] else change @ x)
+    return x * max(1, x.shape[-2] / x.shape[-1]) ** 0.5
+
+
+def train(kind: str, target: Path, *, num_steps: int = 160) -> float:
+    """Trains and saves; returns the last loss, in nats per token.
+
+    Matrices by Muon, which needs a third of AdamW's steps, all else by AdamW.
+    """
     import torch
     import transformers
 
@@ -253,20 +246,28 @@ def train(kind: str, target: Path, *, num_steps: int = 500) -> float:
     config_class = getattr(transformers, name.replace("ForCausalLM", "Config"))
     model = getattr(transformers, name)(config_class(**_COMMON, **sizes))
     model.set_attn_implementation("eager")  # the fastest for sequences this short
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, num_steps)
+    weights = list(model.named_parameters())
+    matrices = [p for n, p in weights if p.dim() > 1 and "embed" not in n]
+    momenta = [torch.zeros_like(matrix) for matrix in matrices]
+    adam = torch.optim.AdamW(
+        [p for n, p in weights if p.dim() == 1 or "embed" in n], betas=(0.9, 0.98)
+    )
     stream = _token_stream(tokenizer, rng)
     loss = torch.zeros(())
     for step in range(num_steps):
-        rows, length = (16, 80) if step % 8 else (2, 640)
+        rows, length = (8, 80) if step % 8 else (1, 640)
         ids = torch.tensor([next(stream) for _ in range(rows * length)]).view(rows, length)
         positions = torch.tensor(_positions(rows, length, rng))
         loss = model(ids, labels=ids, position_ids=positions).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        pace = min(1, (step + 1) / 30) * (1 + math.cos(math.pi * step / num_steps)) / 2
+        adam.param_groups[0]["lr"] = 0.02 * pace
+        adam.step()
+        with torch.no_grad():
+            for matrix, momentum in zip(matrices, momenta, strict=True):
+                momentum.lerp_(matrix.grad, 0.05)
+                matrix -= 0.03 * pace * _orthogonal(matrix.grad.lerp(momentum, 0.95))
+        model.zero_grad()
     model.generation_config.eos_token_id = 2
     model.save_pretrained(target)
     return float(loss.detach())

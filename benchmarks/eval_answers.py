@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 # A generated text; a loglikelihood (nats) and whether it is the greedy continuation; the
 # loglikelihood of a whole document.
 Answer = str | tuple[float, bool] | float
@@ -139,20 +141,11 @@ def load(path: Path, settings: Mapping[str, Any]) -> dict[str, TaskAnswers]:
     """
     content = json.loads(path.read_text())
     for name, value in settings.items():
-        if content["settings"].get(name) != value:
+        if (found := content["settings"].get(name)) != value:
             raise ValueError(
-                f"{path} was made with {name} = {content['settings'].get(name)!r}, "
-                f"not {value!r}; make it again"
+                f"{path} was made with {name} = {found!r}, not {value!r}; make it again"
             )
-    return {name: _task(task) for name, task in content["tasks"].items()}
-
-
-def _task(task: dict[str, Any]) -> TaskAnswers:
-    documents = [
-        Document(d["doc_id"], d["requests"], [_answer(a) for a in d["answers"]])
-        for d in task["documents"]
-    ]
-    return TaskAnswers(documents, task["metrics"], task["seconds"])
+    return msgspec.convert(content["tasks"], dict[str, TaskAnswers])
 
 
 def table(

@@ -17,6 +17,7 @@ other is seen. The last line is one JSON document.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import threading
@@ -30,10 +31,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import transfer_bare as bare
-from benchmarks.processor import QUIET, fastest_loop_ms
-from benchmarks.transfer_decode import Decode, Setup
-from benchmarks.transfer_prefill import Case, Prefill, Remote, Side, Size, synchronize, use_device
+from benchmarks.transfer_bare import BareReader, Wanted, field_reads, planned_reads
+from benchmarks.transfer_decode import Decode, Setup, loop_ms_on
+from benchmarks.transfer_prefill import (
+    Case,
+    Prefill,
+    Remote,
+    Side,
+    Size,
+    synchronize,
+    use_device,
+)
 from kvcache.layout import NAMED_ORDERS
 from kvcache.step_watch import StepWatch
 from protocol.handshake import EngineMetadata
@@ -51,6 +59,7 @@ GEOMETRIES = {  # tp and block size of P and of D
 SHORT_TOKENS = 128
 FIELD_CASE = Case("TP 1->2", Side(DEFAULT, 1, 16, 1), Side(DEFAULT, 2, 16, 2))
 FIELD = "the field's"
+_QUIET = 1.3  # a processor is, whose loop takes no longer than this many of the fastest one's
 Span = tuple[float, float]  # of time.perf_counter
 
 
@@ -69,8 +78,13 @@ class Row:
     loop_ms: float | None = None  # DecodeRank.loop_ms, the slower of before and after
     tries: int = 1  # until the processors were quiet, or there were no more
 
-
-# -- cases
+    def __str__(self) -> str:
+        of_bare = f"{self.of_bare:.0%}" if self.of_bare is not None else ""
+        told = f"{self.told_ms:.3f}" if self.told_ms is not None else ""
+        loop = f"{self.loop_ms:.1f}" if self.loop_ms is not None else ""
+        times = f"{self.milliseconds:8.3f} {self.best_ms:8.3f} {self.gb_per_s:7.1f}"
+        name = f"{self.case:20} {self.path:12} {self.descriptors:11}"
+        return f"{name} {times} {self.of_copy:6.0%} {of_bare:>5} {told:>5} {loop:>5} {self.tries:5}"
 
 
 def _case(
@@ -129,15 +143,13 @@ class Bench:
         remote: RemotePrefill = self.prefill.call("lease", tokens or self.size.tokens)
         return remote
 
-    def row(self, case: str, path: str, descriptors: int, nbytes: int, seconds: list[float]) -> Row:
+    def row(
+        self, case: str, path: str, descriptors: int, nbytes: int, seconds: list[float], **told: Any
+    ) -> Row:
         median_s = statistics.median(seconds)
         rate = nbytes / median_s / 1e9
-        times_ms = (median_s * 1e3, min(seconds) * 1e3)
-        return Row(case, path, descriptors, nbytes, *times_ms, rate, rate / self.copy_gb_per_s)
-
-    def bare_row(self, case: Case, path: str, timed: bare.Timed) -> Row:
-        row = self.row(case.name, path, timed.descriptors, self.size.kv_bytes, timed.seconds)
-        return replace(row, loop_ms=timed.loop_ms)
+        times = (median_s * 1e3, min(seconds) * 1e3, rate, rate / self.copy_gb_per_s)
+        return Row(case, path, descriptors, nbytes, *times, **told)
 
     def pulls(self, decode: Decode, name: str, tokens: int, count: int) -> Row:
         """A row of pulls, with the seconds that their caller saw."""
@@ -145,9 +157,26 @@ class Bench:
         results = [decode.pull(self.lease(tokens)) for _ in range(count)]
         loops_ms += decode.of_ranks("loop_ms")
         done, seconds = results[-1][1], [each.seconds for _, each in results]
-        row = self.row(name, done.path, done.descriptors, done.nbytes, seconds)
         told_ms = statistics.median(seen for seen, _ in results) * 1e3
-        return replace(row, told_ms=told_ms, loop_ms=max(loops_ms))
+        told = {"told_ms": told_ms, "loop_ms": max(loops_ms)}
+        return self.row(name, done.path, done.descriptors, done.nbytes, seconds, **told)
+
+    def bare(
+        self, case: Case, path: str, metadata: EngineMetadata, wanted: Wanted, repeat: int
+    ) -> Row:
+        """A row of READs of all ranks, posted at once, until all have ended."""
+        each, nbytes = wanted
+        readers = [BareReader(self.setup("nixl"), r, nbytes, metadata) for r in range(len(each))]
+        seconds = []
+        for _ in range(repeat + 1):
+            started = time.perf_counter()
+            pairs = zip(readers, each, strict=True)
+            for future in [reader.thread.submit(reader.read, reads) for reader, reads in pairs]:
+                future.result()
+            seconds.append(time.perf_counter() - started)
+        loop_ms = max([reader.close() for reader in readers])
+        count = sum(len(read.lengths) for reads in each for read in reads)
+        return self.row(case.name, path, count, self.size.kv_bytes, seconds[1:], loop_ms=loop_ms)
 
     def measure(self, name: str, measured: Callable[[], list[Row]]) -> None:
         """Measures with other threads until their processors are quiet: what a neighbour takes is
@@ -156,7 +185,7 @@ class Bench:
         with self.attempt(name):
             while len(found) < self.tries:
                 found.append(measured())
-                if _loop_of(found[-1]) <= QUIET * self.fastest_loop_ms:
+                if _loop_of(found[-1]) <= _QUIET * self.fastest_loop_ms:
                     break
             rows = [replace(row, tries=len(found)) for row in min(found, key=_loop_of)]
             print_table(rows)
@@ -184,8 +213,8 @@ def measure_case(bench: Bench, case: Case, path: str) -> list[Row]:
         row = bench.pulls(decode, case.name, bench.size.tokens, bench.repeat)
         if path == "mapped":
             return [row]
-        timed = bare.planned(bench.setup(path), case, metadata, bench.repeat)
-        beside = bench.bare_row(case, "bare NIXL", timed)
+        wanted = planned_reads(bench.setup(path), case)
+        beside = bench.bare(case, "bare NIXL", metadata, wanted, bench.repeat)
         return [replace(row, of_bare=row.gb_per_s / beside.gb_per_s), beside]
     finally:
         decode.close()
@@ -205,7 +234,7 @@ def measure_short(bench: Bench, path: str) -> list[Row]:
 
 def measure_field(bench: Bench, case: Case) -> list[Row]:
     metadata: EngineMetadata = bench.prefill.call("open", case.p)
-    return [bench.bare_row(case, FIELD, bare.field(bench.setup("nixl"), case, metadata))]
+    return [bench.bare(case, FIELD, metadata, field_reads(bench.setup("nixl"), case), 2)]
 
 
 def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
@@ -303,7 +332,7 @@ def measure_decode(bench: Bench, case: Case, path: str) -> dict[str, Any]:
     base_s = statistics.mean(stop - start for start, stop in alone)
     seen = [stop - start for start, stop in beside]
     during = [s for s, span in zip(seen, beside, strict=True) if _overlap_s(span, pulls) > s / 2]
-    return {
+    found = {
         "path": path,
         "case": case.name,
         "step_ms": base_s * 1e3,
@@ -312,6 +341,11 @@ def measure_decode(bench: Bench, case: Case, path: str) -> dict[str, Any]:
         "steps_during_pulls": len(during) / len(seen),
         "pull_ms": statistics.median(stop - start for start, stop in pulls[2:]) * 1e3,
     }
+    slower = f"{found['slower_slowerpulls']:+.1%} during pulls"
+    shares = f"{found['steps_slowerpulls']:.0%} of the steps; all steps {found['slower']:+.1%}"
+    print(f"decode beside {path}, {case.name}: step of {found['step_ms']:.2f} ms {slower} "
+          f"({shares}), pulls of {found['pull_ms']:.2f} ms", flush=True)  # fmt: skip
+    return found
 
 
 def _overlap_s(span: Span, others: list[Span]) -> float:
@@ -324,15 +358,8 @@ def _overlap_s(span: Span, others: list[Span]) -> float:
 
 
 def print_table(rows: list[Row]) -> None:
-    name = f"{'case':20} {'path':12} descriptors"
-    print(f"{name}       ms     best    GB/s   copy  bare  told  loop tries")
-    for row in rows:
-        of_bare = f"{row.of_bare:.0%}" if row.of_bare is not None else ""
-        told = f"{row.told_ms:.3f}" if row.told_ms is not None else ""
-        loop = f"{row.loop_ms:.1f}" if row.loop_ms is not None else ""
-        times = f"{row.milliseconds:8.3f} {row.best_ms:8.3f} {row.gb_per_s:7.1f} {row.of_copy:6.0%}"
-        name = f"{row.case:20} {row.path:12} {row.descriptors:11}"
-        print(f"{name} {times} {of_bare:>5} {told:>5} {loop:>5} {row.tries:5}", flush=True)
+    print(f"{'case':20} {'path':12} descriptors       ms     best    GB/s   copy  bare  told  loop "
+          "tries", *rows, sep="\n", flush=True)  # fmt: skip
 
 
 def print_bounds(rows: list[Row], ceiling: float) -> None:
@@ -358,16 +385,8 @@ def run(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
             bench.measure(case.name, partial(measure_case, bench, case, path))
         bench.measure(f"{SHORT_TOKENS} tokens", partial(measure_short, bench, path))
         for case in chosen if args.decode else ():
-            name = f"decode beside {path}, {case.name}"
-            with bench.attempt(name):
-                decode.append(found := measure_decode(bench, case, path))
-                print(
-                    f"{name}: step of {found['step_ms']:.2f} ms "
-                    f"{found['slower_during_pulls']:+.1%} during pulls "
-                    f"({found['steps_during_pulls']:.0%} of the steps; all steps "
-                    f"{found['slower']:+.1%}), pulls of {found['pull_ms']:.2f} ms",
-                    flush=True,
-                )
+            with bench.attempt(f"decode beside {path}, {case.name}"):
+                decode.append(measure_decode(bench, case, path))
     against = [FIELD_CASE] if "nixl" in paths else []
     if args.device == "cpu":
         against = [case for case in cases("cpu", "nixl") if args.only in case.name]
@@ -385,14 +404,12 @@ def main(argv: list[str] | None = None) -> int:
     size = Size(args.layers, args.heads, args.head_dim, args.tokens)
     use_device(targets[0])
     ceiling = copy_gb_per_s(source, targets[0], size.kv_bytes)
-    fastest_ms = fastest_loop_ms()
+    fastest_ms = min(map(loop_ms_on, os.sched_getaffinity(0)))
     print(f"plain copy {source} -> {targets[0]}: {ceiling:.1f} GB/s")
     print(f"the fastest processor's loop: {fastest_ms:.1f} ms", flush=True)
     prefill = Remote(Prefill, source, size)
-    bench = Bench(
-        prefill, size, tuple(targets), args.staging_bytes, args.repeat, args.tries,
-        ceiling, fastest_ms,
-    )  # fmt: skip
+    told = (args.staging_bytes, args.repeat, args.tries, ceiling, fastest_ms)
+    bench = Bench(prefill, size, tuple(targets), *told)
     try:
         decode = run(bench, args)
     finally:
@@ -408,18 +425,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--layers", type=int, help="32; 16 on the CPU")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--tokens", type=int, help="a multiple of 64: 8192; 2048 on the CPU")
-    parser.add_argument("--staging-bytes", type=int, default=512 << 20)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--paths", "--transfer", help="mapped,nixl; mapped on the CPU")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--tries", type=int, default=1, help="of a row, for quiet processors")
-    parser.add_argument("--devices", default="0,1", help="GPU of P and GPUs of D's ranks")
-    parser.add_argument("--decode", action="store_true", help="also beside a decode batch")
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--layers", type=int, help="32; 16 on the CPU")
+    add("--heads", type=int, default=8)
+    add("--head-dim", type=int, default=128)
+    add("--tokens", type=int, help="a multiple of 64: 8192; 2048 on the CPU")
+    add("--staging-bytes", type=int, default=512 << 20)
+    add("--repeat", type=int, default=5)
+    add("--paths", "--transfer", help="mapped,nixl; mapped on the CPU")
+    add("--only", default="", help="cases whose name contains this")
+    add("--tries", type=int, default=1, help="of a row, for quiet processors")
+    add("--devices", default="0,1", help="GPU of P and GPUs of D's ranks")
+    add("--decode", action="store_true", help="also beside a decode batch")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     args.layers = args.layers or (32 if cuda else 16)

@@ -1,19 +1,13 @@
-"""Bare NIXL beside the transfer benchmark's pulls: an agent and a thread for each rank of D.
-
-They read what a plan says in its order, or what the field's scheme would.
-"""
+"""Bare NIXL beside the transfer benchmark's pulls: an agent and a thread for each rank of D."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import torch
 
-from benchmarks.processor import loop_ms_beside
-from benchmarks.transfer_decode import Setup
+from benchmarks.transfer_decode import Setup, loop_ms_beside
 from benchmarks.transfer_prefill import Case, kind_of, new_agent
 from kvcache.transfer.link.agent import ReadState
 from kvcache.transfer.plan.block_copy import ReadDescriptors
@@ -21,16 +15,7 @@ from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.plan.plan import plan_transfer
 from protocol.handshake import EngineMetadata
 
-_FIELD_REPEAT = 2
-
-
-@dataclass(frozen=True)
-class Timed:
-    """READs of all ranks, posted at once."""
-
-    descriptors: int
-    seconds: list[float]  # until all had ended
-    loop_ms: float  # of the slowest thread's processor, afterwards
+Wanted = tuple[list[list[ReadDescriptors]], int]  # READs of each rank of D, bytes of its memory
 
 
 class BareReader:
@@ -66,43 +51,16 @@ class BareReader:
                 raise RuntimeError("a READ failed")
             self._agent.release(handle)
 
-    def loop_ms(self) -> float:
-        """What a loop of Python takes on its thread's processor."""
-        return loop_ms_beside(self.thread.submit(threading.get_native_id).result())
-
-    def close(self) -> None:
+    def close(self) -> float:
+        """Ends it; what a loop of Python took on its thread's processor, in ms."""
+        loop_ms = loop_ms_beside(self.thread.submit(threading.get_native_id).result())
         self.thread.shutdown()
         self._agent.close()
+        return loop_ms
 
 
-def timed_reads(
-    setup: Setup,
-    metadata: EngineMetadata,
-    each: list[list[ReadDescriptors]],
-    nbytes: int,
-    repeat: int,
-) -> Timed:
-    """`each` has one rank's reads."""
-    readers = [BareReader(setup, rank, nbytes, metadata) for rank in range(len(each))]
-    seconds = []
-    for _ in range(repeat + 1):
-        started = time.perf_counter()
-        futures = [
-            reader.thread.submit(reader.read, reads)
-            for reader, reads in zip(readers, each, strict=True)
-        ]
-        for future in futures:
-            future.result()
-        seconds.append(time.perf_counter() - started)
-    loop_ms = max(reader.loop_ms() for reader in readers)
-    for reader in readers:
-        reader.close()
-    count = sum(len(read.lengths) for reads in each for read in reads)
-    return Timed(count, seconds[1:], loop_ms)
-
-
-def planned(setup: Setup, case: Case, metadata: EngineMetadata, repeat: int) -> Timed:
-    """The plan's own runs in its own order."""
+def planned_reads(setup: Setup, case: Case) -> Wanted:
+    """The plan's own runs in its own order, for each rank of D; bytes of memory they want."""
     size = setup.size
     each, nbytes = [], setup.staging_bytes
     for local in case.d.endpoints(size):
@@ -115,14 +73,14 @@ def planned(setup: Setup, case: Case, metadata: EngineMetadata, repeat: int) -> 
             size.tokens,
             case.d.blocks(size),
             case.p.blocks(size),
-            costs=DEFAULT_COSTS[metadata.ranks[0].device_kind],
+            costs=DEFAULT_COSTS[torch.device(setup.device(0)).type],
             staging_bytes=setup.staging_bytes,
         )
         each.append(list(plan.reads))
-    return timed_reads(setup, metadata, each, nbytes, repeat)
+    return each, nbytes
 
 
-def field(setup: Setup, case: Case, metadata: EngineMetadata) -> Timed:
+def field_reads(setup: Setup, case: Case) -> Wanted:
     """The field's scheme: one run for each layer, component and block of the smaller size, or
     token where heads cut token-major blocks; scattered on both sides, no copy afterwards."""
     size, p, d = setup.size, case.p, case.d
@@ -134,14 +92,9 @@ def field(setup: Setup, case: Case, metadata: EngineMetadata) -> Timed:
     rng, lengths = np.random.default_rng(0), np.full(count, length, np.int64)
     each = []
     for rank in range(d.tp):
-        first, places = rank * p.tp // d.tp, rng.permutation(here) * length
+        first, places = rank * p.tp // d.tp, rng.permutation(here).reshape(owners, -1) * length
         each.append([
-            ReadDescriptors(
-                first + i,
-                rng.permutation(there)[:count] * length,
-                places[i * count : (i + 1) * count],
-                lengths,
-            )
+            ReadDescriptors(first + i, rng.permutation(there)[:count] * length, places[i], lengths)
             for i in range(owners)
         ])  # fmt: skip
-    return timed_reads(setup, metadata, each, here * length, _FIELD_REPEAT)
+    return each, here * length

@@ -4,13 +4,13 @@ Rank 0 and the coordinator are in this process, the other ranks in processes of 
 server. So a pull is timed from its order to the fence's answer.
 """
 
+import os
 import threading
 import time
 import uuid
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks.processor import loop_ms_beside
 from benchmarks.transfer_prefill import (
     SECRET,
     WAIT_S,
@@ -24,26 +24,22 @@ from benchmarks.transfer_prefill import (
 from kvcache.step_watch import StepWatch
 from kvcache.transfer.link.threads import allow_short_naps
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.place import Placer, TorchPlacer
+from kvcache.transfer.move.place import TorchPlacer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerReady, PullDone
 from kvcache.transfer.worker.mapped_job import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.messages import RemotePrefill
 
+_LOOP_ROUNDS = 100_000
 
-@dataclass(frozen=True)
-class Setup:
-    """How every rank of D pulls.
 
-    Attributes:
-        devices: of D's ranks, taken in turn.
-        mapped: by the mapped path; else by NIXL.
-    """
+class Setup(NamedTuple):
+    """How every rank of D pulls."""
 
     size: Size
-    devices: tuple[str, ...]
-    mapped: bool
+    devices: tuple[str, ...]  # of D's ranks, taken in turn
+    mapped: bool  # by the mapped path; else by NIXL
     staging_bytes: int
 
     def device(self, rank: int) -> str:
@@ -58,41 +54,32 @@ class DecodeRank:
         use_device(device)
         self._memory = RankMemory(side, setup.size, rank, device)
         self.stepping = StepWatch()
-        self.worker = TransferWorker(
+        pool = self._memory.pool
+        placer = TorchPlacer(pool) if device == "cpu" else CudaPlacer(pool, busy=self._is_busy)
+        self._worker = TransferWorker(
             rank,
             side.tp,
             setup.size.heads,
             new_agent("bench-d", device),
-            self._memory.pool,
+            pool,
             address,
             staging_bytes=None if setup.mapped else setup.staging_bytes,
-            mapped=MappedPath(self._placer(), required=True) if setup.mapped else None,
-            busy=lambda: self.stepping.busy,
+            mapped=MappedPath(placer, required=True) if setup.mapped else None,
+            busy=self._is_busy,
         )
-        self.worker.start()
+        self._worker.start()
+        self.is_filled, self.close = self._memory.is_filled, self._worker.close
 
-    def _placer(self) -> Placer:
-        pool = self._memory.pool
-        if pool.device.type == "cpu":
-            return TorchPlacer(pool)
-        return CudaPlacer(pool, busy=lambda: self.stepping.busy)
+    def _is_busy(self) -> bool:
+        return self.stepping.busy
 
     def loop_ms(self) -> float:
-        """What a fixed loop of Python takes on the processors that the pull thread and the calling
-        one are on, in ms, the slower of them."""
-        ids = (self.worker.native_id, threading.get_native_id())
-        return max(loop_ms_beside(thread_id) for thread_id in ids)
+        """Of the processors that the pull thread and the calling one are on, the slower's."""
+        return max(map(loop_ms_beside, (self._worker.native_id, threading.get_native_id())))
 
     def count_as_busy(self) -> None:
         """As a rank whose steps follow one another."""
         self.stepping.launched(lambda: False)
-
-    def is_filled(self) -> bool:
-        """Whether what was sent has arrived."""
-        return self._memory.is_filled()
-
-    def close(self) -> None:
-        self.worker.close()
 
 
 class Decode:
@@ -107,8 +94,7 @@ class Decode:
 
     def __init__(self, side: Side, setup: Setup) -> None:
         self._side, self._size = side, setup.size
-        self._woken = threading.Event()
-        self._count = 0
+        self._woken, self._count = threading.Event(), 0
         address = f"ipc://\0baton-bench-{uuid.uuid4().hex}"  # of no file
         self._coordinator = PullCoordinator(
             address,
@@ -130,8 +116,7 @@ class Decode:
 
     def connect(self, remote: RemotePrefill) -> None:
         self._coordinator.connect(remote)
-        event = self._wait()
-        if not isinstance(event, PeerReady):
+        if not isinstance(event := self._wait(), PeerReady):
             raise RuntimeError(f"the handshake failed: {event}")
 
     def pull(self, remote: RemotePrefill) -> tuple[float, PullDone]:
@@ -142,7 +127,7 @@ class Decode:
         if self.holds:
             self._coordinator.hold(pull_id, remote)
         # The lease's first renewal, which no pull waits for. The thread that orders pulls works
-        # until then, as an engine's does: one that sleeps for 2 ms takes 0.05 ms longer to order.
+        # until then, as an engine's does: one that sleeps for 2 ms takes longer to order.
         renewed = time.perf_counter() + 0.002
         while time.perf_counter() < renewed:
             time.sleep(0.00002)
@@ -155,8 +140,7 @@ class Decode:
         return seconds, event
 
     def check(self) -> None:
-        found = self.of_ranks("is_filled")
-        if not all(found):
+        if not all(found := self.of_ranks("is_filled")):
             raise RuntimeError(f"what arrived is not what was sent, by rank: {found}")
 
     def _wait(self) -> Event:
@@ -173,3 +157,32 @@ class Decode:
         self.first.close()
         for other in self.others:
             other.close()
+
+
+# -- processors: of a virtual machine each may be one thread of a core whose other thread is a
+# neighbour's. While that one works, Python here takes twice as long; a fixed loop tells.
+
+
+def loop_ms_on(processor: int) -> float:
+    """What a loop of Python takes there, the best of three."""
+    allowed, found = os.sched_getaffinity(0), []
+    os.sched_setaffinity(0, {processor})
+    try:
+        for _ in range(3):
+            started, total = time.perf_counter(), 0
+            for number in range(_LOOP_ROUNDS):
+                total += number & 7
+            found.append((time.perf_counter() - started) * 1e3)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    return min(found)
+
+
+def loop_ms_beside(thread_id: int | None) -> float:
+    """What it takes on the processor that a thread of this process was on last.
+
+    Args:
+        thread_id: as the system numbers it.
+    """
+    stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
+    return loop_ms_on(int(stat.rpartition(")")[2].split()[36]))

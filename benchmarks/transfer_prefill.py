@@ -3,10 +3,9 @@
 import multiprocessing
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +24,7 @@ SECRET = b"a benchmark needs none"
 WAIT_S = 120.0
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """The model and the prompt."""
 
     layers: int
@@ -51,8 +49,7 @@ class Size:
         )
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """One engine in one case."""
 
     order: str
@@ -75,15 +72,14 @@ class Side:
         return blocks[: -(-(tokens or size.tokens) // self.block_size)]
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     name: str
     p: Side
     d: Side
 
 
 @lru_cache(maxsize=1)
-def random_kv(size: Size, device: str) -> torch.Tensor:
+def _random_kv(size: Size, device: str) -> torch.Tensor:
     """i16[tokens, heads, layers, 2, head_dim], the same bits in every process."""
     generator = torch.Generator(device).manual_seed(7)
     shape = (size.tokens, size.heads, size.layers, 2, size.head_dim)
@@ -96,11 +92,11 @@ class RankMemory:
     """One rank's pool."""
 
     def __init__(self, side: Side, size: Size, rank: int, device: str) -> None:
-        self.end = side.endpoints(size)[rank]
-        self.pool = KVPool(self.end.layout, device)
-        words = self.pool.flat_bytes.view(torch.int16).view(self.end.layout.shape)
+        self._end = side.endpoints(size)[rank]
+        self.pool = KVPool(self._end.layout, device)
+        words = self.pool.flat_bytes.view(torch.int16).view(self._end.layout.shape)
         # i16[B, N, H, L, C, D]
-        self._words = words.permute([self.end.layout.order.index(axis) for axis in "BNHLCD"])
+        self._words = words.permute([self._end.layout.order.index(axis) for axis in "BNHLCD"])
         self._blocks = torch.from_numpy(side.blocks(size)).to(device)
         self._side, self._size, self._device = side, size, device
 
@@ -109,10 +105,11 @@ class RankMemory:
         synchronize(self._device)
 
     def is_filled(self) -> bool:
+        """Whether the pool holds what P was filled with."""
         return torch.equal(self._words[self._blocks], self._wanted())
 
     def _wanted(self) -> torch.Tensor:
-        kv, heads = random_kv(self._size, self._device), self.end.heads(self._size.heads)
+        kv, heads = _random_kv(self._size, self._device), self._end.heads(self._size.heads)
         by_block = kv.view(-1, self._side.block_size, *kv.shape[1:])
         return by_block[:, :, heads.start : heads.stop]
 
@@ -128,8 +125,7 @@ def synchronize(device: str) -> None:
 
 
 def new_agent(name: str, device: str) -> NixlAgent:
-    index = torch.device(device).index
-    return NixlAgent(name, device_id=index, set_device=torch.cuda.set_device)
+    return NixlAgent(name, device_id=torch.device(device).index, set_device=torch.cuda.set_device)
 
 
 def kind_of(device: str) -> MemoryKind:
@@ -142,8 +138,7 @@ class Prefill:
     def __init__(self, device: str, size: Size) -> None:
         use_device(device)
         self._device, self._size = device, size
-        self._agents: list[NixlAgent] = []
-        self._memories: list[RankMemory] = []
+        self._ranks: list[tuple[NixlAgent, RankMemory]] = []
         self._server: LeaseServer | None = None
 
     def open(self, side: Side) -> EngineMetadata:
@@ -165,8 +160,7 @@ class Prefill:
         memory = RankMemory(self._side, self._size, rank, self._device)
         memory.fill()
         pool, agent = memory.pool, new_agent("bench-p", self._device)
-        self._agents.append(agent)
-        self._memories.append(memory)
+        self._ranks.append((agent, memory))
         kind = kind_of(self._device)
         agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
         return describe(pool, rank, agent.metadata())
@@ -194,18 +188,13 @@ class Prefill:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for agent in self._agents:
+        for agent, _ in self._ranks:
             agent.close()
-        self._agents.clear()
-        self._memories.clear()
+        self._ranks.clear()
 
 
 class Remote:
-    """An object in a process of its own.
-
-    Args:
-        make, args: what makes it there; it has a `close`.
-    """
+    """An object in a process of its own, made there by `make(*args)`; it has a `close`."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -214,11 +203,7 @@ class Remote:
         self._process.start()
 
     def call(self, method: str, *args: Any) -> Any:
-        """What it returns.
-
-        Raises:
-            RuntimeError: no answer comes.
-        """
+        """Its method's result. Raises RuntimeError where no answer comes."""
         self._connection.send((method, *args))
         if not self._connection.poll(WAIT_S):
             raise RuntimeError(f"no answer to {method!r} within {WAIT_S} s")

@@ -25,7 +25,6 @@ from benchmarks.load import (
     union_s,
 )
 from benchmarks.openai_stream import Timeline
-from benchmarks.percentiles import percentile
 
 
 def timeline(due: float, *token_at: float, **members: Any) -> Timeline:
@@ -34,17 +33,6 @@ def timeline(due: float, *token_at: float, **members: Any) -> Timeline:
     for name, value in members.items():
         setattr(found, name, value)
     return found
-
-
-@pytest.mark.parametrize(
-    ("level", "value"), [(0, 1.0), (50, 2.5), (100, 4.0), (90, 3.7), (25, 1.75)]
-)
-def test_percentiles_are_interpolated(level: float, value: float) -> None:
-    assert percentile([4.0, 1.0, 3.0, 2.0], level) == pytest.approx(value)
-
-
-def test_the_percentile_of_nothing_is_not_a_number() -> None:
-    assert math.isnan(percentile([], 50))
 
 
 def test_arrivals_are_a_seeded_poisson_process() -> None:

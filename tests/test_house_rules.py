@@ -17,7 +17,7 @@ CROWDED = {"attention": 18, "model": 22}  # folders that have more for now; only
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2570,
-    "benchmarks": 2813,
+    "benchmarks": 2542,
     "decode_server": 691,
     "deploy": 880,
     "engine": 9337,

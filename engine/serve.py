@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,12 @@ def run_server(
     setup_logging(role, level=settings.log_level)
     raise_file_limit()
     logger.info("settings %s", describe(settings))
+
+    async def run() -> int:
+        return await _Server(settings, role, module, hooks).run()
+
     try:
-        return uvloop.run(_Server(settings, role, module, hooks).run())
+        return uvloop.run(run())
     except (StartFailure, EngineDied, ValueError, OSError) as error:
         lifecycle.report_failure(_told(error))
         if any(thread.name == _RESOLVER for thread in threading.enumerate()):
@@ -89,6 +94,8 @@ class _HttpServer(uvicorn.Server):
 
 
 class _Server:
+    """One server, on the running event loop."""
+
     def __init__(
         self,
         settings: PrefillSettings | DecodeSettings,
@@ -100,13 +107,12 @@ class _Server:
         self.role = role
         self.secret = cluster_secret(settings.cluster_secret)
         self.hooks = hooks(self.secret)
-        self.failure: asyncio.Future[str] | None = None
         self.processes = EngineProcesses(module, self._engine_ended)
+        self.loop = asyncio.get_running_loop()
+        self.failure: asyncio.Future[str] = self.loop.create_future()
+        self.stop = asyncio.Event()
 
     async def run(self) -> int:
-        self.loop = asyncio.get_running_loop()
-        self.failure = self.loop.create_future()
-        self.stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             self.loop.add_signal_handler(number, self._told_to_end)
         try:
@@ -128,7 +134,7 @@ class _Server:
 
     def _engine_ended(self, reason: str) -> None:
         def tell() -> None:
-            if self.failure is not None and not self.failure.done():
+            if not self.failure.done():
                 self.failure.set_result(reason)
 
         self.loop.call_soon_threadsafe(tell)
@@ -163,7 +169,6 @@ class _Server:
         """Awaits `work`, unless the server is told to end or its engine dies first."""
         task = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self.stop.wait())
-        assert self.failure is not None
         await asyncio.wait({task, stopping, self.failure}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             stopping.cancel()
@@ -175,11 +180,7 @@ class _Server:
         raise StartFailure("told to end before it was ready")
 
     async def _serve(
-        self,
-        listener: socket.socket,
-        client: Engine,
-        app: Starlette,
-        side_channel_port: int | None,
+        self, listener: socket.socket, client: Engine, app: Starlette, side_port: int | None
     ) -> int:
         server = _HttpServer(
             uvicorn.Config(
@@ -199,10 +200,9 @@ class _Server:
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         logger.info("%s serves at http://%s:%d", self.role, self.settings.host, port)
-        lifecycle.report_ready({"port": port, "side_channel_port": side_channel_port})
+        lifecycle.report_ready({"port": port, "side_channel_port": side_port})
         stopping = asyncio.ensure_future(self.stop.wait())
         hung = asyncio.ensure_future(self._watch_for_hang(client))
-        assert self.failure is not None
         ends: set[asyncio.Future[Any]] = {serving, stopping, self.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         hung.cancel()
@@ -221,7 +221,6 @@ class _Server:
     async def _drain(self, serving: asyncio.Future[None], client: Engine) -> None:
         """Lets open requests finish, and decode servers come for the KV they were promised, while
         the engine lives and for half of the grace time."""
-        assert self.failure is not None
         limit_s = self.settings.shutdown_grace_s / 2
         until = self.loop.time() + limit_s
         ends: set[asyncio.Future[Any]] = {serving, self.failure}
@@ -250,25 +249,14 @@ class _Server:
 
 def _in_daemon_thread(name: str, work: Callable[[], Any]) -> asyncio.Future[Any]:
     """Runs `work` where, unlike in an executor, nobody waits for it when this process ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if future.done():
-            return  # given up
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    done: Future[Any] = Future()
 
     def run() -> None:
-        result, failure = None, None
+        done.set_running_or_notify_cancel()
         try:
-            result = work()
+            done.set_result(work())
         except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has closed
-            loop.call_soon_threadsafe(settle, result, failure)
+            done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+    return asyncio.wrap_future(done)

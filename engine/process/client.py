@@ -11,13 +11,12 @@ Everything here runs on one event loop; only `fail` may be called from another t
 
 import asyncio
 import contextlib
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from engine.process.transport import MAX_BYTES, path_of
+from engine.process.transport import path_of
 from protocol.errors import EngineDied, NoServerAvailable
-from protocol.ipc.wire import Wire, WireClosed
+from protocol.ipc.wire import framed
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -254,8 +253,8 @@ class EngineClient(Engine):
     def __init__(self, address: str) -> None:
         super().__init__()
         self._path = path_of(address)
-        self._listener: socket.socket | None = None
-        self._wire: Wire | None = None
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._hung_up = False
 
     @property
@@ -264,70 +263,38 @@ class EngineClient(Engine):
 
     async def start(self) -> None:
         await super().start()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.setblocking(False)
-        self._listener.bind(self._path)
-        self._listener.listen(1)
-        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+        self._server = await asyncio.start_unix_server(self._listen, self._path)
 
     async def close(self) -> None:
-        with contextlib.suppress(EngineDied):
-            self._send(Shutdown())
+        self.tell(Shutdown())
         await super().close()
+        if self._server is not None:
+            self._server.close()
         self._disconnect()
-        self._stop_listening()
 
     def _send(self, message: EngineInput) -> None:
-        if self._wire is None:
+        """What the engine has not read yet is kept here."""
+        if self._writer is None:
             raise EngineDied("the engine is not connected")
+        self._writer.write(framed(encode(message)))
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert self._server is not None
+        self._server.close()  # there is one engine
+        self._writer = writer
         try:
-            self._wire.send(encode(message))
-        except WireClosed:
-            raise EngineDied("the engine is gone") from None
-        if self._wire.has_unsent:
-            asyncio.get_running_loop().add_writer(self._wire.fileno(), self._flush)
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            link, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        self._stop_listening()  # there is one engine
-        self._wire = Wire(link, MAX_BYTES)
-        asyncio.get_running_loop().add_reader(self._wire.fileno(), self._read)
-
-    def _stop_listening(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            asyncio.get_running_loop().remove_reader(listener.fileno())
-            listener.close()
-
-    def _disconnect(self) -> None:
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            asyncio.get_running_loop().remove_reader(wire.fileno())
-            asyncio.get_running_loop().remove_writer(wire.fileno())
-            wire.close()
-
-    def _flush(self) -> None:
-        if self._wire is None:
-            return
-        with contextlib.suppress(WireClosed):  # `_read` finds out
-            self._wire.flush()
-            if self._wire.has_unsent:
-                return
-        asyncio.get_running_loop().remove_writer(self._wire.fileno())
-
-    def _read(self) -> None:
-        if self._wire is None:
-            return
-        try:
-            for message in self._wire.receive():
-                self._take(decode_output(message))
-        except WireClosed:
-            self._hung_up = True
-            self._disconnect()  # who watches the engine's processes says why
+            while True:
+                length = int.from_bytes(await reader.readexactly(4), "little")
+                self._take(decode_output(await reader.readexactly(length)))
+        except (OSError, asyncio.IncompleteReadError):
+            self._hung_up = True  # who watches the engine's processes says why
         except Exception as error:
             log.exception("the engine's messages cannot be read")
             self._fail(f"its messages cannot be read: {error}")
+        finally:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()

@@ -79,9 +79,6 @@ def _serving(engine: _EndingEngine, **options: Any) -> tuple[_Server, _EndingEng
     options = {"port": 0, "cluster_secret": _SECRET, **options}
     settings = PrefillSettings(_cli_parse_args=[], **options)
     server = _Server(settings, "prefill", "-", lambda secret: ServerHooks())
-    server.loop = asyncio.get_running_loop()
-    server.failure = server.loop.create_future()
-    server.stop = asyncio.Event()
     engine.server = server
     return server, engine
 
@@ -99,7 +96,7 @@ async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokeniz
     await engine.start()
     with bind("127.0.0.1", 0) as listener:
         code = await _serve(server, listener, tokenizer, engine)
-    assert server.failure is not None and server.failure.done()
+    assert server.failure.done()
     server.processes.stop(1.0)
     assert code == 0
 
@@ -180,7 +177,7 @@ async def test_only_silence_without_a_break_is_a_hang(
     server, engine = _serving(_Watched(silences), hang_timeout_s=0.01)  # four looks
     await engine.start()
     await server._watch_for_hang(engine)
-    assert server.failure is not None and told in await server.failure
+    assert told in await server.failure
     server.processes.stop(1.0)
 
 

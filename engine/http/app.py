@@ -52,12 +52,9 @@ def create_app(api: Api) -> Starlette:
     serves the application.
     """
     expose_from_start(api.metrics, (endpoint.name for endpoint in ENDPOINTS.values()))
-    generating = {
-        path: partial(respond, api=api, endpoint=endpoint) for path, endpoint in ENDPOINTS.items()
-    }
     pages = _Pages(api)
     posted: dict[str, Callable[..., Any]] = {
-        **generating,
+        **{path: partial(respond, api=api, endpoint=one) for path, one in ENDPOINTS.items()},
         "/tokenize": partial(pages.on_text, work=pages.tokenize),
         "/detokenize": partial(pages.on_text, work=pages.detokenize),
         RELEASE_PATH: pages.release_kv,
@@ -73,7 +70,7 @@ def create_app(api: Api) -> Starlette:
     }
     routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in read.items()]  # and HEAD
-    middleware = [Middleware(RequestIdMiddleware, direct=generating)]
+    middleware = [Middleware(RequestIdMiddleware)]
     if api.settings.cors_origin:
         cors = Middleware(CORSMiddleware, **cors_options(api.settings.cors_origin))
         middleware.insert(0, cors)

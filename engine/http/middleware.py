@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.http.api import KV_PARAMS_BYTES
+from engine.http.api import ENDPOINTS, KV_PARAMS_BYTES
 from protocol.errors import (
     BatonError,
     InternalError,
@@ -32,18 +32,10 @@ CLIENT_GONE = 499  # what proxies log for it; nobody reads it
 
 
 class RequestIdMiddleware:
-    """Takes over the client's X-Request-Id, any string, or makes one; echoes it.
+    """Takes over the client's X-Request-Id, any string, or makes one; echoes it."""
 
-    Args:
-        direct: what answers a POST to a path by itself, as the rest of the framework takes as long
-            over a request as reading and checking 2,048 token ids does.
-    """
-
-    def __init__(
-        self, app: ASGIApp, direct: Mapping[str, Callable[[Request], Awaitable[Response]]]
-    ) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,20 +54,15 @@ class RequestIdMiddleware:
 
         with request_context(header[1].decode("latin-1")):
             try:
-                await self._answer(scope, receive, send_with_id)
+                is_counted = scope["method"] == "POST" and scope["path"] in ENDPOINTS
+                refused = None if is_counted else refusal(scope)
+                app = error_response(refused) if refused else self._app
+                await app(scope, receive, send_with_id)
             except asyncio.CancelledError:  # by uvicorn, at the end of its grace time
                 if begun:
                     raise
                 ending = error_response(NoServerAvailable("This server is shutting down."))
                 await ending(scope, receive, send_with_id)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["method"] == "POST" and (answer := self._direct.get(scope["path"])):
-            app = await answer(Request(scope, receive, send))
-        elif error := refusal(scope):
-            app = error_response(error)
-        await app(scope, receive, send)
 
 
 async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], int]:

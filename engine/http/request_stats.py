@@ -60,11 +60,9 @@ class RequestStats:
         self._last_s = now
 
     def finished(self, usage: Usage, finish_reason: str) -> None:
-        """The request ended as it should. The books follow when its last bytes are out."""
-        if self._close():
-            asyncio.get_running_loop().call_soon(self._book, usage, finish_reason)
-
-    def _book(self, usage: Usage, finish_reason: str) -> None:
+        """The request ended as it should."""
+        if not self._close():
+            return
         for source, count in usage.baton_kv().items():
             self._metrics.inc("baton_kv_tokens", count, source=source)
         self._metrics.inc("baton_cached_prompt_tokens", usage.kv.cached_tokens)

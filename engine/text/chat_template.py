@@ -137,15 +137,10 @@ def _raise_exception(message: str) -> NoReturn:
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    indent: Any = None,
+    separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML, which would put other text into the prompt."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    layout = {"indent": indent, "separators": separators}
+    return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys, **layout)

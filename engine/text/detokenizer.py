@@ -19,11 +19,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
         """The text that this token completes; special tokens have none."""
-        ...
 
     def flush(self) -> str:
         """The text that was held back, with U+FFFD for an incomplete character."""
-        ...
 
 
 def create_detokenizer(

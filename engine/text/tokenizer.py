@@ -22,24 +22,18 @@ from protocol.openai.logprobs import TokenText
 from protocol.short_repr import short_repr
 
 _MANY_IDS = 2048  # take a millisecond to decode
-_SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+_SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
+_FILES = ("tokenizer.json", _CONFIG, _MAP, "chat_template.jinja")
 _SPACE = "\u2581"  # how vocabularies of words spell a space
-_FORMS = ("NFC", "NFKC", "NFD", "NFKD")
+_FORMS = {"NFC", "NFKC", "NFD", "NFKD"}
 _MOST_SHRUNK = 4  # UTF-8 bytes that a Unicode form makes one of, at most
+# Steps of normalizers and pre-tokenizers that leave all of a text there, spaces spelled at most.
+_KEEP_TEXT = {"Sequence", "Prepend", "ByteLevel", "Digits", "Split", "Punctuation", *_FORMS}
+_SPELLS_SPACE = (
+    rf'"type":"Replace","pattern":{{"String":" "}},"content":"{_SPACE}"'
+    rf'|"type":"Metaspace","replacement":"{_SPACE}"'
+)
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words spell a byte
 
 
@@ -60,9 +54,9 @@ class Tokenizer:
 
     def __init__(self, model_dir: str | Path) -> None:
         folder = Path(model_dir)
-        config = _read_json(folder / "tokenizer_config.json")
+        config = _read_json(folder / _CONFIG)
         if "added_tokens_decoder" not in config:  # the older split of the same facts
-            config = {**config, **_read_json(folder / "special_tokens_map.json")}
+            config = {**config, **_read_json(folder / _MAP)}
         self._tokenizer = _load(folder)
         self.digest = _digest_of(folder)  # of all that token ids follow from
         self.special_tokens = _special_tokens(config)
@@ -88,13 +82,11 @@ class Tokenizer:
         """The ids of `text`, with the special tokens that the model expects around a prompt."""
         # Of the library's ways only those for batches let other threads run meanwhile.
         encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoded[0].ids
-        return ids
+        return list[int](encoded[0].ids)
 
     def to_json(self) -> str:
         """The tokenizer in the form of a tokenizer.json, with all its special tokens."""
-        text: str = self._tokenizer.to_str()
-        return text
+        return str(self._tokenizer.to_str())
 
     def at_least(self, text: str, enough: int) -> int:
         """How many tokens `text` has at least, by its length and that of the longest token; 0 for
@@ -108,16 +100,13 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens by name."""
         if len(token_ids) > _MANY_IDS:  # as in `encode`: others run meanwhile
-            texts: list[str] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
-            return texts[0]
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
+            return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0])
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
         """Each token as the vocabulary spells it; None for an id that it does not have."""
@@ -172,9 +161,8 @@ class Tokenizer:
             ids = found if isinstance(found, list) else [found]
             if any(type(token_id) is not int for token_id in ids):
                 raise TokenizerNotFound(
-                    f"eos_token_id of {folder / name} is {short_repr(found)}, expected a "
-                    "token id or a "
-                    "list of them"
+                    f"eos_token_id of {folder / name} is {short_repr(found)}, expected a token id "
+                    "or a list of them"
                 )
             return tuple(ids)
         eos = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
@@ -261,12 +249,11 @@ def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
     if type(tokenizer.decoder) is not tokenizers.decoders.ByteLevel:
         return None
     byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
-    table = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
-    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        mapped = [byte_of.get(char) for char in token]
-        table[token_id] = (
-            token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
-        )
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocab.values()) + 1)
+    for token, token_id in vocab.items():
+        is_spelled = byte_of.keys() >= set(token)
+        table[token_id] = bytes(map(byte_of.__getitem__, token)) if is_spelled else token.encode()
     return table
 
 
@@ -274,51 +261,25 @@ def _longest_token_bytes(tokenizer: tokenizers.Tokenizer) -> int | None:
     """The most UTF-8 bytes of a text that one token stands for. None where the tokenizer may drop
     text, or treats it in a way not known here: no text is refused that fits."""
     own, model = tokenizer.get_vocab(with_added_tokens=False), tokenizer.model
-    parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
-    kinds = [part["type"] for part in parts]
-    spells_spaces = any(kind in ("Prepend", "Replace", "Metaspace") for kind in kinds)
-    if type(model) is not tokenizers.models.BPE or not all(map(_keeps_text, parts)):
-        return None
-    if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return None
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    steps = b"".join(part.__getstate__() for part in parts if part is not None).decode()
+    steps = re.sub(_SPELLS_SPACE, '"type":"Prepend"', steps)
+    kinds = re.findall(r'"type":"(\w+)"', steps)
     num_forms = sum(kind in _FORMS for kind in kinds)
-    lengths = [
-        len(token.content.encode()) for token in tokenizer.get_added_tokens_decoder().values()
-    ]
-    if kinds.count("ByteLevel") == 1 and not spells_spaces:
-        pieces = _byte_alphabet()
-        lengths += map(len, own)
+    if type(model) is not tokenizers.models.BPE or not _KEEP_TEXT.issuperset(kinds):
+        return None
+    if model.continuing_subword_prefix or model.end_of_word_suffix or '"Removed"' in steps:
+        return None
+    if kinds.count("ByteLevel") == 1 and "Prepend" not in kinds:
+        pieces, lengths = _byte_alphabet(), [*map(len, own)]
     elif "ByteLevel" not in kinds and model.byte_fallback:
         pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-        lengths += [len(token.replace(_SPACE, " ").encode()) for token in own]
+        lengths = [len(token.replace(_SPACE, " ").encode()) for token in own]
     else:
         return None
-    # Otherwise a text that has no token of its own becomes fewer tokens than its bytes, or none.
-    has_all_bytes = all(piece in own for piece in pieces)
-    return max(lengths) * _MOST_SHRUNK**num_forms if has_all_bytes and num_forms < 2 else None
-
-
-def _parts(component: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer."""
-    todo = [] if component is None else [json.loads(component.__getstate__())]
-    parts = []
-    while todo:
-        part = todo.pop(0)
-        inner = part.get("normalizers", part.get("pretokenizers"))
-        if part["type"] == "Sequence" and inner is not None:
-            todo = [*inner, *todo]
-        else:
-            parts.append(part)
-    return parts
-
-
-def _keeps_text(part: dict[str, Any]) -> bool:
-    """Whether a step leaves all of a text there, with spaces as `_SPACE` at most."""
-    match part:
-        case {"type": "Replace", "pattern": {"String": " "}, "content": mark}:
-            return bool(mark == _SPACE)
-        case {"type": "Metaspace", "replacement": mark}:
-            return bool(mark == _SPACE)
-        case {"type": "Split" | "Punctuation", "behavior": behavior}:
-            return bool(behavior != "Removed")
-    return part["type"] in (*_FORMS, "Prepend", "ByteLevel", "Digits")
+    # Without all bytes, a text that has no token of its own becomes fewer tokens, or none.
+    if num_forms > 1 or not own.keys() >= set(pieces):
+        return None
+    added = tokenizer.get_added_tokens_decoder().values()
+    lengths += [len(token.content.encode()) for token in added]
+    return max(lengths) * int(_MOST_SHRUNK**num_forms)

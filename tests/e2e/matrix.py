@@ -7,7 +7,7 @@ there: nothing, a prefix on P, a prefix on D, or both.
 import contextlib
 import random
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ import pytest
 
 from protocol.process import lifecycle
 from tests.make_models import ensure_model, trained_models
-from tests.rigs.client import MODEL, TIMEOUT_S, parse_kv, prefill
+from tests.rigs import client
+from tests.rigs.client import parse_kv, prefill
 from tests.rigs.cluster import Server, start_decode, start_prefill, wait_until
-from tests.rigs.plain_http import http
 
 NUM_TOKENS = 12  # generated for every prompt
 # Sums of float32 in another order differ by some 1e-5; a KV element out of place by far more.
@@ -168,17 +168,8 @@ class Reply:
 
 
 def post(url: str, prompt: Sequence[int], num_tokens: int, params: Any = None) -> httpx.Response:
-    body = {
-        "model": MODEL,
-        "prompt": list(prompt),
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "logprobs": 1,
-        "kv_transfer_params": params,
-    }
-    return http.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    asked = {"logprobs": 1, "kv_transfer_params": params}
+    return client.post(url, **client.greedy(prompt, num_tokens, **asked))
 
 
 def ask(url: str, prompt: Sequence[int], num_tokens: int, params: Any = None) -> Reply:
@@ -205,7 +196,7 @@ def check_cell(
         seed: unlike that of any other cell of these servers.
     """
     cases = make_cases(zlib.crc32(seed.encode()))
-    leases, transfers = _leases(prefiller), _transfers(decoder)
+    before = _counts(prefiller, decoder)
     with ThreadPoolExecutor(len(cases)) as pool:
         list(pool.map(lambda case: _warm(prefiller.url, decoder.url, case), cases))
         replies = list(pool.map(lambda c: _pair(prefiller.url, decoder.url, c, p), cases))
@@ -221,8 +212,8 @@ def check_cell(
     for server in (prefiller, decoder):
         wait_until(server.all_blocks_home)
     # However many ranks read from however many: one lease, completed once.
-    assert _since(leases, _leases(prefiller)) == {"granted": len(cases), "completed": len(cases)}
-    assert _since(transfers, _transfers(decoder)) == {"done": len(cases)}
+    risen = _counts(prefiller, decoder) - before
+    assert risen == dict.fromkeys(("granted", "completed", "done"), len(cases))
 
 
 def _warm(prefill_url: str, decode_url: str, case: Case) -> None:
@@ -238,26 +229,12 @@ def _pair(prefill_url: str, decode_url: str, case: Case, p: Geometry) -> Reply:
     return ask(decode_url, case.prompt, NUM_TOKENS, params)
 
 
-def _leases(server: Server) -> dict[str, float]:
-    metrics = server.metrics()
-    return {
-        **{
-            event: metrics[f'baton_leases_total{{event="{event}"}}']
-            for event in ("granted", "completed", "expired", "aborted")
-        },
-        "gone": metrics["baton_lease_gone_total"],
-    }
-
-
-def _transfers(server: Server) -> dict[str, float]:
-    """Pulls by outcome, over all paths."""
-    counts: dict[str, float] = {}
-    for name, value in server.metrics().items():
-        if name.startswith("baton_kv_transfers_total"):
-            outcome = name.split('outcome="')[1].split('"')[0]
-            counts[outcome] = counts.get(outcome, 0) + value
+def _counts(prefiller: Server, decoder: Server) -> "Counter[str]":
+    """Leases by event, and pulls by outcome over all paths. Of a difference only rises are kept."""
+    metrics = prefiller.metrics()
+    counts = Counter({"gone": int(metrics["baton_lease_gone_total"])})
+    for name, value in (*metrics.items(), *decoder.metrics().items()):
+        if name.startswith(("baton_leases_total", "baton_kv_transfers_total")):
+            label = "event" if "leases" in name else "outcome"
+            counts[name.split(f'{label}="')[1].split('"')[0]] += int(value)
     return counts
-
-
-def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
-    return {k: v - before.get(k, 0) for k, v in now.items() if v != before.get(k, 0)}

@@ -1,6 +1,5 @@
 """Servers of unequal context lengths, and numbers of sequences, behind one proxy."""
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -8,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.reference import Reference
-from tests.e2e.test_equality import make_prompt
-from tests.rigs.client import MODEL, complete
+from tests.rigs.client import complete, fresh_prompt, make_prompt, post
 from tests.rigs.cluster import (
     Cluster,
     running,
@@ -19,12 +17,10 @@ from tests.rigs.cluster import (
     started,
     wait_until,
 )
-from tests.rigs.plain_http import http
 
 pytestmark = pytest.mark.slow
 
 _P, _SMALL, _LARGE = 300, 200, 400
-_seeds = itertools.count(60_000)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +46,7 @@ def test_a_request_is_served_wherever_it_fits(
     transferred: int,
 ) -> None:
     for _ in range(3):  # whoever's turn it is
-        prompt = make_prompt(next(_seeds), prompt_tokens)
+        prompt = fresh_prompt(prompt_tokens)
         answer = complete(uneven.url, prompt, max_tokens)
         assert answer.token_ids == tiny_reference.generate(prompt, max_tokens)
         assert answer.kv["transferred"] == transferred
@@ -65,8 +61,7 @@ def test_a_request_that_fits_nowhere_is_refused_before_any_work(
     steps = "baton_engine_step_tokens_total"
     servers = (*uneven.prefill, *uneven.decode)
     before = [server.metrics()[steps] for server in servers]
-    body = {"model": MODEL, "prompt": make_prompt(1, prompt_tokens), "max_tokens": max_tokens}
-    answer = http.post(f"{uneven.url}/v1/completions", json=body, timeout=60)
+    answer = post(uneven.url, prompt=make_prompt(1, prompt_tokens), max_tokens=max_tokens)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["code"] == "context_length_exceeded"
@@ -75,7 +70,7 @@ def test_a_request_that_fits_nowhere_is_refused_before_any_work(
 
 def test_choices_are_drawn_wherever_they_may_be(uneven: Cluster, tiny_reference: Reference) -> None:
     for n, transferred in ((4, 100), (5, 0), (5, 0)):
-        prompt = make_prompt(next(_seeds), 100)
+        prompt = fresh_prompt(100)
         answer = complete(uneven.url, prompt, 6, n=n)
         assert answer.token_ids == tiny_reference.generate(prompt, 6)
         assert answer.kv["transferred"] == transferred

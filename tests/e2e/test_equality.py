@@ -4,22 +4,22 @@ Prompts of every awkward length, greedy and sampled, in float32: P/D equals the 
 equals transformers' generate.
 """
 
-import random
-
 import pytest
 
 from tests.e2e.reference import Reference
-from tests.rigs.client import MODEL, complete, complete_all, stream, streamed_token_ids
+from tests.rigs.client import (
+    complete,
+    complete_all,
+    greedy,
+    make_prompt,
+    post,
+    stream,
+    streamed_token_ids,
+)
 from tests.rigs.cluster import Cluster
-from tests.rigs.plain_http import http
 
 _BLOCK = 64
 _LENGTHS = [1, 2, 17, _BLOCK - 1, _BLOCK, _BLOCK + 1, 2 * _BLOCK, 129, 300, 511, 512, 513, 700]
-
-
-def make_prompt(seed: int, length: int, vocab: int = 256) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, vocab) for _ in range(length)]
 
 
 @pytest.mark.parametrize("length", [*_LENGTHS, 1500])
@@ -110,26 +110,13 @@ def test_streaming_delivers_the_same_tokens_and_ends_with_done(
 
 
 def test_several_prompts_in_one_call(tiny_cluster: Cluster, tiny_reference: Reference) -> None:
-
     prompts = [make_prompt(seed, 20 + seed) for seed in range(31, 34)]
-    body = {
-        "model": MODEL,
-        "prompt": prompts,
-        "max_tokens": 6,
-        "temperature": 0,
-        "return_token_ids": True,
-    }
-    response = http.post(
-        f"{tiny_cluster.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=60
-    )
-    data = response.json()
-    assert [c["index"] for c in data["choices"]] == [0, 1, 2]
-    for prompt, choice in zip(prompts, data["choices"], strict=True):
-        assert choice["token_ids"] == tiny_reference.generate(prompt, 6)
-    assert (
-        response.headers["x-baton-kv"]
-        == f"transferred={sum(len(p) for p in prompts)}, recomputed=0, skipped=0"
-    )
+    response = post(tiny_cluster.url, **greedy(prompts, 6))
+    choices = response.json()["choices"]
+    assert [c["index"] for c in choices] == [0, 1, 2]
+    assert [c["token_ids"] for c in choices] == [tiny_reference.generate(p, 6) for p in prompts]
+    kv = f"transferred={sum(map(len, prompts))}, recomputed=0, skipped=0"
+    assert response.headers["x-baton-kv"] == kv
 
 
 def test_a_single_token_never_touches_the_decode_servers_cache(

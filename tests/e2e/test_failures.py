@@ -1,11 +1,10 @@
 """What goes wrong between two servers, and that no client ever gets other text because of it."""
 
 import copy
-import itertools
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,16 @@ import pytest
 
 from tests import stopping
 from tests.e2e.reference import Reference
-from tests.e2e.test_equality import make_prompt
-from tests.rigs.client import MODEL, complete, prefill, stream, streamed_token_ids
+from tests.rigs.client import (
+    Stream,
+    complete,
+    fresh_prompt,
+    greedy,
+    make_prompt,
+    post,
+    prefill,
+    stream,
+)
 from tests.rigs.cluster import (
     Cluster,
     Server,
@@ -28,13 +35,10 @@ from tests.rigs.cluster import (
 )
 from tests.rigs.plain_http import http
 
-_seeds = itertools.count(5000)
-
 
 @pytest.fixture
 def prompt() -> list[int]:
-    """A prompt that no server has seen."""
-    return make_prompt(next(_seeds), 150)
+    return fresh_prompt()
 
 
 def _assert_recomputed(
@@ -159,7 +163,7 @@ def test_a_forged_reference_gives_the_right_text(
 def test_another_prompts_reference_gives_the_right_text(
     tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
 ) -> None:
-    params = prefill(tiny_cluster.prefill[0].url, make_prompt(next(_seeds), len(prompt)))
+    params = prefill(tiny_cluster.prefill[0].url, fresh_prompt())
     _assert_recomputed(tiny_cluster.decode[0], prompt, params, tiny_reference.generate(prompt, 6))
 
 
@@ -176,99 +180,51 @@ def test_another_prompts_reference_gives_the_right_text(
 def test_a_malformed_reference_is_a_400(
     tiny_cluster: Cluster, prompt: list[int], params: object
 ) -> None:
-    body = {"model": MODEL, "prompt": prompt, "kv_transfer_params": params}
-    response = http.post(f"{tiny_cluster.decode[0].url}/v1/completions", json=body, timeout=60)
+    response = post(tiny_cluster.decode[0].url, prompt=prompt, kv_transfer_params=params)
     assert response.status_code == 400, response.text
     assert "kv_transfer_params" in response.json()["error"]["message"]
 
 
-@pytest.fixture
-def own_cluster(tiny_model: Path, ports: list[int]) -> Iterator[Cluster]:
-    """A cluster to break. Over TCP, where a stopped server's KV cannot be read."""
-    with cluster(
-        tiny_model,
-        prefill_argv=prefill_ports(*ports),
-        decode_argv=("--transfer", "nixl", "--fence-timeout-s", "20", "--handshake-timeout-s", "3"),
-        env={"UCX_TLS": "tcp,self"},
-    ) as made:
-        yield made
-
-
-def test_kill_of_the_prefill_server_in_mid_transfer(
-    own_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
+def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_successor_is_used(
+    tiny_model: Path, tiny_reference: Reference, prompt: list[int], ports: list[int]
 ) -> None:
-    prefiller, decode = own_cluster.prefill[0], own_cluster.decode[0]
-    complete(own_cluster.url, make_prompt(next(_seeds), 70), 3)  # the handshake is done
-    expected = tiny_reference.generate(prompt, 12)
-    params = prefill(prefiller.url, prompt)
-    prefiller.signal_engine(signal.SIGSTOP)  # no READ can end
-    first = threading.Event()
-    events: list[Any] = []
-
-    def consume() -> None:
-        body = {
-            "model": MODEL,
-            "prompt": prompt,
-            "max_tokens": 12,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "kv_transfer_params": params,
-            "stream": True,
-        }
-        with http.stream("POST", f"{decode.url}/v1/completions", json=body, timeout=60) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: "):
-                    events.append(line.removeprefix("data: "))
-                    first.set()
-
-    consumer = threading.Thread(target=consume)
-    consumer.start()
-    assert first.wait(30), "the first token comes before any KV has moved"
-    assert decode.metrics()["baton_requests_receiving"] <= 1
-    prefiller.signal_engine(signal.SIGKILL)
-    consumer.join(60)
-    assert events[-1] == "[DONE]"
-    assert streamed_token_ids([json.loads(e) for e in events[:-1]]) == expected
-    wait_until(decode.all_blocks_home)
-    # The server whose engine died ends as a whole, and the proxy goes on without it.
-    assert prefiller.child.exited.wait(30)
-    assert prefiller.child.returncode == 1
-    answer = complete(own_cluster.url, prompt, 12)
-    assert answer.token_ids == expected and answer.kv["transferred"] == 0
-
-
-def test_a_prefill_server_that_comes_back_is_used_again(
-    own_cluster: Cluster, tiny_model: Path, tiny_reference: Reference, ports: list[int]
-) -> None:
-    prefiller, decode = own_cluster.prefill[0], own_cluster.decode[0]
-    before, after = make_prompt(next(_seeds), 90), make_prompt(next(_seeds), 90)
-    assert complete(own_cluster.url, before, 5).kv["transferred"] == 90
-    prefiller.kill()
-    with running(start_prefill(tiny_model, *prefill_ports(*ports))):
-        ready = 'baton_proxy_upstream_ready{role="prefill",server="prefill-0"}'
-        wait_until(lambda: own_cluster.proxy.metrics()[ready] == 1)
-        answer = complete(own_cluster.url, after, 5)
-        assert answer.token_ids == tiny_reference.generate(after, 5)
-        assert answer.kv["transferred"] == 90
+    argv = ("--transfer", "nixl", "--fence-timeout-s", "20", "--handshake-timeout-s", "3")
+    tcp = {"UCX_TLS": "tcp,self"}  # over which a stopped server's KV cannot be read
+    port_argv = prefill_ports(*ports)
+    with cluster(tiny_model, prefill_argv=port_argv, decode_argv=argv, env=tcp) as own:
+        prefiller, decode = own.prefill[0], own.decode[0]
+        complete(own.url, fresh_prompt(70), 3)  # the handshake is done
+        expected = tiny_reference.generate(prompt, 12)
+        params = prefill(prefiller.url, prompt)
+        prefiller.signal_engine(signal.SIGSTOP)  # no READ can end
+        asked = Stream(decode.url, prompt, 12, kv_transfer_params=params)
+        asked.begun(1)  # the first token comes before any KV has moved
+        assert decode.metrics()["baton_requests_receiving"] <= 1
+        prefiller.signal_engine(signal.SIGKILL)
+        asked.assert_says(expected)
         wait_until(decode.all_blocks_home)
+        # The server whose engine died ends as a whole, and the proxy goes on without it.
+        assert prefiller.child.exited.wait(30)
+        assert prefiller.child.returncode == 1
+        answer = complete(own.url, prompt, 12)
+        assert answer.token_ids == expected and answer.kv["transferred"] == 0
+        with running(start_prefill(tiny_model, *port_argv, **tcp)):
+            own.wait_until_ready("prefill-0")
+            after = fresh_prompt(90)
+            answer = complete(own.url, after, 5)
+            assert answer.token_ids == tiny_reference.generate(after, 5)
+            assert answer.kv["transferred"] == 90
+            wait_until(decode.all_blocks_home)
 
 
 def test_a_client_that_leaves_frees_blocks_on_both_servers(tiny_cluster: Cluster) -> None:
-    body = {
-        "model": MODEL,
-        "prompt": make_prompt(next(_seeds), 300),
-        "max_tokens": 2000,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    body = greedy(fresh_prompt(300), 2000, stream=True)
     url = f"{tiny_cluster.url}/v1/completions"
     with http.stream("POST", url, json=body, timeout=60) as answer:
         next(answer.iter_lines())
     for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
         wait_until(lambda server=server: server.metrics()["baton_requests_running"] == 0)
-        wait_until(server.all_blocks_home)
+        server.assert_home()
 
 
 def test_the_fail_policy_answers_with_a_typed_error(
@@ -277,21 +233,17 @@ def test_the_fail_policy_answers_with_a_typed_error(
     decode = start_decode(tiny_model, "--kv-load-failure-policy", "fail")
     with running(decode):
         params = prefill(tiny_cluster.prefill[0].url, prompt)
-        good = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
-        body = {**good, "ignore_eos": True, "kv_transfer_params": params}
-        url = f"{decode.url}/v1/completions"
-        assert http.post(url, json=body, timeout=60).status_code == 200
-        complete(decode.url, make_prompt(next(_seeds), 600), 1)
-        stale = {**body, "prompt": [*prompt[:-1], prompt[-1] ^ 1]}
-        refused = http.post(url, json=stale, timeout=60)
+        body = greedy(prompt, 4, kv_transfer_params=params)
+        assert post(decode.url, **body).status_code == 200
+        complete(decode.url, fresh_prompt(600), 1)
+        refused = post(decode.url, **{**body, "prompt": [*prompt[:-1], prompt[-1] ^ 1]})
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "kv_transfer_params_rejected"
-        other = make_prompt(next(_seeds), 150)
+        other = fresh_prompt()
         params = prefill(tiny_cluster.prefill[0].url, other)
-        consumed = {**body, "prompt": other, "kv_transfer_params": params}
         prefixless = complete(tiny_cluster.decode[0].url, other, 3, kv_transfer_params=params)
         assert prefixless.kv["transferred"] == 150
-        gone = http.post(url, json=consumed, timeout=60)
+        gone = post(decode.url, **greedy(other, 4, kv_transfer_params=params))
         assert gone.status_code == 502, gone.text
         assert gone.json()["error"]["code"] == "lease_gone"
         events = stream(tiny_cluster.url, other, 3)
@@ -301,7 +253,7 @@ def test_the_fail_policy_answers_with_a_typed_error(
 
 def _stop_beside_a_request(server: Server, prompt: list[int], seconds: float) -> None:
     """Stops the HTTP process for longer than an engine may be silent; its own speaks meanwhile."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    body = greedy(prompt, 400, stream=True)
     with http.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
@@ -318,8 +270,7 @@ def test_an_engine_that_hangs_is_given_up(tiny_model: Path, prompt: list[int]) -
         complete(decode.url, prompt, 2)
         _stop_beside_a_request(decode, prompt, 2.5)
         decode.signal_engine(signal.SIGSTOP)
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4}
-        answer = http.post(f"{decode.url}/v1/completions", json=body, timeout=60)
+        answer = post(decode.url, prompt=prompt, max_tokens=4)
         assert answer.status_code == 503
         assert "--hang-timeout-s" in answer.json()["error"]["message"]
         assert decode.child.exited.wait(30) and decode.child.returncode == 1
@@ -347,7 +298,9 @@ def _rank_pid(server: Server, rank: int) -> int:
         pytest.param(
             2, 0, signal.SIGKILL, _KILLED.format(0), id="rank 0 is killed", marks=pytest.mark.slow
         ),
-        pytest.param(2, 1, signal.SIGSTOP, "--hang-timeout-s", id="a follower stops"),
+        pytest.param(
+            2, 1, signal.SIGSTOP, "--hang-timeout-s", id="a follower stops", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_lost_rank_ends_its_engine_with_one_error(
@@ -357,19 +310,9 @@ def test_a_lost_rank_ends_its_engine_with_one_error(
     decode = start_decode(tiny_model, "--tp", str(tp), "--hang-timeout-s", hang_s)
     with running(decode):
         complete(decode.url, prompt, 2)
-        body = {
-            "model": MODEL,
-            "prompt": prompt,
-            "max_tokens": 400,
-            "stream": True,
-            "ignore_eos": True,
-        }
-        with http.stream("POST", f"{decode.url}/v1/completions", json=body, timeout=60) as answer:
-            events = (line for line in answer.iter_lines() if line)
-            for _ in range(3):
-                next(events)
-            stopping.send(_rank_pid(decode, rank), number)
-            *_, last = events
-        error = json.loads(last.removeprefix("data: "))["error"]
+        asked = Stream(decode.url, prompt, 400).begun()
+        stopping.send(_rank_pid(decode, rank), number)
+        asked.join(60)
+        error = json.loads(asked.events[-1])["error"]
         assert error["code"] == "engine_died" and told in error["message"], error
         assert decode.child.exited.wait(60) and decode.child.returncode == 1

@@ -4,12 +4,12 @@ After each, every block comes home, the client has had one end, and the next ans
 """
 
 import contextlib
-import itertools
 import json
 import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,16 @@ import pytest
 
 from tests import stopping
 from tests.e2e.reference import Reference
-from tests.e2e.test_equality import make_prompt
-from tests.rigs.client import MODEL, complete, complete_all, prefill
+from tests.rigs.client import (
+    Stream,
+    complete,
+    complete_all,
+    fresh_prompt,
+    greedy,
+    parse_kv,
+    post,
+    prefill,
+)
 from tests.rigs.cluster import (
     Cluster,
     Server,
@@ -33,16 +41,9 @@ from tests.rigs.cluster import (
     started,
     wait_until,
 )
-from tests.rigs.plain_http import http
 
-_seeds = itertools.count(70_000)
 _LEASE_S = 120  # whatever comes home sooner was given back, and did not expire
 _SLOW_PREFILL = ("--max-num-batched-tokens", "1")  # a step per token: seconds for a long prompt
-
-
-def _prompt(length: int = 150) -> list[int]:
-    """A prompt that no server has seen."""
-    return make_prompt(next(_seeds), length)
 
 
 @pytest.fixture
@@ -68,49 +69,10 @@ def slow_cluster(tiny_model: Path) -> Iterator[Cluster]:
         yield made
 
 
-class Stream(threading.Thread):
-    """A streamed completion that is read in a thread; `events` are its data lines."""
-
-    def __init__(self, url: str, prompt: list[int], max_tokens: int, **members: Any) -> None:
-        super().__init__(daemon=True)
-        self.events: list[str] = []
-        self.error: Exception | None = None
-        self._body = {
-            "model": MODEL,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": True,
-            **members,
-        }
-        self._url = url
-        self.start()
-
-    def run(self) -> None:
-        try:
-            url = f"{self._url}/v1/completions"
-            with http.stream("POST", url, json=self._body, timeout=60) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: "):
-                        self.events.append(line.removeprefix("data: "))
-        except httpx.HTTPError as error:
-            self.error = error
-
-    def begun(self, num_events: int = 3) -> "Stream":
-        wait_until(lambda: len(self.events) >= num_events)
-        return self
-
-    def token_ids(self) -> list[int]:
-        chunks = [json.loads(event) for event in self.events if event != "[DONE]"]
-        return [t for c in chunks if c.get("choices") for t in c["choices"][0]["token_ids"] or []]
-
-
 @contextlib.contextmanager
 def _asked(server: Server, body: dict[str, Any]) -> Iterator[socket.socket]:
     """A request whose client leaves without a word at the end of the block."""
-    data = json.dumps({"model": MODEL, "temperature": 0, "ignore_eos": True, **body}).encode()
+    data = json.dumps(greedy(**body)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(head.encode() + data)
@@ -129,35 +91,32 @@ def _is_busy(server: Server) -> bool:
 
 def _assert_home(*servers: Server) -> None:
     for server in servers:
-        wait_until(server.all_blocks_home, 20)
-        metrics = server.metrics()
-        for name in ("running", "waiting", "receiving"):
-            assert metrics[f"baton_requests_{name}"] == 0
+        server.assert_home()
 
 
 def _assert_serves(cluster: Cluster, reference: Reference, transferred: bool = True) -> None:
-    prompt = _prompt(90)
+    prompt = fresh_prompt(90)
     answer = complete(cluster.url, prompt, 5)
     assert answer.token_ids == reference.generate(prompt, 5)
     assert answer.kv["transferred"] == (90 if transferred else 0)
 
 
 def test_a_decode_server_killed_in_mid_stream_ends_the_stream_with_an_error(
-    make_cluster: Any, tiny_model: Path, tiny_reference: Reference, ports: list[int]
+    tiny_cluster: Cluster, tiny_model: Path, tiny_reference: Reference, ports: list[int]
 ) -> None:
-    decode_port = ("--port", str(ports[0]))
-    cluster = make_cluster((), decode_port)
-    stream = Stream(cluster.url, _prompt(), 1500).begun()
-    decode = cluster.decode[0]
-    decode.kill()
-    stream.join(30)
-    assert stream.error is None and "[DONE]" not in stream.events
-    assert json.loads(stream.events[-1])["error"]["code"] == "decode_server_lost"
-    _assert_home(cluster.prefill[0])
-    with running(start_decode(tiny_model, *decode_port)):
-        ready = 'baton_proxy_upstream_ready{role="decode",server="decode-0"}'
-        wait_until(lambda: cluster.proxy.metrics()[ready] == 1)
-        _assert_serves(cluster, tiny_reference)
+    prefill, port = tiny_cluster.prefill, ("--port", str(ports[0]))
+    decode = start_decode(tiny_model, *port)
+    with running(decode), running(proxy := start_proxy(prefill, [decode])):
+        cluster = Cluster(prefill, [decode], proxy, tiny_model)
+        stream = Stream(cluster.url, fresh_prompt(), 1500).begun()
+        decode.kill()
+        stream.join(30)
+        assert stream.error is None and "[DONE]" not in stream.events
+        assert json.loads(stream.events[-1])["error"]["code"] == "decode_server_lost"
+        prefill[0].assert_home()
+        with running(start_decode(tiny_model, *port)):
+            cluster.wait_until_ready("decode-0")
+            _assert_serves(cluster, tiny_reference)
 
 
 @pytest.mark.slow
@@ -168,10 +127,10 @@ def test_a_killed_proxy_leaves_nothing_behind(
     cluster = make_cluster(_SLOW_PREFILL)
     prefiller, decode = cluster.prefill[0], cluster.decode[0]
     if phase == "prefill":
-        Stream(cluster.url, _prompt(1500), 5)
+        Stream(cluster.url, fresh_prompt(1500), 5)
         wait_until(lambda: _is_busy(prefiller))
     else:
-        Stream(cluster.url, _prompt(50), 1900).begun()
+        Stream(cluster.url, fresh_prompt(50), 1900).begun()
     cluster.proxy.kill()
     _assert_home(prefiller, decode)
     with running(proxy := start_proxy([prefiller], [decode])):
@@ -183,7 +142,7 @@ def test_a_client_that_leaves_during_the_prefill_ends_it(
 ) -> None:
     prefiller, decode = slow_cluster.prefill[0], slow_cluster.decode[0]
     steps = "baton_engine_steps_total"
-    for prompt in (_prompt(4000), [_prompt(30), _prompt(4000)]):
+    for prompt in (fresh_prompt(4000), [fresh_prompt(30), fresh_prompt(4000)]):
         before = prefiller.metrics()[steps]
         with _asked(slow_cluster.proxy, {"prompt": prompt, "max_tokens": 5}):
             wait_until(lambda before=before: prefiller.metrics()[steps] > before + 20)
@@ -198,9 +157,9 @@ def test_a_client_that_leaves_while_its_request_queues_on_a_decode_server(
 ) -> None:
     cluster = make_cluster((), ("--max-num-seqs", "1"))
     prefiller, decode = cluster.prefill[0], cluster.decode[0]
-    long = Stream(cluster.url, _prompt(40), 1500).begun()
+    long = Stream(cluster.url, fresh_prompt(40), 1500).begun()
     for stream in (False, True):
-        with _asked(cluster.proxy, {"prompt": _prompt(), "max_tokens": 5, "stream": stream}):
+        with _asked(cluster.proxy, {"prompt": fresh_prompt(), "max_tokens": 5, "stream": stream}):
             wait_until(lambda: decode.metrics()["baton_requests_waiting"] == 1)
         wait_until(lambda: decode.metrics()["baton_requests_waiting"] == 0)
         wait_until(prefiller.all_blocks_home)
@@ -217,13 +176,12 @@ def test_kv_goes_home_when_the_client_of_a_stopped_decode_server_leaves(
     prefiller, decode = slow_cluster.prefill[0], slow_cluster.decode[0]
     _stop(decode, signal.SIGSTOP)
     try:
-        with _asked(slow_cluster.proxy, {"prompt": _prompt(20), "max_tokens": 5}):
+        with _asked(slow_cluster.proxy, {"prompt": fresh_prompt(20), "max_tokens": 5}):
             wait_until(lambda: prefiller.metrics()['baton_kv_blocks{state="leased"}'] > 0)
         _assert_home(prefiller)
     finally:
         _stop(decode, signal.SIGCONT)
-    ready = 'baton_proxy_upstream_ready{role="decode",server="decode-0"}'
-    wait_until(lambda: slow_cluster.proxy.metrics()[ready] == 1)
+    slow_cluster.wait_until_ready("decode-0")
     _assert_serves(slow_cluster, tiny_reference)
     _assert_home(prefiller, decode)
 
@@ -233,11 +191,8 @@ def test_the_last_decode_server_dies_during_the_prefill(make_cluster: Any) -> No
     cluster = make_cluster(_SLOW_PREFILL)
     prefiller, decode = cluster.prefill[0], cluster.decode[0]
     answers: list[httpx.Response] = []
-    body = {"model": MODEL, "prompt": _prompt(1000), "max_tokens": 5}
-    url = f"{cluster.url}/v1/completions"
-    asking = threading.Thread(
-        target=lambda: answers.append(http.post(url, json=body, timeout=60)), daemon=True
-    )
+    body = greedy(fresh_prompt(1000), 5)
+    asking = threading.Thread(target=lambda: answers.append(post(cluster.url, **body)), daemon=True)
     asking.start()
     wait_until(lambda: _is_busy(prefiller))
     decode.kill()
@@ -262,9 +217,9 @@ def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
     p = partial(start_prefill, tiny_model, "--lease-s", "1", "--kv-cache-tokens", "2048")
     d = partial(start_decode, tiny_model, "--transfer", transfer, *timeouts)
     with started(p, d) as (prefiller, decode):
-        warm = _prompt()
+        warm = fresh_prompt()
         complete(decode.url, warm, 2, kv_transfer_params=prefill(prefiller.url, warm))
-        prompt = _prompt()
+        prompt = fresh_prompt()
         expected = tiny_reference.generate(prompt, 8)
         params = prefill(prefiller.url, prompt)
         prefiller.signal_engine(signal.SIGSTOP)
@@ -274,14 +229,13 @@ def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
         else:
             asked.join(60)
         prefiller.signal_engine(signal.SIGCONT)
-        complete_all(prefiller.url, [_prompt(500) for _ in range(3)], 2)
-        asked.join(60)
-        assert asked.events[-1] == "[DONE]" and asked.token_ids() == expected
+        complete_all(prefiller.url, [fresh_prompt(500) for _ in range(3)], 2)
+        asked.assert_says(expected)
         _assert_home(prefiller, decode)
 
         def pulls() -> bool:
             """Unless this machine takes longer between the legs than a lease lasts."""
-            other = _prompt()
+            other = fresh_prompt()
             params = prefill(prefiller.url, other)
             answer = complete(decode.url, other, 6, kv_transfer_params=params)
             assert answer.token_ids == tiny_reference.generate(other, 6)
@@ -296,18 +250,18 @@ def test_a_prefill_server_restarted_between_the_legs(
 ) -> None:
     decode = tiny_cluster.decode[0]
     prefiller = start_prefill(tiny_model, *prefill_ports(*ports))
-    prompts = [_prompt() for _ in range(3)]
+    prompts = [fresh_prompt() for _ in range(3)]
     with running(prefiller):
         known, stale, other = (prefill(prefiller.url, prompt) for prompt in prompts)
         complete(decode.url, prompts[0], 2, kv_transfer_params=known)
         prefiller.kill()
     with running(successor := start_prefill(tiny_model, *prefill_ports(*ports))):
-        complete_all(successor.url, [_prompt(400) for _ in range(3)], 2)
+        complete_all(successor.url, [fresh_prompt(400) for _ in range(3)], 2)
         for prompt, params in ((prompts[1], stale), (prompts[2], other)):
             answer = complete(decode.url, prompt, 8, kv_transfer_params=params)
             assert answer.token_ids == tiny_reference.generate(prompt, 8)
             assert answer.kv["transferred"] == 0
-        fresh = _prompt()
+        fresh = fresh_prompt()
         answer = complete(decode.url, fresh, 4, kv_transfer_params=prefill(successor.url, fresh))
         assert answer.kv["transferred"] == len(fresh)
         _assert_home(successor, decode)
@@ -319,7 +273,7 @@ def test_one_reference_at_many_requests_at_once_is_honoured_once(
     prefiller = tiny_cluster.prefill[0]
     with running(second := start_decode(tiny_model)):
         for _ in range(3):
-            prompt = _prompt(700)
+            prompt = fresh_prompt(700)
             params = prefill(prefiller.url, prompt)
             streams = [
                 Stream(server.url, prompt, 8, kv_transfer_params=params)
@@ -327,9 +281,7 @@ def test_one_reference_at_many_requests_at_once_is_honoured_once(
                 for _ in range(3)
             ]
             for stream in streams:
-                stream.join(60)
-                assert stream.events[-1] == "[DONE]"
-                assert stream.token_ids() == tiny_reference.generate(prompt, 8)
+                stream.assert_says(tiny_reference.generate(prompt, 8))
         _assert_home(prefiller, tiny_cluster.decode[0], second)
 
 
@@ -340,9 +292,10 @@ def test_a_short_lease_is_kept_alive_while_its_request_queues(
     p = partial(start_prefill, tiny_model, "--lease-s", "0.5")
     d = partial(start_decode, tiny_model, "--max-num-seqs", "1")
     with started(p, d) as (prefiller, decode):
-        complete(decode.url, warm := _prompt(), 2, kv_transfer_params=prefill(prefiller.url, warm))
-        long = Stream(decode.url, _prompt(40), 1500).begun()
-        prompt = _prompt()
+        warm = fresh_prompt()
+        complete(decode.url, warm, 2, kv_transfer_params=prefill(prefiller.url, warm))
+        long = Stream(decode.url, fresh_prompt(40), 1500).begun()
+        prompt = fresh_prompt()
         params = prefill(prefiller.url, prompt)
         answer = complete(decode.url, prompt, 6, kv_transfer_params=params)
         long.join(60)
@@ -352,13 +305,63 @@ def test_a_short_lease_is_kept_alive_while_its_request_queues(
 
 
 def test_pools_too_small_for_the_load_delay_it_and_change_nothing(
-    make_cluster: Any, tiny_reference: Reference
+    make_cluster: Any, tiny_cluster: Cluster
 ) -> None:
     small = ("--kv-cache-tokens", "2048")
     cluster = make_cluster(small, small)
-    prompts = [_prompt(300) for _ in range(10)]
+    prompts = [fresh_prompt(300) for _ in range(10)]
     answers = complete_all(cluster.url, prompts, 100)
     assert cluster.decode[0].metrics()["baton_preemptions_total"] > 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.token_ids == tiny_reference.generate(prompt, 100)
+    alone = complete_all(tiny_cluster.decode[0].url, prompts, 100)
+    assert [a.token_ids for a in answers] == [a.token_ids for a in alone]
     _assert_home(cluster.prefill[0], cluster.decode[0])
+
+
+def test_a_queue_moves_on_with_its_leases(
+    tiny_cluster: Cluster, tiny_model: Path, tiny_reference: Reference
+) -> None:
+    """Of a decode server that ends: another one pulls what was prefilled once, and no lease is left
+    to expire."""
+    prefiller = tiny_cluster.prefill[0]
+    wait_until(prefiller.all_blocks_home)
+    events = ("granted", "completed", "aborted", "expired")
+    before = [prefiller.leases(event) for event in events]
+    fills = {"prompt": fresh_prompt(30), "n": 2, "max_tokens": 3900, "stream": True}
+    streamed, whole, left = (fresh_prompt() for _ in range(3))
+
+    def leases() -> list[float]:
+        now = map(prefiller.leases, events)
+        return [count - then for count, then in zip(now, before, strict=True)]
+
+    def waits(server: Server, num: int) -> None:
+        wait_until(lambda: server.metrics()["baton_requests_waiting"] == num)
+
+    argv = ("--max-num-seqs", "2", "--shutdown-grace-s", "1")
+    start = partial(start_decode, tiny_model, *argv)
+    pool = ThreadPoolExecutor(1)
+    with started(start, start) as decode, running(proxy := start_proxy([prefiller], decode)), pool:
+        ending, other = decode
+        with _asked(ending, fills), _asked(other, fills):  # both run all that they may
+            for server in decode:
+                wait_until(lambda at=server: at.metrics()["baton_requests_running"] == 2)
+            # Round robin: the first of each two asks the server that will end.
+            with _asked(proxy, {"prompt": left, "n": 2, "max_tokens": 5}):
+                waits(ending, 1)
+                stream = Stream(proxy.url, streamed, 6)
+                waits(other, 1)
+                whole_answer = pool.submit(post, proxy.url, **greedy(whole, 6, n=2))
+                waits(ending, 2)
+                ending.child.signal(signal.SIGTERM)
+                waits(other, 3)
+                assert leases() == [3, 0, 0, 0]
+            waits(other, 2)
+            wait_until(lambda: leases() == [3, 0, 1, 0])
+        stream.assert_says(tiny_reference.generate(streamed, 6))
+        answer = whole_answer.result()
+        choices = answer.json()["choices"]
+        assert [c["token_ids"] for c in choices] == [tiny_reference.generate(whole, 6)] * 2
+        assert parse_kv(answer.headers["x-baton-kv"])["transferred"] == 150
+        wait_until(lambda: prefiller.all_blocks_home() and other.all_blocks_home())
+        assert leases() == [3, 2, 1, 0]
+        assert proxy.metrics()['baton_proxy_retries_total{leg="decode"}'] == 2
+        assert proxy.metrics()['baton_proxy_retries_total{leg="prefill"}'] == 0

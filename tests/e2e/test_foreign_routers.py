@@ -16,14 +16,14 @@ import orjson
 import pytest
 
 from protocol.process import lifecycle
-from tests.e2e.test_equality import make_prompt
 from tests.ports import kept_ports
 from tests.rigs.client import (
     ASK,
-    MODEL,
     TIMEOUT_S,
     complete_all,
+    fresh_prompt,
     parse_kv,
+    post,
     stream,
     streamed_token_ids,
 )
@@ -33,7 +33,7 @@ from tests.rigs.plain_http import http
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
 _ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent)) or "vllm-router"
-_seeds = itertools.count(20_000)
+_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +57,8 @@ def _is_up(router: Server) -> bool:
         return False
 
 
-def _prompt(length: int = 70) -> list[int]:
-    """That no server has seen."""
-    return make_prompt(next(_seeds), length)
-
-
 def _post(url: str, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    response = http.post(f"{url}{path}", json={"model": MODEL, **body}, timeout=TIMEOUT_S)
+    response = post(url, path, **body)
     assert response.status_code == 200, response.text
     return response.json(), parse_kv(response.headers["x-baton-kv"])
 
@@ -95,7 +90,7 @@ _ASKED: dict[str, dict[str, Any]] = {
 def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
     vllm_router: str, tiny_cluster: Cluster, name: str
 ) -> None:
-    prompt = _prompt()
+    prompt = fresh_prompt(70)
     body = {"prompt": prompt, "max_tokens": 12, **_ASKED[name]}
     through, kv = _post(vllm_router, "/v1/completions", body)
     assert kv["transferred"] >= len(prompt) - 1 and kv["skipped"] == 0
@@ -106,7 +101,7 @@ def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
 
 
 def test_vllm_router_chats(vllm_router: str, tiny_cluster: Cluster) -> None:
-    messages = [{"role": "user", "content": f"Tell me of number {next(_seeds)}."}]
+    messages = [{"role": "user", "content": f"Tell me of number {next(_numbers)}."}]
     body = {"messages": messages, "max_tokens": 12, **_DRAWN, "logprobs": True, "top_logprobs": 3}
     through, kv = _post(vllm_router, "/v1/chat/completions", body)
     assert kv["transferred"] > 0 and kv["recomputed"] <= 1
@@ -115,7 +110,7 @@ def test_vllm_router_chats(vllm_router: str, tiny_cluster: Cluster) -> None:
 
 
 def test_vllm_router_streams(vllm_router: str, tiny_cluster: Cluster) -> None:
-    prompt = _prompt()
+    prompt = fresh_prompt(70)
     events = stream(vllm_router, prompt, 9, **_DRAWN)
     alone = stream(tiny_cluster.decode[0].url, prompt, 9, **_DRAWN)
     assert streamed_token_ids(events) == streamed_token_ids(alone)
@@ -125,7 +120,7 @@ def test_vllm_router_streams(vllm_router: str, tiny_cluster: Cluster) -> None:
 
 def test_vllm_router_has_every_prompt_transferred(vllm_router: str, tiny_cluster: Cluster) -> None:
     before = tiny_cluster.decode[0].metrics()
-    prompts = [_prompt(20 + 3 * index) for index in range(24)]
+    prompts = [fresh_prompt(20 + 3 * index) for index in range(24)]
     for start in range(0, len(prompts), 8):
         complete_all(vllm_router, prompts[start : start + 8], ignore_eos=False)
 
@@ -163,16 +158,12 @@ class _Reprinting(BaseHTTPRequestHandler):
     def _printed(self, value: Any) -> str:
         if not self.form:
             return orjson.dumps(value).decode()
-        match value:
-            case dict():
-                return (
-                    f"{{{','.join(f'{json.dumps(k)}:{self._printed(value[k])}' for k in value)}}}"
-                )
-            case list():
-                return f"[{','.join(map(self._printed, value))}]"
-            case float():
-                return self.form % value
-        return json.dumps(value)
+        if isinstance(value, dict):
+            members = (f"{json.dumps(name)}:{self._printed(value[name])}" for name in value)
+            return f"{{{','.join(members)}}}"
+        if isinstance(value, list):
+            return f"[{','.join(map(self._printed, value))}]"
+        return self.form % value if isinstance(value, float) else json.dumps(value)
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
@@ -196,10 +187,10 @@ def test_a_router_that_prints_numbers_in_its_own_way_loses_no_kv(
 ) -> None:
     body: dict[str, Any] = {"max_tokens": 6, **_DRAWN}
     if "chat" in path:
-        messages = [{"role": "user", "content": f"Tell me of number {next(_seeds)}."}]
+        messages = [{"role": "user", "content": f"Tell me of number {next(_numbers)}."}]
         body |= {"messages": messages, "logprobs": True, "top_logprobs": num_top}
     else:
-        body |= {"prompt": _prompt(), "logprobs": num_top}
+        body |= {"prompt": fresh_prompt(70), "logprobs": num_top}
     through, kv = _post(reprinting, path, body)
     assert kv["transferred"] == through["usage"]["prompt_tokens"] and not kv["recomputed"]
     alone, _ = _post(tiny_cluster.decode[0].url, path, body)

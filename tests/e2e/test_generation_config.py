@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.test_equality import make_prompt
-from tests.rigs.client import MODEL, TIMEOUT_S, Answer, complete
+from tests.rigs.client import Answer, answer_of, complete, make_prompt
 from tests.rigs.cluster import cluster
-from tests.rigs.plain_http import http
 
 VALUES = {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1.1}
 MESSAGES = [{"role": "user", "content": "Tell a story about Anna and the red ball."}]
@@ -41,8 +39,5 @@ def _draw(url: str, prompt: list[int], seed: int, **members: Any) -> Answer:
 
 
 def _chat(url: str, seed: int, **members: Any) -> str:
-    body = {"model": MODEL, "messages": MESSAGES, "seed": seed, **members}
-    response = http.post(f"{url}/v1/chat/completions", json=body, timeout=TIMEOUT_S)
-    assert response.status_code == 200, response.text
-    text: str = response.json()["choices"][0]["message"]["content"]
-    return text
+    answer = answer_of(url, "/v1/chat/completions", messages=MESSAGES, seed=seed, **members)
+    return str(answer["choices"][0]["message"]["content"])

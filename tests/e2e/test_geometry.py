@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,7 @@ from tests.e2e.matrix import (
     post,
 )
 from tests.e2e.reference import Reference
-from tests.e2e.test_equality import make_prompt
-from tests.rigs.client import prefill
+from tests.rigs.client import make_prompt, prefill
 from tests.rigs.cluster import Cluster, Server, running, start_proxy, wait_until
 
 _PLAIN = Geometry()
@@ -58,7 +58,15 @@ _CELLS = {
 }
 
 
-@pytest.mark.parametrize("name", _CELLS)
+# All of these are cells of test_matrix.py too, like those of latents and experts below.
+_SLOW_CELLS = ("tp 2 to ranks that share tokens", "tp 2 to 1", "tp 2 to 2")
+
+
+def _slow_if(name: str, slow: Sequence[str]) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow) if name in slow else name
+
+
+@pytest.mark.parametrize("name", [_slow_if(name, _SLOW_CELLS) for name in _CELLS])
 def test_a_pair_of_geometries_equals_one_server(
     engines: Farm, tiny_model: Path, tiny_cluster: Cluster, name: str
 ) -> None:
@@ -78,7 +86,7 @@ _NOT_BRIDGED = {
 }
 
 
-@pytest.mark.parametrize("name", _NOT_BRIDGED)
+@pytest.mark.parametrize("name", [_slow_if(name, ["model"]) for name in _NOT_BRIDGED])
 def test_what_differs_is_named_or_computed_here_by_policy(
     engines: Farm, tiny_model: Path, tiny_cluster: Cluster, name: str
 ) -> None:
@@ -162,7 +170,7 @@ def test_servers_of_one_host_may_share_memory_instead(
     ("model", "p", "d"),
     [
         ("mla", _PLAIN, _TWO),
-        ("mla", _PLAIN, Geometry(2, dcp=2)),
+        pytest.param("mla", _PLAIN, _SHARED, marks=pytest.mark.slow),
         ("gqa2", _PLAIN, Geometry(tp=4)),
         ("gqa2", _PLAIN, Geometry(4, dcp=2)),
     ],
@@ -180,7 +188,13 @@ def test_replicated_kv_equals_one_server(
     check_cell(prefiller, decoder, p, d, prefiller.url, f"{model} {p} {d}")
 
 
-@pytest.mark.parametrize(("p", "d"), [(_PLAIN, _TWO), (_TWO, _PLAIN)], ids=["1 to 2", "2 to 1"])
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        pytest.param(_PLAIN, _TWO, id="1 to 2"),
+        pytest.param(_TWO, _PLAIN, id="2 to 1", marks=pytest.mark.slow),
+    ],
+)
 def test_a_mixture_of_experts_equals_one_server_and_transformers(
     engines: Farm, p: Geometry, d: Geometry
 ) -> None:

@@ -5,7 +5,6 @@ Between the proxy and the prefill server stands a gate that can keep back what i
 
 import asyncio
 import contextlib
-import itertools
 import json
 import random
 import socket
@@ -17,22 +16,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.reference import Reference
-from tests.e2e.test_equality import make_prompt
-from tests.rigs.client import MODEL, complete, prefill
+from tests.rigs.client import MODEL, complete, fresh_prompt, prefill
 from tests.rigs.cluster import Cluster, Server, cluster, running, start_proxy, wait_until
 
-_seeds = itertools.count(90_000)
 _SOON_S = 10.0  # a lease lasts for 30
 _LEASED = 'baton_kv_blocks{state="leased"}'
-
-
-def _prompt(length: int = 150) -> list[int]:
-    """A prompt that no server has seen."""
-    return make_prompt(next(_seeds), length)
-
-
-def _event(server: Server, event: str) -> float:
-    return server.metrics()[f'baton_leases_total{{event="{event}"}}']
 
 
 class Gate:
@@ -108,8 +96,10 @@ def test_kv_comes_home_of_which_the_answer_is_under_way_when_somebody_leaves(
 ) -> None:
     prefiller = tiny_cluster.prefill[0]
     wait_until(prefiller.all_blocks_home)
-    before = _event(prefiller, "aborted")
-    body = json.dumps({"model": MODEL, "prompt": [_prompt(), _prompt()], "max_tokens": 5}).encode()
+    before = prefiller.leases("aborted")
+    body = json.dumps(
+        {"model": MODEL, "prompt": [fresh_prompt(), fresh_prompt()], "max_tokens": 5}
+    ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with _gated(tiny_cluster, lets_through) as (gate, proxy):
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as client:
@@ -119,7 +109,7 @@ def test_kv_comes_home_of_which_the_answer_is_under_way_when_somebody_leaves(
             if who == "proxy":
                 assert proxy.stop() == 0
         wait_until(prefiller.all_blocks_home, _SOON_S)
-        wait_until(lambda: _event(prefiller, "aborted") == before + 2)
+        wait_until(lambda: prefiller.leases("aborted") == before + 2)
 
 
 def test_kv_of_a_reference_that_a_decode_server_rejects_comes_home(
@@ -127,15 +117,15 @@ def test_kv_of_a_reference_that_a_decode_server_rejects_comes_home(
 ) -> None:
     prefiller, decode = tiny_cluster.prefill[0], tiny_cluster.decode[0]
     wait_until(prefiller.all_blocks_home)
-    before = _event(prefiller, "aborted")
-    prompt, other = _prompt(), _prompt()
+    before = prefiller.leases("aborted")
+    prompt, other = fresh_prompt(), fresh_prompt()
     params = prefill(prefiller.url, other)
     wait_until(lambda: prefiller.metrics()[_LEASED] > 0)  # an engine tells now and then
     answer = complete(decode.url, prompt, 6, kv_transfer_params=params)
     assert answer.token_ids == tiny_reference.generate(prompt, 6)
     assert answer.kv["transferred"] == 0
     wait_until(prefiller.all_blocks_home, _SOON_S)
-    wait_until(lambda: _event(prefiller, "aborted") == before + 1)
+    wait_until(lambda: prefiller.leases("aborted") == before + 1)
 
 
 @pytest.mark.slow
@@ -143,9 +133,9 @@ def test_whenever_clients_leave_no_lease_has_to_expire(tiny_model: Path) -> None
     dice = random.Random(7)
 
     async def ask(port: int, leaves_after_s: float | None) -> None:
-        prompt: Any = _prompt(dice.randrange(20, 300))
+        prompt: Any = fresh_prompt(dice.randrange(20, 300))
         if dice.random() < 0.2:
-            prompt = [prompt, _prompt(40)]
+            prompt = [prompt, fresh_prompt(40)]
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
         body = json.dumps({**asked, "stream": dice.random() < 0.5}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -172,4 +162,4 @@ def test_whenever_clients_leave_no_lease_has_to_expire(tiny_model: Path) -> None
         prefiller, decode = made.prefill[0], made.decode[0]
         asyncio.run(ask_all(made.proxy.port))
         wait_until(lambda: prefiller.all_blocks_home() and decode.all_blocks_home(), 30)
-        assert _event(prefiller, "aborted") > 0
+        assert prefiller.leases("aborted") > 0

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.e2e.matrix import NUM_TOKENS, Farm, Geometry, Key, Reply, ask, farm, model_dir
-from tests.e2e.test_equality import make_prompt
-from tests.rigs.client import prefill
+from tests.rigs.client import make_prompt, prefill
 from tests.rigs.cluster import wait_until
 
 pytestmark = pytest.mark.gpu

@@ -91,20 +91,56 @@ class Drop(Exception):
 Behave = Callable[[Call], Awaitable[None]]
 
 
-async def prefills(call: Call) -> None:
-    await call.answer(200, {"id": "p", "choices": [], "kv_transfer_params": KV_PARAMS})
+def answers(status: int, value: object, headers: dict[str, str] | None = None) -> Behave:
+    """A behaviour that answers so, always."""
+
+    async def behave(call: Call) -> None:
+        await call.answer(status, value, headers)
+
+    return behave
 
 
-async def releases(call: Call) -> None:
-    await call.answer(200, {"released": 1})
+def fails(status: int, code: str) -> Behave:
+    return answers(status, {"error": {"code": code}})
+
+
+prefills = answers(200, {"id": "p", "choices": [], "kv_transfer_params": KV_PARAMS})
+releases = answers(200, {"released": 1})
+
+
+async def drops(call: Call) -> None:
+    raise Drop
+
+
+async def hangs(call: Call) -> None:
+    await call.gone()
+
+
+def streams(*events: bytes, ends: bool = True) -> Behave:
+    """A behaviour that streams these; without an end it drops the connection."""
+
+    async def behave(call: Call) -> None:
+        await call.start()
+        for event in events[:-1] if ends else events:
+            await call.write(event)
+        if not ends:
+            raise Drop
+        await call.write(events[-1], more=False)
+
+    return behave
+
+
+async def breaks_off(call: Call) -> None:
+    """An answer whose body ends too soon."""
+    await call.start(200, {"content-type": "application/json", "content-length": "100"})
+    await call.write(b'{"kv_tr')
+    raise Drop
 
 
 async def decodes(call: Call) -> None:
     if call.body.get("stream"):
-        await call.start()
-        for text in ("one", "two"):
-            await call.write(b'data: {"text": "%s"}\n\n' % text.encode())
-        await call.write(b"data: [DONE]\n\n", more=False)
+        events = (b'data: {"text": "one"}\n\n', b'data: {"text": "two"}\n\n')
+        await streams(*events, b"data: [DONE]\n\n")(call)
     else:
         kv = {"x-baton-kv": "transferred=3, recomputed=0, skipped=0"}
         await call.answer(200, {"text": "onetwo"}, kv)
@@ -248,12 +284,16 @@ class Rig:
         return self
 
     def _all_known(self) -> bool:
-        return all(
-            self.app.fleet.health(server).ready == fake.ready
-            for server, fake in zip(
-                self.app.fleet.servers(), (*self.prefill, *self.decode), strict=True
-            )
-        )
+        fakes = (*self.prefill, *self.decode)
+        return all(self.is_ready(at) == fake.ready for at, fake in enumerate(fakes))
+
+    def is_ready(self, at: int) -> bool:
+        """Whether the proxy finds a fake ready; prefill servers come first."""
+        return self.app.fleet.health(self.app.fleet.servers()[at]).ready
+
+    def in_flight(self) -> float:
+        name = "baton_proxy_upstream_in_flight"
+        return sum(self.metric(name, **server.labels) for server in self.app.fleet.servers())
 
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()

@@ -8,9 +8,21 @@ from typing import Any
 import httpx
 import pytest
 
+from protocol.metrics import SPECS
+from protocol.process import logging as baton_logging
 from proxy.app import ProxyApp
 from proxy.pd_request import PDRequest
-from tests.proxy.fakes import Call, Fake, Rig, decodes, prefills, until
+from tests.proxy.fakes import (
+    Call,
+    Fake,
+    Rig,
+    answers,
+    decodes,
+    drops,
+    fails,
+    prefills,
+    until,
+)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +106,7 @@ async def test_ready_counts_servers_and_says_what_is_missing() -> None:
         assert rig.prefill[0].calls == []
 
         rig.decode[0].ready = True
-        await until(lambda: rig.app.fleet.health(rig.app.fleet.servers()[2]).ready)
+        await until(lambda: rig.is_ready(2))
         accepted = await rig.client.get("/ready")
         assert (accepted.status_code, accepted.json()["missing"]) == (200, [])
 
@@ -144,8 +156,7 @@ async def test_servers_that_end_with_the_proxy_are_no_warning(
     async with Rig() as rig:
         rig.app.shut_down(60.0)
         await rig.decode[0].stop()
-        decode = rig.app.fleet.servers()[1]
-        await until(lambda: not rig.app.fleet.health(decode).ready)
+        await until(lambda: not rig.is_ready(1))
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
@@ -153,13 +164,12 @@ async def test_a_server_that_restarts_is_found_again() -> None:
     async with Rig() as rig:
         address = rig.prefill[0].listener.getsockname()
         await rig.prefill[0].stop()
-        server = rig.app.fleet.servers()[0]
-        await until(lambda: not rig.app.fleet.health(server).ready)
+        await until(lambda: not rig.is_ready(0))
         assert (await rig.complete()).status_code == 200
         assert rig.decode_only("no_prefill_server") == 1
         rig.prefill[0] = Fake(prefills, address=address)
         rig.prefill[0].start()
-        await until(lambda: rig.app.fleet.health(server).ready)
+        await until(lambda: rig.is_ready(0))
         await rig.complete()
         assert len(rig.prefill[0].calls) == 1
 
@@ -218,18 +228,13 @@ async def test_a_bug_is_answered_and_logged(
 async def test_every_line_about_a_request_carries_its_id(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from protocol.process import logging as baton_logging
-
     ids: list[str | None] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             ids.append(baton_logging.current_request_id())
 
-    async def refuses(call: Call) -> None:
-        await call.answer(500, {})
-
-    async with Rig(prefill=[Fake(refuses)]) as rig:
+    async with Rig(prefill=[Fake(answers(500, {}))]) as rig:
         logger, handler = logging.getLogger("baton.proxy"), Handler()
         logger.addHandler(handler)
         logger.setLevel("INFO")
@@ -326,3 +331,98 @@ async def test_a_path_that_is_nearly_right_is_told_its_name(path: str) -> None:
         response = await rig.client.post(path, json={})
         assert response.status_code == 404
         assert "did you mean /v1/completions" in response.json()["error"]["message"]
+
+
+# -- what is a decode server's
+
+
+async def tells_its_path(call: Call) -> None:
+    await call.answer(200, {"path": call.path})
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_tokenizing_is_a_decode_servers(path: str) -> None:
+    async with Rig(decode=[Fake(tells_its_path)]) as rig:
+        body = b'{"prompt":  "a"}'
+        response = await rig.client.post(path, content=body, headers={"x-request-id": "r"})
+        assert response.json() == {"path": path}
+        (call,) = rig.decode[0].calls
+        assert (call.raw, call.headers["x-request-id"]) == (body, "r")
+        assert rig.prefill[0].calls == []
+        assert (await rig.client.get(path)).status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/docs", "/v1/models"])
+async def test_documents_are_a_decode_servers(path: str) -> None:
+    async with Rig(decode=[Fake(tells_its_path)]) as rig:
+        assert (await rig.client.get(path)).json() == {"path": path}
+
+
+async def test_pages_of_named_origins_alone_may_call() -> None:
+    origin = "https://app.example"
+
+    async with Rig(cors_origin=(origin,)) as rig:
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        preflight = await rig.client.options("/v1/completions", headers=asked)
+        assert preflight.headers["access-control-allow-origin"] == origin
+        for stream in (False, True):
+            response = await rig.complete(headers={"origin": origin}, stream=stream)
+            assert response.status_code == 200
+            assert response.headers["access-control-allow-origin"] == origin
+        other = await rig.complete(headers={"origin": "https://other.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+# -- series are exposed before the first event that they count
+
+
+def series(rig: Rig) -> set[str]:
+    """The names and labels of what counts with labels."""
+    lines = rig.app.metrics.expose().decode().splitlines()
+    counting = [spec.name for spec in SPECS.values() if spec.origin == "proxy" and spec.labels]
+    return {line.rsplit(" ", 1)[0] for line in lines if line.startswith(tuple(counting))}
+
+
+async def test_no_request_adds_a_series() -> None:
+    refusals = [fails(400, "x"), fails(503, "overloaded"), fails(500, "internal_error")]
+    for behaviour in (prefills, *refusals, drops, answers(200, {"choices": []})):
+        async with Rig(prefill=[Fake(behaviour)]) as rig:
+            before = series(rig)
+            await rig.complete()
+            await rig.complete(max_tokens=0, echo=True)
+            await rig.client.post("/v1/completions", content=b"{")
+            assert series(rig) == before, behaviour
+        async with Rig(decode=[Fake(behaviour)]) as rig:
+            before = series(rig)
+            await rig.complete()
+            await rig.complete(stream=True)
+            assert series(rig) == before, behaviour
+
+
+async def test_no_request_that_servers_have_no_room_for_adds_a_series() -> None:
+    is_too_long = fails(400, "context_length_exceeded")
+    small = Fake(is_too_long, max_model_len=100, max_num_seqs=4)
+    async with Rig([small], [Fake(decodes, max_model_len=300, max_num_seqs=8)]) as rig:
+        before = series(rig)
+        for reason, n in (("prefill_context", 1), ("prefill_choices", 5), ("decode_choices", 9)):
+            await rig.complete(n=n)
+            assert rig.decode_only(reason) == 1
+        small.behave = fails(413, "payload_too_large")
+        await rig.complete()
+        assert rig.decode_only("prefill_body") == 1
+        assert series(rig) == before
+
+
+async def test_a_fleet_that_was_never_seen_has_its_series() -> None:
+    async with Rig(prefill=[], decode=[Fake(prefills, ready=False)]) as rig:
+        assert {
+            'baton_proxy_upstream_ready{role="decode",server="decode-0"}',
+            'baton_proxy_upstream_in_flight{role="decode",server="decode-0"}',
+            'baton_proxy_upstream_failures_total{leg="prefill",reason="unreachable"}',
+            'baton_proxy_requests_total{path="decode_only",reason="no_prefill_server"}',
+            'baton_proxy_responses_total{status="503"}',
+            'baton_proxy_retries_total{leg="decode"}',
+        } <= series(rig)
+        before = series(rig)
+        assert (await rig.complete()).status_code == 503
+        assert series(rig) == before

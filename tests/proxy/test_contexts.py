@@ -1,12 +1,13 @@
 """Servers of unequal room, in context or sequences: a request goes where it fits, and nothing is
-prefilled that no decode server has room for."""
+prefilled that no decode server has room for. Requests that only score their prompt: the prefill
+server's answer is the client's."""
 
 from typing import Any
 
 import pytest
 
 from proxy.membership import Kind
-from tests.proxy.fakes import KV_PARAMS, Call, Fake, Rig, decodes, until
+from tests.proxy.fakes import KV_PARAMS, Call, Fake, Rig, answers, decodes, drops, fails, until
 
 TOO_LONG = {"error": {"code": "context_length_exceeded", "message": "too long"}}
 
@@ -18,8 +19,7 @@ async def prefills_100_tokens(call: Call) -> None:
     await call.answer(200, {"kv_transfer_params": params})
 
 
-async def is_too_long(call: Call) -> None:
-    await call.answer(400, TOO_LONG)
+is_too_long = answers(400, TOO_LONG)
 
 
 def _told(fake: Fake) -> Any:
@@ -85,8 +85,7 @@ async def test_what_is_too_long_for_the_prefill_servers_alone_is_computed_by_a_d
                 assert (response.status_code, response.json()) == (400, TOO_LONG)
                 assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400")
         assert decode[0].calls == []
-        labels = {"role": "prefill", "server": "prefill-0"}
-        assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
+        assert rig.in_flight() == 0
 
 
 @pytest.mark.parametrize("asked", [{}, {"max_tokens": 0}])
@@ -101,8 +100,7 @@ async def test_a_body_too_long_for_a_prefill_server_goes_to_a_decode_server_alon
         assert (await rig.complete(**asked)).json() == {"text": "onetwo"}
         assert "kv_transfer_params" not in rig.decode[0].calls[0].body
         assert rig.decode_only("prefill_body") == 1
-        labels = {"role": "prefill", "server": "prefill-0"}
-        assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
+        assert rig.in_flight() == 0
         rig.decode[0].behave = refuses
         assert (await rig.complete(**asked)).status_code == 413
     async with Rig([Fake(refuses)], [Fake(decodes, ready=False)]) as rig:
@@ -159,9 +157,7 @@ async def test_choices_that_one_side_does_not_run_are_the_decode_servers_matter(
 ) -> None:
     """It computes the prompt, or refuses the request before any work."""
 
-    async def refuses(call: Call) -> None:
-        await call.answer(400, {"error": {"code": "invalid_request", "param": "n"}})
-
+    refuses = fails(400, "invalid_request")
     few, many = (4, 64) if path == "prefill" else (64, 4)
     prefill = [Fake(prefills_100_tokens, max_num_seqs=few)]
     decode = [Fake(decodes if path == "prefill" else refuses, max_num_seqs=many)]
@@ -179,3 +175,74 @@ async def test_no_ready_prefill_server_is_the_reason_whatever_its_room() -> None
         await until(lambda: not rig.app.fleet.num_ready(Kind.PREFILL))
         assert (await rig.complete(n=5)).status_code == 200
         assert rig.decode_only("no_prefill_server") == 1
+
+
+# -- scoring
+
+ECHOED = {"text": "hello", "logprobs": {"tokens": ["hello"]}}
+
+
+async def scores(call: Call) -> None:
+    if call.body.get("stream"):
+        await decodes(call)
+    else:
+        await call.answer(200, ECHOED)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 0, "echo": True, "logprobs": 1},
+        {"max_tokens": 1, "echo": True},
+        {"max_completion_tokens": 1, "max_tokens": 5, "echo": True},
+    ],
+)
+async def test_the_prefill_server_answers_all_of_it(fields: dict[str, Any]) -> None:
+    async with Rig(prefill=[Fake(scores)]) as rig:
+        response = await rig.complete(seed=1, **fields)
+        assert (response.status_code, response.json()) == (200, ECHOED)
+        (call,) = rig.prefill[0].calls
+        assert call.body == {"model": "m", "prompt": "hello", "seed": 1, **fields}
+        assert rig.decode[0].calls == []
+        assert rig.metric("baton_proxy_requests", path="prefill", reason="scored") == 1
+        assert rig.in_flight() == 0
+
+
+async def test_a_negative_zero_is_a_zero() -> None:
+    async with Rig(prefill=[Fake(scores)]) as rig:
+        body = b'{"model": "m", "prompt": "hello", "max_tokens": -0}'
+        response = await rig.client.post("/v1/completions", content=body)
+        assert response.json() == ECHOED
+        assert rig.decode[0].calls == []
+
+
+async def test_it_may_be_streamed() -> None:
+    async with Rig(prefill=[Fake(scores)]) as rig:
+        response = await rig.complete(max_tokens=1, echo=True, stream=True)
+        assert response.content.endswith(b"data: [DONE]\n\n")
+        assert rig.decode[0].calls == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 1}, {"max_tokens": 2, "echo": True}, {"echo": True}]
+)
+async def test_what_generates_goes_through_both(fields: dict[str, Any]) -> None:
+    async with Rig() as rig:
+        await rig.complete(**fields)
+        assert [len(rig.prefill[0].calls), len(rig.decode[0].calls)] == [1, 1]
+
+
+async def test_without_a_prefill_server_a_decode_server_scores() -> None:
+    async with Rig(prefill=[Fake(drops)]) as rig:
+        response = await rig.complete(max_tokens=0)
+        assert response.json() == {"text": "onetwo"}
+        (call,) = rig.decode[0].calls
+        assert "kv_transfer_params" not in call.body
+        assert rig.decode_only("lost") == 1
+
+
+async def test_without_a_decode_server_prompts_are_scored() -> None:
+    async with Rig(prefill=[Fake(scores)], decode=[Fake(decodes, ready=False)]) as rig:
+        assert (await rig.complete(max_tokens=0)).json() == ECHOED
+        assert (await rig.complete(max_tokens=5)).status_code == 503

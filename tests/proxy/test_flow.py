@@ -7,7 +7,20 @@ from typing import Any
 import pytest
 
 from proxy.upstream import HttpUpstream
-from tests.proxy.fakes import KV_PARAMS, LENT, Call, Drop, Fake, Rig, decodes, prefills, until
+from tests.proxy.fakes import (
+    KV_PARAMS,
+    LENT,
+    Call,
+    Fake,
+    Rig,
+    answers,
+    breaks_off,
+    decodes,
+    drops,
+    fails,
+    prefills,
+    until,
+)
 
 NULL_PARAMS = {
     "do_remote_decode": True,
@@ -17,17 +30,6 @@ NULL_PARAMS = {
     "remote_host": None,
     "remote_port": None,
 }
-
-
-def answers(status: int, value: object) -> Any:
-    async def behave(call: Call) -> None:
-        await call.answer(status, value)
-
-    return behave
-
-
-async def drops(call: Call) -> None:
-    raise Drop
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -224,17 +226,12 @@ async def test_another_prefill_server_takes_over(behave: Any) -> None:
 
 
 async def test_a_prefill_answer_that_breaks_off_is_tried_again() -> None:
-    async def breaks(call: Call) -> None:
-        await call.start(200, {"content-type": "application/json", "content-length": "100"})
-        await call.write(b'{"kv_tr')
-        raise Drop
-
-    async with Rig(prefill=[Fake(breaks), Fake(prefills)]) as rig:
+    async with Rig(prefill=[Fake(breaks_off), Fake(prefills)]) as rig:
         await rig.complete()
         assert rig.decode[0].calls[0].body["kv_transfer_params"] == LENT
 
 
-_died = answers(503, {"error": {"code": "engine_died"}})
+_died = fails(503, "engine_died")
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stream": True}, {"n": 2, "stream": True}])
@@ -296,8 +293,7 @@ async def test_a_server_that_only_broke_a_connection_is_used_again_at_once() -> 
     async with Rig(decode=[Fake(drops_first)], health_interval_s=60.0) as rig:
         assert (await rig.complete()).status_code == 502
         await until(lambda: rig.decode[0].polls == 2)
-        (_, decode) = rig.app.fleet.servers()
-        await until(lambda: rig.app.fleet.health(decode).ready)
+        await until(lambda: rig.is_ready(1))
         assert (await rig.complete()).status_code == 200
 
 

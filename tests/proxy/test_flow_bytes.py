@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from proxy.app import ProxyApp
 from tests.proxy.fakes import Fake, Rig, decodes, until
 from tests.proxy.scripted import OK, Reader, Writer, read_request
 
@@ -40,7 +39,7 @@ async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer: b
         head = answer.index(b"\r\n\r\n") + 4
         done = answer.find(b"[DONE]\n\n") + len(b"[DONE]\n\n")
         for dying.position in range(len(answer) + 1):
-            await until(lambda: _is_ready(rig.app))
+            await until(lambda: rig.is_ready(0))
             response = await rig.complete(stream=answer is STREAM)
             if answer is WHOLE:
                 assert response.status_code == (200 if dying.position == len(answer) else 502)
@@ -55,7 +54,3 @@ async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer: b
         fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with Rig(prefill=[], decode=[fake]) as rig:
             await asks(rig, dying)
-
-
-def _is_ready(app: ProxyApp) -> bool:
-    return all(app.fleet.health(server).ready for server in app.fleet.servers())

@@ -14,21 +14,21 @@ from tests.proxy.fakes import (
     Drop,
     Fake,
     Rig,
+    breaks_off,
     decodes,
+    drops,
+    fails,
+    hangs,
     prefills,
     releases,
+    streams,
     until,
 )
 
 
 @pytest.mark.parametrize("tail", [b"", b'data: {"half'])
 async def test_a_stream_that_breaks_ends_in_an_error_event(tail: bytes) -> None:
-    async def breaks(call: Call) -> None:
-        await call.start()
-        await call.write(b"data: 1\n\n" + tail)
-        raise Drop
-
-    async with Rig(decode=[Fake(breaks)]) as rig:
+    async with Rig(decode=[Fake(streams(b"data: 1\n\n" + tail, ends=False))]) as rig:
         response = await rig.complete(stream=True)
         assert response.status_code == 200
         first, event, data, *rest = response.text.split("\n")[0:1] + [
@@ -40,43 +40,28 @@ async def test_a_stream_that_breaks_ends_in_an_error_event(tail: bytes) -> None:
 
 
 async def test_a_stream_that_ends_without_its_last_event_ends_in_an_error_event() -> None:
-    async def ends(call: Call) -> None:
-        await call.start()
-        await call.write(b"data: 1\n\n", more=False)
-
-    async with Rig(decode=[Fake(ends)]) as rig:
+    async with Rig(decode=[Fake(streams(b"data: 1\n\n"))]) as rig:
         response = await rig.complete(stream=True)
         assert "event: error" in response.text
         assert "[DONE]" not in response.text
         await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 1)
 
 
-async def test_an_error_event_of_the_decode_server_is_relayed_alone() -> None:
+async def test_an_error_event_of_the_decode_server_is_relayed_alone_and_kv_given_back() -> None:
     text = b'data: 1\n\nevent: error\ndata: {"error": {"code": "engine_died"}}\n\n'
 
-    async def fails(call: Call) -> None:
-        await call.start()
-        await call.write(text, more=False)
-
-    async with Rig(decode=[Fake(fails)]) as rig:
+    async with Rig(decode=[Fake(streams(text))]) as rig:
         assert (await rig.complete(stream=True)).content == text
         await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 1)
+        await until(lambda: len(rig.prefill[0].releases) == 1)
+        assert rig.prefill[0].releases[0].body == {"kv_transfer_params": KV_PARAMS}
 
 
 async def test_an_answer_that_breaks_off_is_a_502() -> None:
-    async def breaks(call: Call) -> None:
-        await call.start(200, {"content-type": "application/json", "content-length": "100"})
-        await call.write(b'{"text": "on')
-        raise Drop
-
-    async with Rig(decode=[Fake(breaks)]) as rig:
+    async with Rig(decode=[Fake(breaks_off)]) as rig:
         response = await rig.complete()
         assert response.status_code == 502
         assert response.json()["error"]["code"] == "decode_server_lost"
-
-
-async def hangs(call: Call) -> None:
-    await call.gone()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(hangs, decodes), (prefills, hangs)])
@@ -105,9 +90,7 @@ async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not
         stopped.silent = True
         assert (await request).status_code == 200
         assert rig.decode_only("lost") == (not others)
-        for server in rig.app.fleet.servers(Kind.PREFILL):
-            labels = server.labels
-            assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
+        assert rig.in_flight() == 0
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -134,9 +117,7 @@ async def test_a_decode_server_that_answers_no_health_checks_for_long_is_not_wai
             assert '"decode_server_lost"' in answer.text
             assert "health checks" in answer.text
             assert "[DONE]" not in answer.text
-        for server in rig.app.fleet.servers(Kind.DECODE):
-            labels = server.labels
-            assert rig.metric("baton_proxy_upstream_in_flight", **labels) == 0
+        assert rig.in_flight() == 0
 
 
 async def test_a_decode_server_silent_for_a_while_keeps_its_requests() -> None:
@@ -181,12 +162,10 @@ async def test_a_client_that_goes_away_ends_the_leg_in_flight(leg: str) -> None:
             await request
         if leg == "prefill":
             assert rig.decode[0].calls == []
-        while rig.metric("baton_proxy_client_disconnects") == 0:
-            await asyncio.sleep(0.002)
+        await until(lambda: rig.metric("baton_proxy_client_disconnects") == 1)
         assert rig.metric("baton_proxy_requests_in_progress") == 0
-        for server in rig.app.fleet.servers():
-            assert rig.metric("baton_proxy_upstream_in_flight", **server.labels) == 0
-        assert all(rig.app.fleet.health(server).ready for server in rig.app.fleet.servers())
+        assert rig.in_flight() == 0
+        assert rig.is_ready(0) and rig.is_ready(1)
 
 
 async def test_a_client_that_hangs_up_at_done_is_no_disconnect() -> None:
@@ -209,37 +188,22 @@ async def test_a_client_that_hangs_up_at_done_is_no_disconnect() -> None:
         assert rig.metric("baton_proxy_client_disconnects") == 0
 
 
-async def _drops(call: Call) -> None:
-    raise Drop
-
-
-async def _is_busy(call: Call) -> None:
-    await call.answer(503, {"error": {"code": "overloaded"}})
-
-
-async def _fails(call: Call) -> None:
-    await call.answer(500, {"error": {"code": "engine_died"}})
-
-
-async def _refuses(call: Call) -> None:
-    await call.answer(413, {"error": {"code": "payload_too_large"}})
-
-
-@pytest.mark.parametrize("on_release", [releases, _drops])
+@pytest.mark.parametrize("on_release", [releases, drops])
 @pytest.mark.parametrize(
-    ("decode", "status", "code"),
+    ("status", "code"),
     [
-        (_drops, 502, "decode_server_lost"),
-        (_is_busy, 503, "overloaded"),
-        (_fails, 500, "engine_died"),
-        (_refuses, 413, "payload_too_large"),
+        (502, "decode_server_lost"),
+        (503, "overloaded"),
+        (500, "engine_died"),
+        (413, "payload_too_large"),
     ],
 )
 async def test_kv_is_given_back_when_no_decode_server_takes_the_request(
-    decode: Any, status: int, code: str, on_release: Any
+    status: int, code: str, on_release: Any
 ) -> None:
     prefill = Fake(prefills, on_release=on_release)
-    async with Rig(prefill=[prefill], decode=[Fake(decode)]) as rig:
+    decode = Fake(drops if "lost" in code else fails(status, code))
+    async with Rig(prefill=[prefill], decode=[decode]) as rig:
         response = await rig.complete()
         assert response.status_code == status
         assert response.json()["error"]["code"] == code
@@ -248,7 +212,7 @@ async def test_kv_is_given_back_when_no_decode_server_takes_the_request(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_kv_is_given_back_when_the_client_leaves_a_decode_server_that_is_silent(
+async def test_kv_is_given_back_when_the_client_leaves_a_decode_server_thathangs(
     stream: bool,
 ) -> None:
     """A stopped decode server cannot tell the prefill server that nobody waits any more; one that
@@ -283,7 +247,7 @@ async def test_kv_is_given_back_when_the_client_leaves_between_two_decode_server
         await call.gone()
         ended.set()
 
-    async with Rig(decode=[Fake(_is_busy), Fake(queues)]) as rig:
+    async with Rig(decode=[Fake(fails(503, "overloaded")), Fake(queues)]) as rig:
         request = asyncio.create_task(rig.complete(**fields))
         await begun.wait()
         assert rig.prefill[0].releases == []
@@ -295,22 +259,6 @@ async def test_kv_is_given_back_when_the_client_leaves_between_two_decode_server
             await request
         await until(lambda: rig.metric("baton_proxy_client_disconnects") == 1)
     assert len(rig.prefill[0].releases) == len(rig.prefill[0].calls) == 1
-
-
-async def test_kv_is_given_back_when_the_decode_server_fails_in_mid_stream() -> None:
-    async def fails(call: Call) -> None:
-        await call.start()
-        text = b'data: 1\n\nevent: error\ndata: {"error": {"code": "engine_died"}}\n\n'
-        await call.write(text, more=False)
-
-    async with Rig(decode=[Fake(fails)]) as rig:
-        assert (await rig.complete(stream=True)).status_code == 200
-        await until(lambda: len(rig.prefill[0].releases) == 1)
-        assert rig.prefill[0].releases[0].body == {"kv_transfer_params": KV_PARAMS}
-
-
-async def _is_silent(call: Call) -> None:
-    await call.gone()
 
 
 async def _stops_after_the_head(call: Call) -> None:
@@ -328,7 +276,7 @@ async def _stops_before_the_last_byte(call: Call) -> None:
 
 
 @pytest.mark.parametrize("end", ["the client leaves", "time is up", "the connection breaks"])
-@pytest.mark.parametrize("stops", [_is_silent, _stops_after_the_head, _stops_before_the_last_byte])
+@pytest.mark.parametrize("stops", [hangs, _stops_after_the_head, _stops_before_the_last_byte])
 async def test_a_prefill_whose_answer_never_came_whole_is_called_off(stops: Any, end: str) -> None:
     """The prefill server may have leased KV that only its answer tells of."""
     begun = asyncio.Event()
@@ -360,7 +308,8 @@ async def test_no_client_waits_for_a_prefill_server_that_is_slow_to_take_its_kv_
         await goes_on.wait()
         await releases(call)
 
-    async with Rig([Fake(prefills, on_release=is_slow)], [Fake(_refuses)]) as rig:
+    refuses = Fake(fails(413, "payload_too_large"))
+    async with Rig([Fake(prefills, on_release=is_slow)], [refuses]) as rig:
         assert (await rig.complete()).status_code == 413
         await until(lambda: len(rig.prefill[0].releases) == 1)
         goes_on.set()

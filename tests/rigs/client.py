@@ -1,15 +1,50 @@
 """What the end-to-end tests ask a server."""
 
 import concurrent.futures
+import itertools
 import json
-from collections.abc import Sequence
+import random
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import httpx
 
 from tests.rigs.plain_http import http
 
 TIMEOUT_S = 120.0
 MODEL = "test-model"  # what the tests' servers call theirs
+ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+_seeds = itertools.count(5000)
+
+
+def make_prompt(seed: int, length: int, vocab: int = 256) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, vocab) for _ in range(length)]
+
+
+def fresh_prompt(length: int = 150) -> list[int]:
+    """A prompt that no server of this process has seen."""
+    return make_prompt(next(_seeds), length)
+
+
+def greedy(prompt: object, max_tokens: int, **members: Any) -> dict[str, Any]:
+    """The body of a greedy completion, unless `members` say otherwise, past ends of sequence."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    return body | {"ignore_eos": True, "return_token_ids": True} | members
+
+
+def post(url: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    return http.post(f"{url}{path}", json={"model": MODEL, **body}, timeout=TIMEOUT_S)
+
+
+def answer_of(url: str, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    """The JSON of an answer that is no error."""
+    response = post(url, path, **body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 @dataclass(frozen=True)
@@ -22,17 +57,7 @@ class Answer:
 
 
 def complete(url: str, prompt: Sequence[int] | str, max_tokens: int = 8, **members: Any) -> Answer:
-    """A greedy completion, unless `members` say otherwise, that ignores ends of sequence."""
-    body = {
-        "model": MODEL,
-        "prompt": prompt if isinstance(prompt, str) else list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **members,
-    }
-    response = http.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    response = post(url, **greedy(prompt, max_tokens, **members))
     assert response.status_code == 200, response.text
     data = response.json()
     choice = data["choices"][0]
@@ -58,26 +83,19 @@ def complete_all(
         return list(pool.map(lambda p: complete(url, p, max_tokens, **members), prompts))
 
 
-def stream(url: str, prompt: Sequence[int], max_tokens: int = 8, **members: Any) -> list[Any]:
-    """The parsed events of a streamed completion; "[DONE]" stays text."""
-    body = {
-        "model": MODEL,
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-        **members,
-    }
-    events: list[Any] = []
+def _events(url: str, body: dict[str, Any]) -> Iterator[str]:
+    """The data of a stream's events, as they come."""
     with http.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: "):
-                data = line.removeprefix("data: ")
-                events.append(data if data == "[DONE]" else json.loads(data))
-    return events
+                yield line.removeprefix("data: ")
+
+
+def stream(url: str, prompt: Sequence[int], max_tokens: int = 8, **members: Any) -> list[Any]:
+    """The parsed events of a streamed completion; "[DONE]" stays text."""
+    events = _events(url, greedy(prompt, max_tokens, stream=True, **members))
+    return [event if event == "[DONE]" else json.loads(event) for event in events]
 
 
 def streamed_token_ids(events: Sequence[Any]) -> list[int]:
@@ -85,21 +103,72 @@ def streamed_token_ids(events: Sequence[Any]) -> list[int]:
     return [t for chunk in chunks for t in chunk["choices"][0].get("token_ids") or []]
 
 
-ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+class Stream(threading.Thread):
+    """A streamed completion that is read in a thread; `events` are its data lines."""
+
+    def __init__(self, url: str, prompt: list[int], max_tokens: int, **members: Any) -> None:
+        super().__init__(daemon=True)
+        self.events: list[str] = []
+        self.error: Exception | None = None
+        self._url, self._body = url, greedy(prompt, max_tokens, stream=True, **members)
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for event in _events(self._url, self._body):
+                self.events.append(event)
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def begun(self, num_events: int = 3) -> "Stream":
+        while len(self.events) < num_events:
+            assert self.is_alive(), (self.events, self.error)
+            self.join(0.02)
+        return self
+
+    def token_ids(self) -> list[int]:
+        return streamed_token_ids([json.loads(e) for e in self.events if e != "[DONE]"])
+
+    def assert_says(self, token_ids: list[int]) -> None:
+        """It ends well, with these."""
+        self.join(60)
+        assert self.error is None and self.events[-1] == "[DONE]", (self.events, self.error)
+        assert self.token_ids() == token_ids
+
+
+class Load(threading.Thread):
+    """A client that asks for one completion after another, all the time while something is done to
+    the servers."""
+
+    def __init__(self, url: str, prompts: list[list[int]], expected: list[list[int]]) -> None:
+        super().__init__(daemon=True)
+        self.done = threading.Event()
+        self.num_right = 0
+        self.problems: list[str] = []
+        self._url, self._cases = url, list(zip(prompts, expected, strict=True))
+        self.start()
+
+    def run(self) -> None:
+        with httpx.Client(timeout=60, verify=False) as client:
+            for prompt, expected in itertools.cycle(self._cases):
+                if self.done.is_set():
+                    return
+                body = greedy(prompt, len(expected))
+                try:
+                    answer = client.post(f"{self._url}/v1/completions", json=body)
+                except httpx.HTTPError as error:
+                    self.problems.append(repr(error))
+                    continue
+                if answer.status_code != 200:
+                    self.problems.append(answer.text)
+                elif answer.json()["choices"][0]["token_ids"] != expected:
+                    self.problems.append("other tokens")
+                else:
+                    self.num_right += 1
 
 
 def prefill(url: str, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
     """Runs leg 1 by hand and returns the kv_transfer_params that a proxy would relay."""
-    body = {
-        "model": MODEL,
-        "prompt": list(prompt),
-        "max_tokens": 1,
-        "temperature": 0,
-        "ignore_eos": True,
-        "kv_transfer_params": ASK,
-        **members,
-    }
-    response = http.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
-    assert response.status_code == 200, response.text
-    params: dict[str, Any] = response.json()["kv_transfer_params"]
+    asked = {"kv_transfer_params": ASK, "return_token_ids": False, **members}
+    params: dict[str, Any] = answer_of(url, **greedy(prompt, 1, **asked))["kv_transfer_params"]
     return params

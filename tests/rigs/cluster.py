@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,16 @@ class Server:
     def all_blocks_home(self) -> bool:
         return self.free_blocks() == self.metrics()["baton_kv_blocks_capacity"]
 
+    def assert_home(self) -> None:
+        """Every block comes back, and no request is left."""
+        wait_until(self.all_blocks_home, 20)
+        metrics = self.metrics()
+        for name in ("running", "waiting", "receiving"):
+            assert metrics[f"baton_requests_{name}"] == 0
+
+    def leases(self, event: str) -> float:
+        return self.metrics()[f'baton_leases_total{{event="{event}"}}']
+
     def stop(self) -> int:
         lifecycle.terminate([self.child], 20)
         assert self.child.returncode is not None
@@ -103,14 +113,17 @@ class Cluster:
     decode: list[Server]
     proxy: Server
     model: Path
-    extra: list[Server] = field(default_factory=list)
 
     @property
     def url(self) -> str:
         return self.proxy.url
 
     def servers(self) -> list[Server]:
-        return [self.proxy, *self.prefill, *self.decode, *self.extra]
+        return [self.proxy, *self.prefill, *self.decode]
+
+    def wait_until_ready(self, name: str) -> None:
+        """Until the proxy has found a server such as "decode-0"."""
+        wait_until(lambda: http.get(f"{self.url}/ready", timeout=10).json()["servers"][name])
 
 
 ENGINE_ARGV = (

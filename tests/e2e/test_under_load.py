@@ -1,0 +1,146 @@
+"""Under load: servers on hosts of their own that are parted, and servers that are replaced."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.reference import Reference
+from tests.ports import kept_ports
+from tests.rigs.client import Load, complete, make_prompt
+from tests.rigs.cluster import (
+    ENGINE_ARGV,
+    Cluster,
+    Server,
+    all_ready,
+    prefill_ports,
+    running,
+    start_decode,
+    start_prefill,
+    start_proxy,
+    started,
+    wait_until,
+)
+from tests.rigs.hosts import Hosts, why_not
+
+_LEASE_S = 4
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    if lacking := why_not():
+        pytest.skip(f"no namespaces: {lacking}")
+    hosts = Hosts("p", "d", "x", folder=tmp_path)
+    yield hosts
+    hosts.close()
+
+
+@pytest.mark.slow
+def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_again_after(
+    hosts: Hosts, tiny_model: Path, tiny_reference: Reference
+) -> None:
+    """The two are parted while KV is pulled, so that no end of a connection is ever told."""
+    model = ("--model", str(tiny_model), *ENGINE_ARGV)
+    side = ("--side-channel-host", hosts.address("p"), "--lease-s", str(_LEASE_S))
+    prompts = [make_prompt(90_000 + seed, 90 + 31 * seed) for seed in range(12)]
+    expected = [tiny_reference.generate(prompt, 12) for prompt in prompts]
+    load: list[Load] = []
+    p = hosts.start("p", "prefill_server", *model, *side, "--block-size", "16")
+    d = hosts.start("d", "decode_server", *model, "--tp", "2", "--block-size", "32")
+    x = hosts.start("x", "proxy", "--prefill", p.url, "--decode", d.url)
+    with hosts.inside("x"):
+        cluster = Cluster([p], [d], x, tiny_model)
+        wait_until(lambda: all_ready(x))
+        assert complete(x.url, prompts[0], 12).kv["transferred"] == len(prompts[0])
+        try:
+            load += [
+                Load(x.url, prompts[at:] + prompts[:at], expected[at:] + expected[:at])
+                for at in range(4)
+            ]
+            _wait_for_more(cluster, _pulls)
+            hosts.part("d", "p")
+            _wait_for_more(cluster, _failures, 1)
+            _wait_for_more(cluster, lambda _: sum(client.num_right for client in load), 8)
+            hosts.rejoin("d", "p")
+            _wait_for_more(cluster, _pulls)
+        finally:
+            for client in load:
+                client.done.set()
+            for client in load:
+                client.join(60)
+        assert [problem for client in load for problem in client.problems] == []
+        for server in (p, d):
+            wait_until(server.all_blocks_home)
+
+
+def _pulls(cluster: Cluster) -> float:
+    name = 'baton_kv_transfers_total{outcome="done"'
+    return sum(n for key, n in cluster.decode[0].metrics().items() if key.startswith(name))
+
+
+def _failures(cluster: Cluster) -> float:
+    name = 'baton_kv_transfer_failures_total{code="peer_unreachable"}'
+    return cluster.decode[0].metrics().get(name, 0)
+
+
+def _wait_for_more(cluster: Cluster, count: Callable[[Cluster], float], more: int = 4) -> None:
+    before = count(cluster)
+    wait_until(lambda: count(cluster) >= before + more, 60)
+
+
+_CLIENTS = 6
+
+
+@pytest.fixture
+def six_ports() -> Iterator[list[int]]:
+    with kept_ports(6) as ports:
+        yield ports
+
+
+@pytest.mark.slow
+def test_a_rolling_restart_under_load_is_not_noticed(
+    tiny_model: Path, tiny_reference: Reference, six_ports: list[int]
+) -> None:
+    """Servers are told to end, and replaced, one after another."""
+    model, reference, ports = tiny_model, tiny_reference, six_ports
+    starts = [partial(start_prefill, model, *prefill_ports(*ports[at : at + 2])) for at in (0, 2)]
+    starts += [partial(start_decode, model, "--port", str(port)) for port in ports[4:]]
+    with started(*starts) as servers, running(proxy := start_proxy(servers[:2], servers[2:])):
+        prompts = [make_prompt(80_000 + seed, 40 + 17 * seed) for seed in range(12)]
+        expected = [reference.generate(prompt, 24) for prompt in prompts]
+        load = [
+            Load(proxy.url, prompts[at:] + prompts[:at], expected[at:] + expected[:at])
+            for at in range(_CLIENTS)
+        ]
+        cluster = Cluster(servers[:2], servers[2:], proxy, model)
+        successors: list[Server] = []
+        try:
+            for server, start in zip(servers, starts, strict=True):
+                before = sum(client.num_right for client in load)
+                wait_until(
+                    lambda before=before: sum(c.num_right for c in load) >= before + 4 * _CLIENTS
+                )
+                at = servers.index(server)
+                name = f"{'prefill' if at < 2 else 'decode'}-{at % 2}"
+                assert server.stop() == 0
+                successors.append(start())
+                cluster.wait_until_ready(name)
+            before = sum(client.num_right for client in load)
+            wait_until(lambda: sum(c.num_right for c in load) >= before + 4 * _CLIENTS)
+            for client in load:
+                client.done.set()
+            for client in load:
+                client.join(60)
+            assert [problem for client in load for problem in client.problems] == []
+            for server in successors:
+                wait_until(server.all_blocks_home)
+            fresh = make_prompt(81_000, 130)
+            answer = complete(proxy.url, fresh, 6)
+            assert answer.token_ids == reference.generate(fresh, 6)
+            assert answer.kv["transferred"] == len(fresh)
+        finally:
+            for client in load:
+                client.done.set()
+            for server in successors:
+                server.stop()

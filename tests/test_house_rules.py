@@ -27,7 +27,7 @@ MAX_LINES = {
     "prefill_server": 364,
     "protocol": 5927,
     "proxy": 1991,
-    "tests": 41182,
+    "tests": 40934,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

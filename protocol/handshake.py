@@ -14,6 +14,7 @@ for the answer to another question; lease ids are random, so a replayed request 
 import hashlib
 import hmac
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -110,23 +111,20 @@ def check_compatible(
     """
     for field in CompatRecord.__struct_fields__:
         ours, theirs = getattr(local, field), getattr(remote, field)
-        if ours != theirs and not (allow_convert and field in _CONVERTIBLE):
-            raise _incompatible(field, ours, theirs)
-
-
-def _incompatible(field: str, ours: Any, theirs: Any) -> PeerIncompatible:
-    where, fix = "", ""
-    if field == "kv_scales" and len(ours) == len(theirs):
-        at = next(i for i in range(len(ours)) if ours[i] != theirs[i])
-        where, ours, theirs = f" at index {at}", ours[at], theirs[at]
-    if field in _CONVERTIBLE:
-        fix = ", or let the decode server convert with --kv-convert"
-    return PeerIncompatible(
-        f"{field} differs{where}: {short_repr(ours)} here, {short_repr(theirs)} on the "
-        "prefill server. "
-        f"Start both with the same model, revision, KV dtype and KV scales{fix}.",
-        param=field,
-    )
+        if ours == theirs or (allow_convert and field in _CONVERTIBLE):
+            continue
+        where, fix = "", ""
+        if field == "kv_scales" and len(ours) == len(theirs):
+            at = next(i for i in range(len(ours)) if ours[i] != theirs[i])
+            where, ours, theirs = f" at index {at}", ours[at], theirs[at]
+        if field in _CONVERTIBLE:
+            fix = ", or let the decode server convert with --kv-convert"
+        raise PeerIncompatible(
+            f"{field} differs{where}: {short_repr(ours)} here, {short_repr(theirs)} on the "
+            "prefill server. "
+            f"Start both with the same model, revision, KV dtype and KV scales{fix}.",
+            param=field,
+        )
 
 
 def check_consistent(metadata: EngineMetadata) -> None:
@@ -135,91 +133,83 @@ def check_consistent(metadata: EngineMetadata) -> None:
     Run before anything is read: every address a plan can compute from consistent metadata lies
     inside a region the peer registered.
     """
-    if metadata.protocol_version != PROTOCOL_VERSION:
-        _reject("protocol_version", metadata.protocol_version, f"must be {PROTOCOL_VERSION}")
+    for field, value, is_right, rule in _rules(metadata):
+        if not is_right:
+            told = f"{field} is {short_repr(value)} in the peer's metadata; it must {rule}."
+            raise PeerIncompatible(told, param=field)
+
+
+_Rule = tuple[str, object, bool, str]  # field, its value, whether that is right, what it must be
+
+
+def _within(field: str, value: int, low: int, high: int) -> _Rule:
+    return field, value, low <= value <= high, f"be {low} to {high}"
+
+
+def _one_of(field: str, value: str, allowed: Iterable[str]) -> _Rule:
+    return field, value, value in allowed, f"be one of {sorted(allowed)}"
+
+
+def _equal(field: str, value: object, expected: object, of: str) -> _Rule:
+    return field, value, value == expected, f"be {short_repr(expected)}, as in {of}"
+
+
+def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
+    """In an order in which each may rely on those before it."""
+    version, tp, dcp = metadata.protocol_version, metadata.tp_size, metadata.dcp_size
+    yield "protocol_version", version, version == PROTOCOL_VERSION, f"be {PROTOCOL_VERSION}"
     for name in ("engine_id", "incarnation"):
-        if not 1 <= len(getattr(metadata, name)) <= MAX_ID_CHARS:
-            _reject(
-                name, getattr(metadata, name)[:200], f"must have 1 to {MAX_ID_CHARS} characters"
-            )
-    _check_compat(metadata.compat)
-    _require_range("tp_size", metadata.tp_size, 1, _MAX_RANKS)
-    _require_range("dcp_size", metadata.dcp_size, 1, metadata.tp_size)
-    if metadata.tp_size % metadata.dcp_size:
-        _reject("dcp_size", metadata.dcp_size, f"must divide tp_size {metadata.tp_size}")
+        value = getattr(metadata, name)
+        is_short = 1 <= len(value) <= MAX_ID_CHARS
+        yield name, value[:200], is_short, f"have 1 to {MAX_ID_CHARS} characters"
+    yield from _compat_rules(metadata.compat)
+    yield _within("tp_size", tp, 1, _MAX_RANKS)
+    yield _within("dcp_size", dcp, 1, tp)
+    yield "dcp_size", dcp, tp % dcp == 0, f"divide tp_size {tp}"
     numbers = [rank.rank for rank in metadata.ranks]
-    if numbers != list(range(metadata.tp_size)):
-        _reject("ranks", numbers[:64], f"must be 0 to {metadata.tp_size - 1} in order")
+    yield "ranks", numbers[:64], numbers == list(range(tp)), f"be 0 to {tp - 1} in order"
     for rank in metadata.ranks:
-        _check_rank(metadata, rank)
+        where = f"ranks[{rank.rank}]"
+        yield f"{where}.agent_metadata", "", bool(rank.agent_metadata), "not be empty"
+        yield _one_of(f"{where}.device_kind", rank.device_kind, ("cpu", "cuda"))
+        yield _within(f"{where}.device_id", rank.device_id, 0, 1 << 16)
+        yield _within(f"{where}.nbytes", rank.nbytes, 1, _MAX_BYTES)
+        yield _within(f"{where}.base_address", rank.base_address, 1, (1 << 64) - rank.nbytes)
+        yield from _layout_rules(f"{where}.layout", metadata, rank)
 
 
-def _reject(field: str, value: object, rule: str) -> None:
-    told = f"{field} is {short_repr(value)} in the peer's metadata; it {rule}."
-    raise PeerIncompatible(told, param=field)
-
-
-def _require_range(field: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        _reject(field, value, f"must be {low} to {high}")
-
-
-def _require_equal(field: str, value: object, expected: object, of: str) -> None:
-    if value != expected:
-        _reject(field, value, f"must be {short_repr(expected)}, as in {of}")
-
-
-def _check_compat(compat: CompatRecord) -> None:
+def _compat_rules(compat: CompatRecord) -> Iterator[_Rule]:
     for name in ("num_layers", "total_kv_heads", "head_dim"):
-        _require_range(f"compat.{name}", getattr(compat, name), 1, 1 << 20)
-    _require_range("compat.num_components", compat.num_components, 1, 2)
-    if compat.kv_dtype not in ITEMSIZE:
-        _reject("compat.kv_dtype", compat.kv_dtype, f"must be one of {sorted(ITEMSIZE)}")
-    _check_scales(compat)
-
-
-def _check_scales(compat: CompatRecord) -> None:
-    of_fp8 = compat.num_layers * compat.num_components
-    count = of_fp8 if compat.kv_dtype == FP8 else 0
+        yield _within(f"compat.{name}", getattr(compat, name), 1, 1 << 20)
+    yield _within("compat.num_components", compat.num_components, 1, 2)
+    yield _one_of("compat.kv_dtype", compat.kv_dtype, ITEMSIZE)
+    count = compat.num_layers * compat.num_components if compat.kv_dtype == FP8 else 0
     of = f"num_layers x num_components of kv_dtype {compat.kv_dtype}"
-    _require_equal("compat.kv_scales' length", len(compat.kv_scales), count, of)
+    yield _equal("compat.kv_scales' length", len(compat.kv_scales), count, of)
     for scale in compat.kv_scales:
-        if not (math.isfinite(scale) and scale > 0):
-            _reject("compat.kv_scales", scale, "must be a finite number above 0")
+        is_right = math.isfinite(scale) and scale > 0
+        yield "compat.kv_scales", scale, is_right, "be a finite number above 0"
 
 
-def _check_rank(metadata: EngineMetadata, rank: RankMetadata) -> None:
-    where = f"ranks[{rank.rank}]"
-    if not rank.agent_metadata:
-        _reject(f"{where}.agent_metadata", rank.agent_metadata, "must not be empty")
-    if rank.device_kind not in ("cpu", "cuda"):
-        _reject(f"{where}.device_kind", rank.device_kind, "must be 'cpu' or 'cuda'")
-    _require_range(f"{where}.device_id", rank.device_id, 0, 1 << 16)
-    _require_range(f"{where}.nbytes", rank.nbytes, 1, _MAX_BYTES)
-    _require_range(f"{where}.base_address", rank.base_address, 1, (1 << 64) - rank.nbytes)
-    _check_layout(f"{where}.layout", metadata, rank)
-
-
-def _check_layout(where: str, metadata: EngineMetadata, rank: RankMetadata) -> None:
+def _layout_rules(where: str, metadata: EngineMetadata, rank: RankMetadata) -> Iterator[_Rule]:
     layout, compat, first = rank.layout, metadata.compat, metadata.ranks[0].layout
-    if sorted(layout.order) != sorted(_AXES) or not layout.order.endswith("D"):
-        _reject(f"{where}.order", layout.order, f"must be a permutation of {_AXES} ending in D")
-    if layout.dtype not in ITEMSIZE:
-        _reject(f"{where}.dtype", layout.dtype, f"must be one of {sorted(ITEMSIZE)}")
-    _require_range(f"{where}.num_blocks", layout.num_blocks, 2, 1 << 32)
-    _require_range(f"{where}.block_size", layout.block_size, 1, 256)
-    _require_equal(f"{where}.dtype", layout.dtype, compat.kv_dtype, "compat.kv_dtype")
+    is_order = sorted(layout.order) == sorted(_AXES) and layout.order.endswith("D")
+    yield f"{where}.order", layout.order, is_order, f"be a permutation of {_AXES} ending in D"
+    yield _one_of(f"{where}.dtype", layout.dtype, ITEMSIZE)
+    yield _within(f"{where}.num_blocks", layout.num_blocks, 2, 1 << 32)
+    yield _within(f"{where}.block_size", layout.block_size, 1, 256)
+    yield _equal(f"{where}.dtype", layout.dtype, compat.kv_dtype, "compat.kv_dtype")
     for name in ("num_layers", "num_components", "head_dim"):
-        _require_equal(f"{where}.{name}", getattr(layout, name), getattr(compat, name), "compat")
+        yield _equal(f"{where}.{name}", getattr(layout, name), getattr(compat, name), "compat")
     for name in ("order", "num_blocks", "block_size"):  # one block table serves all ranks
-        _require_equal(f"{where}.{name}", getattr(layout, name), getattr(first, name), "ranks[0]")
-    _require_range(f"{where}.num_heads", layout.num_heads, 1, compat.total_kv_heads)
+        yield _equal(f"{where}.{name}", getattr(layout, name), getattr(first, name), "ranks[0]")
+    yield _within(f"{where}.num_heads", layout.num_heads, 1, compat.total_kv_heads)
     if metadata.dcp_size == 1:
         held = _num_heads(rank.rank, metadata.tp_size, compat.total_kv_heads)
         of = f"rank {rank.rank} of tp_size {metadata.tp_size}"
-        _require_equal(f"{where}.num_heads", layout.num_heads, held, of)
-    if layout.nbytes > rank.nbytes:
-        _reject(f"{where}.layout", layout.nbytes, f"must fit in nbytes {rank.nbytes}")
+        yield _equal(f"{where}.num_heads", layout.num_heads, held, of)
+    fits = layout.nbytes <= rank.nbytes
+    yield f"{where}.layout", layout.nbytes, fits, f"fit in nbytes {rank.nbytes}"
 
 
 def _num_heads(rank: int, tp_size: int, total: int) -> int:
@@ -275,6 +265,10 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     reason: str = ""
 
 
+class FrameError(ValueError):
+    """Frames that are no authentic message; the text says what is wrong with them."""
+
+
 Request = GetMetadata | LeaseRequest
 Reply = Metadata | Ok | Gone | Refused
 
@@ -282,33 +276,29 @@ _encode = msgspec.msgpack.Encoder().encode
 _requests = GetMetadata | Renew | Complete | AbortLease
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_requests)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-
-
-class FrameError(ValueError):
-    """Frames that are no authentic message; the text says what is wrong with them."""
+_REQUEST = b"baton side channel request"
+_REPLY = b"baton side channel reply"
 
 
 def seal_request(request: Request, secret: bytes) -> list[bytes]:
-    payload = _encode(request)
-    return [_mac(b"baton side channel request", payload, secret), payload]
+    return _sealed(_REQUEST, request, secret)
+
+
+def seal_reply(reply: Reply, secret: bytes) -> list[bytes]:
+    return _sealed(_REPLY, reply, secret)
 
 
 def open_request(frames: list[bytes], secret: bytes) -> Request:
     """Raises FrameError unless the frames are an authentic, well-formed request."""
-    payload = _authentic(frames, b"baton side channel request", secret)
+    _check_authentic(frames, _REQUEST, secret)
     try:
-        request = _request_decoder.decode(payload)
+        request = _request_decoder.decode(frames[1])
     except msgspec.MsgspecError as error:
         raise FrameError(f"request is malformed: {error}") from error
     for field in request.__struct_fields__:
         if not 1 <= len(getattr(request, field)) <= MAX_ID_CHARS:
             raise FrameError(f"{field} must have 1 to {MAX_ID_CHARS} characters")
     return request
-
-
-def seal_reply(reply: Reply, secret: bytes) -> list[bytes]:
-    payload = _encode(reply)
-    return [_mac(b"baton side channel reply", payload, secret), payload]
 
 
 def open_reply(frames: list[bytes], secret: bytes) -> Reply:
@@ -322,17 +312,21 @@ def open_reply(frames: list[bytes], secret: bytes) -> Reply:
     except msgspec.MsgspecError as error:
         raise FrameError(f"reply is malformed: {error}") from error
     if not isinstance(reply, Refused):
-        _authentic(frames, b"baton side channel reply", secret)
+        _check_authentic(frames, _REPLY, secret)
     return reply
+
+
+def _sealed(label: bytes, message: Request | Reply, secret: bytes) -> list[bytes]:
+    payload = _encode(message)
+    return [_mac(label, payload, secret), payload]
 
 
 def _mac(label: bytes, payload: bytes, secret: bytes) -> bytes:
     return hmac.digest(secret, label + b"\0" + payload, hashlib.sha256)
 
 
-def _authentic(frames: list[bytes], label: bytes, secret: bytes) -> bytes:
+def _check_authentic(frames: list[bytes], label: bytes, secret: bytes) -> None:
     if len(frames) != 2:
         raise FrameError(f"expected 2 frames (mac, payload), got {len(frames)}")
     if not hmac.compare_digest(frames[0], _mac(label, frames[1], secret)):
         raise FrameError("the MAC is wrong: the two engines have different cluster secrets")
-    return frames[1]

@@ -15,7 +15,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -27,6 +27,21 @@ from protocol.short_repr import short_repr
 _UNSIGNED = ("signature", "checksums", "prompt_token_ids")
 _MAX_TRANSFER_ID = 128  # characters
 SENDER_RELEASES = "sender_releases"  # see sender_releases
+RELEASE_PATH = "/release_kv"  # of a server: nobody will come for the KV of `kv_transfer_params`
+
+# The field's convention: a prefill server is told by this object that it prefills only.
+REMOTE_DECODE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# Members that a proxy changes for the prefill leg: it repeats the client's own in `client_request`.
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+CLIENT_MEMBERS = (*_LIMITS, "stream", "stream_options")
+
 _LOWEST_LOGPROB = -9999.0  # of a token that cannot be: nobody expects an infinity
 _MAX_TOKENS = 1 << 24
 _MAX_CHOICES = 128
@@ -35,6 +50,7 @@ _DEPTH = 5  # of an object, at most
 
 _Bits = Annotated[int, Meta(ge=0, lt=1 << 32)]  # of a float32, see float_bits
 _TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_T = TypeVar("_T")
 _Tokens = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
 _Text = Annotated[str, Meta(min_length=1, max_length=128)]
 _Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -110,11 +126,10 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         if hmac.compare_digest(self.signature, _mac(list(texts.values()), secret)):
             return
         told = re.findall("....", self.checksums or "")
+        pairs = zip(texts.items(), told, strict=False)
+        altered = [name for (name, text), sum_ in pairs if _checksum(text) != sum_]
         if len(told) != len(texts):
             altered = ["checksums"]
-        else:
-            pairs = zip(texts.items(), told, strict=True)
-            altered = [name for (name, text), sum_ in pairs if _checksum(text) != sum_]
         if altered:
             reject(
                 "signature",
@@ -129,12 +144,8 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
 
     def _signed_texts(self) -> dict[str, bytes]:
         """Each signed member in a normal form, which is JSON without fractions."""
-        members = msgspec.structs.asdict(self)
-        return {
-            name: msgspec.json.encode(value)
-            for name, value in members.items()
-            if name not in _UNSIGNED
-        }
+        members = msgspec.structs.asdict(self).items()
+        return {name: msgspec.json.encode(v) for name, v in members if name not in _UNSIGNED}
 
     def tokenized(self) -> tuple[str, list[int]] | None:
         """The text digest and its token ids, where both are told and the ids are those of the
@@ -206,6 +217,11 @@ def is_absent(obj: object) -> bool:
     return isinstance(obj, dict) and all(v is None or v is False for v in obj.values())
 
 
+class _Orders(Struct):
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+
+
 def is_prefill_request(obj: object) -> bool:
     """True when a prefill server is asked to keep the KV for a decode server.
 
@@ -213,18 +229,32 @@ def is_prefill_request(obj: object) -> bool:
         KVParamsRejected: `do_remote_decode` is true beside a reference to another server's KV,
             or the object has a wrong type.
     """
-    if is_absent(obj):
+    if is_absent(obj) or not (orders := _convert(obj, _Orders)).do_remote_decode:
         return False
-    members = as_object(obj, "")
-    wanted = optional_bool(members, "do_remote_decode")
-    if not wanted:
-        return False
-    if optional_bool(members, "do_remote_prefill"):
+    if orders.do_remote_prefill:
         reject("do_remote_prefill", "must be false or null when do_remote_decode is true")
     for name in KVTransferParams.__struct_fields__:
-        if members.get(name) is not None:
+        if isinstance(obj, dict) and obj.get(name) is not None:
             reject(name, "must be null when do_remote_decode is true")
     return True
+
+
+def client_request(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The request behind a prefill leg as the client made it; None where the proxy did not say."""
+    params = body.get("kv_transfer_params")
+    asked = params.get("client_request") if isinstance(params, dict) else None
+    if not isinstance(asked, dict):
+        return None
+    hidden = (*CLIENT_MEMBERS, "kv_transfer_params")
+    kept = {name: value for name, value in body.items() if name not in hidden}
+    return kept | {name: asked[name] for name in CLIENT_MEMBERS if name in asked}
+
+
+def decode_context(body: dict[str, Any]) -> int | None:
+    """The longest context of the decode servers behind a prefill leg, where the proxy said it."""
+    params = body.get("kv_transfer_params")
+    length = params.get("max_model_len") if isinstance(params, dict) else None
+    return length if type(length) is int and length > 0 else None
 
 
 def transfer_id(obj: object) -> str | None:
@@ -255,27 +285,30 @@ def parse(obj: object) -> KVTransferParams:
     Raises:
         KVParamsRejected: names the field, its value and what is allowed.
     """
-    members = as_object(obj, "")
-    if optional_bool(members, "do_remote_decode"):
+    orders = _convert(obj, _Orders)
+    if orders.do_remote_decode:
         reject("do_remote_decode", "must be false or null in a request to a decode server")
-    if not optional_bool(members, "do_remote_prefill"):
+    if not orders.do_remote_prefill:
         reject("do_remote_prefill", "must be true: there is a reference but no order to use it")
-    params = _read({name: members.get(name) for name in KVTransferParams.__struct_fields__})
+    assert isinstance(obj, dict)
+    members = {name: obj.get(name) for name in KVTransferParams.__struct_fields__}
+    params = _convert(members, KVTransferParams)
     _check_together(params)
     return params
 
 
-def _read(members: dict[str, Any]) -> KVTransferParams:
+def _convert(value: object, kind: type[_T]) -> _T:
+    """`value` as `kind`. Raises KVParamsRejected."""
     with contextlib.suppress(msgspec.ValidationError):
-        return msgspec.convert(members, KVTransferParams)
-    members = _with_integers(members)  # some JSON writers know floats only
+        return msgspec.convert(value, kind)
+    value = _with_integers(value)  # some JSON writers know floats only
     try:
-        return msgspec.convert(members, KVTransferParams)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$.")
         path = path.rstrip("`")
         wanted = re.sub("^Expected ", "must be ", problem.partition(", got ")[0])
-        reject(path, f"{wanted}, got {short_repr(_at(members, path))}")
+        reject(path, f"{wanted}, got {short_repr(_at(value, path))}")
 
 
 def _with_integers(value: Any, depth: int = _DEPTH) -> Any:
@@ -339,25 +372,15 @@ def float_bits(values: Sequence[float]) -> tuple[int, ...]:
 
 def to_remote_prefill(params: KVTransferParams, *, sender_releases: bool = False) -> RemotePrefill:
     """What the decode engine needs of verified params."""
-    return RemotePrefill(
-        host=params.remote_host,
-        port=params.remote_port,
-        engine_id=params.remote_engine_id,
-        incarnation=params.incarnation,
-        request_id=params.remote_request_id,
-        lease_id=params.lease_id,
-        lease_s=params.lease_ms / 1000,
-        block_ids=params.remote_block_ids,
-        block_size=params.remote_block_size,
-        num_tokens=params.remote_num_tokens,
-        cached_tokens=params.remote_cached_tokens,
-        tp_size=params.tp_size,
-        first_tokens=[
-            FirstToken(token.id, _logprobs_of(token.logprobs)) for token in params.first_tokens
-        ],
-        prompt_logprobs=[*map(_logprobs_of, params.prompt_logprobs or ())] or None,
-        sender_releases=sender_releases,
-    )
+    values = msgspec.structs.asdict(params)
+    told: dict[str, Any] = {
+        "lease_s": params.lease_ms / 1000,
+        "first_tokens": [FirstToken(t.id, _logprobs_of(t.logprobs)) for t in params.first_tokens],
+        "prompt_logprobs": [*map(_logprobs_of, params.prompt_logprobs or ())] or None,
+        "sender_releases": sender_releases,
+    }
+    told = {name.removeprefix("remote_"): value for name, value in values.items()} | told
+    return RemotePrefill(**{name: told[name] for name in RemotePrefill.__struct_fields__})
 
 
 def _bits_of(found: TokenLogprobs | None) -> LogprobBits | None:
@@ -377,14 +400,11 @@ def _logprobs_of(found: LogprobBits | None) -> TokenLogprobs | None:
 
 
 def _check_together(params: KVTransferParams) -> None:
-    ids, tokens = params.remote_block_ids, params.remote_num_tokens
-    needed = -(-tokens // params.remote_block_size)
+    ids, tokens, size = params.remote_block_ids, params.remote_num_tokens, params.remote_block_size
+    needed = -(-tokens // size)
     if len(ids) != needed:
-        reject(
-            "remote_block_ids",
-            f"holds {len(ids)} blocks, but {tokens} tokens in blocks of "
-            f"{params.remote_block_size} need {needed}",
-        )
+        many = f"holds {len(ids)} blocks, but {tokens} tokens in blocks of {size} need {needed}"
+        reject("remote_block_ids", many)
     if len(set(ids)) != len(ids):
         reject("remote_block_ids", "names a block twice")
     if params.prompt_logprobs is not None and len(params.prompt_logprobs) != tokens:
@@ -398,16 +418,3 @@ def _check_together(params: KVTransferParams) -> None:
 def reject(name: str, problem: str) -> NoReturn:
     param = f"kv_transfer_params.{name}" if name else "kv_transfer_params"
     raise KVParamsRejected(f"{param} {problem}.", param=param)
-
-
-def as_object(value: object, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        reject(name, f"must be an object, got {short_repr(value)}")
-    return value
-
-
-def optional_bool(members: dict[str, Any], name: str) -> bool:
-    value = members.get(name)
-    if value is not None and not isinstance(value, bool):
-        reject(name, f"must be true, false or null, got {short_repr(value)}")
-    return bool(value)

@@ -10,8 +10,7 @@ import secrets
 import msgspec
 
 from protocol.errors import InvalidRequest
-from protocol.kv_params import SENDER_RELEASES
-from protocol.openai.prefill_leg import CLIENT_MEMBERS, REMOTE_DECODE
+from protocol.kv_params import CLIENT_MEMBERS, REMOTE_DECODE, SENDER_RELEASES
 
 Body = dict[str, msgspec.Raw]
 

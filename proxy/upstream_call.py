@@ -13,8 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from protocol.errors import EngineDied
+from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import Metrics
-from protocol.openai.prefill_leg import RELEASE_PATH
 from protocol.process.logging import get_logger
 from proxy.body import error_code
 from proxy.membership import Fleet, Kind, Server

@@ -37,9 +37,9 @@ from engine.http.request_stats import expose_from_start
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import ModelNotFound
 from protocol.http.cors import cors_options
+from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE
 from protocol.openai import openapi
-from protocol.openai.prefill_leg import RELEASE_PATH
 from protocol.openai.responses import model_card, model_list
 from protocol.openai.tokenize import as_request, parse_detokenize, parse_tokenize
 from protocol.short_repr import short_repr

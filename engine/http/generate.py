@@ -36,9 +36,8 @@ from engine.http.request_stats import RequestStats
 from engine.http.text_encoder import text_digest
 from protocol.errors import BatonError
 from protocol.http.body import ClientDisconnected
-from protocol.kv_params import sender_releases
+from protocol.kv_params import client_request, decode_context, sender_releases
 from protocol.messages import AddRequest, EngineReady
-from protocol.openai.prefill_leg import client_request, decode_context
 from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import current_request_id
 

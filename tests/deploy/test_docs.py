@@ -15,11 +15,10 @@ from deploy.doctor import DoctorSettings
 from deploy.plan import PlanSettings
 from model.config import ARCHITECTURES, ROPE_TYPES
 from protocol import errors
-from protocol.kv_params import SENDER_RELEASES, KVTransferParams
+from protocol.kv_params import RELEASE_PATH, SENDER_RELEASES, KVTransferParams
 from protocol.openai import openapi
 from protocol.openai.chat import parse_chat
 from protocol.openai.completions import parse_completion
-from protocol.openai.prefill_leg import RELEASE_PATH
 from protocol.openai.requests import used_fields
 from protocol.openai.responses_request import ResponsesRequest
 from protocol.settings.settings import PROGRAMS, UpSettings, load

@@ -15,10 +15,10 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from prefill_server.server import PrefillHooks
 from protocol import kv_params
+from protocol.kv_params import REMOTE_DECODE
 from protocol.messages import FirstToken, SamplingParams
 from protocol.openai.chat import parse_chat
 from protocol.openai.completions import parse_completion
-from protocol.openai.prefill_leg import REMOTE_DECODE
 from protocol.openai.sampling import GenerationRequest
 from tests.rigs.http_server import CONTEXT, READY, saying, serving
 

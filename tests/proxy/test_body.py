@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
-from protocol.openai.prefill_leg import REMOTE_DECODE, client_request
+from protocol.kv_params import REMOTE_DECODE, client_request
 from proxy.body import decode_leg, params_of, parse_body, prefill_leg, sanitize
 
 JSON = st.recursive(

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from protocol.process.standard_streams import open_standard_streams
+from protocol.process.logging import open_standard_streams
 
 USAGE = """usage: baton <command> [options]
 

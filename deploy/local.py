@@ -20,9 +20,9 @@ from functools import partial
 
 from deploy.commands import PROGRAMS, Command, Kind, proxy_command, server_commands, user_option
 from deploy.healthcheck import LOOPBACK, get, url_host
-from protocol.ipc.listening import CannotListen, bind
+from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
-from protocol.process.cores import available_cores
+from protocol.settings.machine import available_cores
 from protocol.settings.settings import UpSettings, describe, parse
 from protocol.settings.sources import renamed, unread_variables
 

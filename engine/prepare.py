@@ -22,10 +22,10 @@ from model.errors import ModelLoadError
 from model.fingerprint import fingerprint
 from model.kv_scales import resolve_scales
 from protocol.errors import InvalidRequest
-from protocol.ipc.listening import bind
+from protocol.ipc.wire import bind
 from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationConfig
-from protocol.process.cores import available_cores
+from protocol.settings.machine import available_cores
 from protocol.settings.settings import DecodeSettings, EngineSettings, PrefillSettings
 from protocol.version import system_fingerprint
 

@@ -32,10 +32,9 @@ from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
 from protocol.errors import EngineDied
 from protocol.http.connections import bound_clients, bounded_protocol, raise_file_limit
-from protocol.ipc.listening import bind
+from protocol.ipc.wire import bind
 from protocol.process import lifecycle
-from protocol.process.logging import setup_logging
-from protocol.process.standard_streams import open_standard_streams
+from protocol.process.logging import open_standard_streams, setup_logging
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import DecodeSettings, PrefillSettings, describe
 

@@ -11,9 +11,13 @@ from typing import Any
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
-from protocol.http.connections import bound_clients, bounded_protocol, raise_file_limit
-from protocol.http.cors import cors_options
-from protocol.ipc.listening import CannotListen, bind
+from protocol.http.connections import (
+    bound_clients,
+    bounded_protocol,
+    cors_options,
+    raise_file_limit,
+)
+from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.logging import get_logger, setup_logging
 from protocol.settings.settings import ProxySettings, describe, parse

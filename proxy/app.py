@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 from protocol.errors import BatonError, InternalError, InvalidRequest, RequestError
-from protocol.http.body import ClientDisconnected, read_body
-from protocol.http.connections import refusal
+from protocol.http.connections import ClientDisconnected, read_body, refusal
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.near_names import suggestion
 from protocol.process.logging import get_logger, request_context

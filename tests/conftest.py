@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import uvloop
 
-from protocol.process.cores import available_cores
+from protocol.settings.machine import available_cores
 
 _MOST = 4  # processes: each starts servers of its own
 _EACH_BYTES = 4 << 30  # of memory: torch in every server, and a dozen servers at most

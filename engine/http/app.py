@@ -36,7 +36,7 @@ from engine.http.middleware import (
 from engine.http.request_stats import expose_from_start
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import ModelNotFound
-from protocol.http.cors import cors_options
+from protocol.http.connections import cors_options
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE
 from protocol.openai import openapi

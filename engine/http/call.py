@@ -18,8 +18,7 @@ from engine.http.request_stats import RequestStats
 from engine.process.client import Subscription
 from protocol.errors import BatonError, InternalError
 from protocol.http import sse
-from protocol.http.body import ClientDisconnected
-from protocol.http.connections import is_closing
+from protocol.http.connections import ClientDisconnected, is_closing
 from protocol.messages import TokenDelta
 from protocol.openai.responses import ChoicePiece, ResponseWriter, Usage, add_kv, kv_header
 from protocol.openai.sampling import GenerationRequest

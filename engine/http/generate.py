@@ -35,7 +35,7 @@ from engine.http.middleware import (
 from engine.http.request_stats import RequestStats
 from engine.http.text_encoder import text_digest
 from protocol.errors import BatonError
-from protocol.http.body import ClientDisconnected
+from protocol.http.connections import ClientDisconnected
 from protocol.kv_params import client_request, decode_context, sender_releases
 from protocol.messages import AddRequest, EngineReady
 from protocol.openai.sampling import GenerationRequest

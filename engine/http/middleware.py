@@ -21,8 +21,7 @@ from protocol.errors import (
     PayloadTooLarge,
     RequestError,
 )
-from protocol.http.body import ClientDisconnected, read_body
-from protocol.http.connections import refusal
+from protocol.http.connections import ClientDisconnected, read_body, refusal
 from protocol.openai.requests import parse_json_object
 from protocol.process.logging import get_logger, request_context
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from protocol.errors import BatonError, RequestError
-from protocol.http.body import ClientDisconnected
+from protocol.http.connections import ClientDisconnected
 from protocol.metrics import Metrics
 from protocol.openai.responses import Usage, kv_header
 from protocol.process.logging import get_logger

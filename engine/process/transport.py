@@ -9,8 +9,7 @@ import select
 import socket
 import time
 
-from protocol.ipc.waker import Waker
-from protocol.ipc.wire import Wire, WireClosed
+from protocol.ipc.wire import Waker, Wire, WireClosed
 from protocol.messages import (
     EngineFailed,
     EngineInput,

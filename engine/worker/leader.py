@@ -14,7 +14,7 @@ from kvcache.transfer.link.threads import allow_short_naps
 from model.config import load_config
 from protocol.handshake import PROTOCOL_VERSION, EngineMetadata
 from protocol.messages import EngineReady
-from protocol.process.sigterm import ignore_sigterm
+from protocol.process.lifecycle import ignore_sigterm
 
 
 def lead(config: EngineConfig, factory: ConnectorFactory) -> None:

@@ -19,7 +19,7 @@ from model.files import num_weights
 from model.parallel import Parallel
 from model.registry import load_model
 from model.sizes import num_elements
-from protocol.ipc.listening import CannotListen
+from protocol.ipc.wire import CannotListen
 
 _STREAM_PRIORITY = -1
 

@@ -22,9 +22,8 @@ from engine.worker.ranks import RankLinks
 from engine.worker.service import ConnectorFactory
 from model.config import load_config
 from protocol.process import lifecycle
+from protocol.process.lifecycle import end_on_sigterm, end_with_vital_threads, ignore_sigterm
 from protocol.process.logging import setup_logging
-from protocol.process.sigterm import end_on_sigterm, ignore_sigterm
-from protocol.process.vital_threads import end_with_vital_threads
 
 logger = logging.getLogger("baton.engine")
 

@@ -1,17 +1,15 @@
 """What a server's HTTP connections may cost it: bounds that uvicorn leaves open.
 
-- A client that vanished, or takes nothing of what it is sent: the kernel ends the connection, which
-  the application sees as a client that left. A slow reader that goes on reading is left alone.
+- A client that vanished, or takes nothing of what it is sent: the kernel ends the connection.
 - A client that owes the rest of a request and is silent, or slower than MIN_BODY_BYTES_PER_S: it is
   told so, or the connection is closed.
 - Many bodies that are not all there yet: beyond a sum, the one that began first is refused.
 - A body that is declared too long, or a head that HTTP/1.1 forbids: refused before the body.
-- A body whose request is answered: what still comes of it is dropped, so that the client, which
-  may be sending, sees the answer.
-- A client that sends hundreds of requests ahead of its answers: the connection is closed.
-- A client that leaves while it has sent requests ahead: the running one is told of it, too.
-- A client that offers to go on in another protocol (h2c is offered by Java's clients with every
-  request): it is answered in this one, and its body is read.
+- A body whose request is answered: the rest is dropped, so that the client sees the answer.
+- Hundreds of requests ahead of their answers: the connection is closed.
+- A client that leaves after it has sent requests ahead: the running one is told of it, too.
+- An offer of another protocol (h2c is offered by Java's clients with every request): it is answered
+  in this one, and its body is read.
 - A client of HTTP/1.0: nothing is sent to it in chunks.
 """
 
@@ -19,18 +17,12 @@ import asyncio
 import resource
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import httptools
 import msgspec
-from uvicorn._types import (
-    ASGI3Application,
-    ASGIReceiveCallable,
-    ASGISendCallable,
-    ASGISendEvent,
-    Scope,
-)
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from protocol.errors import (
@@ -89,23 +81,15 @@ def bounded_protocol(options: ListenOptions, beside_bytes: int = 0) -> type[Http
 
 
 def refusal(scope: Mapping[str, Any]) -> BatonError | None:
-    """Why a request is not to be served whatever it asks for. What has come of its body by then is
-    not all of it.
-
-    Args:
-        scope: ASGI's, of the request.
-    """
+    """Why a request of this ASGI scope is not to be served whatever it asks for. What has come of
+    its body by then is not all of it."""
     error: BatonError | None = _known(scope).get("refusal")
     return error
 
 
 def is_closing(scope: Mapping[str, Any]) -> bool:
-    """Whether what is sent on a request's connection from now on is lost. A connection that
-    `bounded_protocol` does not serve never says so.
-
-    Args:
-        scope: ASGI's, of the request.
-    """
+    """Whether what is sent on the connection of this ASGI scope from now on is lost. A connection
+    that `bounded_protocol` does not serve never says so."""
     transport = _known(scope).get("transport")
     return transport is not None and bool(transport.is_closing())
 
@@ -113,6 +97,52 @@ def is_closing(scope: Mapping[str, Any]) -> bool:
 def _known(scope: Mapping[str, Any]) -> dict[Any, Any]:
     """What a connection tells the application; nothing if `bounded_protocol` does not serve it."""
     return (scope.get("extensions") or {}).get(_CONNECTION) or {}
+
+
+class ClientDisconnected(Exception):
+    """The client has gone; nobody reads an answer."""
+
+
+async def read_body(
+    scope: Mapping[str, Any],
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+    limit_bytes: int,
+) -> bytes:
+    """The whole body of a request of ASGI.
+
+    Raises:
+        PayloadTooLarge: more than `limit_bytes`.
+        BatonError: the connection's `refusal`.
+        ClientDisconnected: the client went away before it was complete.
+    """
+    parts: list[bytes] = []
+    num_bytes, more = 0, refusal(scope) is None
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > limit_bytes:
+            raise PayloadTooLarge(
+                f"the body has more than {limit_bytes} bytes; send less at once (--max-body-bytes)"
+            )
+        more = message.get("more_body", False)
+    if error := refusal(scope):
+        parts.clear()  # the connection keeps the error, which keeps this frame
+        raise error
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def cors_options(origins: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments of starlette's CORSMiddleware; the origin "*" stands for any."""
+    return {
+        "allow_origins": list(origins),
+        "allow_methods": ["GET", "POST"],
+        "allow_headers": ["*"],
+        "expose_headers": ["x-request-id", "x-baton-kv"],
+        "max_age": 600,  # seconds that a browser may remember the answer for
+    }
 
 
 class _Unfinished:
@@ -269,29 +299,28 @@ class _BoundedHttp(HttpToolsProtocol):
         self.transport.close()
 
     def _parse(self, data: bytes) -> None:
-        """Feeds the parser, which stops at the end of each head that offers another protocol."""
-        rest: bytes | None = data
-        while rest is not None:
-            rest = self._parse_up_to_offer(rest)
-
-    def _parse_up_to_offer(self, data: bytes) -> bytes | None:
-        """What is still to be parsed by another parser: that head without its offer, and all that
-        follows; None when nothing is."""
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as stopped:
-            method = self.parser.get_method()
-            if method == b"CONNECT":
-                raise httptools.HttpParserError("this is no proxy") from None
-            kept = [header for header in self.headers if header[0] not in _ABOUT_UPGRADES]
-            if any(name == b"connection" and b"close" in value for name, value in self.headers):
-                kept.append((b"connection", b"close"))
-            lines = [name + b": " + value for name, value in kept]
-            version = self.parser.get_http_version().encode()
-            head = b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""])
-            self.parser = httptools.HttpRequestParser(self)
-            return head + data[stopped.args[0] :]
-        return None
+        """Feeds the parser, which stops at the end of each head that offers another protocol.
+        Another parser goes on there: with that head without its offer, and all that follows."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stopped:
+                method = self.parser.get_method()
+                if method == b"CONNECT":
+                    raise httptools.HttpParserError("this is no proxy") from None
+                kept = [header for header in self.headers if header[0] not in _ABOUT_UPGRADES]
+                if any(name == b"connection" and b"close" in value for name, value in self.headers):
+                    kept.append((b"connection", b"close"))
+                first = b"%b %b HTTP/%b" % (
+                    method,
+                    self.url,
+                    self.parser.get_http_version().encode(),
+                )
+                lines = [name + b": " + value for name, value in kept]
+                head = b"\r\n".join([first, *lines, b"", b""])
+                self.parser = httptools.HttpRequestParser(self)
+                data = head + data[stopped.args[0] :]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_expecting()
@@ -339,14 +368,15 @@ class _BoundedHttp(HttpToolsProtocol):
 def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
     """`app`, whose answers of a length that it does not say end with the connection."""
 
-    async def answer(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
         is_sized = True
 
-        async def send_plain(message: ASGISendEvent) -> None:
+        async def send_plain(message: Any) -> None:
             nonlocal is_sized
             if message["type"] == "http.response.start":
-                names = {name.lower() for name, _ in message.get("headers", [])}
-                is_sized = b"content-length" in names
+                is_sized = any(
+                    n.lower() == b"content-length" for n, _ in message.get("headers", ())
+                )
                 cycle.chunked_encoding = None if is_sized else False
             elif message["type"] == "http.response.body" and not is_sized:
                 cycle.expected_content_length += len(message.get("body", b""))

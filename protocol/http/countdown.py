@@ -9,10 +9,9 @@ _PARTS = 4
 class Countdown:
     """Calls back when `timeout_s` are over, unless cancelled before.
 
-    Where the process was stopped, its machine suspended, or a turn of its event loop long, a timer
-    is due before anybody has looked whether the answer came meanwhile. So the time is over after a
-    number of parts of it, between any two of which the loop has looked; a last part that was late
-    is repeated once.
+    After the process was stopped, or a long turn of its event loop, a timer is due before anybody
+    has looked whether the answer came meanwhile. So the time is over after a number of parts of it,
+    between any two of which the loop has looked; a last part that was late is repeated once.
     """
 
     __slots__ = ("_callback", "_left", "_loop", "_part_s", "_timer")

@@ -9,10 +9,7 @@ from pathlib import Path
 
 from protocol.handshake import ProcessRecord
 
-# Fields of /proc/PID/stat after the name.
-_STATE = 0
-_FLAGS = 6
-_STARTED = 19  # ticks since the host's start
+_STATE, _FLAGS, _STARTED = 0, 6, 19  # fields of /proc/PID/stat after the name
 _EXITING = 0x4  # of the flags
 
 
@@ -36,11 +33,9 @@ def host_id() -> str:
 def own_record() -> ProcessRecord | None:
     """This process, for others to find; None on a system that does not say enough."""
     try:
+        pid, started = os.getpid(), _started(os.getpid())
         return ProcessRecord(
-            host=host_id(),
-            pid_namespace=_pid_namespace(),
-            pid=os.getpid(),
-            started=_started(os.getpid()),
+            host=host_id(), pid_namespace=_pid_namespace(), pid=pid, started=started
         )
     except OSError:
         return None

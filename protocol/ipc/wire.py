@@ -4,10 +4,13 @@ Without threads between the caller and the kernel: in a virtual machine each tak
 wake, and with a messaging library an answer of the side channel passed six of them.
 """
 
+import errno
+import os
 import select
 import socket
 import struct
 import sys
+import threading
 from collections import deque
 from contextlib import suppress
 from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
@@ -191,22 +194,72 @@ def wait_readable(*files: HasFileno, timeout_s: float | None = None) -> None:
         poll.poll(timeout_s * 1000)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on a name or an address; port 0 takes a free one.
+class Waker:
+    """`wake` from any thread makes `fileno` readable; the polling thread then calls `clear`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # a closed descriptor's number may already be another's
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            pass  # nobody woke it
+
+    def close(self) -> None:
+        """From the polling thread, or when it has ended."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class CannotListen(OSError):
+    """Says where, why, and which option to change; `port_option` if it is the port."""
+
+    def __init__(self, host: str, port: int, error: Exception, port_option: str) -> None:
+        number = error.errno if isinstance(error, OSError) else None
+        option = port_option if number in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        reason = getattr(error, "strerror", None) or str(error)
+        super().__init__(f"cannot listen on {host}:{port} ({reason}); use another {option}")
+
+
+def bind(host: str, port: int, port_option: str = "--port") -> socket.socket:
+    """A socket bound to a TCP port of a name or an address; 0 takes a free one.
+
+    Args:
+        port_option: what to change if another has the port.
 
     Raises:
-        OSError: the name is unknown, or the address is another's.
+        CannotListen: the name is unknown, or the address is not ours or another's.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind, protocol)
+    sock: socket.socket | None = None
     try:
+        kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+        found = socket.getaddrinfo(host, port, type=kind, flags=flags)
+        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        sock = socket.socket(family, kind)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(512)
-    except OSError:
-        sock.close()
-        raise
+        return sock
+    except (OSError, UnicodeError) as error:  # the latter for what no encoding of is a name
+        if sock is not None:
+            sock.close()
+        raise CannotListen(host, port, error, port_option) from error
+
+
+def listen(host: str, port: int, port_option: str = "--port") -> socket.socket:
+    """As `bind`; it listens, and never blocks."""
+    sock = bind(host, port, port_option)
+    sock.listen(512)
     sock.setblocking(False)
     return sock

@@ -24,43 +24,44 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any, NamedTuple, NoReturn
 
+from protocol.process.logging import get_logger
 from protocol.settings.sources import clean_environment
 from protocol.short_repr import short_repr
 
 READY_FD = "BATON_READY_FD"
 PARENT_FD = "BATON_PARENT_FD"
 TAIL_LINES = 40
+_AGAIN_S = 0.01
+_ENDING = (signal.SIGTERM, signal.SIGALRM)
+_TELL_S = 5.0  # longest: somebody may have stopped to read our output
+_log = get_logger(__name__)
 ORPHANED = 86  # exit status of a process that had to be ended because its parent was gone
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """A child says what it is doing while it starts."""
 
     child: "Child"
     text: str
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """A child serves; `info` says where."""
 
     child: "Child"
     info: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(NamedTuple):
     """A child says why it cannot go on; its exit follows."""
 
     child: "Child"
     reason: str
 
 
-@dataclass(frozen=True)
-class Exited:
+class Exited(NamedTuple):
     """A child has ended and is reaped. Always its last event."""
 
     child: "Child"
@@ -103,10 +104,10 @@ class Child:
     def reason(self) -> str:
         """Why it ended: what it reported, else its last line, else its exit status. What a process
         said last tells nothing if it ended in order, and little if it was killed."""
-        code = self.process.returncode
-        ended = describe_exit(code)
         if self.failure is not None:
             return self.failure
+        code = self.process.returncode
+        ended = _in_words(code)
         last = next((line.strip() for line in reversed(self.tail) if line.strip()), None)
         if code == 0:
             return f"somebody told it to ({ended})"
@@ -115,16 +116,11 @@ class Child:
         return f"{ended}, its last line: {last}" if (code or 0) < 0 else f"{last} ({ended})"
 
 
-def describe_exit(returncode: int | None) -> str:
-    """An exit status in words."""
-    if returncode is None:
-        return "still running"
-    if returncode >= 0:
-        return f"exit status {returncode}"
-    try:
-        return f"killed by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"killed by signal {-returncode}"
+def _in_words(returncode: int | None) -> str:
+    if returncode is None or returncode >= 0:
+        return "still running" if returncode is None else f"exit status {returncode}"
+    is_known = -returncode in set(signal.Signals)
+    return f"killed by {signal.Signals(-returncode).name if is_known else -returncode}"
 
 
 def spawn(
@@ -170,31 +166,21 @@ def spawn(
         os.close(parent_read)
         os.close(report_write)
     child = Child(name, process, worded=worded, _parent_end=parent_write)
-    _feed(process, stdin)
-    _start_threads(child, report_read, on_event or (lambda _: None))
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+        stream.write(stdin)
+    printer = threading.Thread(target=_print_lines, args=(child,), daemon=True)
+    printer.start()
+    tell = on_event or (lambda _: None)
+    watch = threading.Thread(
+        target=_watch_child, args=(child, report_read, printer, tell), daemon=True
+    )
+    watch.start()
     return child
 
 
-def _feed(process: subprocess.Popen[bytes], data: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
-        stream.write(data)
-
-
-def _start_threads(child: Child, report_fd: int, on_event: Callable[[Event], None]) -> None:
-    printer: threading.Thread | None = None
-    if child.process.stdout is not None:
-        printer = threading.Thread(
-            target=_print_lines, args=(child, child.process.stdout), daemon=True
-        )
-        printer.start()
-    threading.Thread(
-        target=_watch_child, args=(child, report_fd, printer, on_event), daemon=True
-    ).start()
-
-
-def _print_lines(child: Child, stream: IO[bytes]) -> None:
-    with stream:
+def _print_lines(child: Child) -> None:
+    with child.process.stdout or contextlib.nullcontext(()) as stream:
         for raw in stream:
             line = child.worded(raw.decode(errors="replace").rstrip())
             child.tail.append(line)
@@ -204,21 +190,14 @@ def _print_lines(child: Child, stream: IO[bytes]) -> None:
 
 
 def _watch_child(
-    child: Child,
-    report_fd: int,
-    printer: threading.Thread | None,
-    on_event: Callable[[Event], None],
+    child: Child, report_fd: int, printer: threading.Thread, on_event: Callable[[Event], None]
 ) -> None:
     with open(report_fd, "rb") as reports:
         for line in reports:
-            event = _parse_report(child, line)
-            if isinstance(event, Failed):
-                child.failure = event.reason
-            if event is not None:
-                _tell(on_event, event)
+            with contextlib.suppress(ValueError):  # one that a killed child left unfinished
+                _tell(on_event, _parse_report(child, line))
     returncode = child.process.wait()
-    if printer is not None:
-        printer.join(timeout=1)  # a grandchild may hold the pipe for a moment longer
+    printer.join(timeout=1)  # a grandchild may hold the pipe for a moment longer
     os.close(child._parent_end)
     child.exited.set()
     _tell(on_event, Exited(child, returncode))
@@ -232,19 +211,15 @@ def _tell(on_event: Callable[[Event], None], event: Event) -> None:
         traceback.print_exc()
 
 
-def _parse_report(child: Child, line: bytes) -> Event | None:
-    """A report, or None for one that a killed child left unfinished."""
-    try:
-        kind, value = json.loads(line)
-    except ValueError:
-        return None
-    match kind:
-        case "ready":
-            return Ready(child, value)
-        case "failed":
-            return Failed(child, child.worded(str(value)))
-        case _:
-            return Progress(child, str(value))
+def _parse_report(child: Child, line: bytes) -> Event:
+    kind, value = json.loads(line)
+    if kind == "ready":
+        return Ready(child, value)
+    text = str(value)
+    if kind == "failed":
+        child.failure = text = child.worded(text)
+        return Failed(child, text)
+    return Progress(child, text)
 
 
 def terminate(children: Iterable[Child], grace_s: float) -> bool:
@@ -322,10 +297,10 @@ def _inherited(variable: str) -> int | None:
     value = os.environ.get(variable)
     if not value:
         return None
-    access = os.O_RDONLY if variable == PARENT_FD else os.O_WRONLY
-    if not _is_pipe(value, access):
+    is_read = variable == PARENT_FD
+    if not _is_pipe(value, os.O_RDONLY if is_read else os.O_WRONLY):
         # To go on would be to write into, or wait for, whatever else has that number.
-        end = "read" if variable == PARENT_FD else "write"
+        end = "read" if is_read else "write"
         print(
             f"error: {variable} is {short_repr(value)}, expected the number of an open pipe's "
             f"{end} end: Baton sets it for processes that it starts itself; unset {variable}",
@@ -368,3 +343,67 @@ def _report(kind: str, value: Any) -> None:
     if fd is not None:
         with contextlib.suppress(BrokenPipeError):
             os.write(fd, json.dumps([kind, value]).encode() + b"\n")
+
+
+def end_on_sigterm() -> None:
+    """From now on SIGTERM raises SystemExit. Call it in the main thread."""
+    for number in _ENDING:
+        signal.signal(number, _raise_exit)
+    sys.unraisablehook = _on_unraisable
+
+
+def ignore_sigterm() -> None:
+    """From now on SIGTERM does not break into what is being closed: once others hear that this
+    process ends, they end it, too."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _raise_exit(_number: int, _frame: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _on_unraisable(unraisable: Any) -> None:
+    """What is raised in callbacks of weak references, finalizers and the like ends there. A SIGTERM
+    that came while one ran comes again."""
+    if unraisable.exc_type is SystemExit:
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+class VitalThread(threading.Thread):
+    """A daemon thread that others rely on for as long as the process lives."""
+
+    def __init__(self, target: Callable[[], None], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+
+
+def end_with_vital_threads() -> None:
+    """From now on a VitalThread that raises ends this process, with status 1, the reason reported
+    to its parent. Without this it ends as any thread does, which is what tests see."""
+    usual = threading.excepthook
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        if not isinstance(args.thread, VitalThread):
+            usual(args)
+            return
+        try:
+            telling = threading.Thread(
+                target=_report_end, args=(args.thread.name, args), daemon=True
+            )
+            telling.start()
+            telling.join(_TELL_S)
+        finally:
+            os._exit(1)  # other threads may be anywhere; none of them is asked
+
+    threading.excepthook = end
+
+
+def _report_end(thread: str, args: threading.ExceptHookArgs) -> None:
+    reason = args.exc_type.__name__
+    if str(args.exc_value):
+        reason += f": {args.exc_value}"
+    with contextlib.suppress(OSError, ValueError):  # there may be no stderr any more
+        report_failure(f"thread {thread} ended: {reason}")
+    _log.critical("thread %s", thread, exc_info=args.exc_value)

@@ -8,6 +8,7 @@ asyncio tasks inherit, so code in between need not pass it on. A traceback follo
 
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -100,3 +101,17 @@ def setup_logging(
     own.handlers.clear()
     own.setLevel(level.upper())
     logging.captureWarnings(True)
+
+
+def open_standard_streams() -> None:
+    """Opens those that are closed, to nothing. Else a pipe gets one of their numbers, and a child
+    that is to inherit it finds its own standard stream there; and `sys.stdout` is None."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number, which is `fd`
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)

@@ -21,7 +21,7 @@ from engine.prepare import StartFailure, _devices, engine_config
 from engine.serve import _Server, _told
 from engine.text.tokenizer import Tokenizer
 from model.config import load_config
-from protocol.ipc.listening import CannotListen, bind
+from protocol.ipc.wire import CannotListen, bind
 from protocol.messages import AddRequest, EngineFailed, TokenDelta
 from protocol.settings.settings import PrefillSettings
 from tests.make_models import ensure_model

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.process.cores import available_cores
+from protocol.settings.machine import available_cores
 
 
 @pytest.mark.parametrize(("quota", "most"), [("150000 100000\n", 1), ("50000 100000", 1)])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import Overloaded
-from protocol.http.body import read_body
+from protocol.http.connections import read_body
 
 
 async def test_the_error_of_a_connection_keeps_nothing_of_the_body() -> None:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import os, signal, sys, time, weakref
-from protocol.process.sigterm import end_on_sigterm, ignore_sigterm
+from protocol.process.lifecycle import end_on_sigterm, ignore_sigterm
 
 class Thing:
     pass

@@ -15,7 +15,7 @@ PRELUDE = f"""
 import sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 from protocol.process import lifecycle
-from protocol.process.vital_threads import VitalThread, end_with_vital_threads
+from protocol.process.lifecycle import VitalThread, end_with_vital_threads
 
 wait = threading.Event().wait
 
@@ -60,7 +60,7 @@ def test_a_process_ends_with_a_vital_thread_that_raises(body: str, events: list[
 def test_an_output_that_nobody_reads_keeps_no_process() -> None:
     body = """
     import os
-    import protocol.process.vital_threads as vital_threads
+    import protocol.process.lifecycle as vital_threads
 
     vital_threads._TELL_S = 0.2
     end_with_vital_threads()

@@ -46,10 +46,10 @@ from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id
 from protocol.errors import InternalError, LeaseGone, PeerUnreachable, PullWithheld
 from protocol.handshake import CompatRecord, GetMetadata, LeaseRequest, Metadata, Refused, Reply
-from protocol.ipc.waker import Waker
+from protocol.ipc.wire import Waker
 from protocol.messages import RemotePrefill
+from protocol.process.lifecycle import VitalThread
 from protocol.process.logging import get_logger
-from protocol.process.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 

@@ -14,8 +14,7 @@ from kvcache.transfer.pulls.messages import (
     encode,
     report_decoder,
 )
-from protocol.ipc.waker import Waker
-from protocol.ipc.wire import Wire, WireClosed, await_room, exchange, wait_readable
+from protocol.ipc.wire import Waker, Wire, WireClosed, await_room, exchange, wait_readable
 
 _MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
 _RETRY_S = 0.05

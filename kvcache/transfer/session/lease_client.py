@@ -15,8 +15,7 @@ from functools import partial
 from selectors import EVENT_READ, BaseSelector
 
 from protocol.handshake import FrameError, Reply, Request, open_reply, seal_request
-from protocol.ipc.waker import Waker
-from protocol.ipc.wire import Wire, WireClosed, await_room, exchange, framed, tune
+from protocol.ipc.wire import Waker, Wire, WireClosed, await_room, exchange, framed, tune
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)

@@ -31,10 +31,9 @@ from protocol.handshake import (
     open_request,
     seal_reply,
 )
-from protocol.ipc.listening import CannotListen
 from protocol.ipc.wire import Wire, WireClosed, await_room, exchange, listen, tune
+from protocol.process.lifecycle import VitalThread
 from protocol.process.logging import get_logger
-from protocol.process.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 
@@ -78,10 +77,7 @@ class LeaseServer:
         names = ("granted", "renewed", "gone", "refused", "metadata_sent", "internal_errors")
         self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
         own = bind_host or host
-        try:
-            self._listener = listen(own, port)
-        except OSError as error:
-            raise CannotListen(own, port, error, "--side-channel-port") from error
+        self._listener = listen(own, port, "--side-channel-port")
         self._port = int(self._listener.getsockname()[1])
         self._selector = DefaultSelector()  # its data are calls
         self._selector.register(self._listener, EVENT_READ, self._accept)

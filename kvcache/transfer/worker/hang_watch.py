@@ -7,7 +7,7 @@ that looks healthy.
 import faulthandler
 import threading
 
-from protocol.process.vital_threads import VitalThread
+from protocol.process.lifecycle import VitalThread
 
 # Longer than a driver's slowest call, a kernel's compilation, on a machine with no time for it.
 _LOOK_S, _NUM_LOOKS = 10.0, 30

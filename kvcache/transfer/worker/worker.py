@@ -41,8 +41,8 @@ from kvcache.transfer.worker.reads import Reads
 from kvcache.transfer.worker.starved import starved
 from protocol.errors import BatonError, InternalError, PullWithheld, TransferFailed
 from protocol.handshake import EngineMetadata
+from protocol.process.lifecycle import VitalThread
 from protocol.process.logging import get_logger
-from protocol.process.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 

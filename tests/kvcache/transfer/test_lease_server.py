@@ -29,7 +29,7 @@ from protocol.handshake import (
     seal_request,
 )
 from protocol.ipc.wire import Wire, WireClosed, framed, listen, wait_readable
-from protocol.process.vital_threads import VitalThread
+from protocol.process.lifecycle import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
 
 SECRET = b"cluster secret"

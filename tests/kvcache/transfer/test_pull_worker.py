@@ -23,7 +23,7 @@ from kvcache.transfer.worker import worker as pull_worker
 from kvcache.transfer.worker.job_maker import JobMaker
 from kvcache.transfer.worker.read_job import ReadJob
 from kvcache.transfer.worker.worker import TransferWorker
-from protocol.process.vital_threads import VitalThread
+from protocol.process.lifecycle import VitalThread
 from tests.rigs.memory_pair import DEADLINE_S, HEADS, Orders, Prefill, layout
 
 

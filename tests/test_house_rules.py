@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2542,
     "decode_server": 691,
     "deploy": 880,
-    "engine": 9228,
-    "kvcache": 8499,
-    "kvcache/transfer": 7104,
+    "engine": 9222,
+    "kvcache": 8494,
+    "kvcache/transfer": 7099,
     "model": 3339,
     "prefill_server": 364,
-    "protocol": 5927,
+    "protocol": 5749,
     "proxy": 1991,
-    "tests": 40934,
+    "tests": 40933,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

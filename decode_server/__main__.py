@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 
-from decode_server.failure import FailurePolicy
 from decode_server.server import DecodeHooks
 from engine.serve import run_server
 from protocol.settings.settings import DecodeSettings, parse
@@ -12,12 +11,11 @@ from protocol.settings.settings import DecodeSettings, parse
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a decode server until it is told to end; returns the exit status."""
     settings = parse(DecodeSettings, argv, prog="baton decode")
-    policy = FailurePolicy(settings.kv_load_failure_policy)
     return run_server(
         settings,
         role="decode",
         module="decode_server.connector",
-        hooks=lambda secret: DecodeHooks(secret, policy),
+        hooks=lambda secret: DecodeHooks(secret, settings.kv_load_failure_policy),
     )
 
 

@@ -12,14 +12,12 @@ import logging
 import time
 from collections import defaultdict
 
-from decode_server.failure import FailurePolicy
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
 from engine.process.transport import EngineTransport
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
-from kvcache.stripe import Stripe
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.place import TorchPlacer
 from kvcache.transfer.plan.cost import CostModel
@@ -27,12 +25,14 @@ from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     PATHS,
     PeerFailed,
+    PeerKey,
     PeerReady,
     PullDone,
     PullDrained,
     PullFailed,
     PullSettings,
     PullStuck,
+    key_of,
 )
 from kvcache.transfer.worker.mapped_job import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
@@ -43,37 +43,31 @@ from protocol.metrics import EngineHistogram, stat_key
 
 logger = logging.getLogger("baton.decode")
 
-_PeerKey = tuple[str, str]  # engine id, incarnation
 
-
-def _key(remote: RemotePrefill) -> _PeerKey:
-    return remote.engine_id, remote.incarnation
-
-
-def _zeros(policy: FailurePolicy) -> dict[str, float]:
+def _zeros(policy: str) -> dict[str, float]:
     """Counters that are exposed from the start: a rate does not show the event with which its
     counter appeared, and what should not happen may happen once."""
     kinds: list[type[BatonError]] = [*RemoteKVError.__subclasses__(), InternalError]
-    labelled = (
-        stat_key("baton_kv_recoveries", policy=policy.name),
-        stat_key("baton_kv_transfers", outcome="failed", path="none"),
-        *(stat_key("baton_kv_transfer_failures", code=kind.code) for kind in kinds),
-        *(stat_key("baton_kv_transfers", outcome="done", path=path) for path in PATHS),
-    )
-    plain = (
+    names = (
         "baton_kv_params_rejected",
         "baton_kv_first_tokens_redrawn",
         "baton_requests_locked_out",
         "baton_kv_transfer_bytes",
         "baton_kv_transfer_descriptors",
+        stat_key("baton_kv_recoveries", policy=policy),
+        stat_key("baton_kv_transfers", outcome="failed", path="none"),
+        *(stat_key("baton_kv_transfer_failures", code=kind.code) for kind in kinds),
+        *(stat_key("baton_kv_transfers", outcome="done", path=path) for path in PATHS),
     )
-    return dict.fromkeys((*labelled, *plain), 0.0)
+    return dict.fromkeys(names, 0.0)
 
 
 class DecodeConnector(KVConnector):
     """Connects, pulls, recovers.
 
     Args:
+        policy: when a pull fails, `recompute`: the prompt is computed here; `fail`: the client gets
+            the error. Either way nobody receives text from the bytes that failed.
         quarantine_timeout_s: longest wait of a request for blocks that only the end of hanging
             READs can give it.
     """
@@ -81,15 +75,15 @@ class DecodeConnector(KVConnector):
     def __init__(
         self,
         coordinator: PullCoordinator,
-        policy: FailurePolicy,
+        policy: str,
         quarantine_timeout_s: float = 30.0,
     ) -> None:
         self._coordinator = coordinator
-        self._policy = policy
+        self._recomputes, self._policy = policy == "recompute", policy
         self._quarantine_timeout_s = quarantine_timeout_s
         self._locked_out: dict[Sequence, float] = {}  # and since when
         self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
-        self._connecting: dict[_PeerKey, list[Sequence]] = {}
+        self._connecting: dict[PeerKey, list[Sequence]] = {}
         # Leases that are not renewed yet, and which of these the last poll found so.
         self._unheld: dict[str, RemotePrefill] = {}
         self._overdue: list[str] = []
@@ -100,22 +94,19 @@ class DecodeConnector(KVConnector):
     # -- requests ----------------------------------------------------------------------------
 
     def on_add(self, sequence: Sequence) -> None:
-        remote = sequence.remote
-        if sequence.request.kv_rejected is not None:
+        remote, request = sequence.remote, sequence.request
+        if request.kv_rejected is not None:
             self._totals["baton_kv_params_rejected"] += 1
-            logger.warning(
-                "request %s: %s (computing the prompt here)",
-                sequence.request_id,
-                sequence.request.kv_rejected,
-            )
-            if sequence.request.kv_unused is not None:
-                self.on_release(sequence.request.kv_unused)
+            told = "request %s: %s (computing the prompt here)"
+            logger.warning(told, sequence.request_id, request.kv_rejected)
+            if request.kv_unused is not None:
+                self.on_release(request.kv_unused)
         if remote is None:
             self.core.enqueue(sequence)
             return
         # DecodeHooks sees to it that a reference says what the request asks for.
         assert len(remote.first_tokens) in (0, len(sequence.choices)) and not sequence.is_scoring
-        if not remote.first_tokens and sequence.request.max_tokens:
+        if not remote.first_tokens and request.max_tokens:
             self._totals["baton_kv_first_tokens_redrawn"] += 1
         self._remote[sequence.request_id] = sequence
         if self._coordinator.knows(remote):
@@ -124,7 +115,7 @@ class DecodeConnector(KVConnector):
             self.core.enqueue(sequence)
             return
         self._coordinator.hold(sequence.request_id, remote)
-        self._connecting.setdefault(_key(remote), []).append(sequence)
+        self._connecting.setdefault(key_of(remote), []).append(sequence)
         self._coordinator.connect(remote)
 
     def on_receive(self, sequence: Sequence) -> None:
@@ -155,10 +146,13 @@ class DecodeConnector(KVConnector):
             fresh = self.core.scheduler.abandon(sequence)
             self._undrained[sequence.request_id] = (fresh, False)
             return True
+        self._stop_connecting(sequence)
+        return False
+
+    def _stop_connecting(self, sequence: Sequence) -> None:
         for waiting in self._connecting.values():
             if sequence in waiting:
                 waiting.remove(sequence)
-        return False
 
     def on_release(self, remote: RemotePrefill) -> None:
         pull_id = f"refused-{remote.lease_id}"
@@ -215,9 +209,8 @@ class DecodeConnector(KVConnector):
         for sequence in list(scheduler.waiting) if quarantined else ():
             if sequence.remote is None or scheduler.is_locked_out(sequence):
                 continue
-            needed = sequence.num_blocks_for(
-                sequence.num_prompt_tokens, scheduler.limits.block_size
-            )
+            block_size = scheduler.limits.block_size
+            needed = sequence.num_blocks_for(sequence.num_prompt_tokens, block_size)
             if not scheduler.allocator.has_room_to_receive(needed, beside_hung=True):
                 self._release_remote(sequence)
                 scheduler.withdraw(sequence)
@@ -235,15 +228,13 @@ class DecodeConnector(KVConnector):
                 self._release_remote(sequence, lend=True)
             scheduler.finish(sequence)
             self._totals["baton_requests_locked_out"] += 1
-            self.core.fail(
-                sequence,
-                Overloaded(
-                    f"this request needs more KV blocks than are left: "
-                    f"{scheduler.allocator.num_quarantined} of {scheduler.allocator.capacity} are "
-                    "held by reads from a prefill server that hangs, for longer than "
-                    f"{self._quarantine_timeout_s:g} s (--quarantine-timeout-s)"
-                ),
+            hung, total = scheduler.allocator.num_quarantined, scheduler.allocator.capacity
+            told = (
+                f"this request needs more KV blocks than are left: {hung} of {total} are held by "
+                "reads from a prefill server that hangs, for longer than "
+                f"{self._quarantine_timeout_s:g} s (--quarantine-timeout-s)"
             )
+            self.core.fail(sequence, Overloaded(told))
 
     def _connected(self, event: PeerReady | PeerFailed) -> list[Sequence]:
         return self._connecting.pop((event.engine_id, event.incarnation), [])
@@ -265,9 +256,7 @@ class DecodeConnector(KVConnector):
         if sequence.phase is Phase.RECEIVING:
             self._recover_blocks(sequence, event)
             return
-        for waiting in self._connecting.values():  # the lease ended before its turn came
-            if sequence in waiting:
-                waiting.remove(sequence)
+        self._stop_connecting(sequence)  # the lease ended before its turn came
         if sequence.phase is Phase.WAITING:
             self.core.scheduler.withdraw(sequence)
         self._give_up_remote(sequence, event.error)
@@ -275,7 +264,7 @@ class DecodeConnector(KVConnector):
     def _recover_blocks(self, sequence: Sequence, event: PullFailed) -> None:
         """A pull failed under way. Blocks that a read may still write to are quarantined."""
         scheduler = self.core.scheduler
-        if event.drained and self._policy.recomputes(event.error):
+        if event.drained and self._recomputes:
             self._count_failure(sequence, event.error)
             scheduler.recompute_in_place(sequence)
             return
@@ -292,7 +281,7 @@ class DecodeConnector(KVConnector):
         # Nothing proves that a peer without a handshake runs this model: its token may be no
         # token of ours. What has been sent came from a proven one, and stays.
         sequence.forget_remote()
-        if not self._policy.recomputes(error):
+        if not self._recomputes:
             self.core.fail(sequence, error)
         elif sequence.was_admitted:  # it has waited its turn already
             self.core.scheduler.requeue(sequence)
@@ -317,35 +306,20 @@ class DecodeConnector(KVConnector):
     def _count_failure(self, sequence: Sequence, error: BatonError) -> None:
         self._totals[stat_key("baton_kv_transfers", outcome="failed", path="none")] += 1
         self._totals[stat_key("baton_kv_transfer_failures", code=error.code)] += 1
-        action = "failing"
-        if self._policy.recomputes(error):
-            action = "recomputing"
-            self._totals[stat_key("baton_kv_recoveries", policy=self._policy.name)] += 1
+        action = "recomputing" if self._recomputes else "failing"
+        if self._recomputes:
+            self._totals[stat_key("baton_kv_recoveries", policy=self._policy)] += 1
         logger.warning("request %s: %s (%s)", sequence.request_id, error.message, action)
 
     # -- the rest ----------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        handshakes = self._coordinator.handshakes()
-        counts = {
-            stat_key("baton_handshakes", outcome=outcome): float(count)
-            for outcome, count in handshakes.items()
-        }
+        handshakes = self._coordinator.handshakes().items()
+        counts = {stat_key("baton_handshakes", outcome=name): float(n) for name, n in handshakes}
         return {**self._totals, **counts, **self._transfer_seconds.values()}
 
     def close(self) -> None:
         self._coordinator.close()
-
-
-class _PullService(RankService):
-    def __init__(self, worker: TransferWorker) -> None:
-        self._worker = worker
-
-    def start(self) -> None:
-        self._worker.start()
-
-    def close(self) -> None:
-        self._worker.close()
 
 
 def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:
@@ -371,22 +345,20 @@ class DecodeConnectorFactory(ConnectorFactory):
 
     def make_service(self, context: RankContext) -> RankService:
         config = context.config
-        return _PullService(
-            TransferWorker(
-                context.rank,
-                config.tp,
-                context.compat.total_kv_heads,
-                context.agent,
-                context.pool,
-                config.transfer_address,
-                dcp=config.dcp,
-                staging_bytes=_staging_bytes(config),
-                convert=config.kv_convert,
-                costs=CostModel.configured(config.transfer_costs, context.pool.device.type),
-                mapped=_mapped_path(config.transfer, context),
-                busy=lambda: context.stepping.busy,
-                connect_timeout_s=config.connect_timeout_s,
-            )
+        return TransferWorker(
+            context.rank,
+            config.tp,
+            context.compat.total_kv_heads,
+            context.agent,
+            context.pool,
+            config.transfer_address,
+            dcp=config.dcp,
+            staging_bytes=_staging_bytes(config),
+            convert=config.kv_convert,
+            costs=CostModel.configured(config.transfer_costs, context.pool.device.type),
+            mapped=_mapped_path(config.transfer, context),
+            busy=lambda: context.stepping.busy,
+            connect_timeout_s=config.connect_timeout_s,
         )
 
     def make_connector(
@@ -406,10 +378,11 @@ class DecodeConnectorFactory(ConnectorFactory):
             settings=settings,
             on_event=transport.wake,
             convert=config.kv_convert,
-            stripe=Stripe(0, config.dcp, config.block_size),
+            dcp=config.dcp,
+            block_size=config.block_size,
         )
         coordinator.start()
-        policy = FailurePolicy(config.kv_load_failure_policy)
+        policy = config.kv_load_failure_policy
         return DecodeConnector(coordinator, policy, config.quarantine_timeout_s)
 
 

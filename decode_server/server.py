@@ -6,14 +6,14 @@ if they were drawn as this request draws; otherwise the KV is pulled and they ar
 """
 
 import dataclasses
+import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
 from msgspec.structs import replace
 
-from decode_server.failure import FailurePolicy
-from decode_server.refusals import RefusalAlarm
 from engine.http.api import ServerHooks
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
@@ -24,18 +24,58 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
+_WINDOW_S = 60.0
+
+
+class RefusalAlarm:
+    """Whether most references are refused, which an operator should hear of: answers stay right
+    then, and cost as much as without prefill servers. Judges each minute of references at its end,
+    which the first reference after it brings."""
+
+    def __init__(self) -> None:
+        self._began_s = -math.inf
+        self._used = 0
+        self._refused = Counter[str]()  # by the field at fault
+        self._last: dict[str, str] = {}  # message by field
+
+    def heard(self, refusal: KVParamsRejected | None, now_s: float) -> str | None:
+        """Takes in a reference, refused or not. Returns what to warn of: at most once a minute."""
+        warning = None
+        if now_s - self._began_s >= _WINDOW_S:
+            warning = self._verdict(now_s)
+            self._began_s, self._used = now_s, 0
+            self._refused.clear()
+        if refusal is None:
+            self._used += 1
+        else:
+            field = refusal.param or ""
+            self._refused[field] += 1
+            self._last[field] = refusal.message
+        return warning
+
+    def _verdict(self, now_s: float) -> str | None:
+        num_refused = self._refused.total()
+        if num_refused <= self._used:
+            return None
+        ((field, _),) = self._refused.most_common(1)
+        return (
+            f"prefill servers work in vain: {num_refused} of {num_refused + self._used} references "
+            f"to their KV were refused in the last {now_s - self._began_s:.0f} s; "
+            f"mostly: {self._last[field]}"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeHooks(ServerHooks):
-    """Verifies kv_transfer_params; see FailurePolicy for what a bad reference leads to.
+    """Verifies kv_transfer_params.
 
     Args:
         secret: the cluster secret.
-        policy: whether an unusable reference means recompute or an error.
+        policy: what an unusable reference leads to, `recompute` or `fail`.
     """
 
     secret: bytes
-    policy: FailurePolicy
+    policy: str
     alarm: RefusalAlarm = dataclasses.field(default_factory=RefusalAlarm)
     role: str = "decode"
 
@@ -75,7 +115,7 @@ class DecodeHooks(ServerHooks):
             _check_belongs(params, add, vocab_size)
         except KVParamsRejected as error:
             self._heard(error)
-            if self.policy.recomputes(error):
+            if self.policy == "recompute":
                 return replace(add, kv_rejected=error.message, kv_unused=remote)
             raise
         self._heard(None)

@@ -126,7 +126,7 @@ class PrefillConnector(KVConnector):
         self._leases.close()
 
 
-class _Readable(RankService):
+class _Readable:
     """A rank's KV, registered for peers to read; nothing runs here."""
 
     def __init__(self, context: RankContext) -> None:

@@ -1,12 +1,12 @@
 """The prefill server's HTTP side: which requests keep their KV, and what the answer adds."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from engine.http.api import KV_PARAMS_BYTES, LOGPROB_BYTES, ServerHooks, nothing
-from prefill_server.transfers import Transfers
 from protocol import kv_params
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.messages import (
@@ -18,6 +18,33 @@ from protocol.messages import (
 )
 from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
+
+MAX_REQUESTS = 16384  # that are remembered: an answer on its way is there, or lost, within seconds
+
+
+class Transfers:
+    """The last engine requests by the `transfer_id` that a proxy gave their prefill leg: a proxy
+    that gives a leg up cannot know whether the answer, which names leased KV, is on its way."""
+
+    def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
+        self._max_requests = max_requests
+        self._requests: OrderedDict[str, list[str]] = OrderedDict()
+        self._num_requests = 0
+
+    def add(self, transfer_id: str, request_ids: Sequence[str]) -> None:
+        """Remembers requests, beside others of this name: a proxy may have to ask twice."""
+        self._requests.setdefault(transfer_id, []).extend(request_ids)
+        self._requests.move_to_end(transfer_id)
+        self._num_requests += len(request_ids)
+        while self._num_requests > self._max_requests and len(self._requests) > 1:
+            _, forgotten = self._requests.popitem(last=False)
+            self._num_requests -= len(forgotten)
+
+    def take(self, transfer_id: str) -> list[str]:
+        """The requests of this name, which are forgotten then; none where it is unknown."""
+        found = self._requests.pop(transfer_id, [])
+        self._num_requests -= len(found)
+        return found
 
 
 class PrefillHooks(ServerHooks):

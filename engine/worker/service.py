@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector
@@ -24,14 +25,12 @@ class RankContext:
     stepping: StepWatch  # whether the rank computes
 
 
-class RankService(ABC):
+class RankService(Protocol):
     """What a server runs on a rank beside the engine. Making it registers the rank's KV with the
     rank's agent, which the service owns from `start` on."""
 
-    @abstractmethod
     def start(self) -> None: ...
 
-    @abstractmethod
     def close(self) -> None: ...
 
 

@@ -6,10 +6,9 @@ prompt, and in the end every block is home.
 """
 
 import random
+import sys
 import threading
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,7 +17,6 @@ from protocol import kv_params
 from protocol.messages import AbortRequest, ReleaseRemote
 from tests.rigs.engine_pair import Pair
 from tests.rigs.shadow import VOCAB, add, expected_output
-from tests.rigs.sharing_engine_pair import SharingPair
 
 
 class Chaos:
@@ -27,16 +25,15 @@ class Chaos:
         seed: int,
         stays_hung: bool = False,
         dcp: int = 1,
-        make: Callable[..., Any] = Pair,
+        launch_bytes: int | None = None,
     ) -> None:
         self.stays_hung = stays_hung
         self.random = random.Random(seed)
         pick = self.random.choice
         p_sizes, d_sizes = [2, 4, 8], [2, 3, 4]
         if dcp > 1:  # P's blocks divide D's
-            make = partial(SharingPair, self.random, dcp=dcp)
             p_sizes, d_sizes = [2], [2, 4, 8]
-        self.pair = make(
+        self.pair = Pair(
             depth=pick([0, 1]),
             p_block_size=pick(p_sizes),
             d_block_size=pick(d_sizes),
@@ -48,6 +45,9 @@ class Chaos:
                 fence_timeout_s=2.0,
             ),
             quarantine_timeout_s=0.5,
+            dcp=dcp,
+            launch_bytes=launch_bytes,
+            rng=self.random,
         )
         self.series = self.pair.d.core.stats().keys()
         self.stems = [[self._token() for _ in range(30)] for _ in range(3)]
@@ -174,6 +174,26 @@ def test_reads_that_hang_for_ever_leave_room_for_all_that_comes(seed: int) -> No
     chaos.pair.d.agent.stall()
     try:
         chaos.run()
+    finally:
+        chaos.close()
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns far more often than usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize("seed", range(4))
+def test_faults_change_no_answer_where_memory_is_mapped(seed: int) -> None:
+    chaos = Chaos(seed, launch_bytes=1 if seed % 2 else 1 << 30)
+    try:
+        chaos.run()
+        assert chaos.pair.workers[0].counters["internal_errors"] == 0
     finally:
         chaos.close()
 

@@ -1,4 +1,4 @@
-from decode_server.refusals import RefusalAlarm
+from decode_server.server import RefusalAlarm
 from protocol.errors import KVParamsRejected
 
 _SECRET = KVParamsRejected("signature: give all one secret", param="signature")

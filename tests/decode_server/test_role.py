@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from kvcache.blocks import BlockState
-from kvcache.stripe import Stripe
 from kvcache.transfer.pulls.messages import PullSettings
 from prefill_server import connector as role
 from protocol import kv_params
@@ -260,7 +259,7 @@ def test_a_pull_of_most_of_the_pool_that_hangs_leaves_the_rest(
     pair.d.agent.stall()
     large = list(range(1, 61)) + list(range(1, 41))  # 25 of 39 blocks
     hung = pair.ask(large, pair.prefill(large), max_tokens=2)
-    pair.until(lambda: pair.worker.counters["posts"] > 0)
+    pair.until(lambda: pair.workers[0].counters["posts"] > 0)
     pair.skip(HANGS.pull_timeout_s)
     pair.until(lambda: _num_quarantined(pair) == 25)
     for first in range(3):
@@ -294,9 +293,9 @@ def test_an_aborted_pulls_blocks_come_home_when_its_reads_end(
 
 def _begin_read(pair: Pair, prompt: list[int]) -> str:
     """A request whose READ is under way; its name."""
-    posts = pair.worker.counters["posts"]
+    posts = pair.workers[0].counters["posts"]
     name = pair.ask(prompt, pair.prefill(prompt))
-    pair.until(lambda: pair.worker.counters["posts"] > posts)
+    pair.until(lambda: pair.workers[0].counters["posts"] > posts)
     return name
 
 
@@ -421,7 +420,7 @@ def test_a_first_token_of_another_model_is_not_used(make_pair: MakePair, max_tok
 def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(
     make_pair: MakePair, policy: str
 ) -> None:
-    pair = make_pair(p_block_size=8, stripe=Stripe(0, 2, 4), policy=policy)
+    pair = make_pair(p_block_size=8, told_dcp=2, policy=policy)
     name = pair.ask(PROMPT, pair.prefill(PROMPT))
     if policy == "recompute":
         assert pair.answer(name) == expected_output(PROMPT, 6)
@@ -432,7 +431,7 @@ def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(
         assert end.error is not None and end.error.code == "peer_incompatible"
         assert "block_size is 4 here and 8 on the peer" in end.error.message
         assert "--block-size 8, or without --dcp" in end.error.message
-    assert pair.worker.counters["posts"] == 0
+    assert pair.workers[0].counters["posts"] == 0
     pair.settle()
 
 

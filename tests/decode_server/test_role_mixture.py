@@ -16,7 +16,6 @@ import pytest
 from msgspec.structs import replace
 
 from decode_server.connector import DecodeConnector
-from decode_server.failure import FailurePolicy
 from engine.core.batch import Int32s, StepFailed, StepInput
 from engine.core.sequence import Phase
 from engine.text.grammar import CompiledGrammar, GrammarCompiler
@@ -115,7 +114,7 @@ class _Mixture:
         self.content: dict[str, list[int]] = {}  # of leases
         self.coordinator = FakeCoordinator(rng, size, self.content, self._write, self._state_of)
         fake: Any = self.coordinator
-        self.role = DecodeConnector(fake, FailurePolicy(self.policy), self.quarantine_timeout_s)
+        self.role = DecodeConnector(fake, self.policy, self.quarantine_timeout_s)
         self.core, _, self.out = make_core(
             executor=self.executor,
             role=self.role,
@@ -301,7 +300,7 @@ class _Mixture:
             assert sequence.phase is Phase.WAITING and not sequence.block_ids
         for _, block_ids in scheduler._deferred:
             wanted.update(block_ids)
-        for copy in (*scheduler._copies, *scheduler._copying):
+        for copy in scheduler._copies:
             wanted.update([copy.source, copy.target])
         allocator = scheduler.allocator
         uses = {block: allocator.num_uses(block) for block in range(1, allocator.num_blocks)}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from decode_server.failure import FailurePolicy
 from decode_server.server import DecodeHooks
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
@@ -60,7 +59,7 @@ def _prepare(offered: object, policy: str = "recompute", **members: Any) -> AddR
         num_choices=request.num_candidates,
         num_prompt_logprobs=request.num_prompt_logprobs,
     )
-    hooks = DecodeHooks(_SECRET, FailurePolicy(policy))
+    hooks = DecodeHooks(_SECRET, policy)
     (prepared,) = hooks.prepare(request, [add], _READY)
     return prepared
 
@@ -165,7 +164,7 @@ def test_a_wrong_reference_is_computed_here_or_refused(name: str) -> None:
 
 
 def test_the_authentic_references_of_a_refused_request_are_released() -> None:
-    hooks = DecodeHooks(_SECRET, FailurePolicy("recompute"))
+    hooks = DecodeHooks(_SECRET, "recompute")
     forged = _forge(lambda p: p.update(remote_host="10.9.9.9"))
     (message,) = hooks.refused([_params(), forged, "nonsense"])
     assert isinstance(message, ReleaseRemote) and message.remote.block_ids == [3, 4]
@@ -197,4 +196,4 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
     offered = {**_params(), "remote_engine_id": deep}
     with pytest.raises(KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["):
         _prepare(offered)
-    assert list(DecodeHooks(_SECRET, FailurePolicy("recompute")).refused(offered)) == []
+    assert list(DecodeHooks(_SECRET, "recompute").refused(offered)) == []

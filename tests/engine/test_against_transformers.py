@@ -19,7 +19,7 @@ from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from protocol.messages import AddRequest, SamplingParams, TokenLogprobs
 from tests.make_models import ensure_model
-from tests.rigs.real_engine_pair import RealPair
+from tests.rigs.engine_pair import RealPair
 from tests.rigs.shadow import MemoryTransport
 
 PROMPT = [40, 77, 130, 5, 9, 33, 77, 130, 41, 60, 12, 200, 3, 77]

@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefill_server.server import PrefillHooks
-from prefill_server.transfers import Transfers
+from prefill_server.server import PrefillHooks, Transfers
 from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import AbortRequest, AddRequest, EngineReady, SamplingParams, TokenDelta

@@ -1,42 +1,52 @@
 """A prefill and a decode engine in one process: real roles, leases, side channel, coordinator,
 pull worker and KV pools; the model is a shadow whose KV holds the tokens it claims to hold, and
-the transport is the in-memory agent, which can stall and fail on command.
+the transport is the in-memory agent, which can stall and fail on command. `RealPair` has a real
+model on both sides.
 
 Whatever goes wrong, the output must be the continuation of the request's own prompt.
 """
 
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
+from attention.registry import create_backend
 from decode_server.connector import DecodeConnector
-from decode_server.failure import FailurePolicy
 from engine.config import EngineConfig
-from engine.core.batch import StepInput
+from engine.core.batch import PendingStep, StepInput
+from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
+from engine.worker.memory import RankMemory
+from engine.worker.runner import ModelRunner
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from kvcache.transfer.link.memory_agent import MemoryAgent
+from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.worker.mapped_job import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
+from model.config import load_config
+from model.parallel import Parallel
 from prefill_server.connector import PrefillConnector
 from protocol import kv_params
-from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
+from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata
 from protocol.messages import AbortRequest, AddRequest, SamplingParams
 from tests.ports import kept_ports
 from tests.rigs.memory_pair import Clock, pulls_address, take_a_round
+from tests.rigs.memory_placer import MemoryPlacer
 from tests.rigs.shadow import (
     MemoryTransport,
     ShadowExecutor,
@@ -59,32 +69,82 @@ _names = itertools.count()
 
 
 class PoolExecutor(ShadowExecutor):
-    """The shadow's token ids live in every element of the slot in a real KV pool."""
+    """The shadow's token ids live in every element of their slots, in the KV pool of the rank that
+    keeps them."""
 
-    def __init__(self, kv: KVPool, depth: int) -> None:
-        super().__init__(kv.layout.num_blocks, kv.layout.block_size, depth)
-        self.kv = kv
-        self.before_step: Callable[[], None] = lambda: None
+    def __init__(self, pools: list[KVPool], stripes: list[Stripe], depth: int) -> None:
+        super().__init__(pools[0].layout.num_blocks, stripes[0].tokens_per_block, depth)
+        self._ranks = list(zip(pools, stripes, strict=True))
 
     def run(self, step: StepInput) -> Any:
-        self.before_step()
-        if step.copies:
-            self.kv.copy_blocks(step.copies)
-        batch = step.attention_batch(self.block_size)
-        for slot, token in zip(batch.slot_mapping.tolist(), step.token_ids.tolist(), strict=True):
-            block, offset = divmod(slot, self.block_size)
-            self.kv.canonical[block, :, :, :, offset, :] = token + 1.0
+        slots = step.attention_batch(self.block_size).slot_mapping
+        for pool, stripe in self._ranks:
+            if step.copies:
+                pool.copy_blocks(step.copies)
+            local = stripe.local_slots(slots).tolist()
+            for slot, token in zip(local, step.token_ids.tolist(), strict=True):
+                block, offset = divmod(slot, stripe.block_size)
+                if block:
+                    pool.canonical[block, :, :, :, offset, :] = token + 1.0
         return super().run(step)
 
     def context(self, step: StepInput, row: int) -> list[int]:
-        length = int(step.context_lens[row])
-        table = torch.from_numpy(step.block_tables[row].astype(np.int64))
-        # [tokens, everything else]
-        values = (
-            self.kv.canonical[table].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:length].flatten(1)
-        )
-        assert bool((values == values[:, :1]).all()), "parts of a slot belong to different tokens"
-        return [int(v) - 1 for v in values[:, 0].tolist()]
+        at = np.arange(int(step.context_lens[row]))
+        tokens = np.zeros(len(at), np.int64)
+        table = step.block_tables[row].astype(np.int64)
+        for pool, stripe in self._ranks:
+            own = at[at // stripe.block_size % stripe.size == stripe.rank]
+            blocks, offsets = table[own // stripe.tokens_per_block], own % stripe.block_size
+            rows = torch.from_numpy(blocks), torch.from_numpy(offsets)
+            values = pool.canonical.permute(0, 4, 1, 2, 3, 5)[rows].flatten(1).numpy()
+            assert (values == values[:, :1]).all(), "parts of a slot belong to different tokens"
+            tokens[own] = values[:, 0].astype(np.int64) - 1
+        return tokens.tolist()
+
+
+class _Placer(MemoryPlacer):
+    """Fails on command."""
+
+    def __init__(self, pool: KVPool) -> None:
+        super().__init__(pool)
+        self.num_failing = 0
+
+    def launch(self, *args: Any) -> Any:
+        if self.num_failing:
+            self.num_failing -= 1
+            raise RuntimeError("a launch failed")
+        return super().launch(*args)
+
+
+@dataclass
+class Movers:
+    """What moves bytes to the ranks of an engine, whichever way: it stalls and fails on command, of
+    several ranks some at random."""
+
+    agents: list[MemoryAgent]
+    placers: list[_Placer]
+    rng: random.Random
+
+    @property
+    def active(self) -> int:
+        return sum(agent.active for agent in self.agents)
+
+    def stall(self) -> None:
+        for agent in self.rng.sample(self.agents, self.rng.randint(1, len(self.agents))):
+            agent.stall()
+        for placer in self.placers:
+            placer.stalled = True
+
+    def resume(self) -> None:
+        for agent in self.agents:
+            agent.resume()
+        for placer in self.placers:
+            placer.stalled = False
+
+    def fail(self, count: int = 1) -> None:
+        self.rng.choice(self.agents).fail(count)
+        for placer in self.placers:
+            placer.num_failing = count
 
 
 @dataclass
@@ -94,7 +154,7 @@ class Side:
     core: EngineCore
     executor: PoolExecutor
     out: MemoryTransport
-    agent: MemoryAgent
+    agent: Movers
 
     def blocks_home(self) -> bool:
         counts = self.core.scheduler.allocator.counts()
@@ -117,7 +177,14 @@ def make_config(**changes: Any) -> EngineConfig:
 
 
 class Pair:
-    """A prefill engine and a decode engine, driven by hand round by round."""
+    """A prefill engine and a decode engine, driven by hand round by round.
+
+    Args:
+        dcp: how many ranks D has, which share the tokens of sequences; `told_dcp` as its
+            coordinator believes.
+        launch_bytes: D copies out of P's mapped memory, so much at a time; None: it reads.
+        rng: decides which ranks stall and fail.
+    """
 
     compat = COMPAT
     limits: ClassVar[dict[str, int]] = {}  # other than make_core's
@@ -135,11 +202,12 @@ class Pair:
         p_compat: CompatRecord | None = None,
         depth: int = 0,
         quarantine_timeout_s: float = 30.0,
-        stripe: Stripe | None = None,
+        dcp: int = 1,
+        told_dcp: int | None = None,
+        launch_bytes: int | None = None,
+        rng: random.Random | None = None,
     ) -> None:
-        self.depth = depth
-        self._stripe = stripe  # as if D's ranks shared tokens
-        self._quarantine_timeout_s = quarantine_timeout_s
+        self.depth, self._rng = depth, rng or random.Random(0)
         self._ports = ExitStack()
         (self._port,) = self._ports.enter_context(kept_ports(1))  # P's, also after its restart
         self.now_s = 1000.0  # P's clock, moved by hand
@@ -147,107 +215,105 @@ class Pair:
         self._prefill = p_block_size, p_order, lease_s, p_compat or self.compat
         self._gone: list[Side] = []  # whose memory a READ that hangs may still name
         self._start_prefill(*self._prefill)
-        self._start_decode(d_block_size, d_order, policy, settings or PullSettings())
+        stripes = [Stripe(rank, dcp, d_block_size) for rank in range(dcp)]
+        pools = [self.make_pool(d_block_size, d_order) for _ in stripes]
+        self._start_pulls(pools, settings or PullSettings(), told_dcp or dcp, launch_bytes)
+        role = DecodeConnector(self.coordinator, policy, quarantine_timeout_s)
+        self.d = self._side(pools, stripes, role, self._movers)
 
     def make_pool(self, block_size: int, order: str) -> KVPool:
         return KVPool(KVLayout(order, 40, 2, 2, 2, block_size, 4, "float32"))
 
-    def make_executor(self, pool: KVPool) -> Any:
-        return PoolExecutor(pool, self.depth)
+    def make_executor(self, pools: list[KVPool], stripes: list[Stripe]) -> Any:
+        return PoolExecutor(pools, stripes, self.depth)
 
-    def make_mapped(self, pool: KVPool) -> MappedPath | None:
-        return None
-
-    def shown(self, pool: KVPool, **members: Any) -> RankMetadata:
-        """What P tells of its rank: nothing that others on its host could open."""
-        return RankMetadata(**members)
-
-    def _side(self, pool: KVPool, role: Any, agent: MemoryAgent) -> Side:
-        executor = self.make_executor(pool)
+    def _side(
+        self, pools: list[KVPool], stripes: list[Stripe], role: KVConnector, movers: Movers
+    ) -> Side:
+        executor = self.make_executor(pools, stripes)
         core, _, out = make_core(
-            num_blocks=pool.layout.num_blocks,
-            block_size=pool.layout.block_size,
+            num_blocks=pools[0].layout.num_blocks,
+            block_size=stripes[0].tokens_per_block,
             role=role,
             executor=executor,
             **self.limits,
         )
-        return Side(core, executor, out, agent)
+        return Side(core, executor, out, movers)
 
     def _start_prefill(
-        self,
-        block_size: int,
-        order: str,
-        lease_s: float,
-        compat: CompatRecord,
+        self, block_size: int, order: str, lease_s: float, compat: CompatRecord
     ) -> None:
         pool, agent = self.make_pool(block_size, order), MemoryAgent("p")
         agent.register(pool.base_address, pool.nbytes)
         config = make_config(lease_s=lease_s, block_size=block_size)
-        rank = self.shown(
-            pool,
-            rank=0,
-            agent_metadata=agent.metadata(),
-            base_address=pool.base_address,
-            nbytes=pool.nbytes,
-            device_id=0,
-            device_kind="cpu",
-            layout=pool.layout.to_record(),
-        )
         metadata = EngineMetadata(
             protocol_version=PROTOCOL_VERSION,
             engine_id=config.engine_id,
             incarnation=config.incarnation,
             compat=compat,
             tp_size=1,
-            ranks=[rank],
+            ranks=[describe(pool, 0, agent.metadata())],
         )
         address = "127.0.0.1", self._port
         self.leases = LeaseServer(*address, metadata, SECRET, clock=lambda: self.now_s)
         self.leases.start()
-        self.p = self._side(pool, PrefillConnector(config, self.leases), agent)
+        role, movers = PrefillConnector(config, self.leases), Movers([agent], [], self._rng)
+        self.p = self._side([pool], [Stripe(0, 1, block_size)], role, movers)
 
-    def _start_decode(
-        self, block_size: int, order: str, policy: str, settings: PullSettings
+    def _start_pulls(
+        self, pools: list[KVPool], settings: PullSettings, dcp: int, launch_bytes: int | None
     ) -> None:
-        pool, agent = self.make_pool(block_size, order), MemoryAgent("d")
-        address = pulls_address()
+        address, heads, tp = pulls_address(), self.compat.total_kv_heads, len(pools)
         self.coordinator = PullCoordinator(
             address,
-            1,
+            tp,
             self.compat,
             SECRET,
             settings,
             clock=self.clock,
-            stripe=self._stripe,
+            dcp=dcp,
+            block_size=pools[0].layout.block_size,
         )
         self.coordinator.start()
-        self.worker = TransferWorker(
-            0,
-            1,
-            self.compat.total_kv_heads,
-            agent,
-            pool,
-            address,
-            staging_bytes=2**20,
-            mapped=self.make_mapped(pool),
-        )
-        self.worker.start()
-        role = DecodeConnector(self.coordinator, FailurePolicy(policy), self._quarantine_timeout_s)
-        self.d = self._side(pool, role, agent)
+        agents = [MemoryAgent(f"d{rank}") for rank in range(tp)]
+        placers = [_Placer(pool) for pool in pools] if launch_bytes else []
+        mapped = [MappedPath(placer, launch_bytes=launch_bytes) for placer in placers]
+        self.workers = [
+            TransferWorker(
+                rank,
+                tp,
+                heads,
+                agents[rank],
+                pool,
+                address,
+                dcp=tp,
+                staging_bytes=2**20,
+                mapped=mapped[rank] if mapped else None,
+            )
+            for rank, pool in enumerate(pools)
+        ]
+        for worker in self.workers:
+            worker.start()
+        self._movers = Movers(agents, placers, self._rng)
 
     def restart_prefill(self) -> None:
         """P ends, and another one comes at its address."""
-        self.leases.close()
-        self.p.agent.close()
+        self._end_prefill()
         self._gone.append(self.p)
         self._start_prefill(*self._prefill)
 
     def close(self) -> None:
+        self.d.agent.resume()
         self.coordinator.close()
-        self.worker.close()
-        self.leases.close()
-        self.p.agent.close()
+        for worker in self.workers:
+            worker.close()
+        self._end_prefill()
         self._ports.close()
+
+    def _end_prefill(self) -> None:
+        self.leases.close()
+        for agent in self.p.agent.agents:
+            agent.close()
 
     def prefill(self, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
         """Runs the prompt on P and returns what it would answer."""
@@ -328,3 +394,79 @@ class Pair:
         self.until(lambda: self.p.blocks_home() and self.d.blocks_home())
         assert_all_blocks_home(self.p.core)
         assert_all_blocks_home(self.d.core)
+
+
+class _Runner:
+    """An executor: one model over a pool."""
+
+    depth = 0
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def blocks_under_way(self) -> set[int]:
+        return set()
+
+    def launch(self, step: StepInput) -> PendingStep:
+        return self._runner.launch(step)
+
+
+class RealPair(Pair):
+    """Both engines run `model` in float32; requests are answered one at a time."""
+
+    limits: ClassVar[dict[str, int]] = {"max_model_len": 400, "max_num_batched_tokens": 150}
+
+    def __init__(self, model: Path, *, p_block_size: int, d_block_size: int) -> None:
+        self._model = model
+        config = self._config = load_config(model)
+        self.compat = CompatRecord(
+            model_fingerprint="the same",
+            kv_dtype="float32",
+            num_layers=config.num_layers,
+            total_kv_heads=config.kv_heads_total,
+            num_components=config.kv_components,
+            head_dim=config.kv_dim,
+            rope=config.rope_canonical,
+        )
+        super().__init__(p_block_size=p_block_size, d_block_size=d_block_size)
+
+    def make_pool(self, block_size: int, order: str) -> KVPool:
+        config = self._config
+        sizes = config.num_kv_heads, config.num_layers, config.kv_components
+        return KVPool(KVLayout(order, 120, *sizes, block_size, config.kv_dim, "float32"))
+
+    def make_executor(self, pools: list[KVPool], stripes: list[Stripe]) -> Any:
+        (pool,) = pools
+        config = make_config(model_dir=str(self._model), block_size=pool.layout.block_size)
+        runner = ModelRunner(config, self._config, Parallel())
+        spec = runner.model.attention_spec
+        backend = create_backend(
+            "auto",
+            pool,
+            num_q_heads=spec.num_q_heads,
+            head_dim=self._config.kv_dim,
+            scale=spec.scale,
+        )
+        runner.memory = RankMemory(pool, backend)
+        return _Runner(runner)
+
+    def prefill_and_decode(self, request: AddRequest) -> MemoryTransport:
+        """What D sends with P's reference."""
+        name = f"p{next(_names)}"
+        self.p.core.round([replace(request, request_id=name, max_tokens=1, retain_kv=True)])
+        self.until(lambda: len(self.p.out.terminals(name)) == request.num_choices)
+        offered = self.p.out.terminals(name)[0].kv_transfer_params
+        params = kv_params.parse(offered)
+        params.verify(SECRET)
+        digest = kv_params.sampling_digest(request.sampling, request.stop_token_ids)
+        assert params.sampling_digest == digest
+        return self.decode_alone(replace(request, remote=kv_params.to_remote_prefill(params)))
+
+    def decode_alone(self, request: AddRequest) -> MemoryTransport:
+        out = self.d.out = self.d.core.transport = MemoryTransport()
+        name = f"d{next(_names)}"  # a pull's name is used once
+        self.d.core.round([replace(request, request_id=name)])
+        self.until(lambda: len(out.terminals(name)) == request.num_choices)
+        assert all(end.error is None for end in out.terminals(name))
+        out.deltas = [replace(delta, request_id=request.request_id) for delta in out.deltas]
+        return out

@@ -13,7 +13,6 @@ import torch
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.stripe import Stripe
 from kvcache.transfer.link.agent import TransferAgent
 from kvcache.transfer.link.read_window import ReadWindow
 from kvcache.transfer.move.peer_memory import describe
@@ -303,7 +302,8 @@ class Decode:
             clock=self.clock,
             on_event=self.woken.set,
             convert=convert,
-            stripe=Stripe(0, dcp, self.layouts[0].block_size),
+            dcp=dcp,
+            block_size=self.layouts[0].block_size,
         )
         self.workers = [
             TransferWorker(

@@ -29,6 +29,8 @@ from kvcache.transfer.pulls.messages import (
     PullSettings,
     PullStuck,
     Report,
+    address_of,
+    key_of,
     pull_command,
 )
 from kvcache.transfer.pulls.peers import (
@@ -36,8 +38,6 @@ from kvcache.transfer.pulls.peers import (
     Peer,
     PeerTable,
     Trust,
-    address_of,
-    key_of,
     misfit_of,
     unreachable,
 )
@@ -68,7 +68,8 @@ class PullCoordinator:
         compat: of this engine.
         on_event: called from the thread when `drain` has something; must not block.
         convert: accept peers with another KV dtype.
-        stripe: of any rank, where ranks share tokens: peers must have blocks to cut it from.
+        dcp, block_size: of this engine's ranks: where they share tokens, peers must have blocks
+            to cut their stripes from.
 
     Raises:
         OSError: the worker address cannot be bound.
@@ -85,7 +86,8 @@ class PullCoordinator:
         clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[], None] | None = None,
         convert: bool = False,
-        stripe: Stripe | None = None,
+        dcp: int = 1,
+        block_size: int = 1,
     ) -> None:
         self._num_ranks = num_ranks
         self._settings = settings or PullSettings()
@@ -103,7 +105,7 @@ class PullCoordinator:
         self._leases = LeaseClient(secret, self._selector, on_reply, clock)
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, "pull-coordinator")
-        self._peers = PeerTable(compat, self._settings, convert, stripe)
+        self._peers = PeerTable(compat, self._settings, convert, Stripe(0, dcp, block_size))
         self._trust = Trust(self._settings)
         self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
         self._pulls: dict[str, PullState] = {}

@@ -31,6 +31,15 @@ PeerKey = tuple[str, str]  # engine id, incarnation
 PATHS = ("direct", "staged", "mapped", "mixed", "none")  # mixed: several; none: nothing was read
 
 
+def key_of(remote: RemotePrefill) -> PeerKey:
+    return remote.engine_id, remote.incarnation
+
+
+def address_of(remote: RemotePrefill) -> tuple[str, int]:
+    """Of the engine's side channel."""
+    return remote.host, remote.port
+
+
 @dataclass(frozen=True)
 class PullSettings:
     """Every wait of a pull, by name, in seconds."""

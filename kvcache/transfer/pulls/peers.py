@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvcache.stripe import Stripe, StripeError
-from kvcache.transfer.pulls.messages import PeerKey, PullSettings
+from kvcache.transfer.pulls.messages import PeerKey, PullSettings, address_of, key_of
 from protocol.errors import BatonError, LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import CompatRecord, EngineMetadata, check_compatible, check_consistent
 from protocol.messages import RemotePrefill
@@ -53,27 +53,18 @@ class Peer:
         return self.metadata is None and self.error is None
 
 
-def key_of(remote: RemotePrefill) -> PeerKey:
-    return remote.engine_id, remote.incarnation
-
-
-def address_of(remote: RemotePrefill) -> tuple[str, int]:
-    """Of the engine's side channel."""
-    return remote.host, remote.port
-
-
 class PeerTable:
     """
     Args:
-        stripe: what a rank of ours wants to read of a sequence; None: all of it.
+        stripe: what a rank of ours wants to read of a sequence.
     """
 
     def __init__(
         self,
         local: CompatRecord,
         settings: PullSettings,
-        allow_convert: bool = False,
-        stripe: Stripe | None = None,
+        allow_convert: bool,
+        stripe: Stripe,
     ) -> None:
         self._local, self._settings = local, settings
         self._allow_convert, self._stripe = allow_convert, stripe
@@ -152,14 +143,12 @@ class PeerTable:
     def _check_tokens(self, metadata: EngineMetadata) -> None:
         """Every rank of the peer has all tokens, in blocks that our stripe can be cut from."""
         if metadata.dcp_size != 1:
-            ours = self._stripe.size if self._stripe else 1
             raise PeerIncompatible(
-                f"dcp_size is {metadata.dcp_size} on the prefill server (and {ours} here): KV is "
+                f"dcp_size is {metadata.dcp_size} on the prefill server (and {self._stripe.size} "
+                "here): KV is "
                 "read from servers of dcp_size 1 only. Start it without context parallelism.",
                 param="dcp_size",
             )
-        if self._stripe is None:
-            return
         try:
             self._stripe.check_remote(metadata.ranks[0].layout.block_size)
         except StripeError as error:

@@ -28,6 +28,9 @@ COMPAT = CompatRecord(
 )
 
 
+WHOLE = Stripe(0, 1, 8)
+
+
 def metadata(**changes: Any) -> EngineMetadata:
     layout = LayoutRecord(
         order="BHLCND",
@@ -65,8 +68,8 @@ def two_ranks(**changes: Any) -> EngineMetadata:
     return metadata(tp_size=2, ranks=ranks, **changes)
 
 
-def table() -> PeerTable:
-    return PeerTable(COMPAT, SETTINGS)
+def table(stripe: Stripe = WHOLE) -> PeerTable:
+    return PeerTable(COMPAT, SETTINGS, False, stripe)
 
 
 def test_the_first_contact_asks_and_later_ones_know() -> None:
@@ -129,16 +132,21 @@ def test_unusable_answers_fail_the_peer(answer: EngineMetadata, error: type) -> 
 @pytest.mark.parametrize(
     ("answer", "stripe", "field", "said"),
     [
-        (two_ranks(dcp_size=2), None, "dcp_size", "2 on the prefill server (and 1 here)"),
+        (
+            two_ranks(dcp_size=2),
+            Stripe(0, 1, 8),
+            "dcp_size",
+            "2 on the prefill server (and 1 here)",
+        ),
         (two_ranks(dcp_size=2), Stripe(0, 2, 16), "dcp_size", "of dcp_size 1 only"),
         (metadata(), Stripe(0, 2, 8), "block_size", "block_size is 8 here and 16 on the peer"),
         (metadata(), Stripe(0, 2, 24), "block_size", "--block-size 16"),
     ],
 )
 def test_tokens_that_a_rank_cannot_pick_are_refused(
-    answer: EngineMetadata, stripe: Stripe | None, field: str, said: str
+    answer: EngineMetadata, stripe: Stripe, field: str, said: str
 ) -> None:
-    peers = PeerTable(COMPAT, SETTINGS, stripe=stripe)
+    peers = table(stripe)
     peer = peers.connect(REMOTE, 0.0)
     peers.metadata_came(peer, answer, 0.0)
     assert isinstance(peer.error, PeerIncompatible) and peer.error.param == field
@@ -146,25 +154,25 @@ def test_tokens_that_a_rank_cannot_pick_are_refused(
     assert peers.outcomes["peer_incompatible"] == 1
 
 
-@pytest.mark.parametrize("stripe", [None, Stripe(0, 1, 5), Stripe(1, 2, 16), Stripe(0, 4, 48)])
-def test_tokens_that_a_rank_can_pick_are_not(stripe: Stripe | None) -> None:
-    peers = PeerTable(COMPAT, SETTINGS, stripe=stripe)
+@pytest.mark.parametrize("stripe", [Stripe(0, 1, 5), Stripe(1, 2, 16), Stripe(0, 4, 48)])
+def test_tokens_that_a_rank_can_pick_are_not(stripe: Stripe) -> None:
+    peers = table(stripe)
     peer = peers.connect(REMOTE, 0.0)
     peers.metadata_came(peer, metadata(), 0.0)
     assert peer.metadata is not None
 
 
 def test_handshakes_are_counted_by_outcome() -> None:
-    table = PeerTable(COMPAT, SETTINGS)
+    peers = table()
     for incarnation, answer in (
         ("i", metadata()),
         ("j", metadata(incarnation="j", compat=msgspec.structs.replace(COMPAT, kv_dtype="other"))),
     ):
-        peer = table.connect(msgspec.structs.replace(REMOTE, incarnation=incarnation), 0.0)
-        table.metadata_came(peer, answer, 0.0)
-    table.connect(msgspec.structs.replace(REMOTE, incarnation="k"), 0.0)
-    table.due(4.0)
-    assert +table.outcomes == {"ok": 1, "peer_incompatible": 1, "peer_unreachable": 1}
+        peer = peers.connect(msgspec.structs.replace(REMOTE, incarnation=incarnation), 0.0)
+        peers.metadata_came(peer, answer, 0.0)
+    peers.connect(msgspec.structs.replace(REMOTE, incarnation="k"), 0.0)
+    peers.due(4.0)
+    assert +peers.outcomes == {"ok": 1, "peer_incompatible": 1, "peer_unreachable": 1}
 
 
 def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off() -> None:

@@ -18,16 +18,16 @@ CROWDED = {"attention": 18, "model": 22}  # folders that have more for now; only
 MAX_LINES = {
     "attention": 2570,
     "benchmarks": 2542,
-    "decode_server": 691,
+    "decode_server": 637,
     "deploy": 880,
-    "engine": 9222,
+    "engine": 9221,
     "kvcache": 8494,
     "kvcache/transfer": 7099,
     "model": 3339,
-    "prefill_server": 364,
+    "prefill_server": 357,
     "protocol": 5749,
     "proxy": 1991,
-    "tests": 40933,
+    "tests": 40764,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

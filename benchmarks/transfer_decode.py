@@ -24,7 +24,7 @@ from benchmarks.transfer_prefill import (
 from kvcache.step_watch import StepWatch
 from kvcache.transfer.link.threads import allow_short_naps
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.place import TorchPlacer
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerReady, PullDone
 from kvcache.transfer.worker.mapped_job import MappedPath
@@ -55,7 +55,7 @@ class DecodeRank:
         self._memory = RankMemory(side, setup.size, rank, device)
         self.stepping = StepWatch()
         pool = self._memory.pool
-        placer = TorchPlacer(pool) if device == "cpu" else CudaPlacer(pool, busy=self._is_busy)
+        placer = Placer(pool) if device == "cpu" else CudaPlacer(pool, busy=self._is_busy)
         self._worker = TransferWorker(
             rank,
             side.tp,

@@ -19,7 +19,7 @@ from engine.process.transport import EngineTransport
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.place import TorchPlacer
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
@@ -331,7 +331,7 @@ def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:
         placer = CudaPlacer(pool, busy=lambda: stepping.busy)
         placer.compile(convert=context.config.kv_convert)
         return MappedPath(placer, required=required)
-    return MappedPath(TorchPlacer(pool), required=required)
+    return MappedPath(Placer(pool), required=required)
 
 
 def _staging_bytes(config: EngineConfig) -> int | None:

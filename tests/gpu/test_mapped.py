@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvcache.pool import TORCH_DTYPES, KVPool
 from kvcache.transfer.move.cuda_placer import LONG_RUN_BYTES, CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
-from kvcache.transfer.move.place import TorchPlacer, Work, launches
+from kvcache.transfer.move.place import Placer, launches
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.worker.mapped_job import MappedPath
@@ -115,15 +115,20 @@ def place_on_gpu(
     long_run_bytes: int = LONG_RUN_BYTES,
 ) -> None:
     transfer = case.transfer(d_rank)
-    copies = list(transfer.copies())
     placer = CudaPlacer(target, num_programs=5, long_run_bytes=long_run_bytes)
     placer.bind_thread()
-    memories = [Memory(sources[copy.owner].base_address) for copy in copies]
-    work = Work(copies, memories, transfer.factors)
-    placer.begin(work)
-    for launch in launches(copies, launch_bytes):
-        placer.launch(work, *launch)
+    place_all(transfer, sources, placer, launch_bytes)
+
+
+def place_all(transfer: Transfer, sources: list[KVPool], placer: Placer, launch_bytes: int) -> None:
+    memories = [Memory(pool.base_address, pool.flat_bytes) for pool in sources]
+    torch.cuda.synchronize()  # placers have streams of their own
+    tokens = [
+        placer.launch(copy, memories[copy.owner], transfer.factors)
+        for copy in launches(transfer.copies(), launch_bytes)
+    ]
     torch.cuda.synchronize()
+    assert all(map(placer.finished, tokens))
 
 
 @settings(PROPERTY, max_examples=20)
@@ -137,13 +142,7 @@ def test_torch_does_what_the_kernel_does(case: Case, d_rank: int, dtypes: tuple[
     target = random_pool(case, case.d, d_rank, 99)
     transfer = case.transfer(d_rank)
     wanted = emulated(transfer, sources, target)
-    torch.cuda.synchronize()  # torch's placer has a stream of its own
-    copies = list(transfer.copies())
-    memories = [Memory(0, sources[copy.owner].flat_bytes) for copy in copies]
-    placer, work = TorchPlacer(target), Work(copies, memories, transfer.factors)
-    tokens = [placer.launch(work, *launch) for launch in launches(copies, 1 << 30)]
-    torch.cuda.synchronize()
-    assert all(map(placer.finished, tokens))
+    place_all(transfer, sources, Placer(target), 1 << 30)
     assert torch.equal(target.flat_bytes.cpu(), wanted)
 
 

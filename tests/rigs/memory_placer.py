@@ -4,19 +4,57 @@ import os
 import threading
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcache import fp8
 from kvcache.pool import TORCH_DTYPES, KVPool
-from kvcache.transfer.move.kernel_index import kind_of, locate
+from kvcache.transfer.move.kernel_index import (
+    AXIS_PARAMETERS,
+    FIRST_AXIS,
+    NUM_PARAMETERS,
+    kind_of,
+    piece_units,
+    units_of,
+)
 from kvcache.transfer.move.peer_memory import Memory, NotMappable, bytes_at, offered
-from kvcache.transfer.move.place import ALL_BYTES, Placer, Work
-from kvcache.transfer.plan.block_copy import BlockCopy
+from kvcache.transfer.move.place import ALL_BYTES, Placer
+from kvcache.transfer.plan.block_copy import BlockCopy, Factors
+from kvcache.transfer.plan.endpoint import IntArray
 from protocol.handshake import RankMetadata
 
 
+def locate(copy: BlockCopy, factors: Factors) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
+    """Units of the source and of the target that a copy pairs, i64[n] each, and what the elements
+    of each pair are multiplied by, float32[n]."""
+    kind, of_piece, parameters = units_of(copy, factors)
+    p = [int(value) for value in parameters[:NUM_PARAMETERS]]
+    number = np.arange(len(copy.sources) * of_piece, dtype=np.int64)
+    number, source = _divide(number, p[:3])
+    target, factor = source, np.zeros_like(number)
+    for axis in range(FIRST_AXIS, NUM_PARAMETERS, AXIS_PARAMETERS):
+        number, index = _divide(number, p[axis : axis + 3])
+        source = source + index * p[axis + 3]
+        target = target + index * p[axis + 4]
+        factor = factor + index * p[axis + 5]
+    sources, targets = piece_units(copy, kind)
+    source, target = source + sources[number], target + targets[number]
+    if factors is None:
+        return source, target, np.ones(len(source), np.float32)
+    scales = parameters[NUM_PARAMETERS:].astype(np.int32).view(np.float32)
+    return source, target, scales[factor]
+
+
+def _divide(number: IntArray, by: list[int]) -> tuple[IntArray, IntArray]:
+    """Quotient and remainder, by `divisor`'s triple."""
+    size, magic, shift = by
+    quotient = (number * magic) >> shift
+    return quotient, number - quotient * size
+
+
 def place_units(
-    copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: tuple[float, ...] | None
+    copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors
 ) -> None:
     """As `place`, by the kernel's index arithmetic. Arguments on the CPU."""
     kind = kind_of(copy.source, copy.target, factors)
@@ -43,7 +81,7 @@ class MemoryPlacer(Placer):
     """
 
     def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self.stalled = False
         self.fail_launches = False
         self.rooms: list[int] = []
@@ -62,16 +100,14 @@ class MemoryPlacer(Placer):
         self.mapped.append(address)
         return Memory(address, bytes_at(address, rank.nbytes), close)
 
-    def room(self, work: Work, index: int) -> int:
+    def room(self, copy: BlockCopy, factors: Factors) -> int:
         return self.rooms.pop(0) if self.rooms else ALL_BYTES
 
-    def launch(self, work: Work, index: int, first: int, count: int) -> Any:
+    def launch(self, copy: BlockCopy, source: Memory, factors: Factors) -> Any:
         if self.fail_launches:
             raise RuntimeError("a launch failed")
-        memory = work.sources[index].bytes
-        assert memory is not None
-        copy = work.copies[index].part(first, count)
-        place_units(copy, memory, self._pool.tensor, work.factors)
+        assert source.bytes is not None
+        place_units(copy, source.bytes, self._pool.tensor, factors)
 
     def finished(self, token: Any) -> bool:
         return not self.stalled

@@ -25,7 +25,7 @@ from kvcache.transfer.link.agent import MemoryKind, ReadState
 from kvcache.transfer.link.ucx_log import UcxRead
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import NotMappable, describe
-from kvcache.transfer.move.place import Placer, TorchPlacer, Work, launches
+from kvcache.transfer.move.place import Placer, launches
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.plan.plan import Planner
 from protocol.handshake import RankMetadata
@@ -227,7 +227,7 @@ def _read(rank: RankMetadata, layout: KVLayout, target: str) -> tuple[float, str
 
 def _mapped(rank: RankMetadata, layout: KVLayout, target: str) -> float:
     pool = KVPool(layout, target)
-    placer: Placer = CudaPlacer(pool) if pool.device.type == "cuda" else TorchPlacer(pool)
+    placer = CudaPlacer(pool) if pool.device.type == "cuda" else Placer(pool)
     placer.bind_thread()
     try:
         memory = placer.open(rank)
@@ -239,13 +239,10 @@ def _mapped(rank: RankMetadata, layout: KVLayout, target: str) -> float:
     copies = list(Planner(end, (end,), layout.num_heads).take(tokens, blocks, blocks).copies())
 
     def place() -> None:
-        work = Work(copies, [memory] * len(copies), None)
-        placer.begin(work)
-        running = [placer.launch(work, *part) for part in launches(copies, placer.launch_bytes)]
-        for token in running:
+        parts = launches(copies, placer.launch_bytes)
+        for token in [placer.launch(part, memory, None) for part in parts]:
             while not placer.finished(token):
                 pass
-        placer.end(work)
 
     try:
         return _best(sum(copy.nbytes for copy in copies), place)

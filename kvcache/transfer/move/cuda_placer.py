@@ -3,43 +3,33 @@
 To a copy engine a piece that is one run is one copy, a piece whose runs are evenly spaced on either
 side one two-dimensional copy. Copy engines take no multiprocessor from the decode batch and move
 long runs, many with one call, nearly as fast as a plain copy, but short rows slowly. All else is
-the kernel's, whose parameters and tables of pieces go to the device in one copy; the driver is
-called directly (cuda.py).
+the kernel's, whose parameters and tables of pieces go to the device in one copy. What it cannot be
+compiled for is torch's.
 """
 
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.transfer.move.cuda import Driver, driver
-from kvcache.transfer.move.kernel_index import (
-    Kind,
-    Units,
-    kind_of,
-    kinds_into,
-    piece_units,
-    units_of,
-)
-from kvcache.transfer.move.peer_memory import Memory, open_on_gpu
-from kvcache.transfer.move.place import ALL_BYTES, Placer, Work
-from kvcache.transfer.plan.block_copy import Axis, BlockCopy, Shape, Transfer
-from kvcache.transfer.plan.endpoint import IntArray
+from kvcache.transfer.move import cuda
+from kvcache.transfer.move.kernel_index import Kind, kind_of, kinds_into, piece_units, units_of
+from kvcache.transfer.move.peer_memory import Memory, NotMappable, open_on_gpu
+from kvcache.transfer.move.place import ALL_BYTES, Placer
+from kvcache.transfer.plan.block_copy import Axis, BlockCopy, Factors, Shape
 from protocol.handshake import RankMetadata
 from protocol.process.logging import get_logger
-
-if TYPE_CHECKING:
-    # Needs Triton, which only GPU machines have.
-    from kvcache.transfer.move.place_kernel import Kernel
 
 logger = get_logger(__name__)
 
 NUM_PROGRAMS = 48  # thread blocks of one launch: more are hardly faster, and leave less to others
+_STAGING_PROGRAMS = 132  # all multiprocessors, for a tenth of the time that reading takes
 LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel
 # While a batch runs. The kernel costs the batch some 1 ms per GiB, however many multiprocessors it
 # uses: so it is paced, and copy engines do what they can do at a third of its speed or more.
@@ -47,9 +37,7 @@ PACED_BYTES_PER_S = 90e9
 _PACED_BYTES = 16 << 20  # of a launch then
 LONG_ROW_BYTES = 2 << 10
 _LONG_COPY_BYTES = 64 << 10
-_COPIES = 128  # of a launch: more would keep the interpreter's lock for more than 0.1 ms
-_FIRST_COPIES = 8  # of a pull's first launch: the link has work sooner
-_TABLE_BYTES = 32 << 10
+_COPIES = 128  # of a launch: begun in 0.1 to 0.6 ms
 
 
 class Rows(NamedTuple):
@@ -59,13 +47,8 @@ class Rows(NamedTuple):
     number: int
     pitches: tuple[int, int]  # from a row to the next one, at the source and at the target
 
-    @property
-    def run_bytes(self) -> int:
-        """Of a piece that is one run; else 0."""
-        return self.width if self.number == 1 else 0
 
-
-def rows_of(copy: BlockCopy, factors: tuple[float, ...] | None) -> Rows | None:
+def rows_of(copy: BlockCopy, factors: Factors) -> Rows | None:
     """Each piece as rows; None where it is more than that, or elements change on the way."""
     if factors is not None or copy.source.dtype != copy.target.dtype:
         return None
@@ -85,32 +68,6 @@ def _rows(shape: Shape) -> Rows | None:
     return Rows(shape.run_bytes, rows.size, (rows.source_stride, rows.target_stride))
 
 
-@dataclass(eq=False)
-class _Table:
-    """Memory for parameters and pieces, i64[n], pinned and on the device."""
-
-    host: torch.Tensor
-    device: torch.Tensor
-    numbers: IntArray = field(init=False)  # the host's
-    addresses: tuple[int, int] = field(init=False)  # of both
-
-    def __post_init__(self) -> None:
-        self.numbers = self.host.numpy()
-        self.addresses = self.host.data_ptr(), self.device.data_ptr()
-
-
-@dataclass(eq=False)
-class _Launches:
-    """What a Work's launches need."""
-
-    rows: list[Rows | None]  # of each copy, where copy engines may do it
-    has_long_runs: bool
-    units: list[Units] = field(default_factory=list)  # once a kernel needs them
-    places: list[int] = field(default_factory=list)  # device address of each copy's parameters
-    table: _Table | None = None
-    begun: bool = False
-
-
 class CudaPlacer(Placer):
     """
     Args:
@@ -120,6 +77,9 @@ class CudaPlacer(Placer):
         busy: whether a batch computes on this device.
     """
 
+    # Some 2.8 ms over NVLink; often there is room for less.
+    launch_bytes = 1 << 30
+
     def __init__(
         self,
         pool: KVPool,
@@ -128,69 +88,38 @@ class CudaPlacer(Placer):
         long_run_bytes: int = LONG_RUN_BYTES,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._pool = pool
-        self._target = pool.base_address
-        self._device = pool.device
+        super().__init__(pool)
         self._num_programs = num_programs
         self._long_run_bytes = long_run_bytes
         self._busy = busy
         self._paced_until = 0.0  # the kernel has had its share until then
-        self._free_tables: list[_Table] = []
-        self._free_events: list[int] = []
-        self._kernels: dict[Kind, Kernel] = {}
+        self._failed: dict[Kind, str] = {}  # kinds that no kernel can be compiled for, and why
 
     def compile(self, *, convert: bool) -> None:
-        """Before the first peer is met: has every kernel that one may need, see kinds_into. What
-        cannot be compiled is told of here, and again when a peer needs it."""
-        try:
-            from kvcache.transfer.move.place_kernel import compile_kernel
+        """Before the first peer is met: has every kernel that one may need, see kinds_into."""
+        address = self._pool.base_address
+        for kind in kinds_into(self._pool.layout, convert=convert):
+            try:
+                from kvcache.transfer.move.place_kernel import launch  # needs Triton
 
-            with torch.cuda.device(self._device):
-                stream = torch.cuda.current_stream().cuda_stream
-                for kind in kinds_into(self._pool.layout, convert=convert):
-                    compile_kernel(kind, self._target, stream)
-        except Exception as error:  # whatever the driver or the compiler lacks
-            logger.warning("not every kernel that places KV can be compiled: %r", error)
-
-    def bind_thread(self) -> None:
-        torch.cuda.set_device(self._device)
-        self._driver: Driver = driver()
-        # 0 is the lowest priority: what the engine gives a higher one goes first.
-        self._torch_stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
-        self._stream = self._torch_stream.cuda_stream
-        self._free_tables += [self._new_table(_TABLE_BYTES // 8) for _ in range(2)]
-        self._free_events += [self._driver.new_event() for _ in range(8)]
+                with torch.cuda.device(self._pool.device):
+                    launch(kind, 1, *[address] * 5, 0)
+            except Exception as error:  # whatever the driver or the compiler lacks
+                self._failed[kind] = repr(error)
+        if self._failed:
+            reasons = "; ".join(sorted(set(self._failed.values())))
+            logger.warning("not every kernel that places KV can be compiled: %s", reasons)
 
     def open(self, rank: RankMetadata) -> Memory:
-        return open_on_gpu(rank, self._device)
+        theirs, ours = KVLayout.from_record(rank.layout), self._pool.layout
+        for kind in (kind_of(theirs, ours, None), kind_of(theirs, ours, (1.0,))):
+            if kind in self._failed:
+                raise NotMappable(f"the kernel that places KV: {self._failed[kind]}")
+        return open_on_gpu(rank, self._pool.device)
 
-    def prepare(self, transfer: Transfer) -> None:
-        ends = transfer.remote[0].layout, transfer.local.layout
-        self._kernel(kind_of(*ends, transfer.factors))
-
-    def _kernel(self, kind: Kind) -> "Kernel":
-        from kvcache.transfer.move.place_kernel import Kernel, compile_kernel
-
-        if kind not in self._kernels:
-            self._kernels[kind] = Kernel(*compile_kernel(kind, self._target, self._stream))
-        return self._kernels[kind]
-
-    def begin(self, work: Work) -> None:
-        rows = [
-            rows_of(copy, work.factors) if self._driver.copies_batches else None
-            for copy in work.copies
-        ]
-        has_long_runs = any(each and each.run_bytes >= self._long_run_bytes for each in rows)
-        work.kept = _Launches(rows, has_long_runs)
-
-    def end(self, work: Work) -> None:
-        if work.kept is not None and work.kept.table is not None:
-            self._free_tables.append(work.kept.table)
-
-    def room(self, work: Work, index: int) -> int:
-        if self._by_engines(work, index) is not None:
-            copies = _COPIES if work.kept.begun else _FIRST_COPIES
-            return copies * work.copies[index].piece_bytes
+    def room(self, copy: BlockCopy, factors: Factors) -> int:
+        if self._by_engines(copy, factors) is not None:
+            return _COPIES * copy.piece_bytes
         if not self._busy():
             return ALL_BYTES
         now = time.perf_counter()
@@ -200,94 +129,55 @@ class CudaPlacer(Placer):
         self._paced_until = max(self._paced_until + late_s, now)
         return _PACED_BYTES
 
-    def _by_engines(self, work: Work, index: int) -> Rows | None:
+    def _by_engines(self, copy: BlockCopy, factors: Factors) -> Rows | None:
         """What copy engines do, if they are to do it."""
-        launches: _Launches = work.kept
-        rows = launches.rows[index]
-        if rows is None or launches.has_long_runs:  # then also of the ends, which are shorter
+        rows = rows_of(copy, factors) if cuda.copies_batches() else None
+        if rows is None:
+            return None
+        run_bytes = rows.width if rows.number == 1 else 0
+        if run_bytes >= self._long_run_bytes:
             return rows
-        is_long = rows.width >= LONG_ROW_BYTES and rows.width * rows.number >= _LONG_COPY_BYTES
+        is_long = rows.width >= LONG_ROW_BYTES and copy.piece_bytes >= _LONG_COPY_BYTES
         return rows if is_long and self._busy() else None
 
-    def launch(self, work: Work, index: int, first: int, count: int) -> int:
-        event = self._free_events.pop() if self._free_events else self._driver.new_event()
-        rows = self._by_engines(work, index)
-        work.kept.begun = True
-        try:
-            if rows is not None:
-                memory = work.sources[index]
-                self._copy(work.copies[index].part(first, count), rows, memory.address)
-            else:
-                self._place(work, index, first, count)
-            self._driver.record(event, self._stream)
-        except Exception:
-            self._wait()  # for what was queued, as there is no event to tell its end
-            raise
-        return event
-
-    def _copy(self, copy: BlockCopy, rows: Rows, source: int) -> None:
-        """By the copy engines."""
-        ends = copy.sources + source, copy.targets + self._target
+    def _place(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
+        assert self._stream is not None
+        rows = self._by_engines(copy, factors)
+        if rows is None:
+            self._by_kernel(copy, source, factors)
+            return
+        stream = self._stream.cuda_stream
+        ends = copy.sources + source.address, copy.targets + self._pool.base_address
         if rows.number == 1:
-            self._driver.copy_runs(*ends, rows.width, self._stream)
+            cuda.copy_runs(*ends, rows.width, stream)
         else:
-            self._driver.copy_rows(*ends, rows.width, rows.number, rows.pitches, self._stream)
+            cuda.copy_rows(*ends, rows.width, rows.number, rows.pitches, stream)
 
-    def _place(self, work: Work, index: int, first: int, count: int) -> None:
-        """By the kernel."""
-        launches: _Launches = work.kept
-        if launches.table is None:
-            self._upload(work)
-        units, pieces = launches.units[index], len(work.copies[index].sources)
-        parameters = launches.places[index]
-        sources = parameters + 8 * (len(units.parameters) + first)
-        self._kernel(units.kind).launch(
-            self._num_programs,
-            self._stream,
-            work.sources[index].address,
-            self._target,
-            parameters,
-            sources,
-            sources + 8 * pieces,
-            count * units.of_piece,
-        )
+    def _by_kernel(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
+        units = units_of(copy, factors)
+        if units.kind in self._failed:
+            super()._place(copy, source, factors)
+            return
+        from kvcache.transfer.move.place_kernel import launch
 
-    def _upload(self, work: Work) -> None:
-        """Parameters, sources and targets of each copy, in one table."""
-        launches: _Launches = work.kept
-        launches.units = [units_of(copy, work.factors) for copy in work.copies]
-        parts, sizes = [], [0]
-        for copy, units in zip(work.copies, launches.units, strict=True):
-            parts += [units.parameters, *piece_units(copy, units.kind)]
-            sizes.append(sizes[-1] + sum(map(len, parts[-3:])))
-        table = launches.table = self._table(sizes[-1])
-        np.concatenate(parts, out=table.numbers[: sizes[-1]])
-        source, address = table.addresses
-        launches.places = [address + 8 * size for size in sizes]
-        self._driver.upload(address, source, 8 * sizes[-1], self._stream)
+        parts, pieces = (units.parameters, *piece_units(copy, units.kind)), len(copy.sources)
+        host = torch.from_numpy(np.concatenate(parts)).pin_memory()
+        # Freed at once: what else gets this memory comes later on this stream.
+        table = torch.split(host.to(self._pool.device, non_blocking=True), list(map(len, parts)))
+        ends = source.address, self._pool.base_address
+        places = (part.data_ptr() for part in table)
+        launch(units.kind, self._num_programs, *ends, *places, pieces * units.of_piece)
 
-    def _table(self, size: int) -> _Table:
-        """Used before if possible: to allocate takes longer."""
-        for table in self._free_tables:
-            if len(table.numbers) >= size:
-                self._free_tables.remove(table)
-                return table
-        return self._new_table(size)
 
-    def _new_table(self, size: int) -> _Table:
-        size = 1 << (max(size, _TABLE_BYTES // 8) - 1).bit_length()
-        with torch.cuda.stream(self._torch_stream):
-            device = torch.empty(size, dtype=torch.int64, device=self._device)
-        return _Table(torch.empty(size, dtype=torch.int64, pin_memory=True), device)
+def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
+    """What places quickly out of staging memory.
 
-    def _wait(self) -> None:
-        try:
-            self._torch_stream.synchronize()
-        except RuntimeError:
-            logger.exception("waiting for a launch that failed in part")
-
-    def finished(self, token: int) -> bool:
-        if not self._driver.has_ended(token):
-            return False
-        self._free_events.append(token)
-        return True
+    Args:
+        convert: KV may be of another dtype or other scales.
+    """
+    if pool.device.type != "cuda":
+        return Placer(pool)
+    # No copy engines, which read.
+    placer = CudaPlacer(pool, num_programs=_STAGING_PROGRAMS, long_run_bytes=sys.maxsize)
+    placer.compile(convert=convert)
+    return placer

@@ -7,8 +7,7 @@ either side, and two sets of strides the rest, all in units. No list of runs is 
 orders, block sizes, heads and dtypes. If elements change their scale, the same divisions find a
 unit's layer and component, and so its factor.
 
-`locate` below and the kernel in place_kernel.py compute the same from the same parameters. A
-division by a constant d is a multiplication: n // d == (n * magic) >> shift for all n below 2**31.
+A division by a constant d is a multiplication: n // d == (n * magic) >> shift for n below 2**31.
 """
 
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcache.layout import ITEMSIZE_BYTES, KVLayout
-from kvcache.transfer.plan.block_copy import BlockCopy
+from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from kvcache.transfer.plan.endpoint import IntArray, PlanError
 from protocol.handshake import FP8
 
@@ -57,7 +55,7 @@ class Units(NamedTuple):
     parameters: IntArray  # i64[NUM_PARAMETERS + factors]
 
 
-def kind_of(source: KVLayout, target: KVLayout, factors: tuple[float, ...] | None) -> Kind:
+def kind_of(source: KVLayout, target: KVLayout, factors: Factors) -> Kind:
     """A unit has the most elements, a power of two, that divide a head's and take 16 bytes on
     neither side."""
     fitting = UNIT_BYTES // max(source.itemsize, target.itemsize)
@@ -77,43 +75,12 @@ def kinds_into(target: KVLayout, *, convert: bool) -> Iterator[Kind]:
             yield kind_of(replace(target, dtype=dtype), target, factors)
 
 
-def units_of(copy: BlockCopy, factors: tuple[float, ...] | None) -> Units:
-    """
-    Raises:
-        PlanError: one piece has too many units to number.
-    """
-    return _units(copy.source, copy.target, copy.heads, copy.tokens, factors)
-
-
 def piece_units(copy: BlockCopy, kind: Kind) -> tuple[IntArray, IntArray]:
     """Where the pieces begin at the source and at the target, in units."""
     return (
         copy.sources // (kind.unit_elements * copy.source.itemsize),
         copy.targets // (kind.unit_elements * copy.target.itemsize),
     )
-
-
-def locate(
-    copy: BlockCopy, factors: tuple[float, ...] | None
-) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
-    """Units of the source and of the target that a copy pairs, i64[n] each, and what the elements
-    of each pair are multiplied by, float32[n]."""
-    kind, of_piece, parameters = units_of(copy, factors)
-    p = [int(value) for value in parameters[:NUM_PARAMETERS]]
-    number = np.arange(len(copy.sources) * of_piece, dtype=np.int64)
-    number, source = _divide(number, p[:3])
-    target, factor = source, np.zeros_like(number)
-    for axis in range(FIRST_AXIS, NUM_PARAMETERS, AXIS_PARAMETERS):
-        number, index = _divide(number, p[axis : axis + 3])
-        source = source + index * p[axis + 3]
-        target = target + index * p[axis + 4]
-        factor = factor + index * p[axis + 5]
-    sources, targets = piece_units(copy, kind)
-    source, target = source + sources[number], target + targets[number]
-    if factors is None:
-        return source, target, np.ones(len(source), np.float32)
-    scales = parameters[NUM_PARAMETERS:].astype(np.int32).view(np.float32)
-    return source, target, scales[factor]
 
 
 def divisor(size: int) -> tuple[int, int, int]:
@@ -126,17 +93,16 @@ def divisor(size: int) -> tuple[int, int, int]:
     return size, -(-(1 << (31 + bits)) // size), 31 + bits
 
 
-def _divide(number: IntArray, by: list[int]) -> tuple[IntArray, IntArray]:
-    """Quotient and remainder, by `divisor`'s triple."""
-    size, magic, shift = by
-    quotient = (number * magic) >> shift
-    return quotient, number - quotient * size
+def units_of(copy: BlockCopy, factors: Factors) -> Units:
+    """
+    Raises:
+        PlanError: one piece has too many units to number.
+    """
+    return _units(copy.source, copy.target, copy.heads, copy.tokens, factors)
 
 
 @lru_cache(maxsize=1024)
-def _units(
-    source: KVLayout, target: KVLayout, heads: int, tokens: int, factors: tuple[float, ...] | None
-) -> Units:
+def _units(source: KVLayout, target: KVLayout, heads: int, tokens: int, factors: Factors) -> Units:
     kind = kind_of(source, target, factors)
     reads, writes = source.strides, target.strides
     row = source.head_dim // kind.unit_elements

@@ -6,16 +6,10 @@ tiles of units in turn: reading over NVLink wants many bytes in flight, not many
 and the rest are the decode batch's.
 """
 
-import ctypes
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
 from kvcache.layout import ITEMSIZE_BYTES
-from kvcache.transfer.move.cuda import driver
 from kvcache.transfer.move.kernel_index import Kind
 
 TILE_UNITS = 2048  # 32 KiB
@@ -28,93 +22,23 @@ _DTYPES = {
     "float16": tl.float16,
     "float8_e4m3fn": tl.float8e4nv,
 }
-_compiled: dict[tuple[int, Kind], tuple[Any, tuple[Any, ...]]] = {}
 
 
-class _Numbers(ctypes.Structure):
-    """The kernel's arguments, and the two that Triton appends, which are for what it lacks."""
-
-    _fields_ = (
-        ("source_address", ctypes.c_int64),
-        ("target_address", ctypes.c_int64),
-        ("parameters", ctypes.c_int64),
-        ("sources", ctypes.c_int64),
-        ("targets", ctypes.c_int64),
-        ("num_units", ctypes.c_int32),
-        ("scratch", ctypes.c_int64 * 2),
-    )
-
-
-_SIZES = [8] * 5 + [4] + [8] * 2
-_OFFSETS = [0, 8, 16, 24, 32, 40, 48, 56]  # the last two are aligned
-
-
-@dataclass(eq=False)
-class Kernel:
-    """A compiled kernel and its arguments; one thread's.
-
-    Triton's dispatch takes some 50 us and its launcher 10 or more; nothing that they look at ever
-    changes here, so the driver is called with the arguments as they lie.
-    """
-
-    compiled: Any
-    constants: tuple[Any, ...]
-    direct: bool = field(init=False)  # its parameters are as expected
-    numbers: _Numbers = field(default_factory=_Numbers)
-    arguments: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        start = ctypes.addressof(self.numbers)
-        self.arguments = (ctypes.c_void_p * len(_OFFSETS))(*(start + each for each in _OFFSETS))
-        metadata = self.compiled.metadata
-        self.function, self.shared = self.compiled.function, metadata.shared
-        self.address = ctypes.addressof(self.arguments)
-        sizes = driver().parameter_sizes(self.function)
-        scratch = getattr(metadata, "global_scratch_size", 0)
-        self.direct = not scratch and len(sizes) >= 6 and sizes == _SIZES[: len(sizes)]
-
-    def launch(self, num_programs: int, stream: int, *numbers: int) -> None:
-        """`numbers` as the kernel takes them."""
-        if not self.direct:
-            self.compiled[(num_programs, 1, 1)](*numbers, *self.constants, stream=stream)
-            return
-        n = self.numbers
-        (
-            n.source_address,
-            n.target_address,
-            n.parameters,
-            n.sources,
-            n.targets,
-            n.num_units,
-        ) = numbers
-        driver().launch(
-            self.function, num_programs, 32 * NUM_WARPS, self.shared, stream, self.address
-        )
-
-
-def compile_kernel(kind: Kind, memory: int, stream: int) -> tuple[Any, tuple[Any, ...]]:
-    """What places such units on the current device, and its constants; compiled if it has to be.
+def launch(kind: Kind, num_programs: int, *numbers: int) -> None:
+    """Queues the kernel on the current stream; compiles it first if it has to.
 
     Args:
-        memory, stream: an address on the device and CUDA's handle of a stream, where the kernel
-            is tried with nothing to do.
+        numbers: as the kernel takes them: addresses of the two memories, of the parameters and of
+            where pieces begin on either side, and the number of units.
     """
-    key = (torch.cuda.current_device(), kind)
-    if key not in _compiled:
-        constants = constants_of(kind)
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):  # type: ignore[no-untyped-call]
-            compiled = _kernel[(1,)](*[memory] * 5, 0, *constants, num_warps=NUM_WARPS)
-        _compiled[key] = compiled, constants
-    return _compiled[key]
-
-
-def constants_of(kind: Kind) -> tuple[Any, ...]:
-    """What a variant of the kernel is made of."""
     if kind.converts:
         source, target = _DTYPES[kind.source_dtype], _DTYPES[kind.target_dtype]
-        return source, target, kind.unit_elements, CONVERTED_TILE_UNITS, kind.scaled, 1
-    word, width = _WORDS[kind.unit_elements * ITEMSIZE_BYTES[kind.source_dtype]]
-    return word, word, width, TILE_UNITS, False, 1
+        width, tile = kind.unit_elements, CONVERTED_TILE_UNITS
+    else:
+        word, width = _WORDS[kind.unit_elements * ITEMSIZE_BYTES[kind.source_dtype]]
+        source, target, tile = word, word, TILE_UNITS
+    constants = source, target, width, tile, kind.scaled
+    _kernel[(num_programs,)](*numbers, *constants, num_warps=NUM_WARPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -184,7 +108,6 @@ def _kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     SCALED: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """See kernel_index.py; numbers of the form p + k are indices into its parameters, which are
     read once: in the loop they would cost twice the registers."""
@@ -199,7 +122,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     size_3, axis_3 = _divisor(p + 21), _axis(p + 24)
     lanes = tl.arange(0, WIDTH)[None, :]
     for start in tl.range(
-        tl.program_id(0) * TILE, num_units, tl.num_programs(0) * TILE, num_stages=STAGES
+        tl.program_id(0) * TILE, num_units, tl.num_programs(0) * TILE, num_stages=1
     ):
         number = start + tl.arange(0, TILE)[:, None]
         wanted = number < num_units

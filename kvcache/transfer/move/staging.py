@@ -7,89 +7,39 @@ bounded, whatever the number of pulls (I8: a slot is reused only after the copie
 finished).
 """
 
-import importlib.util
 import mmap
-import sys
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
-from kvcache.transfer.move.place import Placer, TorchPlacer, Work
-from kvcache.transfer.plan.block_copy import Transfer
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.staged import Step
-from protocol.process.logging import get_logger
-
-logger = get_logger(__name__)
 
 _HUGE_PAGE_BYTES = 2 << 20
-_PROGRAMS = 132  # thread blocks: 1.2 TB/s on an H200, where 48 reach 0.57
 _MOST_SLOTS = 4
-
-
-def placing(pool: KVPool, *, convert: bool) -> Placer:
-    """What places chunks quickly in a pool.
-
-    Args:
-        convert: chunks may be of another dtype or other scales.
-    """
-    if pool.device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return TorchPlacer(pool)
-    # Every multiprocessor, for a tenth of the time that reading takes; no copy engines, which read.
-    placer = CudaPlacer(pool, num_programs=_PROGRAMS, long_run_bytes=sys.maxsize)
-    placer.compile(convert=convert)
-    return placer
-
-
-class _Placing(NamedTuple):
-    """The copies out of one slot that have begun."""
-
-    placer: Placer
-    work: Work
-    tokens: list[Any]
-
-    def has_ended(self) -> bool:
-        """Raises what one has failed with."""
-        while self.tokens and self.placer.finished(self.tokens[0]):
-            self.tokens.pop(0)
-        return not self.tokens
 
 
 class StagingBuffer:
     """`nbytes` of memory on the pool's device, at least two slots for the pull that owns it.
 
     Args:
-        placer: of its own; torch takes over if it cannot be prepared.
+        placer: of its own; None: torch's.
     """
 
     def __init__(self, nbytes: int, pool: KVPool, placer: Placer | None = None) -> None:
         self.nbytes = nbytes
-        self._pool = pool
         self._memory = _allocate(nbytes, pool.device)
-        self._placers = [placer or TorchPlacer(pool)]  # the last one is used
+        self._placer = placer or Placer(pool)
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
-        self._slots: list[_Placing | None] = [None] * _MOST_SLOTS
+        self._placing: list[list[Any]] = [[] for _ in range(_MOST_SLOTS)]  # out of each slot
 
     def bind_thread(self) -> None:
         """Called once by the thread that is going to use this memory."""
-        self._or_torch(self._placers[-1].bind_thread)
-
-    def prepare(self, transfer: Transfer) -> None:
-        """Pulls between these endpoints are going to come: does what can be done before."""
-        self._or_torch(lambda: self._placers[-1].prepare(transfer))
-
-    def _or_torch(self, preparation: Callable[[], None]) -> None:
-        """Gives up the placer if it cannot be prepared; what it has begun has to end."""
-        try:
-            preparation()
-        except Exception as error:  # whatever the driver or the kernel's compiler lacks
-            logger.warning("staged KV is placed by torch, more slowly: %r", error)
-            self._placers.append(TorchPlacer(self._pool))
+        self._placer.bind_thread()
 
     @property
     def base_address(self) -> int:
@@ -97,11 +47,11 @@ class StagingBuffer:
 
     @property
     def on_cpu(self) -> bool:
-        return self._pool.device.type == "cpu"
+        return self._memory.device.type == "cpu"
 
     def num_slots(self, slot_bytes: int) -> int:
         """How many slots of that size there are; a plan's chunk takes at most half the memory."""
-        return min(self.nbytes // slot_bytes, len(self._slots))
+        return min(self.nbytes // slot_bytes, _MOST_SLOTS)
 
     def enter(self, pull_id: str) -> None:
         """Joins the queue."""
@@ -122,28 +72,24 @@ class StagingBuffer:
 
     def is_free(self, slot: int) -> bool:
         """True when every copy out of the slot has finished. Raises what one has failed with."""
-        placing = self._slots[slot]
-        if placing is None:
-            return True
-        try:
-            if not placing.has_ended():
-                return False
-        except BaseException:
-            placing.tokens.pop(0)
-            raise
-        self._slots[slot] = None
-        placing.placer.end(placing.work)
+        running = self._placing[slot]
+        while running:
+            try:
+                if not self._placer.finished(running[0]):
+                    return False
+            except BaseException:
+                running.pop(0)
+                raise
+            running.pop(0)
         return True
 
     def place(self, step: Step, slot: int, slot_bytes: int) -> None:
         """Begins to copy what was read into the slot to the pool; see `is_free`."""
-        placer, start = self._placers[-1], slot * slot_bytes
+        start = slot * slot_bytes
         memory = Memory(self.base_address + start, self._memory[start : start + slot_bytes])
-        work = Work(step.copies, [memory] * len(step.copies), step.transfer.factors)
-        placing = self._slots[slot] = _Placing(placer, work, [])
-        placer.begin(work)
-        for index, copy in enumerate(step.copies):  # some may run though another cannot begin
-            placing.tokens.append(placer.launch(work, index, 0, len(copy.sources)))
+        for copy in step.copies:  # some may run though another cannot begin
+            token = self._placer.launch(copy, memory, step.transfer.factors)
+            self._placing[slot].append(token)
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:

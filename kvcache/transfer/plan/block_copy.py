@@ -26,6 +26,8 @@ import numpy as np
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import Endpoint, HeadGroup, IntArray, PlanError
 
+Factors = tuple[float, ...] | None  # of the elements, by layer and component, if they change
+
 
 class Side(NamedTuple):
     """A sequence's blocks in one paged memory, as a copy sees them."""
@@ -159,7 +161,7 @@ class Transfer:
     local_blocks: IntArray  # i64, D's block table from token 0 on
     remote_blocks: IntArray  # i64, P's
     shift: int  # of whose turn it is among copies of a head
-    factors: tuple[float, ...] | None  # of the elements, by layer and component, if they change
+    factors: Factors
 
     @property
     def block_size(self) -> int:

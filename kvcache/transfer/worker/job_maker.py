@@ -100,18 +100,12 @@ class JobMaker:
         except PlanError as error:
             raise PeerIncompatible(str(error)) from error
 
-    def prepare(self, peer: JobPeer, *, mapped: bool) -> None:
-        """Pulls of a peer are going to come: does what can be done before."""
+    def prepare(self, peer: JobPeer) -> None:
+        """Pulls of a peer are going to come: says if none can be planned."""
         try:
-            planner = peer.planner = peer.planner or self._planner(peer)
-            transfer = planner.take((0, 0), [], [])
+            peer.planner = peer.planner or self._planner(peer)
         except PlanError as error:  # every pull fails with it
             logger.warning("prefill server %s: %s", peer.metadata.engine_id, error)
-            return
-        if mapped and self._mapped is not None:
-            self._mapped.prepare(transfer)
-        elif self._staging is not None:
-            self._staging.prepare(transfer)
 
     def _make(self, pull: Pull, peer: JobPeer) -> Job:
         planner = peer.planner = peer.planner or self._planner(peer)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache.transfer.move.peer_memory import Memory, NotMappable
-from kvcache.transfer.move.place import Placer, Work, launches
+from kvcache.transfer.move.place import Placer, launches
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.plan import TransferPlan
 from kvcache.transfer.pulls.messages import PeerKey
@@ -69,10 +69,6 @@ class MappedPath:
             self._log(metadata, mapping)
         return mapping.refusal is None
 
-    def prepare(self, transfer: Transfer) -> None:
-        """Pulls between the same endpoints are going to come."""
-        self._placer.prepare(transfer)
-
     def job(self, pull_id: str, metadata: EngineMetadata, transfer: Transfer) -> "MappedJob | None":
         """A pull of `transfer`; None leaves it to NIXL.
 
@@ -91,10 +87,7 @@ class MappedPath:
                     param="transfer",
                 )
             return None
-        copies = list(transfer.copies())
-        sources = [mapping.memories[copy.owner] for copy in copies]
-        work = Work(copies, sources, transfer.factors)
-        return MappedJob(pull_id, self._placer, transfer, work, self._launch_bytes)
+        return MappedJob(pull_id, self._placer, transfer, mapping.memories, self._launch_bytes)
 
     def forget(self, key: PeerKey) -> None:
         """Closes a peer's memory; no job reads from it any more."""
@@ -122,7 +115,12 @@ class MappedJob:
     """One pull on one rank over the mapped path; driven by the worker, as a ReadJob."""
 
     def __init__(
-        self, pull_id: str, placer: Placer, transfer: Transfer, work: Work, launch_bytes: int
+        self,
+        pull_id: str,
+        placer: Placer,
+        transfer: Transfer,
+        memories: dict[int, Memory],
+        launch_bytes: int,
     ) -> None:
         self.pull_id = pull_id
         self.error: BatonError | None = None
@@ -130,10 +128,9 @@ class MappedJob:
         self.began = time.perf_counter()
         self.stopping = False
         self._placer = placer
-        self._work = work
-        self._begun = False
+        self._memories = memories
         self.plan = TransferPlan.mapped(transfer)
-        self._pending = list(reversed(list(launches(work.copies, launch_bytes))))
+        self._pending = deque(launches(transfer.copies(), launch_bytes))
         self._tokens: deque[Any] = deque()
 
     @property
@@ -162,8 +159,6 @@ class MappedJob:
 
     def leave(self) -> None:
         """The job has ended: what it borrowed is free for others."""
-        if self._begun:
-            self._placer.end(self._work)
 
     def advance(self) -> bool:
         """Retires launches that have ended and queues more; whether anything happened."""
@@ -186,17 +181,14 @@ class MappedJob:
 
     def _launch(self) -> bool:
         """Queues the next launch, or as much of it as there is room for."""
-        index, first, count = self._pending.pop()
-        if not self._begun:
-            self._begun = True
-            self._placer.begin(self._work)
-        room = self._placer.room(self._work, index)
-        piece_bytes = self._work.copies[index].piece_bytes
-        fitting = max(room // piece_bytes, min(room, 1))  # a piece may exceed the room
-        if fitting < count:
-            self._pending.append((index, first + fitting, count - fitting))
-            count = fitting
-            if count == 0:
-                return False
-        self._tokens.append(self._placer.launch(self._work, index, first, count))
+        copy, factors = self._pending[0], self.plan.transfer.factors
+        room = self._placer.room(copy, factors)
+        fitting = max(room // copy.piece_bytes, min(room, 1))  # a piece may exceed the room
+        if fitting == 0:
+            return False
+        self._pending.popleft()
+        if fitting < len(copy.sources):
+            self._pending.appendleft(copy.part(fitting, len(copy.sources) - fitting))
+            copy = copy.part(0, fitting)
+        self._tokens.append(self._placer.launch(copy, self._memories[copy.owner], factors))
         return True

@@ -16,7 +16,8 @@ from kvcache.transfer.link.read_throttle import Throttle
 from kvcache.transfer.link.read_window import GPU_LIMITS, ReadWindow
 from kvcache.transfer.link.threads import allow_short_naps, use_one_core
 from kvcache.transfer.link.ucx_log import UcxRead
-from kvcache.transfer.move.staging import StagingBuffer, placing
+from kvcache.transfer.move.cuda_placer import staging_placer
+from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.pulls.messages import (
@@ -93,7 +94,7 @@ class TransferWorker:
         self._pool = pool
         self._kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
         self._staging = (
-            StagingBuffer(staging_bytes, pool, placing(pool, convert=convert))
+            StagingBuffer(staging_bytes, pool, staging_placer(pool, convert=convert))
             if staging_bytes
             else None
         )
@@ -243,9 +244,8 @@ class TransferWorker:
         except ValueError as error:  # its pulls fail: not connected
             logger.error("prefill server %s: %s", metadata.engine_id, error)
             return
-        mapped = self._is_mapped(peer)
-        self._maker.prepare(peer, mapped=mapped)
-        if not mapped:
+        self._maker.prepare(peer)
+        if not self._is_mapped(peer):
             self._link_to(peer)
 
     def _stop_waiting(self, pull_id: str) -> None:

@@ -40,9 +40,9 @@ def copy_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray | None:
     """What D holds after all copies; None where its share is no rows."""
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
-    copies, rows = list(case.transfer(d_rank).copies()), every_rows(case, d_rank)
-    for index, first, count in launches(copies, chunk_bytes):
-        part, how = copies[index].part(first, count), rows[index]
+    transfer = case.transfer(d_rank)
+    for part in launches(transfer.copies(), chunk_bytes):
+        how = rows_of(part, transfer.factors)
         if how is None:
             return None
         assert how.width * how.number == part.piece_bytes
@@ -114,4 +114,3 @@ def test_whole_blocks_are_runs_and_the_ends_are_rows() -> None:
         (24, 6 * 8 * 4),
         (1, 24 * 8 * 8 * 4),
     ]
-    assert [rows.run_bytes for rows in found if rows] == [0, 0, 24 * 8 * 8 * 4]

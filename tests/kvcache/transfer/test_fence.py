@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.memory_agent import MemoryAgent
-from kvcache.transfer.move.place import TorchPlacer
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
 from kvcache.transfer.worker.mapped_job import MappedPath
@@ -21,7 +21,7 @@ from tests.rigs.process_pair import Child
 ENDINGS = (PullDone, PullFailed, PullDrained)
 
 
-class GatedMapper(TorchPlacer):
+class GatedMapper(Placer):
     """Its launches are not seen to end before the gate opens."""
 
     gate: threading.Event

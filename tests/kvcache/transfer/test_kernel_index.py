@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.move.kernel_index import divisor, kind_of, locate
+from kvcache.transfer.move.kernel_index import divisor, kind_of
 from kvcache.transfer.move.place import launches
 from tests.rigs.geometry import (
     DTYPES,
@@ -19,6 +19,7 @@ from tests.rigs.geometry import (
     memory_of,
     with_dtypes,
 )
+from tests.rigs.memory_placer import locate
 
 PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=200)
 
@@ -27,9 +28,7 @@ def place_all(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray:
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
     transfer = case.transfer(d_rank)
-    copies = list(transfer.copies())
-    for index, first, count in launches(copies, chunk_bytes):
-        copy = copies[index].part(first, count)
+    for copy in launches(transfer.copies(), chunk_bytes):
         elements = kind_of(copy.source, copy.target, transfer.factors).unit_elements
         reads, writes, factors = locate(copy, transfer.factors)
         assert len(np.unique(writes)) == len(writes)
@@ -124,10 +123,7 @@ def test_launches_cover_all_pieces_and_are_bounded() -> None:
     case = Case(p, p, heads=2, layers=1, components=2, head_dim=4, start=0, stop=38)
     half, whole = case.transfer(0).copies()
     assert (half.tokens, whole.piece_bytes) == (2, 4 * 2 * 2 * 4 * 4)
-    assert list(launches([half, whole], 3 * whole.piece_bytes + 1)) == [
-        (0, 0, 1),
-        (1, 0, 3),
-        (1, 3, 3),
-        (1, 6, 3),
-    ]
+    parts = list(launches([half, whole], 3 * whole.piece_bytes + 1))
+    assert [(part.tokens, len(part.sources)) for part in parts] == [(2, 1), (4, 3), (4, 3), (4, 3)]
+    assert np.array_equal(np.concatenate([part.targets for part in parts[1:]]), whole.targets)
     assert len(list(launches([whole], 1))) == 9

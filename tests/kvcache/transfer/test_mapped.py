@@ -1,5 +1,6 @@
 """Pulls over the mapped path, without a GPU: P's pools are in this process, numpy gathers."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.memory_agent import MemoryAgent
+from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable, offer, offered
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.worker.mapped_job import MappedPath
@@ -103,9 +105,9 @@ def test_blocks_larger_than_the_room_are_launched_one_by_one(
     (mapper,) = mappers.made
     launch, counts = mapper.launch, []
 
-    def noted(work: Any, index: int, first: int, count: int) -> Any:
-        counts.append(count)
-        return launch(work, index, first, count)
+    def noted(copy: Any, *args: Any) -> Any:
+        counts.append(len(copy.sources))
+        return launch(copy, *args)
 
     monkeypatch.setattr(mapper, "launch", noted)
     mapper.rooms = [1] * 9
@@ -272,3 +274,30 @@ def test_a_peer_that_dies_idle_is_unmapped(rig: Any) -> None:
     prefill.server.close()
     assert mapper.unmapped.wait(20)
     assert mapper.mapped == []
+
+
+def without_compiler(pool: KVPool, **options: Any) -> MappedPath:
+    """As on a GPU of a host without a working Triton: this one has neither."""
+    placer = CudaPlacer(pool)
+    placer.compile(convert=False)
+    return MappedPath(placer, **options)
+
+
+def test_a_host_that_cannot_compile_the_kernel_says_so_and_reads_by_the_agent(
+    rig: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = rig(Prefill), rig(Decode, make_mapped=without_compiler)
+    remote = prefill.lease([5, 2], 16)
+    decode.coordinator.pull("a", remote, 0, 16, [3, 1])
+    assert decode.wait(*ENDINGS).path == "direct"
+    assert_pulled(decode, remote, [3, 1], 0, 16)
+    assert "not every kernel that places KV can be compiled" in caplog.text
+
+
+def test_a_pinned_mapped_path_refuses_all_peers_where_no_kernel_can_be_compiled(rig: Any) -> None:
+    prefill = rig(Prefill)
+    decode = rig(Decode, make_mapped=functools.partial(without_compiler, required=True))
+    decode.coordinator.pull("a", prefill.lease([5, 2], 16), 0, 16, [3, 1])
+    failed = decode.wait(*ENDINGS)
+    assert isinstance(failed, PullFailed) and isinstance(failed.error, PeerIncompatible)
+    assert "the kernel that places KV" in str(failed.error)

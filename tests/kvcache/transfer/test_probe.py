@@ -7,7 +7,7 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.memory_agent import MemoryAgent
-from kvcache.transfer.move.place import TorchPlacer
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.plan import Planner
@@ -166,7 +166,7 @@ def test_without_room_nothing_is_measured(rig: Any, options: dict) -> None:
 
 def test_a_peer_that_is_mapped_is_not_measured(rig: Any) -> None:
     def make(pool: KVPool) -> MappedPath:
-        return MappedPath(TorchPlacer(pool))
+        return MappedPath(Placer(pool))
 
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, make_mapped=make)
     pull(decode, prefill, "a")

@@ -15,7 +15,7 @@ import pytest
 
 from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.link.read_window import ReadWindow
-from kvcache.transfer.move.place import TorchPlacer
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
@@ -190,7 +190,7 @@ def test_a_peer_stopped_after_its_lease_ran_out() -> None:
         agent,
         settings={"fence_timeout_s": 100.0},
         num_blocks=BLOCKS,
-        make_mapped=lambda pool: MappedPath(TorchPlacer(pool)),
+        make_mapped=lambda pool: MappedPath(Placer(pool)),
     )
     first = prefill.lease([3, 4], 16)
     decode.coordinator.pull("a", first, 0, 16, [8, 7])

@@ -11,7 +11,7 @@ import torch
 from kvcache import fp8
 from kvcache.pool import KVPool
 from kvcache.transfer.link.memory_agent import MemoryAgent
-from kvcache.transfer.move.place import TorchPlacer
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pulls.messages import PeerFailed, PeerReady, PullDone, PullFailed
 from kvcache.transfer.worker.mapped_job import MappedPath
@@ -42,7 +42,7 @@ def table(tokens: int, size: int, of: int = 31) -> list[int]:
 
 
 def on_host(pool: KVPool) -> MappedPath:
-    return MappedPath(TorchPlacer(pool), required=True, launch_bytes=1 << 14)
+    return MappedPath(Placer(pool), required=True, launch_bytes=1 << 14)
 
 
 def check_pulls(prefill: Prefill, decode: Decode, spans: list[tuple[int, int]], path: str) -> None:

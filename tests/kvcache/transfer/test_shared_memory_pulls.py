@@ -17,7 +17,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable
-from kvcache.transfer.move.place import TorchPlacer, launches, place
+from kvcache.transfer.move.place import Placer, launches, place
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.worker.mapped_job import MappedPath
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable, PullTimeout
@@ -37,10 +37,8 @@ def test_any_geometry_is_copied_exactly(
     case = with_dtypes(case, *dtypes)
     sources = [memory_of(case, case.p, rank, case.start) for rank in range(case.p.tp)]
     for rank in range(case.d.tp):
-        copies = list(case.transfer(rank).copies())
         pool = torch.from_numpy(garbage(case, case.d, rank))
-        for index, first, count in launches(copies, launch_bytes):
-            copy = copies[index].part(first, count)
+        for copy in launches(case.transfer(rank).copies(), launch_bytes):
             place(copy, torch.from_numpy(sources[copy.owner].view(np.uint8)), pool)
         assert np.array_equal(pool.numpy(), memory_of(case, case.d, rank, case.start))
 
@@ -60,7 +58,7 @@ def rig() -> Iterator[Callable[..., Any]]:
 
 def decode_side(rig: Any, required: bool = True, **options: Any) -> Decode:
     def make(pool: KVPool) -> MappedPath:
-        return MappedPath(TorchPlacer(pool), required=required, launch_bytes=4096)
+        return MappedPath(Placer(pool), required=required, launch_bytes=4096)
 
     return rig(Decode, MemoryAgent, make_mapped=make, **options)
 
@@ -131,7 +129,7 @@ def test_a_peer_that_cannot_be_mapped_is_refused_where_mapping_is_required(rig: 
 
 def test_memory_is_mapped_to_be_read_and_unmapped_when_the_peer_is_forgotten() -> None:
     prefill = Prefill(MemoryAgent)
-    memory = TorchPlacer(KVPool(prefill.layouts[0])).open(prefill.metadata.ranks[0])
+    memory = Placer(KVPool(prefill.layouts[0])).open(prefill.metadata.ranks[0])
     pool = prefill.pools[0]
     theirs = (ctypes.c_ubyte * pool.nbytes).from_address(memory.address)
     assert bytes(theirs) == bytes(pool.flat_bytes.numpy())
@@ -162,7 +160,7 @@ def test_memory_without_a_file_is_not_mapped() -> None:
     prefill = Prefill(MemoryAgent)
     rank = prefill.metadata.ranks[0]
     offer = {**rank.extra[EXTRA_KEY], "fd": -1}
-    placing = TorchPlacer(KVPool(prefill.layouts[0]))
+    placing = Placer(KVPool(prefill.layouts[0]))
     with pytest.raises(NotMappable, match="not shared"):
         placing.open(msgspec.structs.replace(rank, extra={EXTRA_KEY: offer}))
     prefill.close()

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.peer_memory import bytes_at
-from kvcache.transfer.move.place import Placer, TorchPlacer
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.move.staging import StagingBuffer
-from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.staged import Step
 from tests.kvcache.transfer.test_plan import PROPERTY, scattered, side, simple
@@ -107,14 +106,6 @@ def garbage_pool(case: Case, d_rank: int) -> KVPool:
     return pool
 
 
-class WithoutCompiler(MemoryPlacer):
-    def prepare(self, transfer: Transfer) -> None:
-        raise ImportError("no compiler")
-
-    def launch(self, *_: object) -> object:
-        raise AssertionError("it cannot")
-
-
 CASE = simple(side(1, 16), side(1, 64))
 
 
@@ -128,12 +119,11 @@ def filled(staging: StagingBuffer, slot: int) -> tuple[Step, int]:
     return step, size
 
 
-@pytest.mark.parametrize("kind", [MemoryPlacer, WithoutCompiler, TorchPlacer])
-def test_staging_memory_places_with_its_placer_or_without(kind: type[Placer]) -> None:
+@pytest.mark.parametrize("kind", [MemoryPlacer, Placer])
+def test_staging_memory_places_with_its_placer(kind: type[Placer]) -> None:
     pool = garbage_pool(CASE, 0)
-    staging = StagingBuffer(1 << 20, pool, kind(pool))  # type: ignore[call-arg]
+    staging = StagingBuffer(1 << 20, pool, kind(pool))
     staging.bind_thread()
-    staging.prepare(CASE.transfer(0))
     staging.enter("a")
     step, size = filled(staging, 1)
     staging.place(step, 1, size)
@@ -143,31 +133,16 @@ def test_staging_memory_places_with_its_placer_or_without(kind: type[Placer]) ->
     np.testing.assert_array_equal(found, memory_of(CASE, CASE.d, 0, CASE.start))
 
 
-class LateWithoutCompiler(MemoryPlacer):
-    """Prepares one peer and no other."""
-
-    peers = 0
-
-    def prepare(self, transfer: Transfer) -> None:
-        self.peers += 1
-        if self.peers > 1:
-            raise ImportError("no compiler any more")
-
-
-def test_what_a_placer_has_begun_has_to_end_though_it_is_given_up() -> None:
+def test_a_slot_is_free_when_the_copies_out_of_it_have_ended() -> None:
     pool = garbage_pool(CASE, 0)
-    placer = LateWithoutCompiler(pool)
+    placer = MemoryPlacer(pool)
     staging = StagingBuffer(1 << 20, pool, placer)
-    staging.prepare(CASE.transfer(0))
-    staging.enter("a")
     placer.stalled = True
     step, size = filled(staging, 0)
     staging.place(step, 0, size)
-    staging.prepare(CASE.transfer(0))  # of another peer
-    assert not staging.is_free(0)
+    assert not staging.is_free(0) and staging.is_free(1)
     placer.stalled = False
     assert staging.is_free(0)
-    staging.leave("a")
 
 
 def test_the_slot_of_a_copy_that_fails_is_free() -> None:

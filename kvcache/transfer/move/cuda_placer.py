@@ -7,7 +7,6 @@ the kernel's, whose parameters and tables of pieces go to the device in one copy
 compiled for is torch's.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -29,7 +28,6 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 NUM_PROGRAMS = 48  # thread blocks of one launch: more are hardly faster, and leave less to others
-_STAGING_PROGRAMS = 132  # all multiprocessors, for a tenth of the time that reading takes
 LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel
 # While a batch runs. The kernel costs the batch some 1 ms per GiB, however many multiprocessors it
 # uses: so it is paced, and copy engines do what they can do at a third of its speed or more.
@@ -167,17 +165,3 @@ class CudaPlacer(Placer):
         ends = source.address, self._pool.base_address
         places = (part.data_ptr() for part in table)
         launch(units.kind, self._num_programs, *ends, *places, pieces * units.of_piece)
-
-
-def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
-    """What places quickly out of staging memory.
-
-    Args:
-        convert: KV may be of another dtype or other scales.
-    """
-    if pool.device.type != "cuda":
-        return Placer(pool)
-    # No copy engines, which read.
-    placer = CudaPlacer(pool, num_programs=_STAGING_PROGRAMS, long_run_bytes=sys.maxsize)
-    placer.compile(convert=convert)
-    return placer

@@ -16,8 +16,7 @@ from kvcache.transfer.link.read_throttle import Throttle
 from kvcache.transfer.link.read_window import GPU_LIMITS, ReadWindow
 from kvcache.transfer.link.threads import allow_short_naps, use_one_core
 from kvcache.transfer.link.ucx_log import UcxRead
-from kvcache.transfer.move.cuda_placer import staging_placer
-from kvcache.transfer.move.staging import StagingBuffer
+from kvcache.transfer.move.staging import StagingBuffer, staging_placer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.pulls.messages import (

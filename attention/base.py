@@ -13,6 +13,7 @@ from a slot at or past a sequence's context length, may influence the output of 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +21,35 @@ import torch
 
 from kvcache.pool import KVPool
 
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+class Pages(NamedTuple):
+    """Blocks of S sequences, one after the other: sequence i has indices[indptr[i]:indptr[i+1]]."""
+
+    indptr: Int32s  # [S + 1]
+    indices: Int32s  # [indptr[S]] block ids
+    last_page_lens: Int32s  # [S] tokens in a sequence's last block, 1..block_size
+
+    def head(self, num_seqs: int) -> "Pages":
+        indptr = self.indptr[: num_seqs + 1]
+        return Pages(indptr, self.indices[: indptr[-1]], self.last_page_lens[:num_seqs])
+
+    def tail(self, first_seq: int) -> "Pages":
+        start = self.indptr[first_seq]
+        indptr = self.indptr[first_seq:] - start
+        return Pages(indptr, self.indices[start:], self.last_page_lens[first_seq:])
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionBatch:
     """One step on one rank: T query tokens of S sequences. A decode row is a query_len of 1."""
 
-    query_lens: npt.NDArray[np.int32]  # [S] tokens, each >= 1
-    context_lens: npt.NDArray[np.int32]  # [S] tokens of KV, this step's included
-    block_tables: npt.NDArray[np.int32]  # [S, max_blocks], padded with 0, the null block
-    slot_mapping: npt.NDArray[np.int64]  # [T] block * block_size + offset of each query token
+    query_lens: Int32s  # [S] tokens, each >= 1
+    context_lens: Int32s  # [S] tokens of KV, this step's included
+    block_tables: Int32s  # [S, max_blocks], padded with 0, the null block
+    slot_mapping: Int64s  # [T] block * block_size + offset of each query token
 
     def __post_init__(self) -> None:
         num_seqs = len(self.query_lens)
@@ -45,6 +66,24 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         """T, padding rows included."""
         return len(self.slot_mapping)
+
+    @property
+    def num_leading_decodes(self) -> int:
+        """How many sequences at the head of the step compute one token each."""
+        longer = np.flatnonzero(self.query_lens > 1)
+        return int(longer[0]) if len(longer) else len(self.query_lens)
+
+    def pages(self, block_size: int) -> Pages:
+        """The blocks that hold each sequence's context."""
+        counts = -(-self.context_lens // block_size)
+        indptr = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=indptr[1:])
+        used = np.arange(self.block_tables.shape[1]) < counts[:, None]
+        return Pages(
+            indptr,
+            self.block_tables[used].astype(np.int32, copy=False),
+            (self.context_lens - (counts - 1) * block_size).astype(np.int32, copy=False),
+        )
 
     def padded_to(self, num_rows: int, block_size: int) -> "AttentionBatch":
         """A decode step of `num_rows` rows: those added read and write the null block only."""

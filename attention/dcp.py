@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.base import AttentionBackend, AttentionBatch
-from attention.pages import Int32s, num_leading_decodes
+from attention.base import AttentionBackend, AttentionBatch, Int32s
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import IntArray, Stripe
@@ -125,7 +124,7 @@ class ContextParallelBackend(AttentionBackend):
     # -- plans -------------------------------------------------------------------------------
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._num_decodes = count = num_leading_decodes(batch.query_lens)
+        self._num_decodes = count = batch.num_leading_decodes
         if count:
             decodes = self._local(_part(batch, 0, count))
             self._shared.plan(decodes)

@@ -21,11 +21,16 @@ import torch
 from flashinfer.page import append_paged_kv_cache
 from flashinfer.utils import is_sm90a_supported
 
-from attention import decode_split, rotate_kernel
-from attention.base import AttentionBatch
+from attention import store_kernels
+from attention.base import AttentionBatch, Int32s, Pages
 from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of, pinned
-from attention.flashinfer_workspace import LEAST_INT_BYTES, Gpu, Workspace, workspace_of
-from attention.pages import Int32s, Pages, num_leading_decodes, pages_of
+from attention.flashinfer_workspace import (
+    LEAST_INT_BYTES,
+    Gpu,
+    Workspace,
+    withheld_thread_blocks,
+    workspace_of,
+)
 from attention.support import StepLimits, UnsupportedPool
 from kvcache import fp8
 from kvcache.pool import KVPool
@@ -102,8 +107,8 @@ class FlashInferBackend(FlashInferBase):
 
     def plan(self, batch: AttentionBatch) -> None:
         self.set_slots(batch.slot_mapping)
-        pages = pages_of(batch.block_tables, batch.context_lens, self.block_size)
-        num_decodes = num_leading_decodes(batch.query_lens)
+        pages = batch.pages(self.block_size)
+        num_decodes = batch.num_leading_decodes
         first_fresh = batch.num_seqs
         if self._takes_fresh:
             first_fresh -= _num_fresh(batch.query_lens, batch.context_lens)
@@ -158,8 +163,36 @@ class FlashInferBackend(FlashInferBase):
         if kernel not in self._planned:  # a kernel's first plan also loads it
             self._planned.add(kernel)
             self._plan_decode(kernel.plan, pages)
-        decode_split.plan(kernel, pages, *self.heads, self.block_size)
+        self._plan_split(kernel, pages)
         self._parts = [_Part(0, batch.num_seqs, kernel)]
+
+    def _plan_split(self, kernel: Any, pages: Pages) -> None:
+        """As FlashInfer's own plan, which the kernel has had once, but for how contexts are cut."""
+        num_seqs = len(pages.last_page_lens)
+        withheld = withheld_thread_blocks(num_seqs, self.num_kv_heads, self.gpu.num_sms)
+        lens = (pages.indptr[1:] - pages.indptr[:-1] - 1) * self.block_size + pages.last_page_lens
+        kernel._plan_info = kernel._cached_module.plan(
+            kernel._float_workspace_buffer,
+            kernel._int_workspace_buffer,
+            kernel._pin_memory_int_workspace_buffer,
+            torch.arange(num_seqs + 1, dtype=torch.int32),
+            torch.from_numpy(pages.indptr),
+            torch.from_numpy(lens),
+            num_seqs,  # rows of queries
+            num_seqs,
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.block_size,
+            True,  # captured
+            self.head_dim,
+            self.head_dim,
+            False,  # causal: of one row nothing is masked
+            -1,  # no window
+            -1,  # no fixed split
+            False,  # splitting is not disabled
+            withheld,
+            0,  # no fixed number of queries
+        )
 
     @property
     def rotates(self) -> bool:
@@ -179,7 +212,7 @@ class FlashInferBackend(FlashInferBase):
             self._append(layer, k, v)
         else:
             slots = self.append_indices()[1]
-            rotate_kernel.rotate_and_store(
+            store_kernels.rotate_and_store(
                 q, k, v, cos_sin, slots, *self._caches[layer], also_k=self._any_fresh
             )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -203,10 +236,8 @@ class FlashInferBackend(FlashInferBase):
     def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores k and v [T, H, D] by slot."""
         if self._is_fp8:
-            from attention import fp8_store  # needs Triton, which only GPU machines have
-
             caches, scales = self._caches[layer], self._scales[layer]
-            fp8_store.store(k, v, self._slots, caches, scales, read_back=self._any_fresh)
+            store_kernels.store_fp8(k, v, self._slots, caches, scales, read_back=self._any_fresh)
             return
         where = (*self.append_indices(), self._caches[layer], *self.append_pages())
         append_paged_kv_cache(k, v, *where, kv_layout=_VIEW_ORDER)

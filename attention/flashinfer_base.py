@@ -19,9 +19,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from attention.base import AttentionBackend, AttentionBatch
+from attention.base import AttentionBackend, AttentionBatch, Int32s, Int64s, Pages
 from attention.flashinfer_workspace import Gpu, Workspace, explaining
-from attention.pages import Int32s, Int64s, Pages, pages_of
 from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, check_flashinfer
 from kvcache.pool import KVPool
 
@@ -95,7 +94,8 @@ class FlashInferBase(AttentionBackend):
         self.heads = (num_q_heads, self.num_kv_heads, head_dim)  # as the kernels' plans take them
         self._limits = limits
         gpu = torch.cuda.get_device_properties(self.device)
-        self.sizes = self.workspace_sizes(limits, Gpu(gpu.multi_processor_count, gpu.major))
+        self.gpu = Gpu(gpu.multi_processor_count, gpu.major)
+        self.sizes = self.workspace_sizes(limits, self.gpu)
         self.workspace = torch.zeros(self.sizes.floats, dtype=torch.uint8, device=self.device)
         self.buffers: CapturedBuffers | None = None
         self._captured: dict[int, Any] = {}
@@ -152,7 +152,7 @@ class FlashInferBase(AttentionBackend):
             kernel = self._captured[num_rows] = self.captured_kernel(num_rows, self.buffers)
         self._sequences = self.buffers.zeros[:num_rows]
         self._slots = self.buffers.slots[:num_rows]
-        pages = pages_of(padded.block_tables, padded.context_lens, self.block_size)
+        pages = padded.pages(self.block_size)
         self.buffers.upload(padded.slot_mapping, pages)
         with self.planning():
             self.plan_captured_kernel(kernel, padded, pages)

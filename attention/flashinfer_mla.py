@@ -11,7 +11,7 @@ from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.page import append_paged_mla_kv_cache
 from flashinfer.utils import is_sm90a_supported
 
-from attention.base import AttentionBatch
+from attention.base import AttentionBatch, Pages
 from attention.flashinfer_base import (
     LN_2,
     CapturedBuffers,
@@ -19,7 +19,6 @@ from attention.flashinfer_base import (
     indptr_of,
 )
 from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
-from attention.pages import Pages, pages_of
 from attention.support import LATENT_DIM, ROPE_DIM, StepLimits
 from kvcache.pool import KVPool
 
@@ -49,7 +48,7 @@ class FlashInferMLABackend(FlashInferBase):
 
     def plan(self, batch: AttentionBatch) -> None:
         self.set_slots(batch.slot_mapping)
-        pages = pages_of(batch.block_tables, batch.context_lens, self.block_size)
+        pages = batch.pages(self.block_size)
         with self.planning():
             self._plan(self._eager, batch, pages)
 

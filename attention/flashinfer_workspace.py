@@ -9,7 +9,7 @@ and query head of a KV head:
 - in steps of any shape there are at most as many tiles times pieces as the GPU holds thread blocks
   for, or nothing is cut;
 - a captured step's plan is as large for all contexts: so many, or one for each tile there can be
-  of so many rows, or what decode_split.py asks for.
+  of so many rows, or what `withheld_thread_blocks` asks for.
 FlashAttention-3 cuts no contexts, but lists its tiles for each head.
 Multi-head latent attention cuts into at most twice as many pieces as there are multiprocessors, and
 lists them in a place of fixed size (support.py sees to it that they fit).
@@ -22,7 +22,7 @@ from typing import Final
 
 from attention.support import LATENT_DIM, StepLimits
 
-SPARE_PIECES: Final = 16  # of a captured step, see decode_split.py
+SPARE_PIECES: Final = 16  # of a captured step
 BLOCKS_PER_SM: Final = 2  # as FlashInfer's planner counts thread blocks
 LEAST_INT_BYTES: Final = 8 * 2**20  # of every wrapper, as FlashInfer makes it
 
@@ -133,3 +133,16 @@ def _fa3_ints(num_q_heads: int, limits: StepLimits, gpu: Gpu) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def withheld_thread_blocks(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
+    """What FlashInfer's planner is to leave to other kernels on the GPU in a captured decode step;
+    fewer than none gives it more.
+
+    Each thread block takes one piece of one context. The planner cuts contexts only as long as the
+    GPU can hold all pieces at once; in a step of more sequences one long context would be read by
+    one thread block for each KV head while all others wait. `SPARE_PIECES` more pieces than
+    sequences go to the longest contexts; equal contexts stay whole, as cutting each of them would
+    take a piece for each.
+    """
+    return min(0, BLOCKS_PER_SM * num_sms - (num_seqs + SPARE_PIECES) * num_kv_heads)

@@ -12,8 +12,14 @@ import numpy as np
 import torch
 
 from attention.base import AttentionBackend, AttentionBatch
-from attention.dense import dense_attention, merge_attention
-from attention.torch_decode import Decode, GatherDecode, SparseDecode, sparse_decode_works
+from attention.torch_decode import (
+    Decode,
+    GatherDecode,
+    SparseDecode,
+    dense_attention,
+    merge_attention,
+    sparse_decode_works,
+)
 from attention.torch_plan import RowMap, decode_groups, prefill_chunks
 from kvcache import fp8
 from kvcache.pool import KVPool

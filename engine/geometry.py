@@ -10,8 +10,7 @@ from kvcache.layout import ITEMSIZE_BYTES, KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.staged import least_staging_bytes
 from model.config import ModelConfig
-from model.sharding import check_parallelism
-from model.sizes import check_files, largest, num_elements, stored_elements
+from model.sizes import check_files, check_parallelism, largest, num_elements, stored_elements
 
 _STORED: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MOST_BYTES_OF_A_GPU: Final = 2**41  # ample; how many it really has, its rank finds out

@@ -19,8 +19,8 @@ from engine.geometry import check_attention, check_geometry, check_staging, chec
 from engine.text.tokenizer import Tokenizer
 from model.config import ModelConfig, load_config
 from model.errors import ModelLoadError
-from model.fingerprint import fingerprint
 from model.kv_scales import resolve_scales
+from model.sizes import fingerprint
 from protocol.errors import InvalidRequest
 from protocol.ipc.wire import bind
 from protocol.openai.requests import validate

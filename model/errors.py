@@ -15,3 +15,7 @@ class UnsupportedModel(ModelError):
 
 class ModelLoadError(ModelError):
     """The model's files contradict each other or its config."""
+
+
+class InvalidParallelism(ModelError):
+    """A tensor-parallel size that does not fit the model."""

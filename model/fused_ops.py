@@ -25,9 +25,9 @@ def kernels() -> Any:
 @functools.cache
 def _rotation() -> Any:
     """The kernel of the attention backends that rotate; imported on first use, too."""
-    from attention import rotate_kernel
+    from attention import store_kernels
 
-    return rotate_kernel
+    return store_kernels
 
 
 def one_row_works(weight: torch.Tensor, *, gated: bool = False) -> bool:

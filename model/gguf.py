@@ -7,10 +7,19 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from tokenizers.models import BPE
 
 from model.errors import ModelLoadError, UnsupportedModel
 from model.files import PlannedTensor, write_json, write_safetensors
-from model.gguf_tokenizer import write_tokenizer
 
 # What a conversion depends on besides its input; a new number makes directories anew.
 CONVERTER_VERSION: Final = 1
@@ -43,7 +52,22 @@ _TOP_TENSORS: Final = {
 _LAYER_NAME: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 
+_CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
+_CONTRACTIONS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS: Final = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REGEXES: Final = {
+    "llama-bpe": _CONTRACTIONS + _WORDS % r"\p{N}{1,3}",
+    "qwen2": _CONTRACTIONS + _WORDS % r"\p{N}",
+}
+_SPECIAL: Final = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
 Array = npt.NDArray[Any]
+_Get = Callable[..., Any]
 
 
 def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) -> None:
@@ -67,7 +91,7 @@ def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) ->
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(target / "generation_config.json", {"_from_model_config": True, **ids})
     progress("writing the tokenizer")
-    write_tokenizer(target, fields.get, config["max_position_embeddings"])
+    _write_tokenizer(target, fields.get, config["max_position_embeddings"])
     progress(f"dequantising {len(tensors)} tensors")
     write_safetensors(target / "model.safetensors", _planned(tensors, fields.architecture, config))
 
@@ -205,3 +229,106 @@ def _unpermute(values: Array, num_heads: int) -> Array:
     """llama.cpp rotates neighbours where transformers rotates halves, and reorders q and k."""
     pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+# -- the tokenizer
+
+
+def _write_tokenizer(target: Path, get: _Get, max_length: int) -> None:
+    """Writes tokenizer.json and tokenizer_config.json; `get` is the value of a key or a default."""
+    kind = get("tokenizer.ggml.model", None)
+    tokens = [str(token) for token in get("tokenizer.ggml.tokens", [])]
+    if kind == "gpt2":
+        tokenizer = _byte_level(get, tokens)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(get, tokens)
+    else:
+        raise UnsupportedModel(f"GGUF tokenizer {kind!r} is not supported; supported: gpt2, llama")
+    _add_specials(tokenizer, get, tokens)
+    tokenizer.save(str(target / "tokenizer.json"))
+    write_json(target / "tokenizer_config.json", _tokenizer_config(get, tokens, max_length))
+
+
+def _tokenizer_config(get: _Get, tokens: list[str], max_length: int) -> dict[str, Any]:
+    special = {
+        name: tokens[index]
+        for name, key in _SPECIAL.items()
+        if (index := get(f"tokenizer.ggml.{key}", None)) is not None
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        **special,
+    }
+    template = get("tokenizer.chat_template", None)
+    return config if template is None else {**config, "chat_template": template}
+
+
+def _byte_level(get: _Get, tokens: list[str]) -> Tokenizer:
+    merges = [tuple(merge.split(" ")) for merge in get("tokenizer.ggml.merges", [])]
+    split = str(get("tokenizer.ggml.pre", "default"))
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=split == "llama-bpe"))
+    tokenizer.pre_tokenizer = _splitter(split)
+    tokenizer.decoder = decoders.ByteLevel()
+    if split == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _splitter(split: str) -> Any:
+    if split in _REGEXES:
+        regex = pre_tokenizers.Split(Regex(_REGEXES[split]), "isolated")
+        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([regex, plain])
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, byte_level])
+    if split in ("default", "gpt-2"):
+        return byte_level
+    raise UnsupportedModel(
+        f"GGUF text splitting {split!r} is not supported; supported: "
+        + ", ".join(["default", "gpt-2", "smollm", *_REGEXES])
+    )
+
+
+def _sentencepiece(get: _Get, tokens: list[str]) -> Tokenizer:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    scores = get("tokenizer.ggml.scores", [])
+    found = []
+    for token, index in vocab.items():
+        for cut in range(1, len(token)):
+            if token[:cut] in vocab and token[cut:] in vocab:
+                left, right = token[:cut], token[cut:]
+                found.append((-scores[index], vocab[left], vocab[right], (left, right)))
+    unknown = tokens[get("tokenizer.ggml.unknown_token_id", 0)]
+    merges = [merge for *_, merge in sorted(found)]
+    model = BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    space = normalizers.Replace(" ", "▁")
+    prefixed = get("tokenizer.ggml.add_space_prefix", True)
+    steps = [normalizers.Prepend("▁"), space] if prefixed else [space]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    restore = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence(restore + strip)
+    return tokenizer
+
+
+def _add_specials(tokenizer: Tokenizer, get: _Get, tokens: list[str]) -> None:
+    types = get("tokenizer.ggml.token_type", [])
+    controls = [token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL]
+    words = [token for token, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in controls])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in words])
+    bos = get("tokenizer.ggml.bos_token_id", None)
+    default = get("tokenizer.ggml.model", None) == "llama"
+    if bos is not None and get("tokenizer.ggml.add_bos_token", default):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A",
+            pair=f"{tokens[bos]} $A {tokens[bos]}:1 $B:1",
+            special_tokens=[(tokens[bos], bos)],
+        )

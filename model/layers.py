@@ -1,11 +1,13 @@
 """The layers that every architecture shares, each holding only this rank's part of its weights."""
 
-from typing import Final
+import ctypes
+import mmap
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 
-from model import fused_ops, packed
+from model import fused_ops
 from model.config import ModelConfig
 from model.parallel import Parallel
 from model.weights import WeightLoader
@@ -14,21 +16,53 @@ from model.weights import WeightLoader
 # against 15.1 ms for 8 rows and 49,152 outputs of 576, on one core in float32.
 _CHUNKED_ROWS: Final = range(2, 33)
 _HEAD_CHUNK: Final = 1536
+# Rows for which oneDNN chooses the order of a packed weight: that for many is as good for few ones.
+_ROWS_HINT: Final = 512
+_MADV_DONTNEED: Final = 4
+_mkldnn: Any = torch.ops.mkldnn
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether `pack` takes this weight: a float32 matrix on the CPU, and torch has oneDNN."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype is torch.float32
+        and weight.dim() == 2
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    )
+
+
+def _forget_pages(weight: torch.Tensor) -> None:
+    """Gives back the memory of a weight that nobody will read again; its content is undefined."""
+    page = mmap.PAGESIZE
+    start = -(-weight.data_ptr() // page) * page
+    stop = (weight.data_ptr() + weight.nbytes) // page * page
+    if weight.is_contiguous() and stop > start:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
 
 
 class Linear:
-    """x [T, in] -> [T, out] with this rank's rows of the weight; see model/packed.py for `pack`."""
+    """x [T, in] -> [T, out] with this rank's rows of the weight.
+
+    Args:
+        pack: keeps a float32 weight on the CPU in oneDNN's own blocked order, a copy that is read
+            faster; the mapped original is then no longer needed, and `load_*` give back its pages.
+    """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool = False
     ) -> None:
-        self.is_packed = pack and packed.can_pack(weight)
-        self.weight = packed.pack(weight) if self.is_packed else weight
+        self.is_packed = pack and can_pack(weight)
+        self.weight = (
+            _mkldnn._reorder_linear_weight(weight, _ROWS_HINT) if self.is_packed else weight
+        )
         self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_packed:
-            return packed.linear(x, self.weight, self.bias)
+            out: torch.Tensor = _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return out
         return F.linear(x, self.weight, self.bias)
 
 
@@ -168,7 +202,7 @@ class Columns:
         self._parts = parts
         self._sizes = [part.weight.shape[0] for part in parts]
         # On the CPU weights that are not packed stay where the file is mapped; joining copies.
-        pack = pack and packed.can_pack(parts[0].weight)
+        pack = pack and can_pack(parts[0].weight)
         joins = pack or parts[0].weight.device.type != "cpu"
         self._joined = _join(parts, pack=pack) if joins else None
         fits = self._joined is not None and self._joined.bias is None and not self._joined.is_packed
@@ -221,7 +255,7 @@ def _join(parts: list[Linear], *, pack: bool) -> Linear:
     joined = Linear(weight, torch.cat(biases) if biases else None, pack=pack)
     if pack:
         for part in parts:
-            packed.forget_pages(part.weight)
+            _forget_pages(part.weight)
     parts.clear()  # their memory is the device's: let go of it
     return joined
 
@@ -258,7 +292,7 @@ def load_rows(
     offset = loader.load(f"{name}.bias", shape[:1]) if bias else None
     linear = RowParallelLinear(weight, offset, parallel, pack=loader.pack)
     if linear.weight is not weight:
-        packed.forget_pages(weight)
+        _forget_pages(weight)
     return linear
 
 
@@ -284,8 +318,8 @@ class VocabShard:
         # Packed, 128 rows take 0.6 of the time and 8 rows 0.7. The embedding needs its rows as
         # they are, so a head that shares its weight with it takes memory of its own then.
         self.head = LMHead(head, config.vocab_size, parallel, pack=loader.pack)
-        if loader.pack and head is not embedding and packed.can_pack(head):
-            packed.forget_pages(head)
+        if loader.pack and head is not embedding and can_pack(head):
+            _forget_pages(head)
 
     def _load(self, loader: WeightLoader, name: str) -> torch.Tensor:
         weight = loader.load(name, self._shape, rows=self._rows)

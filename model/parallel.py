@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from kvcache.transfer.plan.endpoint import heads_of
-from model.sharding import InvalidParallelism
+from model.errors import InvalidParallelism
 
 # torch's stubs lack the explicit group classes, which are what this file is about.
 distributed: Any = torch.distributed

@@ -11,7 +11,7 @@ from model.deepseek import DeepseekV2ForCausalLM
 from model.errors import ModelError
 from model.llama import LlamaForCausalLM
 from model.parallel import Parallel
-from model.sharding import check_parallelism
+from model.sizes import check_parallelism
 from model.weights import DummySource, SafetensorsSource, TensorSource, WeightLoader
 
 LOAD_FORMATS: Final = ("auto", "dummy")

@@ -1,17 +1,27 @@
-"""The weights that a config implies, by arithmetic, and whether a checkpoint has these. No torch.
+"""What a config implies, and what lies beside it: weights, ranks, a fingerprint. No torch.
 
-Called before anything is allocated, because a config may say anything. Counts only the matrices:
-norms and biases are negligible.
+Called before anything is allocated, because a config may say anything. Of weights only matrices
+are counted: norms and biases are negligible.
 """
 
+import hashlib
+import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
 
 from model.config import MLAConfig, ModelConfig, MoEConfig
-from model.errors import ModelLoadError
-from model.files import read_headers
+from model.errors import InvalidParallelism, ModelLoadError
+from model.files import read_header, read_headers, weight_files
+
+_SAMPLE_BYTES: Final = 256
+_SAMPLES_PER_TENSOR: Final = 4
+_ROW_BYTES: Final = 16  # of each token's row of an embedding or a head
 
 
 @dataclass(frozen=True)
@@ -170,4 +180,87 @@ def stored_elements(folder: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     for entry in read_headers(folder).values():
         found[entry["dtype"]] += math.prod(entry["shape"])
+    return found
+
+
+def check_parallelism(config: ModelConfig, size: int, dcp: int = 1) -> None:
+    """Raises InvalidParallelism unless `size` ranks can share the model, and the `size / dcp`
+    groups of ranks that hold the same KV heads its KV heads."""
+    problem = _problem(config, size)
+    if problem:
+        sizes = [n for n in range(1, config.num_heads + 1) if not _problem(config, n)]
+        raise InvalidParallelism(f"--tp {size} {problem}; use {' or '.join(map(str, sizes))}")
+    groups, kv_heads = size // dcp, config.kv_heads_total
+    if kv_heads % groups and groups % kv_heads:
+        raise InvalidParallelism(
+            f"--dcp {dcp} with --tp {size} makes {groups} groups of ranks, which neither "
+            f"divides nor is a multiple of the model's {kv_heads} KV heads; use another --dcp"
+        )
+
+
+def _problem(config: ModelConfig, size: int) -> str | None:
+    if size < 1:
+        return "is less than 1"
+    if config.num_heads % size:
+        return f"does not divide the model's {config.num_heads} query heads"
+    kv_heads = config.kv_heads_total
+    if kv_heads % size and size % kv_heads:
+        return f"neither divides nor is a multiple of the model's {kv_heads} KV heads"
+    widths = {"intermediate_size": config.intermediate_size}
+    if config.moe:
+        widths["moe_intermediate_size"] = config.moe.expert_intermediate_size
+    for name, width in widths.items():
+        if width % size:
+            return f"does not divide the model's {name} {width}"
+    return None
+
+
+def fingerprint(
+    config: ModelConfig, model_dir: str | Path, *, load_format: str = "auto", seed: int = 0
+) -> str:
+    """32 hex digits, equal for equal config and weights.
+
+    A fine-tune differs in nearly every element it trained, so samples of each tensor tell it
+    apart; hashing whole files would take longer than loading them. But one may have trained the
+    rows of a few tokens only: of what has a row for each token, all rows are looked at.
+
+    Args:
+        model_dir: as `hub.resolve_model` returns it; not read when load_format is "dummy".
+        seed: of dummy weights.
+    """
+    digest = hashlib.blake2b(config.semantic_json.encode(), digest_size=16)
+    if load_format == "dummy":
+        digest.update(f"dummy {seed}".encode())
+        return digest.hexdigest()
+    paths, vocab = weight_files(Path(model_dir)), config.vocab_size
+    entries = {name: entry for path in paths for name, entry in _read(path, vocab)}
+    for name in sorted(entries):
+        digest.update(name.encode() + entries[name])
+    return digest.hexdigest()
+
+
+def _read(path: Path, vocab_size: int) -> Iterator[tuple[str, bytes]]:
+    """Name, dtype with shape, and samples of each tensor in a safetensors file."""
+    with path.open("rb") as file:
+        header, start = read_header(path, file)
+        for name, tensor in header.items():
+            described = json.dumps([tensor["dtype"], tensor["shape"]]).encode()
+            first, end = (start + offset for offset in tensor["data_offsets"])
+            samples = _samples(file, first, end)
+            if len(tensor["shape"]) == 2 and tensor["shape"][0] >= vocab_size:
+                samples += _row_samples(path, first, end, tensor["shape"][0])
+            yield name, described + samples
+
+
+def _row_samples(path: Path, first: int, end: int, num_rows: int) -> bytes:
+    rows = np.memmap(path, np.uint8, "r", offset=first, shape=(num_rows, (end - first) // num_rows))
+    return rows[:, :_ROW_BYTES].tobytes()
+
+
+def _samples(file: BinaryIO, first: int, end: int) -> bytes:
+    step = math.ceil(max(1, end - first) / _SAMPLES_PER_TENSOR)
+    found = b""
+    for start in range(first, end, step):
+        file.seek(start)
+        found += file.read(min(_SAMPLE_BYTES, end - start))
     return found

@@ -127,7 +127,7 @@ class WeightLoader:
     """Hands out a rank's parts of the weights and knows which were never asked for.
 
     Args:
-        pack: whoever multiplies by a weight may keep a reordered copy of it (model/packed.py).
+        pack: whoever multiplies by a weight may keep a reordered copy of it (layers.Linear).
     """
 
     def __init__(

@@ -16,8 +16,8 @@ from kvcache.prefault import PrefaultThread
 from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.move.peer_memory import describe
 from model.config import ModelConfig
-from model.fingerprint import fingerprint
 from model.parallel import Parallel
+from model.sizes import fingerprint
 from protocol.handshake import CompatRecord, RankMetadata
 
 

@@ -12,7 +12,8 @@ from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from kvcache.transfer.plan.endpoint import heads_of
 from model.config import parse_config
-from model.sharding import InvalidParallelism, check_parallelism
+from model.errors import InvalidParallelism
+from model.sizes import check_parallelism
 from tests.attention.test_dcp import SCALE, Ranks, make_batch, make_torch
 
 HEAD_DIM, BLOCK_SIZE = 4, 2

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.dense import dense_attention, merge_attention
+from attention.torch_decode import dense_attention, merge_attention
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -8,11 +8,13 @@ import pytest
 
 from attention.flashinfer_workspace import (
     LEAST_INT_BYTES,
+    SPARE_PIECES,
     Gpu,
     Workspace,
     WorkspaceTooSmall,
     explaining,
     latent_workspace_of,
+    withheld_thread_blocks,
     workspace_of,
 )
 from attention.support import StepLimits
@@ -94,3 +96,13 @@ def test_a_plan_that_takes_more_is_explained() -> None:
         )
     with pytest.raises(RuntimeError, match=r"^out of memory$"), explaining(sizes, limits):
         raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4, 8, 32])
+@pytest.mark.parametrize("num_seqs", [1, 17, 18, 33, 256])
+def test_a_captured_step_has_a_piece_for_each_sequence_and_some_more(
+    num_seqs: int, num_kv_heads: int
+) -> None:
+    withheld = withheld_thread_blocks(num_seqs, num_kv_heads, _H200.num_sms)
+    pieces = (2 * _H200.num_sms - withheld) // num_kv_heads
+    assert pieces == max(2 * _H200.num_sms // num_kv_heads, num_seqs + SPARE_PIECES)

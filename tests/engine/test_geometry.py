@@ -20,8 +20,7 @@ from engine.geometry import (
 )
 from kvcache.layout import LayoutError
 from model.config import load_config, parse_config
-from model.errors import ModelLoadError
-from model.sharding import InvalidParallelism
+from model.errors import InvalidParallelism, ModelLoadError
 from model.sizes import implied_weights, num_elements
 from tests.make_models import ensure_model
 

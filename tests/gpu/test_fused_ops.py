@@ -11,7 +11,7 @@ from model.config import RopeConfig
 from model.layers import Columns, Linear
 from model.rope import Rope
 
-rotate_kernel = pytest.importorskip("attention.rotate_kernel", reason="needs triton")
+store_kernels = pytest.importorskip("attention.store_kernels", reason="needs triton")
 
 pytestmark = pytest.mark.gpu
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -123,7 +123,7 @@ def test_rotating_and_storing_in_one_kernel(
     assert cos_sin is not None
     keys, values = pool.component(1, 0), pool.component(1, 1)
     before = heads.clone()
-    rotate_kernel.rotate_and_store(q, k, v, cos_sin, slots, keys, values, also_k=also_k)
+    store_kernels.rotate_and_store(q, k, v, cos_sin, slots, keys, values, also_k=also_k)
     assert_close(q, expected_q)
     if also_k:
         assert_close(k, expected_k)

@@ -145,7 +145,7 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path):
 def test_loading_a_config_loads_neither_torch_nor_transformers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     code = (
-        "import sys; from model.config import load_config; from model.fingerprint import *;"
+        "import sys; from model.config import load_config; from model.sizes import *;"
         f"load_config({str(tmp_path)!r});"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

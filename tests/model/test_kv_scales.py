@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from model.config import ModelConfig, load_config, parse_config
 from model.errors import UnsupportedModel
-from model.fingerprint import fingerprint
 from model.kv_scales import InvalidScales, resolve_scales
 from model.registry import load_model
+from model.sizes import fingerprint
 from tests.model.random_models import make
 from tests.model.test_config import DEEPSEEK, LLAMA
 

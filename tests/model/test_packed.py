@@ -6,17 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import packed
 from model.config import load_config
-from model.layers import Columns, Linear, RowParallelLinear
+from model.layers import Columns, Linear, RowParallelLinear, can_pack
 from model.parallel import Parallel
 from model.registry import load_model
 from tests.make_models import ensure_model
 from tests.model.dense import greedy
 
-pytestmark = pytest.mark.skipif(
-    not packed.can_pack(torch.zeros(2, 2)), reason="this torch has no oneDNN"
-)
+pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(2, 2)), reason="this torch has no oneDNN")
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64, 300])

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from model.config import parse_config
+from model.errors import InvalidParallelism
 from model.parallel import Parallel, heads_of
-from model.sharding import InvalidParallelism, check_parallelism
+from model.sizes import check_parallelism
 from tests.model.random_models import make
 from tests.model.test_config import DEEPSEEK, LLAMA
 from tests.model.tp_worker import observe

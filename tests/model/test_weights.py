@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from model.config import load_config, parse_config
 from model.errors import ModelError, ModelLoadError
 from model.files import num_weights, read_header
-from model.fingerprint import fingerprint
 from model.registry import load_model
+from model.sizes import fingerprint
 from model.weights import DummySource, SafetensorsSource, WeightLoader
 from tests.model.dense import greedy
 from tests.model.random_models import make

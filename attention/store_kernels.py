@@ -1,8 +1,8 @@
-"""One Triton kernel that rotates a step's queries and keys, and may store keys and values.
+"""Triton kernels that store a step's keys and values: rotated, or scaled and clamped to FP8.
 
-Libraries take two kernels and two passes over the keys for this. With programmatic dependent launch
-it starts before its predecessor has ended, and waits before it reads anything; its successor may do
-the same.
+Libraries take two kernels and two passes over the keys to rotate and store; torch would take six to
+store FP8. With programmatic dependent launch a rotation starts before its predecessor has ended,
+and waits before it reads anything; its successor may do the same.
 """
 
 from typing import Any, Final
@@ -110,4 +110,59 @@ def _launch(
         q, k, v, cos_sin, slots, keys, values, q.stride(0), k.stride(0), v_token, *strides,
         NUM_Q=num_q, NUM_KV=num_kv, HALF=dim // 2, HEADS=_HEADS, KEEP_K=keep_k,
         STORE=v is not None, AHEAD=AHEAD, num_warps=2, **options,
+    )  # fmt: skip
+
+
+def _store_fp8(  # type: ignore[no-untyped-def]
+    keys, values, slots, key_cache, value_cache, key_scale, value_scale, key_factor, value_factor,
+    block_size, key_token, value_token, cache_block, cache_head, cache_token,
+    DIM: tl.constexpr, READ_BACK: tl.constexpr,
+):  # fmt: skip
+    """One head of one token; names of the form x_axis are strides in elements."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, DIM)
+    slot = tl.load(slots + token).to(tl.int64)
+    place = slot // block_size * cache_block + head * cache_head
+    place += slot % block_size * cache_token + column
+    key_at = keys + token * key_token + head * DIM + column
+    value_at = values + token * value_token + head * DIM + column
+    # The conversion to FP8 saturates.
+    key = (tl.load(key_at).to(tl.float32) * key_factor).to(key_cache.dtype.element_ty)
+    value = (tl.load(value_at).to(tl.float32) * value_factor).to(value_cache.dtype.element_ty)
+    tl.store(key_cache + place, key)
+    tl.store(value_cache + place, value)
+    if READ_BACK:
+        tl.store(key_at, (key.to(tl.float32) * key_scale).to(keys.dtype.element_ty))
+        tl.store(value_at, (value.to(tl.float32) * value_scale).to(values.dtype.element_ty))
+
+
+_fp8_kernel: Any = triton.jit(_store_fp8)
+
+
+def store_fp8(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[float, float],
+    *,
+    read_back: bool = False,
+) -> None:
+    """Stores a step's tokens.
+
+    Args:
+        read_back: whether keys and values become, in place, what is stored of them.
+        keys, values: [T, H, D], heads and elements contiguous; D a power of 2.
+        slots: int32 [T].
+        caches: float8_e4m3fn [B, H, N, D] of keys and of values, with equal strides.
+    """
+    num_tokens, num_heads, head_dim = keys.shape
+    for rows in (keys, values):
+        assert rows.stride()[1:] == (head_dim, 1), rows.stride()
+    assert caches[0].stride() == caches[1].stride()
+    block, head, token, _ = caches[0].stride()
+    _fp8_kernel[(num_tokens, num_heads)](
+        keys, values, slots, *caches, *scales, *(1.0 / scale for scale in scales),
+        caches[0].shape[2], keys.stride(0), values.stride(0), block, head, token,
+        DIM=head_dim, READ_BACK=read_back, num_warps=1,
     )  # fmt: skip

@@ -16,14 +16,14 @@ MAX_FOLDER_FILES = 15
 CROWDED = {"model": 18}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
-    "attention": 2570,
+    "attention": 2527,
     "benchmarks": 2542,
     "decode_server": 637,
     "deploy": 880,
-    "engine": 9221,
+    "engine": 9220,
     "kvcache": 8020,
     "kvcache/transfer": 6625,
-    "model": 3339,
+    "model": 3292,
     "prefill_server": 357,
     "protocol": 5749,
     "proxy": 1991,

@@ -44,7 +44,7 @@ class KVConnector:
     """The hooks that make an engine a prefill or a decode engine.
 
     A connector owns threads (leases, pulls) but changes sequences and blocks only inside these
-    calls, which all come from the core's thread.
+    calls, which all come from the core's thread. By itself this one neither leases nor pulls.
     """
 
     def bind(self, core: CoreServices) -> None:

@@ -8,21 +8,16 @@ may draw next. For the engine core's thread.
 import time
 from collections.abc import Sequence as Sequenceable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.core.scheduler import Scheduled
 from engine.core.sequence import Phase, Sequence
-from engine.text.grammar import CompiledGrammar, GrammarCompiler, MaskThreads, StepMasks
+from engine.text.grammar import GrammarCompiler, MaskThreads, StepMasks
 from protocol.errors import GrammarFailed
 
 
-class _Sitting(NamedTuple):
-    work: Future[None]
-    until_s: float
-
-
 class CoreGrammars:
-    """See above.
+    """Those of one core.
 
     Args:
         compiler: None: no request may have a grammar.
@@ -32,7 +27,7 @@ class CoreGrammars:
     def __init__(self, compiler: GrammarCompiler | None = None, timeout_s: float = 2.0) -> None:
         self.compiler = compiler
         self.compiling: dict[Sequence, Future[Any]] = {}
-        self.sitting: dict[Sequence, _Sitting] = {}
+        self.sitting: dict[Sequence, tuple[Future[None], float]] = {}  # and until when
         self.timeout_s = timeout_s
         self._threads = MaskThreads()
 
@@ -55,17 +50,11 @@ class CoreGrammars:
             self.compiling[sequence] = work
             return False
         self.compiling.pop(sequence, None)
-        if sequence.grammar is None:
-            assert work is not None
-            self._make_states(sequence, work)
-        return sequence not in self.compiling
-
-    def _make_states(self, sequence: Sequence, compiled: Future[CompiledGrammar]) -> None:
-        assert self.compiler is not None
-        for choice in sequence.choices:
-            state = choice.grammar = self.compiler.state(sequence.request, compiled)
+        for choice in sequence.choices if sequence.grammar is None else ():
+            state = choice.grammar = self.compiler.state(sequence.request, work)
             if state.is_slow and choice.num_outputs:  # they came with it; the last is done last
                 self.compiling[sequence] = self._advance(choice, fill=False)
+        return sequence not in self.compiling
 
     def masks(self, scheduled: Sequenceable[Scheduled]) -> StepMasks:
         """Begins to fill the masks of a step."""
@@ -76,16 +65,13 @@ class CoreGrammars:
     def late(self, scheduled: Sequenceable[Scheduled], masks: StepMasks) -> set[Sequence]:
         """The sequences of a step that draw nothing, as a mask of theirs is late. Those that
         another thread is at sit out until it is done."""
-        late, row = set(), 0
-        for item in scheduled:
-            for choice in item.draws:
-                if row in masks.late:
-                    late.add(item.sequence)
-                    if choice.grammar is not None and choice.grammar.is_busy:
-                        assert choice.grammar.work is not None
-                        # Its children go on with it.
-                        self._sit_out(item.sequence, choice.grammar.work)
-                row += 1
+        late = set()
+        draws = [(item.sequence, choice) for item in scheduled for choice in item.draws]
+        for row in masks.late:
+            sequence, choice = draws[row]
+            late.add(sequence)  # its children go on with it
+            if choice.grammar is not None and choice.grammar.work and choice.grammar.is_busy:
+                self._sit_out(sequence, choice.grammar.work)
         return late
 
     def is_slow(self, sequence: Sequence, max_model_len: int) -> bool:
@@ -114,7 +100,7 @@ class CoreGrammars:
     def _sit_out(self, sequence: Sequence, work: Future[None]) -> None:
         assert self.compiler is not None
         if sequence not in self.sitting:
-            self.sitting[sequence] = _Sitting(work, time.monotonic() + self.timeout_s)
+            self.sitting[sequence] = work, time.monotonic() + self.timeout_s
             sequence.sits_out = True
             wake = self.compiler.on_compiled
             work.add_done_callback(lambda _: wake())
@@ -130,17 +116,17 @@ class CoreGrammars:
             self.forget(sequence)
             if has_gone or sequence.has_ended:  # or it goes on for its children
                 continue
-            ending = sequence.grammar.ending if sequence.grammar and work.done() else None
-            error = ending.error if ending else None
-            found.append((sequence, error if work.done() else self._too_late(sequence)))
+            if not work.done():
+                error: GrammarFailed | None = GrammarFailed(
+                    f"after {sequence.num_outputs} tokens it took more than {self.timeout_s:g} s "
+                    "(--grammar-timeout-s) to find out what may follow by the request's grammar; "
+                    "use one that is less ambiguous, or fewer choices"
+                )
+            else:
+                ending = sequence.grammar and sequence.grammar.ending
+                error = ending.error if ending else None
+            found.append((sequence, error))
         return found
-
-    def _too_late(self, sequence: Sequence) -> GrammarFailed:
-        return GrammarFailed(
-            f"after {sequence.num_outputs} tokens it took more than {self.timeout_s:g} s "
-            "(--grammar-timeout-s) to find out what may follow by the request's grammar; use one "
-            "that is less ambiguous, or fewer choices"
-        )
 
     def forget(self, sequence: Sequence) -> None:
         self.compiling.pop(sequence, None)

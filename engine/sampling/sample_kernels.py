@@ -62,12 +62,7 @@ def _scaled(logits, token, vocab, largest, temperature):  # type: ignore[no-unty
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _search(  # type: ignore[no-untyped-def]
-    scaled,
-    vocab,
-    most,
-    limit,
-    COUNTS: tl.constexpr,
-    TILE: tl.constexpr,
+    scaled, vocab, most, limit, COUNTS: tl.constexpr, TILE: tl.constexpr
 ):
     """The largest key (bits of -value) up to which what is larger weighs less than `limit`.
 
@@ -223,6 +218,7 @@ def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     stride = logits.stride(0) if rows > 1 else vocab
     parts, device = triton.cdiv(vocab, _TILE), logits.device
     grid = (rows, parts)
+    heat, counters = batch.temperature, (batch.seed, batch.choice, batch.position)
     scores = torch.empty(grid, dtype=torch.float32, device=device)
     tokens = torch.empty(grid, dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.int64, device=device)
@@ -231,32 +227,13 @@ def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     keys = torch.full((rows,), _ALL, dtype=torch.int32, device=device)
     if batch.restricted_rows is not None:
         limits = (batch.top_k, batch.top_p, batch.min_p)
+        scaled = torch.empty_like(logits, memory_format=torch.contiguous_format)
         _threshold[(rows,)](
-            logits,
-            largest,
-            batch.temperature,
-            *limits,
-            keys,
-            torch.empty_like(logits, memory_format=torch.contiguous_format),
-            stride,
-            vocab,
-            TILE=2048,
-            num_warps=32,
+            logits, largest, heat, *limits, keys, scaled, stride, vocab, TILE=2048, num_warps=32
         )
-    counters = (batch.seed, batch.choice, batch.position)
+    sizes = (stride, vocab, parts)
     _draw[grid](
-        logits,
-        largest,
-        batch.temperature,
-        keys,
-        *counters,
-        scores,
-        tokens,
-        stride,
-        vocab,
-        parts,
-        TILE=_TILE,
-        num_warps=8,
+        logits, largest, heat, keys, *counters, scores, tokens, *sizes, TILE=_TILE, num_warps=8
     )
     _finish[(rows,)](scores, tokens, out, parts, PARTS=triton.next_power_of_2(parts))
     return out

@@ -9,8 +9,6 @@ captured size; the added rows read and write the null block, and their outputs a
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -58,12 +56,6 @@ class DecodeOutput:
         return self.raw_logits.float()
 
 
-@dataclass(frozen=True, eq=False)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    drawn: DecodeOutput  # of all rows; the next replay of any graph overwrites it
-
-
 class DecodeGraphs:
     """The captured decode steps of one rank.
 
@@ -92,10 +84,8 @@ class DecodeGraphs:
         self._inputs = torch.zeros(2, max_seqs, dtype=torch.int64, device=device)
         self._token_ids, self._positions = self._inputs.unbind()
         self._sizes = captured_sizes(max_seqs)
-        self._graphs: dict[int, _Captured] = {}
-
-    def __repr__(self) -> str:
-        return f"DecodeGraphs({len(self._graphs)} captured, up to {self._sizes[-1]} sequences)"
+        # With the output of all rows, which the next replay of any graph overwrites.
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
 
     def capture(self) -> None:
         """Captures every size, the largest first, so that the others fit into its memory."""
@@ -113,23 +103,21 @@ class DecodeGraphs:
                 stream=torch.cuda.current_stream(),
                 capture_error_mode="thread_local",
             ):
-                drawn = self._step(size)
-            self._graphs[size] = _Captured(graph, drawn)
+                self._graphs[size] = graph, self._step(size)
         torch.cuda.synchronize()
         logger.info(
             "captured %d decode graphs in %.1f s", len(self._sizes), time.perf_counter() - started_s
         )
 
     def _step(self, num_rows: int) -> DecodeOutput:
-        with _blas_library("cublaslt" if num_rows in _LT_ROWS else "cublas"):
-            return self._step_by_preferred_blas(num_rows)
-
-    def _step_by_preferred_blas(self, num_rows: int) -> DecodeOutput:
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library("cublaslt" if num_rows in _LT_ROWS else "cublas")
         token_ids = self._last_drawn.fill_in(self._token_ids[:num_rows])
         hidden = self._model.forward(token_ids, self._positions[:num_rows], self._backend)
         logits = self._model.raw_logits(hidden)
         greedy_ids = self._last_drawn.token_ids[:num_rows]
         greedy_ids.copy_(greedy(logits))
+        torch.backends.cuda.preferred_blas_library(before)
         return DecodeOutput(logits, greedy_ids)
 
     def can_run(self, step: StepInput) -> bool:
@@ -147,43 +135,24 @@ class DecodeGraphs:
         """Launches a step that `can_run`. The result is valid until the next call."""
         num_seqs = len(step.query_lens)
         size = self._size_for(num_seqs)
-        self._upload(step)
-        self._backend.plan_captured(step.attention_batch(self._block_size), size)
-        captured = self._graphs[size]
-        captured.graph.replay()
-        drawn = captured.drawn
-        assert drawn.greedy_ids is not None
-        return DecodeOutput(drawn.raw_logits[:num_seqs], drawn.greedy_ids[:num_seqs])
-
-    def _upload(self, step: StepInput) -> None:
-        """Copies token ids and positions to the device without waiting for it."""
         host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=True)
-        host.numpy()[:, : len(step.token_ids)] = step.token_ids, step.positions
+        host.numpy()[:, :num_seqs] = step.token_ids, step.positions
         self._inputs.copy_(host, non_blocking=True)
+        self._backend.plan_captured(step.attention_batch(self._block_size), size)
+        graph, output = self._graphs[size]
+        graph.replay()
+        assert output.greedy_ids is not None
+        return DecodeOutput(output.raw_logits[:num_seqs], output.greedy_ids[:num_seqs])
 
     def replay(self, num_seqs: int) -> None:
         """Launches once more the graph that a step of `num_seqs` runs, as it was planned last."""
-        self._graphs[self._size_for(num_seqs)].graph.replay()
+        self._graphs[self._size_for(num_seqs)][0].replay()
 
     def _size_for(self, num_seqs: int) -> int:
         return next(size for size in self._sizes if size >= num_seqs)
 
 
-@contextmanager
-def _blas_library(name: str) -> Iterator[None]:
-    """Has torch call this library for matrix products."""
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library(name)
-    yield
-    torch.backends.cuda.preferred_blas_library(before)
-
-
 def _null_batch() -> AttentionBatch:
     """One sequence of one token, in the null block."""
     one = np.ones(1, np.int32)
-    return AttentionBatch(
-        query_lens=one,
-        context_lens=one,
-        block_tables=np.zeros((1, 1), np.int32),
-        slot_mapping=np.zeros(1, np.int64),
-    )
+    return AttentionBatch(one, one, np.zeros((1, 1), np.int32), np.zeros(1, np.int64))

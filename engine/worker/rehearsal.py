@@ -125,9 +125,13 @@ def rehearse(runner: ModelRunner) -> None:
         max_tokens=runner.config.max_num_batched_tokens,
         max_seqs=runner.config.max_num_seqs,
     )
+    words = -(-runner.model_config.vocab_size // 32)
     for step in steps(stage):
         try:
-            _rehearse(runner, step)
+            pending = runner.launch(step)
+            if step.is_masked and runner.model.parallel.rank == 0:
+                pending.draw(np.full((len(step.sampling), words), -1, np.int32))
+            pending.result()
         except StepFailed as error:  # of one rank, which has gone on; so would a request's
             logger.warning("a step of %d tokens fails: %s", len(step.token_ids), error)
     runner.shaper = LogitShaper(runner.model_config.vocab_size, runner.device)
@@ -138,17 +142,13 @@ def rehearse(runner: ModelRunner) -> None:
     )
 
 
-def _rehearse(runner: ModelRunner, step: StepInput) -> None:
-    pending = runner.launch(step)
-    if step.is_masked and runner.model.parallel.rank == 0:
-        words = -(-runner.model_config.vocab_size // 32)
-        pending.draw(np.full((len(step.sampling), words), -1, np.int32))
-    pending.result()
-
-
 def steps(stage: Stage) -> Iterator[StepInput]:
     """All of them, to be run in this order: some take tokens that the one before has drawn."""
-    yield from _prompts(stage)
+    most = min(stage.max_tokens, stage.max_len)
+    for size in sorted({min(1 << n, most) for n in range(most.bit_length() + 1)}):
+        yield stage.step([size])  # a prompt that is new, or goes on
+        yield stage.step([size], stored=stage.block_size + 1)
+    yield _undrawn(stage.step([most]))
     yield from _mixtures(stage)
     for count in sorted({min(n, stage.max_seqs) for n in _DRAWS}):
         yield from _draws(stage.step([1] * count, stored=7))
@@ -157,14 +157,8 @@ def steps(stage: Stage) -> Iterator[StepInput]:
     yield replace(copied, copies=[(1, min(2, stage.num_blocks - 1))])
 
 
-def _prompts(stage: Stage) -> Iterator[StepInput]:
-    """Of one prompt, which is new or goes on, and whose end draws or is to come."""
-    longest = min(stage.max_tokens, stage.max_len)
-    for size in _powers(longest):
-        yield stage.step([size])
-        yield stage.step([size], stored=stage.block_size + 1)
-    of_chunk = stage.step([longest])
-    yield replace(of_chunk, sample_rows=np.zeros(0, np.int32), sampling=[])
+def _undrawn(step: StepInput) -> StepInput:
+    return replace(step, sample_rows=np.zeros(0, np.int32), sampling=[])
 
 
 def _mixtures(stage: Stage) -> Iterator[StepInput]:
@@ -199,17 +193,8 @@ def _draws(step: StepInput) -> Iterator[StepInput]:
 
 def _shapes(count: int, penalties: tuple[float, float, float] | None) -> StepShapes:
     """Of a bias for each row, stop tokens banned in every other one, and perhaps penalties."""
-    setups = [
-        SamplingRow(
-            row=row,
-            prompt_ids=[0, 0] if penalties else [],
-            output_ids=[0] if penalties else [],
-            penalties=penalties,
-            bias={0: 1.0},
-            stop_token_ids=[0],
-        )
-        for row in range(count)
-    ]
+    prompt, outputs = ([0, 0], [0]) if penalties else ([], [])
+    setups = [SamplingRow(r, prompt, outputs, penalties, {0: 1.0}, [0]) for r in range(count)]
     return StepShapes(list(range(count)), [row % 2 == 0 for row in range(count)], setups)
 
 
@@ -221,9 +206,4 @@ def _scores(step: StepInput) -> Iterator[StepInput]:
             targets = [0] * (num_tokens - first)
             scored = replace(step, scores=[ScoredRows(first, targets, num_top)])
             yield scored
-            yield replace(scored, sample_rows=np.zeros(0, np.int32), sampling=[])
-
-
-def _powers(most: int) -> list[int]:
-    """1, 2, 4 and so on below `most`, and `most`."""
-    return [*(1 << n for n in range((most - 1).bit_length())), most] if most > 1 else [1]
+            yield _undrawn(scored)

@@ -319,8 +319,8 @@ def run_until_idle(core: EngineCore, max_rounds: int = 2000) -> None:
 def awaited_masks(core: EngineCore) -> bool:
     """Whether sequences sat out; they have no more reason to."""
     sitting = list(core.grammars.sitting.values())
-    for sequence in sitting:
-        sequence.work.result(60.0)
+    for work, _ in sitting:
+        work.result(60.0)
     return bool(sitting)
 
 

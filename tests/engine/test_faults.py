@@ -1,5 +1,6 @@
 """What goes wrong with one request ends that request, with one typed error, and nobody else's."""
 
+from dataclasses import replace as replace_in
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,11 @@ from engine.core.connector import KVConnector
 from engine.core.logits_processing import ShapeBook
 from engine.core.sequence import Sequence
 from engine.text.grammar import GrammarCompiler
-from engine.worker.runner import ModelRunner
+from engine.worker.rehearsal import Stage
 from kvcache.blocks import BlockStateError
-from model.config import load_config
-from model.parallel import Parallel
 from protocol.messages import AddRequest, Grammar, SamplingParams
 from tests.make_models import ensure_model
-from tests.rigs.engine_pair import make_config
+from tests.rigs.rank_threads import ranks
 from tests.rigs.shadow import (
     MemoryTransport,
     ShadowExecutor,
@@ -187,34 +186,23 @@ def test_tokens_that_cannot_be_drawn_under_a_grammar_end_one_request(
 
 
 def test_memory_that_masks_lack_is_one_requests_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ensure_model("gqa")
-    runner = ModelRunner(
-        make_config(model_dir=str(model), block_size=4), load_config(model), Parallel()
-    )
-    runner.allocate(8)
-    step = StepInput(
-        token_ids=np.arange(5),
-        query_lens=np.array([5], np.int32),
-        context_lens=np.array([5], np.int32),
-        block_tables=np.array([[1, 2]], np.int32),
-        sample_rows=np.zeros(1, np.int32),
-        sampling=[SamplingParams(temperature=0.0)],
-        is_masked=True,
-    )
-    masks = np.full((1, 16), -1, np.int32)
-    expected = runner.launch(step)
-    expected.draw(masks)
+    stage = Stage(num_blocks=8, block_size=4, max_len=20, max_tokens=20, max_seqs=1)
+    step, masks = replace_in(stage.step([5]), is_masked=True), np.full((1, 16), -1, np.int32)
 
     def lacks(*_: Any) -> Any:
         raise torch.OutOfMemoryError("Tried to allocate 2 MiB")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("engine.worker.runner.sample", lacks)
-        with pytest.raises(StepFailed, match="OutOfMemoryError: Tried to allocate"):
-            runner.launch(step).draw(masks)
-    again = runner.launch(step)
-    again.draw(masks)
-    assert again.result().token_ids == expected.result().token_ids
+    with ranks(1) as one:
+        one.allocate(8, 4)
+        expected = one.launch(step)
+        expected.draw(masks)
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.worker.runner.sample", lacks)
+            with pytest.raises(StepFailed, match="OutOfMemoryError: Tried to allocate"):
+                one.launch(step).draw(masks)
+        again = one.launch(step)
+        again.draw(masks)
+        assert again.result().token_ids == expected.result().token_ids
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -306,31 +294,18 @@ def test_a_matcher_that_raises_ends_its_request(depth: int) -> None:
 
 
 def test_token_ids_that_no_model_has_never_reach_the_device() -> None:
-    model = ensure_model("gqa")
-    config = make_config(model_dir=str(model), block_size=4)
-    runner = ModelRunner(config, load_config(model), Parallel())
-    runner.allocate(40)
-
-    class Executor:
-        depth = 0
-
-        def blocks_under_way(self) -> set[int]:
-            return set()
-
-        def launch(self, step: StepInput) -> Any:
-            runner.check(step)
-            return runner.launch(step)
-
-    core, _, out = make_core(executor=Executor(), num_blocks=40)  # type: ignore[arg-type]
-    core.round(
-        [
-            add("good", [1, 2, 3], 6),
-            add("prompt", [1, 999_999], 6),
-            add("bias", [1, 2], 6, SamplingParams(logit_bias={999_999: 1.0})),
-            add("scored", [1, 2, 999_999], 0, num_prompt_logprobs=0),
-        ]
-    )
-    run_until_idle(core)
+    with ranks(1) as one:
+        one.allocate(40, 4)
+        core, _, out = make_core(executor=one, num_blocks=40)  # type: ignore[arg-type]
+        core.round(
+            [
+                add("good", [1, 2, 3], 6),
+                add("prompt", [1, 999_999], 6),
+                add("bias", [1, 2], 6, SamplingParams(logit_bias={999_999: 1.0})),
+                add("scored", [1, 2, 999_999], 0, num_prompt_logprobs=0),
+            ]
+        )
+        run_until_idle(core)
     for name in ("prompt", "bias", "scored"):
         assert_ended_alone(out, name)
     (end,) = out.terminals("good")

@@ -1,4 +1,5 @@
-"""Before a server is ready it runs every kind of step once."""
+"""Before a server is ready it captures decode steps and runs every kind of step once; here, what
+of that shows without a GPU."""
 
 import logging
 import os
@@ -7,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attention.base import AttentionBatch
 from engine.core.batch import StepInput
 from engine.core.core_stats import CoreStats
+from engine.worker.cuda_graph import captured_sizes
 from engine.worker.kernel_watch import KernelWatch, keep_kernels
 from engine.worker.rehearsal import Stage, steps
 from tests.rigs.rank_threads import ranks
@@ -109,3 +112,27 @@ def test_kernels_are_kept_where_everything_else_is(
     keep_kernels()
     assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.cache/baton/triton"  # as the user set it
     assert os.environ["FLASHINFER_WORKSPACE_BASE"] == "/kept"
+
+
+@pytest.mark.parametrize("max_seqs", [1, 2, 3, 8, 63, 64, 65, 256, 1000])
+def test_every_step_has_a_graph_that_pads_it_little(max_seqs: int) -> None:
+    sizes = captured_sizes(max_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1 and sizes[-1] == max_seqs
+    for num_seqs in range(1, max_seqs + 1):
+        size = next(size for size in sizes if size >= num_seqs)
+        assert size - num_seqs <= max(7, num_seqs // 4)
+    assert len(sizes) < 40
+
+
+def test_padding_rows_touch_the_null_block_only() -> None:
+    tables = np.array([[5, 6, 7], [8, 0, 0]], np.int32)
+    lens = np.array([9, 3], np.int32)
+    batch = AttentionBatch(np.ones(2, np.int32), lens, tables, np.array([28, 34]))
+    padded = batch.padded_to(5, block_size=4)
+    assert padded.num_seqs == padded.num_tokens == 5
+    assert padded.context_lens.tolist() == [9, 3, 1, 1, 1]
+    assert (padded.block_tables[2:] == 0).all()
+    assert (padded.slot_mapping[2:] < 4).all()
+    assert padded.slot_mapping[:2].tolist() == [28, 34]
+    assert batch.padded_to(2, block_size=4) is batch

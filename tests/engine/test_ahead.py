@@ -6,7 +6,6 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
@@ -36,19 +35,14 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 def remote(prompt: list[int]) -> RemotePrefill:
+    names = dict.fromkeys(("host", "engine_id", "incarnation", "request_id", "lease_id"), "x")
+    sizes = {"block_size": 4, "num_tokens": len(prompt), "cached_tokens": 0, "tp_size": 1}
     return RemotePrefill(
-        host="127.0.0.1",
+        **names,
+        **sizes,
         port=1,
-        engine_id="p",
-        incarnation="0",
-        request_id="x",
-        lease_id="x",
         lease_s=30.0,
-        cached_tokens=0,
         block_ids=[],
-        num_tokens=len(prompt),
-        block_size=4,
-        tp_size=1,
         first_tokens=[FirstToken(expected_output(prompt, 1)[0])],
     )
 
@@ -75,13 +69,31 @@ class PullingRole(KVConnector):
         self.core.scheduler.received(sequence)
 
 
-def test_decode_steps_are_launched_before_the_last_ones_tokens_are_known() -> None:
-    core, executor, out = make_core(depth=1)
-    core.round([add("a", PROMPT, 12)])
+_RESTRICTED = SamplingParams(
+    temperature=1.0, top_k=9, top_p=0.5, min_p=0.1, presence_penalty=0.5, logit_bias={3: 1.0}
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_steps"),
+    [
+        pytest.param(add("a", PROMPT, 12), 12, id="decode steps"),
+        pytest.param(add("a", PROMPT, 9, _RESTRICTED, stop_token_ids=[3]), 9, id="any draw"),
+        pytest.param(add("a", range(20, 40), 0, num_prompt_logprobs=1), 4, id="scores alone"),
+    ],
+)
+def test_steps_are_launched_before_the_last_ones_tokens_are_known(
+    asked: AddRequest, num_steps: int
+) -> None:
+    core, executor, out = make_core(depth=1, max_num_batched_tokens=6)
+    core.round([asked])
     run_until_idle(core)
-    assert out.tokens("a") == expected_output(PROMPT, 12)
-    assert executor.num_steps == 12, "the length is known beforehand: no step too many"
-    assert executor.num_steps_ahead == 11
+    assert out.tokens("a") == expected_output(asked.token_ids, asked.max_tokens)
+    if asked.num_prompt_logprobs:
+        assert out.prompt_logprobs("a") == expected_scores(asked.token_ids, 1)
+    assert executor.num_steps == num_steps, "the length is known beforehand: no step too many"
+    assert executor.num_steps_ahead == num_steps - 1
+    assert_all_blocks_home(core)
 
 
 def test_the_token_after_a_stop_token_is_dropped() -> None:
@@ -108,13 +120,7 @@ def test_a_pull_gets_no_block_that_a_launched_step_refers_to(ending: str) -> Non
         core.round([])
     assert len(executor.under_way) == 1
     prompt = list(range(20, 36))  # takes four blocks of the five: those of the first one, too
-    wanted = AddRequest(
-        request_id="b",
-        token_ids=prompt,
-        sampling=SamplingParams(temperature=0.0),
-        max_tokens=4,
-        remote=remote(prompt),
-    )
+    wanted = add("b", prompt, 4, remote=remote(prompt))
     core.round([wanted, *([AbortRequest("a")] if ending == "abort" else [])])
     # Its last token is out, but a launched step still referred to its blocks in this round.
     assert out.terminals("a") and not role.pulled
@@ -145,17 +151,6 @@ def test_an_abort_under_a_launched_step_answers_once_and_frees_the_blocks_later(
     assert_all_blocks_home(core)
 
 
-def test_whatever_restricts_a_draw_is_run_ahead() -> None:
-    core, executor, out = make_core(depth=1)
-    restricted = SamplingParams(
-        temperature=1.0, top_k=9, top_p=0.5, min_p=0.1, presence_penalty=0.5, logit_bias={3: 1.0}
-    )
-    core.round([add("a", PROMPT, 9, restricted, stop_token_ids=[3])])
-    run_until_idle(core)
-    assert out.tokens("a") == expected_output(PROMPT, 9)
-    assert (executor.num_steps, executor.num_steps_ahead) == (9, 8)
-
-
 def test_choices_that_fork_off_hold_up_only_themselves() -> None:
     core, executor, out = make_core(depth=1)
     core.round([add("a", PROMPT, 20)])
@@ -168,16 +163,6 @@ def test_choices_that_fork_off_hold_up_only_themselves() -> None:
     for choice in range(3):
         assert out.tokens("b", choice) == expected_output(prompt, 6, choice=choice)
     assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
-    assert_all_blocks_home(core)
-
-
-def test_a_prompt_that_is_only_scored_is_run_ahead() -> None:
-    core, executor, out = make_core(depth=1, max_num_batched_tokens=6)
-    prompt = list(range(20, 40))
-    core.round([add("a", prompt, 0, num_prompt_logprobs=1)])
-    run_until_idle(core)
-    assert out.prompt_logprobs("a") == expected_scores(prompt, 1)
-    assert (executor.num_steps, executor.num_steps_ahead) == (4, 3)
     assert_all_blocks_home(core)
 
 
@@ -220,8 +205,7 @@ def _core_that_waits() -> tuple[EngineCore, PullingRole, _Late]:
 def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_ends() -> None:
     core, role, out = _core_that_waits()
     prompt = list(range(20, 36))
-    wanted = add("b", prompt, 4)
-    wanted = replace(wanted, remote=remote(prompt))
+    wanted = add("b", prompt, 4, remote=remote(prompt))
     poll, seen = role.poll, []
 
     def arrives() -> None:
@@ -364,9 +348,8 @@ def test_whatever_comes_at_any_look_is_answered_right(
     coming: dict[int, list[EngineInput]] = {}
     prompts = [[(i + at) % 7 for at in range(length)] for i, (_, length, *_) in enumerate(requests)]
     for i, (is_remote, _, max_tokens, at, abort_at) in enumerate(requests):
-        made = add(f"r{i}", prompts[i], max_tokens)
-        if is_remote:
-            made = replace(made, remote=remote(prompts[i]))
+        found = remote(prompts[i]) if is_remote else None
+        made = add(f"r{i}", prompts[i], max_tokens, remote=found)
         coming.setdefault(at, []).append(made)
         if abort_at > at:
             coming.setdefault(abort_at, []).append(AbortRequest(f"r{i}"))

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,7 +16,6 @@ from protocol.errors import LeaseGone
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
 from tests.make_models import ensure_model
 from tests.rigs.shadow import (
-    VOCAB,
     MemoryTransport,
     add,
     assert_all_blocks_home,
@@ -24,7 +24,10 @@ from tests.rigs.shadow import (
     run_until_idle,
 )
 
-CHOICES = ["Anna found a red ball", "Ben lost a blue kite", "Anna found a key"]
+TEXTS = ["Anna found a red ball", "Ben lost a blue kite", "Anna found a key"]
+CHOICES = Grammar("choice", json.dumps(TEXTS))
+WORDS = Grammar("regex", "([a-z]{3} ){30}")
+MISTAKEN = Grammar("regex", "[a")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def compiler() -> Iterator[GrammarCompiler]:
+    """Has compiled nothing."""
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     yield compiler
     compiler.close()
@@ -46,220 +50,141 @@ def depth(request: pytest.FixtureRequest) -> int:
 
 
 def core_with(
-    compiler: GrammarCompiler, depth: int, **limits: int
+    compiler: GrammarCompiler, depth: int, *compiled: Grammar, **limits: Any
 ) -> tuple[EngineCore, MemoryTransport]:
-    core, _, out = make_core(depth=depth, **limits)  # type: ignore[arg-type]
+    for grammar in compiled:
+        compiler.compiled(grammar).exception()
+    core, _, out = make_core(depth=depth, **limits)
     core.grammars.compiler = compiler
     return core, out
 
 
 def constrained(
-    request_id: str, grammar: Grammar, max_tokens: int = 40, prompt: tuple[int, ...] = (1, 2, 3)
+    request_id: str,
+    grammar: Grammar,
+    max_tokens: int = 40,
+    prompt: tuple[int, ...] = (1, 2, 3),
+    min_tokens: int = 0,
+    **members: Any,
 ) -> AddRequest:
-    sampling = SamplingParams(temperature=0.0, grammar=grammar)
-    free = add(request_id, prompt, max_tokens, stop_token_ids=[2])
-    return AddRequest(
-        request_id=request_id,
-        token_ids=free.token_ids,
-        sampling=sampling,
-        max_tokens=max_tokens,
-        stop_token_ids=[2],
-    )
+    sampling = SamplingParams(temperature=0.0, grammar=grammar, min_tokens=min_tokens)
+    return add(request_id, prompt, max_tokens, sampling, **{"stop_token_ids": [2], **members})
 
 
-def choice(*texts: str) -> Grammar:
-    return Grammar("choice", json.dumps(texts))
+FREE = add("b", [4, 5, 6], 9)
 
 
-def compiled(compiler: GrammarCompiler, *grammars: Grammar) -> None:
-    for grammar in grammars:
-        compiler.compiled(grammar).exception()
+def answered(core: EngineCore, *requests: AddRequest) -> None:
+    core.round(requests)
+    run_until_idle(core)
+    assert core.is_idle
+    assert_all_blocks_home(core)
 
 
-def keep_busy(compiler: GrammarCompiler, go_on: threading.Event) -> None:
-    for _ in range(_NUM_COMPILING):
-        compiler._compiling.submit(go_on.wait)
+def assert_failed(out: MemoryTransport, request_id: str = "a", code: str = "grammar_failed") -> str:
+    (end,) = out.terminals(request_id)
+    assert end.error is not None and end.error.code == code
+    return end.error.message
 
 
 def test_a_constrained_and_a_free_sequence_share_steps(
     depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    core, out = core_with(compiler, depth)
-    compiled(compiler, choice(*CHOICES))
-    core.round([constrained("a", choice(*CHOICES)), add("b", [4, 5, 6], 9)])
-    run_until_idle(core)
-    assert tokenizer.decode(out.tokens("a")) in CHOICES
+    core, out = core_with(compiler, depth, CHOICES)
+    answered(core, constrained("a", CHOICES), FREE)
+    assert tokenizer.decode(out.tokens("a")) in TEXTS
     assert [end.finish_reason for end in out.terminals("a")] == ["stop"]
     assert out.tokens("b") == expected_output([4, 5, 6], 9)
-    assert_all_blocks_home(core)
 
 
+@pytest.mark.parametrize("event", ["none", "abort", "failure"])
 def test_a_sequence_waits_for_its_grammar_and_holds_up_nobody(
-    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
+    depth: int, event: str, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     go_on = threading.Event()
     core, out = core_with(compiler, depth)
-    keep_busy(compiler, go_on)
-    core.round([constrained("a", choice(*CHOICES)), add("b", [4, 5, 6], 9)])
+    for _ in range(_NUM_COMPILING):
+        compiler._compiling.submit(go_on.wait)
+    grammar = MISTAKEN if event == "failure" else CHOICES
+    core.round([constrained("a", grammar), FREE])
     run_until_idle(core)
     assert out.tokens("b") == expected_output([4, 5, 6], 9) and out.tokens("a") == []
+    if event == "abort":
+        core.round([AbortRequest("a")])
+    if event == "failure":
+        core.fail(core.sequences["a"], LeaseGone("the lease is gone"))
     go_on.set()
-    compiled(compiler, choice(*CHOICES))
+    compiler.compiled(grammar).exception()
     run_until_idle(core)
-    assert tokenizer.decode(out.tokens("a")) in CHOICES
-
-
-def test_an_abort_while_the_grammar_is_compiled(depth: int, compiler: GrammarCompiler) -> None:
-    go_on = threading.Event()
-    core, out = core_with(compiler, depth)
-    keep_busy(compiler, go_on)
-    core.round([constrained("a", choice(*CHOICES))])
-    core.round([AbortRequest("a")])
-    go_on.set()
-    compiled(compiler, choice(*CHOICES))
-    run_until_idle(core)
-    assert [end.finish_reason for end in out.terminals("a")] == ["abort"]
-    assert core.is_idle and out.tokens("a") == []
-
-
-def test_a_failure_while_the_grammar_is_compiled_is_the_only_one(
-    depth: int, compiler: GrammarCompiler
-) -> None:
-    go_on = threading.Event()
-    core, out = core_with(compiler, depth)
-    keep_busy(compiler, go_on)
-    mistaken = Grammar("regex", "[a")
-    core.round([constrained("a", mistaken)])
-    core.fail(core.sequences["a"], LeaseGone("the lease is gone"))
-    go_on.set()
-    compiled(compiler, mistaken)
-    run_until_idle(core)
-    assert [end.error and end.error.code for end in out.terminals("a")] == ["lease_gone"]
     assert core.is_idle
+    if event == "failure":
+        assert_failed(out, code="lease_gone")
+    elif event == "abort":
+        assert [end.finish_reason for end in out.terminals("a")] == ["abort"] and not out.tokens(
+            "a"
+        )
+    else:
+        assert tokenizer.decode(out.tokens("a")) in TEXTS
 
 
-def test_preemption_does_not_lose_the_place(
-    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
+def test_preemption_does_not_lose_the_place(depth: int, compiler: GrammarCompiler) -> None:
     pattern = Grammar("regex", "([a-z]{3} ){12}")
-    compiled(compiler, pattern)
-    tight, out = core_with(compiler, depth, num_blocks=11, prefix_caching=False)
+    tight, out = core_with(compiler, depth, pattern, num_blocks=11, prefix_caching=False)
     prompts = [(7, 8, 9), (10, 11), (12,)]
-    for i, prompt in enumerate(prompts):
-        tight.round([constrained(f"s{i}", pattern, 60, prompt)])
-    run_until_idle(tight)
+    answered(tight, *(constrained(f"s{i}", pattern, 60, p) for i, p in enumerate(prompts)))
     assert tight.scheduler.num_preemptions > 0
     for i, prompt in enumerate(prompts):
         alone, expected = core_with(compiler, depth)
-        alone.round([constrained("x", pattern, 60, prompt)])
-        run_until_idle(alone)
+        answered(alone, constrained("x", pattern, 60, prompt))
         assert out.tokens(f"s{i}") == expected.tokens("x")
         assert out.terminals(f"s{i}")[0].finish_reason == "stop"
-    assert_all_blocks_home(tight)
 
 
-def test_max_tokens_before_the_grammar_is_satisfied_is_length(
-    depth: int, compiler: GrammarCompiler
-) -> None:
-    core, out = core_with(compiler, depth)
-    compiled(compiler, Grammar("regex", "[a-z]{1000}"))
-    core.round([constrained("a", Grammar("regex", "[a-z]{1000}"), 5)])
-    run_until_idle(core)
-    assert len(out.tokens("a")) == 5
-    assert out.terminals("a")[0].finish_reason == "length"
-
-
-def test_the_last_allowed_token_that_completes_the_grammar_is_stop(
+def test_the_end_is_length_before_the_grammar_is_satisfied_and_stop_with_its_last_token(
     depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    (token,) = tokenizer.encode("a")
-    core, out = core_with(compiler, depth)
-    compiled(compiler, choice("a"))
-    core.round([constrained("a", choice("a"), 1)])
-    run_until_idle(core)
-    assert out.tokens("a") == [token]
-    assert out.terminals("a")[0].finish_reason == "stop"
+    long, one = Grammar("regex", "[a-z]{1000}"), Grammar("choice", '["a"]')
+    core, out = core_with(compiler, depth, long, one)
+    answered(core, constrained("a", long, 5), constrained("b", one, 1))
+    assert len(out.tokens("a")) == 5 and out.tokens("b") == tokenizer.encode("a")
+    assert [out.terminals(name)[0].finish_reason for name in "ab"] == ["length", "stop"]
 
 
-def test_a_dead_end_is_one_error_and_frees_everything(
-    depth: int, compiler: GrammarCompiler
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_dead_end_is_one_error_of_the_request_and_frees_everything(
+    depth: int, num_choices: int, compiler: GrammarCompiler
 ) -> None:
-    core, out = core_with(compiler, depth)
-    grammar = Grammar("regex", "a?")
-    compiled(compiler, grammar)
-    stuck = constrained("a", grammar)
-    sampling = SamplingParams(temperature=0.0, grammar=grammar, min_tokens=3)
-    stops = list(range(2, VOCAB)) + list(range(VOCAB, 512))
-    core.round(
-        [
-            AddRequest(
-                request_id="a",
-                token_ids=stuck.token_ids,
-                sampling=sampling,
-                max_tokens=5,
-                stop_token_ids=stops,
-            )
-        ]
-    )
-    run_until_idle(core)
-    (end,) = out.terminals("a")
-    assert end.error is not None and end.error.code == "grammar_failed"
+    pattern = Grammar("regex", "a?")
+    core, out = core_with(compiler, depth, pattern)
+    stops = list(range(2, 512))
+    asked = {"min_tokens": 3, "stop_token_ids": stops, "num_choices": num_choices}
+    answered(core, constrained("a", pattern, 5, **asked))
+    assert_failed(out)
     assert out.tokens("a") == []
-    assert_all_blocks_home(core)
 
 
 def test_a_grammar_with_a_mistake_is_one_error(depth: int, compiler: GrammarCompiler) -> None:
-    core, out = core_with(compiler, depth)
-    compiled(compiler, Grammar("regex", "[a"))
-    core.round([constrained("a", Grammar("regex", "[a")), add("b", [4, 5], 3)])
-    run_until_idle(core)
-    (end,) = out.terminals("a")
-    assert end.error is not None and end.error.code == "grammar_failed"
-    assert out.tokens("b") == expected_output([4, 5], 3)
-    assert core.is_idle
+    core, out = core_with(compiler, depth, MISTAKEN)
+    answered(core, constrained("a", MISTAKEN), FREE)
+    assert_failed(out)
+    assert out.tokens("b") == expected_output([4, 5, 6], 9)
 
 
 def test_an_engine_without_a_compiler_refuses_grammars() -> None:
     core, _, out = make_core()
-    core.round([constrained("a", choice("a"))])
-    (end,) = out.terminals("a")
-    assert end.error is not None and end.error.code == "grammar_failed"
-    assert core.is_idle
+    answered(core, constrained("a", CHOICES))
+    assert_failed(out)
 
 
 def test_every_choice_has_a_place_of_its_own(
     depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    core, out = core_with(compiler, depth)
-    compiled(compiler, choice(*CHOICES))
-    one = constrained("a", choice(*CHOICES))
-    core.round([replace(one, num_choices=3)])
-    run_until_idle(core)
-    ends = out.terminals("a")
-    assert sorted(end.choice for end in ends) == [0, 1, 2]
-    assert {end.finish_reason for end in ends} == {"stop"}
-    for index in range(3):
-        mine = [d for d in out.deltas if d.request_id == "a" and d.choice == index]
-        ids = [token for delta in mine for token in delta.token_ids]
-        assert tokenizer.decode(ids) in CHOICES
-    assert_all_blocks_home(core)
-
-
-def test_a_dead_end_of_one_choice_is_one_error_of_the_request(
-    depth: int, compiler: GrammarCompiler
-) -> None:
-    core, out = core_with(compiler, depth)
-    grammar = Grammar("regex", "a?")
-    compiled(compiler, grammar)
-    stuck = constrained("a", grammar)
-    sampling = replace(stuck.sampling, min_tokens=3)
-    stops = list(range(2, 512))
-    core.round([replace(stuck, num_choices=2, sampling=sampling, stop_token_ids=stops)])
-    run_until_idle(core)
-    (end,) = out.terminals("a")
-    assert end.error is not None and end.error.code == "grammar_failed"
-    assert core.is_idle
-    assert_all_blocks_home(core)
+    core, out = core_with(compiler, depth, CHOICES)
+    answered(core, constrained("a", CHOICES, num_choices=3))
+    assert {end.choice: end.finish_reason for end in out.terminals("a")} == dict.fromkeys(
+        range(3), "stop"
+    )
+    assert all(tokenizer.decode(out.tokens("a", choice)) in TEXTS for choice in range(3))
 
 
 def test_more_grammars_may_be_waited_for_than_are_kept(
@@ -268,24 +193,20 @@ def test_more_grammars_may_be_waited_for_than_are_kept(
     monkeypatch.setattr(engine.text.grammar, "_MAX_CACHED_BYTES", 100)
     core, out = core_with(compiler, depth)
     texts = [f"text {number}" for number in range(150)]
-    core.round([constrained(text, choice(text)) for text in texts])
+    core.round([constrained(text, Grammar("choice", json.dumps([text]))) for text in texts])
     for compiling in list(core.grammars.compiling.values()):
         compiling.exception()
-    run_until_idle(core)
+    answered(core)
     for text in texts:
         assert tokenizer.decode(out.tokens(text)) == text
-    assert core.is_idle
 
 
 def test_a_grammar_slows_nobody_and_itself_least(compiler: GrammarCompiler) -> None:
     """The forward pass of its next step is launched before the last token is known."""
-    core, executor, out = make_core(depth=1)
-    core.grammars.compiler = compiler
-    pattern = Grammar("regex", "([a-z]{3} ){30}")
-    compiled(compiler, pattern)
-    core.round([constrained("a", pattern, 20), add("b", [4, 5, 6], 20)])
-    run_until_idle(core)
+    core, out = core_with(compiler, 1, WORDS)
+    answered(core, constrained("a", WORDS, 20), add("b", [4, 5, 6], 20))
     assert (len(out.tokens("a")), len(out.tokens("b"))) == (20, 20)
+    executor: Any = core.executor
     assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
 
 
@@ -306,8 +227,8 @@ class Held:
         monkeypatch.setattr(engine.text.grammar, "_MAX_WAIT_S", 0.001)
 
 
-def run_until_ended(core: EngineCore, out: MemoryTransport, request_id: str) -> None:
-    while not out.terminals(request_id):
+def run_until_ended(core: EngineCore, out: MemoryTransport, *names: str, ends: int = 1) -> None:
+    while any(len(out.terminals(name)) < ends for name in names):
         core.round([])
         core.check_integrity()
 
@@ -316,12 +237,10 @@ def run_until_ended(core: EngineCore, out: MemoryTransport, request_id: str) -> 
 def test_who_is_late_sits_out_and_draws_the_same(
     depth: int, slow: bool, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pattern = Grammar("regex", "([a-z]{3} ){30}")
-    compiled(compiler, pattern)
-    asked = replace(constrained("a", pattern, 12), num_choices=2)
-    alone, expected = core_with(compiler, depth)
+    asked = constrained("a", WORDS, 12, num_choices=2)
+    alone, expected = core_with(compiler, depth, WORDS)
     alone.round([asked])
-    run_until_ended(alone, expected, "a")
+    run_until_ended(alone, expected, "a", ends=2)
     if slow:
         monkeypatch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
     held = Held(monkeypatch, num_outputs=3)
@@ -330,53 +249,38 @@ def test_who_is_late_sits_out_and_draws_the_same(
     core.round([asked])
     while not held.begun.is_set():
         core.round([])
-    core.round([add("b", [4, 5, 6], 20)])
+    core.round([replace(FREE, max_tokens=20)])
     run_until_ended(core, out, "b")
     assert out.tokens("b") == expected_output([4, 5, 6], 20) and not out.terminals("a")
     held.go_on.set()
-    while len(out.terminals("a")) < 2:
-        core.round([])
-    for index in range(2):
-        told, same = (
-            [t for d in o.deltas if d.choice == index and d.request_id == "a" for t in d.token_ids]
-            for o in (out, expected)
-        )
-        assert told == same and len(told) == 12
-    run_until_idle(core)
-    assert_all_blocks_home(core)
+    run_until_ended(core, out, "a", ends=2)
+    for choice in range(2):
+        assert out.tokens("a", choice) == expected.tokens("a", choice)
+        assert len(out.tokens("a", choice)) == 12
+    answered(core)
 
 
 def test_who_is_late_for_too_long_fails_alone(
     depth: int, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pattern = Grammar("regex", "([a-z]{3} ){30}")
-    compiled(compiler, pattern)
+    core, out = core_with(compiler, depth, WORDS)
     held = Held(monkeypatch, num_outputs=3)
-    core, out = core_with(compiler, depth)
     core.grammars.timeout_s = 0.0
-    core.round([constrained("a", pattern), add("b", [4, 5, 6], 20)])
-    run_until_ended(core, out, "a")
-    run_until_ended(core, out, "b")
-    (end,) = out.terminals("a")
-    assert end.error is not None and end.error.code == "grammar_failed"
-    assert "--grammar-timeout-s" in end.error.message
+    core.round([constrained("a", WORDS), replace(FREE, max_tokens=20)])
+    run_until_ended(core, out, "a", "b")
+    assert "--grammar-timeout-s" in assert_failed(out)
     assert out.tokens("b") == expected_output([4, 5, 6], 20)
     held.go_on.set()
-    run_until_idle(core)
-    assert_all_blocks_home(core)
+    answered(core)
 
 
 def test_a_grammar_that_is_always_late_ends_with_an_error(
     depth: int, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.text.grammar, "_LONG_S", -1.0)  # whatever it takes
-    pattern = Grammar("regex", "([a-z]{3} ){30}")
-    compiled(compiler, pattern)
-    core, out = core_with(compiler, depth)
-    core.round([constrained("a", pattern)])
+    core, out = core_with(compiler, depth, WORDS)
+    core.round([constrained("a", WORDS)])
     run_until_ended(core, out, "a")
-    (end,) = out.terminals("a")
-    assert end.error is not None and end.error.code == "grammar_failed"
+    assert_failed(out)
     assert 0 < len(out.tokens("a")) <= engine.text.grammar._MAX_LONG
-    run_until_idle(core)
-    assert_all_blocks_home(core)
+    answered(core)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.core.batch import Int32s, StepFailed, StepInput
+from engine.core.batch import StepFailed, StepInput
 from engine.core.connector import KVConnector
 from engine.core.logits_processing import ShapeBook
 from engine.core.sequence import Sequence
@@ -23,6 +23,7 @@ from tests.rigs.rank_threads import ranks
 from tests.rigs.shadow import (
     MemoryTransport,
     ShadowExecutor,
+    UndrawnExecutor,
     _ShadowStep,
     add,
     assert_all_blocks_home,
@@ -42,11 +43,15 @@ class Failing(ShadowExecutor):
         self.length = length
 
     def launch(self, step: StepInput) -> _ShadowStep:
-        lens = step.context_lens[step.sample_rows]
-        bad = np.array([params.seed == BAD_SEED for params in step.sampling], bool)
-        if (bad & (lens >= self.length)).any():
+        if has_bad_row(step, self.length):
             raise StepFailed("this request is more than it can take")
         return super().launch(step)
+
+
+def has_bad_row(step: StepInput, length: int) -> bool:
+    lens = step.context_lens[step.sample_rows].tolist()
+    draws = zip(step.sampling, lens, strict=True)
+    return any(params.seed == BAD_SEED and n >= length for params, n in draws)
 
 
 def bad(request_id: str, prompt: list[int], max_tokens: int, **members: Any) -> AddRequest:
@@ -59,6 +64,13 @@ def assert_ended_alone(out: MemoryTransport, request_id: str) -> None:
     assert "The engine failed on this request" in end.error.message
 
 
+def assert_answered(
+    out: MemoryTransport, name: str, prompt: list[int], max_tokens: int, num_choices: int = 1
+) -> None:
+    for choice in range(num_choices):
+        assert out.tokens(name, choice) == expected_output(prompt, max_tokens, choice=choice)
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("length", [0, 8, 9, 11])
 def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth: int, length: int) -> None:
@@ -68,15 +80,14 @@ def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth: int, length:
     core.round([bad("x", [4, 5, 6, 7, 8], 12, num_choices=2), add("c", [9, 9], 9)])
     run_until_idle(core)
     assert_ended_alone(out, "x")
-    assert out.tokens("a") == expected_output([1, 2, 3], 12)
-    for choice in range(2):
-        assert out.tokens("b", choice) == expected_output([7] * 9, 12, choice=choice)
-    assert out.tokens("c") == expected_output([9, 9], 9)
+    assert_answered(out, "a", [1, 2, 3], 12)
+    assert_answered(out, "b", [7] * 9, 12, num_choices=2)
+    assert_answered(out, "c", [9, 9], 9)
     assert core.is_idle
     assert_all_blocks_home(core)
     core.round([add("d", [1, 2, 3], 5)])
     run_until_idle(core)
-    assert out.tokens("d") == expected_output([1, 2, 3], 5)
+    assert_answered(out, "d", [1, 2, 3], 5)
 
 
 @settings(deadline=None, max_examples=60)
@@ -85,13 +96,7 @@ def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth: int, length:
     length=st.integers(1, 20),
     num_blocks=st.integers(12, 30),
     requests=st.lists(
-        st.tuples(
-            st.booleans(),
-            st.integers(1, 18),
-            st.integers(1, 9),
-            st.integers(1, 3),
-            st.integers(0, 6),
-        ),
+        st.tuples(st.booleans(), *(st.integers(*of) for of in ((1, 18), (1, 9), (1, 3), (0, 6)))),
         min_size=1,
         max_size=7,
     ),
@@ -118,36 +123,22 @@ def test_any_mixture_of_good_and_bad_requests(
             assert_ended_alone(out, f"r{index}")
             continue
         prompt = [(index + i) % 5 for i in range(num_tokens)]
-        for choice in range(num_choices):
-            assert out.tokens(f"r{index}", choice) == expected_output(
-                prompt, max_tokens, choice=choice
-            )
+        assert_answered(out, f"r{index}", prompt, max_tokens, num_choices)
 
 
-class _Undrawn(ShadowExecutor):
-    """Cannot draw for a bad request under a grammar once its context is longer than `length`."""
+class _Undrawn(UndrawnExecutor):
+    """Cannot draw for a bad request under a grammar at a context of `length` or more."""
 
     def __init__(self, depth: int, length: int) -> None:
         super().__init__(32, 4, depth)
         self.length = length
 
-    def launch(self, step: StepInput) -> _ShadowStep:
-        launched = super().launch(step)
-        lens = step.context_lens[step.sample_rows].tolist()
-        bad = [params.seed == BAD_SEED for params in step.sampling]
-        if any(n > self.length for n, is_bad in zip(lens, bad, strict=True) if is_bad):
-            launched.draw = self._fail  # type: ignore[method-assign]
-        return launched
-
-    def _fail(self, masks: Int32s) -> None:
-        step = self.under_way.pop()
-        assert not self.under_way, "the one before has ended"
-        self.execute(step.step, None)  # its KV is written, its copies are made
-        raise StepFailed("no memory for the masks")
+    def fails(self, step: StepInput) -> bool:
+        return has_bad_row(step, self.length)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("length", [0, 5, 6, 7, 9])
+@pytest.mark.parametrize("length", [0, 6, 7, 8, 10])
 def test_tokens_that_cannot_be_drawn_under_a_grammar_end_one_request(
     depth: int, length: int
 ) -> None:
@@ -176,11 +167,9 @@ def test_tokens_that_cannot_be_drawn_under_a_grammar_end_one_request(
     compiler.close()
     assert_ended_alone(out, bad_one.request_id)
     for name in "ab":
-        assert out.tokens(f"{name} penalised") == expected_output([1, 2, 3], 12)
+        assert_answered(out, f"{name} penalised", [1, 2, 3], 12)
+        assert_answered(out, f"{name} choices", [7] * 9, 9, num_choices=2)
         for choice in range(2):
-            assert out.tokens(f"{name} choices", choice) == expected_output(
-                [7] * 9, 9, choice=choice
-            )
             told, alone = (out.tokens(f"{n} ruled", choice) for n in (name, "b"))
             assert told == alone and len(told) == 9
 
@@ -205,27 +194,6 @@ def test_memory_that_masks_lack_is_one_requests_matter(monkeypatch: pytest.Monke
         assert again.result().token_ids == expected.result().token_ids
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_arrays_that_cannot_be_made_fail_for_whom_they_are(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = ShapeBook.plan
-
-    def fails(self: ShapeBook, drawing: list[Sequence], positions: list[int]) -> Any:
-        if any(sequence.request_id == "x" for sequence in drawing):
-            raise IndexError("of its own state")
-        return plan(self, drawing, positions)
-
-    monkeypatch.setattr(ShapeBook, "plan", fails)
-    core, _, out = make_core(depth=depth)
-    core.round([add("a", [1, 2, 3], 8), add("x", [4] * 6, 8), add("b", [5], 8)])
-    run_until_idle(core)
-    assert_ended_alone(out, "x")
-    assert out.tokens("a") == expected_output([1, 2, 3], 8)
-    assert out.tokens("b") == expected_output([5], 8)
-    assert_all_blocks_home(core)
-
-
 class _Role(KVConnector):
     """Fails when a request ends."""
 
@@ -238,13 +206,25 @@ class _Role(KVConnector):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_tokens_that_cannot_be_taken_in_end_one_request(depth: int) -> None:
+@pytest.mark.parametrize("taken_in", [True, False])
+def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(
+    depth: int, taken_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ShapeBook.plan
+
+    def fails(self: ShapeBook, drawing: list[Sequence], positions: list[int]) -> Any:
+        if any(sequence.request_id == "x" for sequence in drawing):
+            raise IndexError("of its own state")
+        return plan(self, drawing, positions)
+
+    if not taken_in:
+        monkeypatch.setattr(ShapeBook, "plan", fails)
     core, _, out = make_core(depth=depth, role=_Role(ValueError("no such reference")))
     core.round([add("a", [1, 2, 3], 8), add("x", [4] * 6, 3), add("b", [5], 8)])
     run_until_idle(core)
     assert_ended_alone(out, "x")
-    assert out.tokens("a") == expected_output([1, 2, 3], 8)
-    assert out.tokens("b") == expected_output([5], 8)
+    assert_answered(out, "a", [1, 2, 3], 8)
+    assert_answered(out, "b", [5], 8)
     assert_all_blocks_home(core)
 
 

@@ -11,15 +11,14 @@ from collections.abc import Iterator
 import pytest
 
 import engine.text.grammar
-from engine.core.batch import Int32s, StepFailed, StepInput
+from engine.core.batch import StepInput
 from engine.text.grammar import COMPLETE, GrammarCompiler, StepMasks
 from protocol.messages import AbortRequest, AddRequest, EngineInput, Grammar, SamplingParams
 from tests.make_models import ensure_model
 from tests.rigs.shadow import (
     MemoryTransport,
-    ShadowExecutor,
+    UndrawnExecutor,
     _masked,
-    _ShadowStep,
     add,
     allowed,
     assert_all_blocks_home,
@@ -38,7 +37,8 @@ GRAMMARS = [
 ]
 
 
-def _compiler() -> Iterator[GrammarCompiler]:
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
     """Has compiled GRAMMARS."""
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     for grammar in GRAMMARS:
@@ -47,10 +47,7 @@ def _compiler() -> Iterator[GrammarCompiler]:
     compiler.close()
 
 
-compiler = pytest.fixture(_compiler, scope="module")
-
-
-class _Executor(ShadowExecutor):
+class _Executor(UndrawnExecutor):
     """Ends a step at any look; at times the tokens of a masked one cannot be drawn."""
 
     def __init__(self, rng: random.Random, num_blocks: int, block_size: int, depth: int) -> None:
@@ -61,17 +58,8 @@ class _Executor(ShadowExecutor):
     def has_ended(self) -> bool:
         return self._rng.random() < 0.6
 
-    def launch(self, step: StepInput) -> _ShadowStep:
-        launched = super().launch(step)
-        if step.is_masked and self._rng.random() < self._failing / len(step.query_lens):
-            launched.draw = self._fail  # type: ignore[method-assign]
-        return launched
-
-    def _fail(self, masks: Int32s) -> None:
-        step = self.under_way.pop()
-        assert not self.under_way, "the one before has ended"
-        self.execute(step.step, None)  # its KV is written, its copies are made
-        raise StepFailed(UNDRAWN)
+    def fails(self, step: StepInput) -> bool:
+        return self._rng.random() < self._failing / len(step.query_lens)
 
 
 class _Workload:
@@ -104,16 +92,14 @@ class _Workload:
         grammar = rng.choice([None, *GRAMMARS])
         penalty = rng.choice([0.0, 0.5]) if grammar is None else 0.0
         min_tokens = rng.choice([0, 0, 2])
+        sampling = SamplingParams(
+            temperature=0.0, grammar=grammar, min_tokens=min_tokens, frequency_penalty=penalty
+        )
         return add(
             name,
             prompt,
             rng.choice([1, 1, 2, 5, 9, 30]),
-            SamplingParams(
-                temperature=0.0,
-                grammar=grammar,
-                min_tokens=min_tokens,
-                frequency_penalty=penalty,
-            ),
+            sampling,
             num_choices=rng.choice([1, 1, 2, 3]),
             stop_token_ids=rng.choices(range(50), k=rng.randint(0, 4)),
         )

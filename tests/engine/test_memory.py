@@ -1,6 +1,7 @@
 """Sizing the KV pool: what decides, and what the refusals say."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,29 +30,68 @@ _BASE = EngineConfig(
 )
 
 
-def _size(free_bytes: int = 10**9, **options: object) -> tuple[int, int]:
+def _size(free_bytes: int = 10**9, **options: Any) -> tuple[int, int]:
     config = msgspec.structs.replace(_BASE, **options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=free_bytes)
     return size.num_blocks, size.max_model_len
 
 
-def test_tokens_are_rounded_up_to_blocks_beside_the_null_block() -> None:
-    assert _size(kv_cache_tokens=300) == (19 + 1, 256)
+@pytest.mark.parametrize(
+    ("options", "sized"),
+    [
+        pytest.param({"kv_cache_tokens": 300}, (19 + 1, 256), id="tokens are rounded up to blocks"),
+        pytest.param({"kv_cache_bytes": 20_999}, (20 + 1, 256), id="bytes are rounded down"),
+        pytest.param({"free_bytes": 10**12}, (4 * 16 + 1, 256), id="no more than is useful"),
+        pytest.param({"free_bytes": 100_000}, (20 + 1, 256), id="a share of what is free"),
+        pytest.param({"kv_cache_tokens": 64}, (5, 64), id="a small pool shortens sequences"),
+        pytest.param({"device": "cuda"}, (10**6, 256), id="a GPU gives all that is free"),
+        pytest.param({"device": "cuda", "kv_cache_tokens": 160}, (11, 160), id="as was asked"),
+    ],
+)
+def test_the_number_of_blocks_beside_the_null_block(
+    options: dict[str, Any], sized: tuple[int, int]
+) -> None:
+    assert _size(**options) == sized
 
 
-def test_bytes_are_rounded_down_to_blocks() -> None:
-    assert _size(kv_cache_bytes=20_999) == (20 + 1, 256)
+_LITTLE = {"device": "cuda", "free_bytes": 2_000 - 2**20}
 
 
-def test_the_default_takes_a_share_of_free_memory_but_no_more_than_is_useful() -> None:
-    assert _size(free_bytes=10**12) == (4 * 16 + 1, 256)
-    assert _size(free_bytes=100_000) == (20 + 1, 256)
-
-
-def test_a_small_pool_shortens_the_longest_sequence_unless_it_was_asked_for() -> None:
-    assert _size(kv_cache_tokens=64) == (5, 64)
-    with pytest.raises(MemoryTooSmall, match=r"holds 64 tokens .* 136 tokens are missing"):
-        _size(kv_cache_tokens=64, max_model_len=200)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"kv_cache_tokens": 64, "max_model_len": 200},
+            r"holds 64 tokens .* 136 tokens are missing",
+        ),
+        ({"max_model_len": 300}, r"--max-model-len is 300 .* --max-model-len 256"),
+        ({"kv_cache_bytes": 999}, "one block takes 1000 bytes"),
+        (
+            {"free_bytes": 10 << 20, "kv_cache_bytes": 10**8},
+            r"--kv-cache-bytes takes 95 MiB, but .* has 10 MiB free .* lower --kv-cache-bytes",
+        ),
+        (
+            {"free_bytes": 10_000, "device": "cuda", "kv_cache_tokens": 160},
+            r"takes .* MiB, .* lower --kv-cache-tokens, or raise",
+        ),
+        (
+            _LITTLE,
+            r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization or "
+            r"--tp, lower --max-num-batched-tokens or --max-num-seqs, or free the GPU",
+        ),
+        (
+            {**_LITTLE, "tp": 2, "dcp": 2},
+            r"of 32 tokens; .* lower --max-num-batched-tokens, --max-num-seqs or --max-model-len,",
+        ),
+        (
+            {"free_bytes": 10_000, "device": "cuda", "max_model_len": 256},
+            r"112 tokens are missing.*--gpu-memory-utilization",
+        ),
+    ],
+)
+def test_what_cannot_be_held_is_refused_with_what_helps(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(MemoryTooSmall, match=told):
+        _size(**options)
 
 
 @pytest.mark.parametrize(
@@ -75,22 +115,6 @@ def test_a_pool_that_shortens_sequences_unasked_is_warned_of(
         assert words in warning
 
 
-def test_a_context_beyond_the_models_is_refused() -> None:
-    with pytest.raises(MemoryTooSmall, match=r"--max-model-len is 300 .* --max-model-len 256"):
-        _size(max_model_len=300)
-
-
-def test_a_pool_of_no_block_is_refused() -> None:
-    with pytest.raises(MemoryTooSmall, match="one block takes 1000 bytes"):
-        _size(kv_cache_bytes=999)
-
-
-def test_a_pool_larger_than_the_free_memory_is_refused() -> None:
-    told = r"--kv-cache-bytes takes 95 MiB, but .* has 10 MiB free .* lower --kv-cache-bytes"
-    with pytest.raises(MemoryTooSmall, match=told):
-        _size(free_bytes=10 << 20, kv_cache_bytes=10**8)
-
-
 def test_a_user_is_told_without_the_names_of_our_classes() -> None:
     with pytest.raises(CannotStart) as caught, starting():
         raise MemoryTooSmall("too small: lower it")
@@ -110,33 +134,12 @@ def test_free_memory_is_read_and_that_of_a_container_is_less(tmp_path: Path) -> 
     assert free_host_bytes(tmp_path) > whole / 2
 
 
-def test_a_gpu_gives_all_that_is_free() -> None:
-    assert _size(free_bytes=10**9, device="cuda")[0] == 10**9 // 1000
-    assert _size(free_bytes=10**9, device="cuda", kv_cache_tokens=160) == (11, 160)
-
-
 def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
     config = msgspec.structs.replace(_BASE, dtype="bfloat16", device="cuda")
     told = r"take 20\.00 GiB.*cuda:1 has 15\.00 of its 16\.00 GiB free: 5\.00 GiB are missing.*--tp"
     with pytest.raises(MemoryTooSmall, match=told):
         check_weights_fit(10 << 30, 15 << 30, 16 << 30, config, "cuda:1")
     check_weights_fit(15 << 29, 15 << 30, 16 << 30, config, "cuda:1")
-
-
-def test_a_gpu_without_room_says_which_option_helps() -> None:
-    with pytest.raises(MemoryTooSmall, match=r"takes .* MiB, .* lower --kv-cache-tokens, or raise"):
-        _size(free_bytes=10_000, device="cuda", kv_cache_tokens=160)
-    told = (
-        r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization or --tp, "
-        r"lower --max-num-batched-tokens or --max-num-seqs, or free the GPU"
-    )
-    with pytest.raises(MemoryTooSmall, match=told):
-        _size(free_bytes=2_000 - 2**20, device="cuda")
-    told = r"of 32 tokens; .* lower --max-num-batched-tokens, --max-num-seqs or --max-model-len,"
-    with pytest.raises(MemoryTooSmall, match=told):
-        _size(free_bytes=2_000 - 2**20, device="cuda", tp=2, dcp=2)
-    with pytest.raises(MemoryTooSmall, match=r"112 tokens are missing.*--gpu-memory-utilization"):
-        _size(free_bytes=10_000, device="cuda", max_model_len=256)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -37,14 +37,16 @@ GRAMMARS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[GrammarCompiler]:
+def _compiler() -> Iterator[GrammarCompiler]:
     """Has compiled GRAMMARS."""
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     for grammar in GRAMMARS:
         compiler.compiled(grammar).exception()
     yield compiler
     compiler.close()
+
+
+compiler = pytest.fixture(_compiler, scope="module")
 
 
 class _Executor(UndrawnExecutor):

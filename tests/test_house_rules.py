@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2542,
     "decode_server": 637,
     "deploy": 880,
-    "engine": 9220,
+    "engine": 9132,
     "kvcache": 8020,
     "kvcache/transfer": 6625,
     "model": 3292,
     "prefill_server": 357,
     "protocol": 5749,
     "proxy": 1991,
-    "tests": 40764,
+    "tests": 40437,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.http.api import ServerHooks
-from engine.http.choice import ChoiceGroup, ChoiceStream
+from engine.http.choice import ChoiceStream, PromptGeneration
 from engine.http.middleware import cancelled_on_disconnect
 from engine.http.request_stats import RequestStats
 from engine.process.client import Subscription
@@ -27,46 +27,86 @@ from protocol.process.logging import get_logger
 log = get_logger(__name__)
 
 
-class PromptGeneration:
-    """The running sequences of one call, seen as pieces of its choices.
+class HttpRequestState:
+    """Answers one accepted request, in a stream or whole.
 
     Args:
-        groups: one per prompt, by its request id.
-        num_best: how many choices of each prompt are told the client.
+        prompts: by the ids of the engine's requests, in order.
     """
 
     def __init__(
         self,
+        hooks: ServerHooks,
+        parsed: GenerationRequest,
+        writer: ResponseWriter,
+        prompts: dict[str, PromptGeneration],
         subscription: Subscription,
-        groups: dict[str, ChoiceGroup],
-        num_best: int,
         stats: RequestStats,
     ) -> None:
+        self._hooks = hooks
+        self._parsed = parsed
+        self._writer = writer
+        self._prompts = prompts
         self.subscription = subscription
-        self._groups = groups
-        self._num_best = num_best
-        self._stats = stats
-        self._num_open = sum(len(group.choices) for group in groups.values())
+        self.stats = stats
+        self._num_open = sum(len(prompt.choices) for prompt in prompts.values())
+        self._num_told = 0  # tokens of a stream so far
 
     @property
     def done(self) -> bool:
         return self._num_open == 0
 
-    @property
-    def finals(self) -> list[TokenDelta]:
-        """The last delta of each prompt's first choice, in order; only once `done`."""
-        firsts = [group.choices[0].final for group in self._groups.values()]
-        return [final for final in firsts if final is not None]
+    async def respond(self, receive: Receive) -> Response:
+        """The response; a stream, or one that hands KV over, ends its requests itself.
 
-    @property
-    def usage(self) -> Usage:
-        """Of every candidate, returned or not; a prompt counts once."""
-        groups = self._groups.values()
-        return Usage(
-            prompt_tokens=sum(len(group.prompt.ids) for group in groups),
-            completion_tokens=sum(c.num_tokens for group in groups for c in group.choices),
-            kv=add_kv([final.usage for final in self.finals if final.usage is not None]),
-        )
+        Raises:
+            BatonError: it failed before there is an answer.
+            ClientDisconnected: the client has gone.
+        """
+        response: Response | None = None
+        try:
+            async with cancelled_on_disconnect(receive):
+                pieces = await self.next_pieces()
+                if self._parsed.stream:
+                    response = EventStream(self, pieces)
+                else:
+                    response = await self._whole(pieces)
+            return response
+        finally:
+            if not isinstance(response, EventStream | KVHandoffResponse):
+                self.subscription.close()
+
+    async def _whole(self, pieces: list[ChoicePiece]) -> Response:
+        merged: dict[int, ChoicePiece] = {}
+        while True:
+            for piece in pieces:
+                if piece.index in merged:
+                    merged[piece.index].extend(piece)
+                else:
+                    merged[piece.index] = piece
+            if self.done:
+                break
+            pieces = await self.next_pieces()
+        choices = self._best(merged)
+        usage, extra = self._finish(choices[0].finish_reason)
+        body = self._writer.full(choices, usage, extra)
+        headers = {"x-baton-kv": kv_header(usage)}
+        if extra:
+            return KVHandoffResponse(self.subscription, body, headers)
+        return Response(body, media_type="application/json", headers=headers)
+
+    def _best(self, merged: dict[int, ChoicePiece]) -> list[ChoicePiece]:
+        """Of the whole answers by index, those to be returned, in order and with new indices."""
+        chosen: list[ChoiceStream] = []
+        for prompt in self._prompts.values():
+            ranked = prompt.choices
+            if len(ranked) > self._parsed.n:
+                ranked = sorted(ranked, key=lambda choice: -choice.mean_logprob)
+            chosen += ranked[: self._parsed.n]
+        pieces = [merged[choice.index] for choice in chosen]
+        for index, piece in enumerate(pieces):
+            piece.index = index
+        return pieces
 
     async def next_pieces(self) -> list[ChoicePiece]:
         """What has arrived since the last call, at least one piece until `done`.
@@ -80,101 +120,29 @@ class PromptGeneration:
             if pieces or self.done:
                 return pieces
 
-    def best(self, merged: dict[int, ChoicePiece]) -> list[ChoicePiece]:
-        """Of the whole answers by index, those to be returned, in order and with new indices."""
-        chosen: list[ChoiceStream] = []
-        for group in self._groups.values():
-            ranked = group.choices
-            if len(ranked) > self._num_best:
-                ranked = sorted(ranked, key=lambda choice: -choice.mean_logprob)
-            chosen += ranked[: self._num_best]
-        pieces = [merged[choice.index] for choice in chosen]
-        for index, piece in enumerate(pieces):
-            piece.index = index
-        return pieces
-
     def _feed(self, delta: TokenDelta) -> ChoicePiece | None:
         if delta.error is not None:
             raise delta.error.to_error()
-        group = self._groups[delta.request_id]
+        prompt = self._prompts[delta.request_id]
         if delta.prompt_logprobs is not None:
-            group.prompt.add_logprobs(delta.prompt_logprobs)
-        choice = group.choices[delta.choice]
+            prompt.add_logprobs(delta.prompt_logprobs)
+        choice = prompt.choices[delta.choice]
         was_found = choice.stop_found
         piece = choice.feed(delta)
         if piece is None:
             return None
         if piece.token_ids:
-            self._stats.tokens(len(piece.token_ids))
+            self.stats.tokens(len(piece.token_ids))
         if piece.finish_reason is not None:
             self._num_open -= 1
         elif choice.needs_abort and not was_found:
-            several = len(group.choices) > 1
+            several = len(prompt.choices) > 1
             self.subscription.abort(delta.request_id, delta.choice if several else None)
         return piece
 
-
-class HttpRequestState:
-    """Answers one accepted request, in a stream or whole."""
-
-    def __init__(
-        self,
-        hooks: ServerHooks,
-        parsed: GenerationRequest,
-        writer: ResponseWriter,
-        generation: PromptGeneration,
-        stats: RequestStats,
-    ) -> None:
-        self._hooks = hooks
-        self._parsed = parsed
-        self._writer = writer
-        self.generation = generation
-        self.stats = stats
-        self._sends_empty = parsed.return_token_ids or parsed.wants_logprobs
-        self._num_told = 0  # tokens of a stream so far
-
-    async def respond(self, receive: Receive) -> Response:
-        """The response; a stream, or one that hands KV over, ends the generation itself.
-
-        Raises:
-            BatonError: it failed before there is an answer.
-            ClientDisconnected: the client has gone.
-        """
-        response: Response | None = None
-        try:
-            async with cancelled_on_disconnect(receive):
-                pieces = await self.generation.next_pieces()
-                if self._parsed.stream:
-                    response = EventStream(self, pieces)
-                else:
-                    response = await self._whole(pieces)
-            return response
-        finally:
-            if not isinstance(response, EventStream | KVHandoffResponse):
-                self.generation.subscription.close()
-
-    async def _whole(self, pieces: list[ChoicePiece]) -> Response:
-        merged: dict[int, ChoicePiece] = {}
-        while True:
-            for piece in pieces:
-                if piece.index in merged:
-                    merged[piece.index].extend(piece)
-                else:
-                    merged[piece.index] = piece
-            if self.generation.done:
-                break
-            pieces = await self.generation.next_pieces()
-        choices = self.generation.best(merged)
-        usage, extra = self._finish(choices[0].finish_reason)
-        body = self._writer.full(choices, usage, extra)
-        headers = {"x-baton-kv": kv_header(usage)}
-        if extra:
-            return KVHandoffResponse(self.generation.subscription, body, headers)
-        return Response(body, media_type="application/json", headers=headers)
-
     def events(self, pieces: list[ChoicePiece]) -> bytes:
         """The stream's bytes for some pieces, through [DONE] when they are the last."""
-        last = len(pieces) - 1 if self.generation.done else -1
+        last = len(pieces) - 1 if self.done else -1
         parts: list[bytes] = []
         for position, piece in enumerate(pieces):
             self._num_told += len(piece.token_ids)
@@ -189,18 +157,33 @@ class HttpRequestState:
         """Up to the piece at hand, where a client wants it: others may have arrived with it."""
         if not self._parsed.continuous_usage:
             return None
-        return msgspec.structs.replace(self.generation.usage, completion_tokens=self._num_told)
+        return msgspec.structs.replace(self._usage(), completion_tokens=self._num_told)
 
     def _tells_something(self, piece: ChoicePiece) -> bool:
         if piece.text or piece.tool_calls or piece.first or piece.finish_reason:
             return True
-        return self._sends_empty and bool(piece.token_ids)  # none after a stop string
+        shows_tokens = self._parsed.return_token_ids or self._parsed.wants_logprobs
+        return shows_tokens and bool(piece.token_ids)  # none after a stop string
 
     def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:
-        usage = self.generation.usage
-        extra = self._hooks.finish(self.generation.finals)
+        usage = self._usage()
+        extra = self._hooks.finish(self._finals())
         self.stats.finished(usage, finish_reason or "stop")
         return usage, extra
+
+    def _finals(self) -> list[TokenDelta]:
+        """The last delta of each prompt's first choice, in order, as far as they have come."""
+        firsts = [prompt.choices[0].final for prompt in self._prompts.values()]
+        return [final for final in firsts if final is not None]
+
+    def _usage(self) -> Usage:
+        """Of every candidate, returned or not; a prompt counts once."""
+        prompts = self._prompts.values()
+        return Usage(
+            prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
+            completion_tokens=sum(c.num_tokens for prompt in prompts for c in prompt.choices),
+            kv=add_kv([final.usage for final in self._finals() if final.usage is not None]),
+        )
 
 
 class KVHandoffResponse(Response):
@@ -247,23 +230,23 @@ class EventStream(Response):
             self._call.stats.close(error)
             raise
         finally:
-            self._call.generation.subscription.close()
+            self._call.subscription.close()
 
     async def _send_events(self, send: Send) -> None:
-        generation, pieces = self._call.generation, self._pieces
+        call, pieces = self._call, self._pieces
         try:
             while True:
-                if data := self._call.events(pieces):
-                    await _send_body(send, data, more=not generation.done)
-                if generation.done:
+                if data := call.events(pieces):
+                    await _send_body(send, data, more=not call.done)
+                if call.done:
                     return
-                pieces = await generation.next_pieces()
+                pieces = await call.next_pieces()
         except BatonError as error:
             failure = error
         except Exception:
             log.exception("a stream failed")
             failure = InternalError("The server failed while it was answering.")
-        self._call.stats.close(failure)
+        call.stats.close(failure)
         await _send_body(send, sse.error_event(failure), more=False)
 
 

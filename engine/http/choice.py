@@ -2,11 +2,9 @@
 calls out. Pure, no I/O."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from engine.http.text_encoder import given_texts
-from engine.text.detokenizer import StopFinder, create_detokenizer
+from engine.text.detokenizer import Detokenizer, StopFinder, create_detokenizer
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import ToolParser, create_tool_parser
 from protocol.errors import InternalError
@@ -15,26 +13,48 @@ from protocol.openai.chat import ChatRequest
 from protocol.openai.logprobs import TokenReport, TokenText
 from protocol.openai.responses import ChoicePiece
 from protocol.openai.sampling import GenerationRequest
+from protocol.openai.tools import Tools
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _HEAD_CHARS = 4  # of a text, by which its beginning is found behind what was put before it
 
 
-class Prompt:
-    """What the choices of one prompt share: its echo, and how its tokens are shown.
+class PromptGeneration:
+    """One prompt: its choices, its echo, and how tokens are shown.
 
     Args:
+        add: the engine's request.
         given: the text that the client sent, or None where it sent token ids.
+        first: index in the answer of the first of the choices.
+        tool_call_parser: how the model writes calls; see tool_parser.tool_syntax.
     """
 
     def __init__(
-        self, request: GenerationRequest, ids: Sequence[int], given: str | None, tokens: Tokenizer
+        self,
+        request: GenerationRequest,
+        add: AddRequest,
+        given: str | None,
+        tokenizer: Tokenizer,
+        first: int = 0,
+        tool_call_parser: str = "auto",
     ) -> None:
-        self.ids = ids
-        self.tokenizer = tokens
-        self._request = request
+        self.ids = add.token_ids
+        self.request = request
         self._given = given
+        self._tokenizer = tokenizer
         self._found: list[TokenLogprobs | None] = []
+        skips = request.skip_special_tokens
+        tools = request.toolset if isinstance(request, ChatRequest) else Tools()
+        self.choices = [
+            ChoiceStream(
+                index,
+                self,
+                add,
+                create_detokenizer(tokenizer, self.ids, skip_special_tokens=skips),
+                create_tool_parser(tools, tool_call_parser, tokenizer.chat_template),
+            )
+            for index in range(first, first + add.num_choices)
+        ]
 
     def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
         """The next of the prompt's tokens, in order."""
@@ -58,14 +78,14 @@ class Prompt:
         return TokenReport(token, _finite(found.logprob), top, offset)
 
     def _text(self, token_id: int) -> TokenText:
-        plain = self.tokenizer.token_text(token_id)
-        as_id = self._request.return_tokens_as_token_ids
+        plain = self._tokenizer.token_text(token_id)
+        as_id = self.request.return_tokens_as_token_ids
         return TokenText(f"token_id:{token_id}", plain.raw) if as_id else plain
 
     def echo(self) -> tuple[str, list[TokenReport] | None]:
         """The prompt's text, and its tokens where log-probabilities are wanted."""
         text, offsets = self._text_and_offsets()
-        num_top = self._request.num_logprobs
+        num_top = self.request.num_logprobs
         if num_top is None:
             return text, None
         entries = zip(self.ids, self._complete(), offsets, strict=True)
@@ -73,8 +93,8 @@ class Prompt:
 
     def logprobs(self) -> list[Any] | None:
         """`prompt_logprobs` as vLLM has it: per token an object by token id, null for the first."""
-        num_top = self._request.prompt_logprobs
-        if num_top is None or self._request.is_prefill:
+        num_top = self.request.prompt_logprobs
+        if num_top is None or self.request.is_prefill:
             return None
         found = zip(self.ids, self._complete(), strict=True)
         return [one and self._by_id(token_id, one, num_top) for token_id, one in found]
@@ -104,8 +124,8 @@ class Prompt:
 
         A text is echoed as it came; what the tokenizer put before it (a BOS) takes no room there.
         """
-        skips = self._given is None and self._request.skip_special_tokens
-        detokenizer = create_detokenizer(self.tokenizer, skip_special_tokens=skips)
+        skips = self._given is None and self.request.skip_special_tokens
+        detokenizer = create_detokenizer(self._tokenizer, skip_special_tokens=skips)
         offsets, text = [], ""
         for token_id in self.ids:
             offsets.append(len(text))
@@ -129,18 +149,20 @@ class ChoiceStream:
 
     Args:
         index: of the choice in the answer.
-        add: the engine's request that the choice is drawn for.
+        prompt: that it continues.
+        add: the engine's request.
         tool_parser: reads the tool calls out of the text, where there can be some.
     """
 
     def __init__(
         self,
         index: int,
-        request: GenerationRequest,
-        prompt: Prompt,
+        prompt: PromptGeneration,
         add: AddRequest,
+        detokenizer: Detokenizer,
         tool_parser: ToolParser | None,
     ) -> None:
+        request = prompt.request
         self.index = index
         self.num_tokens = 0  # generated, up to and including what completed a stop string
         self.final: TokenDelta | None = None
@@ -153,9 +175,7 @@ class ChoiceStream:
         # The text of what ended the sequence, where it is wanted, is what the tokenizer says.
         keeps_stop = request.include_stop_str_in_output
         self._end_ids = frozenset(() if keeps_stop else add.stop_token_ids)
-        self._detokenizer = create_detokenizer(
-            prompt.tokenizer, prompt.ids, skip_special_tokens=request.skip_special_tokens
-        )
+        self._detokenizer = detokenizer
         self._stops = StopFinder(request.stop, keeps_stop=keeps_stop)
         self._offset = 0  # characters of the answer so far, held ones included
         self._first = True
@@ -249,34 +269,3 @@ def _take_calls_out(piece: ChoicePiece, parser: ToolParser) -> None:
         piece.tool_calls += rest.calls
         if piece.finish_reason == "stop" and parser.num_calls:
             piece.finish_reason = "tool_calls"
-
-
-@dataclass(frozen=True)
-class ChoiceGroup:
-    """One prompt and the choices drawn for it."""
-
-    prompt: Prompt
-    choices: list[ChoiceStream]
-
-
-def choice_groups(
-    parsed: GenerationRequest,
-    adds: Sequence[AddRequest],
-    tokenizer: Tokenizer,
-    tool_call_parser: str,
-) -> dict[str, ChoiceGroup]:
-    """The choices of each prompt of a request, by the id of what the engine was asked."""
-
-    def tool_parser() -> ToolParser | None:
-        if not isinstance(parsed, ChatRequest):
-            return None
-        return create_tool_parser(parsed.toolset, tool_call_parser, tokenizer.chat_template)
-
-    groups: dict[str, ChoiceGroup] = {}
-    for number, (add, given) in enumerate(zip(adds, given_texts(parsed), strict=True)):
-        prompt = Prompt(parsed, add.token_ids, given, tokenizer)
-        first = number * add.num_choices
-        indices = range(first, first + add.num_choices)
-        choices = [ChoiceStream(at, parsed, prompt, add, tool_parser()) for at in indices]
-        groups[add.request_id] = ChoiceGroup(prompt, choices)
-    return groups

@@ -1,7 +1,7 @@
 """One call of an endpoint that generates: from the body to the last byte.
 
-body -> parse -> tokenize -> AddRequests (with the server's hooks) -> PromptGeneration
-     -> response (call.py)
+body -> parse -> tokenize -> AddRequests (with the server's hooks)
+     -> PromptGenerations (choice.py) -> response (call.py)
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from engine.http.api import Api, Endpoint
-from engine.http.call import HttpRequestState, PromptGeneration
-from engine.http.choice import choice_groups
+from engine.http.call import HttpRequestState
+from engine.http.choice import PromptGeneration
 from engine.http.limits import (
     check_against_server,
     check_model,
@@ -33,7 +33,7 @@ from engine.http.middleware import (
     refusal_of,
 )
 from engine.http.request_stats import RequestStats
-from engine.http.text_encoder import text_digest
+from engine.http.text_encoder import given_texts, text_digest
 from protocol.errors import BatonError
 from protocol.http.connections import ClientDisconnected
 from protocol.kv_params import client_request, decode_context, sender_releases
@@ -97,12 +97,22 @@ async def _start(
     try:  # all else is made while the engine has begun
         stats.accepted(sum(len(add.token_ids) for add in adds))
         writer = endpoint.new_writer(parsed, api.fingerprint)
-        groups = choice_groups(parsed, adds, api.tokenizer, api.settings.tool_call_parser)
-        generation = PromptGeneration(subscription, groups, parsed.n, stats)
+        prompts = _prompts(api, parsed, adds)
     except BaseException:
         subscription.close()
         raise
-    return HttpRequestState(api.hooks, parsed, writer, generation, stats)
+    return HttpRequestState(api.hooks, parsed, writer, prompts, subscription, stats)
+
+
+def _prompts(
+    api: Api, parsed: GenerationRequest, adds: list[AddRequest]
+) -> dict[str, PromptGeneration]:
+    how, n = api.settings.tool_call_parser, parsed.num_candidates
+    given = zip(adds, given_texts(parsed), strict=True)
+    return {
+        add.request_id: PromptGeneration(parsed, add, text, api.tokenizer, at * n, how)
+        for at, (add, text) in enumerate(given)
+    }
 
 
 async def _engine_requests(

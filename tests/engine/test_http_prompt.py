@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.http.choice import Prompt
+from engine.http.choice import PromptGeneration
 from engine.text.tokenizer import Tokenizer
+from protocol.messages import AddRequest
 from protocol.openai.completions import parse_completion
 from tests.engine.test_tokenizer import write_sentencepiece_like
 
@@ -20,7 +21,8 @@ def offsets(tokenizer: Tokenizer, given: str) -> list[tuple[str, int]]:
     """Tokens of the echo of `given`, and where they begin."""
     asked = parse_completion({"model": "m", "prompt": given, "echo": True, "logprobs": 0})
     ids = tokenizer.encode(given)
-    prompt = Prompt(asked, ids, given, tokenizer)
+    add = AddRequest(request_id="r", token_ids=ids, sampling=asked.sampling(0), max_tokens=1)
+    prompt = PromptGeneration(asked, add, given, tokenizer)
     prompt.add_logprobs([None] * len(ids))
     text, reports = prompt.echo()
     assert text == given and reports is not None

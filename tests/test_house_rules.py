@@ -20,7 +20,7 @@ MAX_LINES = {
     "benchmarks": 2542,
     "decode_server": 637,
     "deploy": 880,
-    "engine": 9132,
+    "engine": 9114,
     "kvcache": 8020,
     "kvcache/transfer": 6625,
     "model": 3292,

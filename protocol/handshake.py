@@ -5,7 +5,7 @@ ones have defaults. Only what changes the meaning of the bytes must match (`chec
 tensor parallelism, layout order, block size and device kind may differ and are bridged. The
 version number rises only when an old reader would misread a new message.
 
-A side-channel frame pair is `[mac, payload]`: HMAC-SHA256 with the cluster secret over the
+A side-channel message is a MAC and its payload: HMAC-SHA256 with the cluster secret over the
 msgpack payload, with a different label for requests and replies so that neither can be reflected
 as the other. A request carries a nonce that its reply repeats, so a late reply is never taken
 for the answer to another question; lease ids are random, so a replayed request changes nothing.
@@ -266,7 +266,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
 
 
 class FrameError(ValueError):
-    """Frames that are no authentic message; the text says what is wrong with them."""
+    """No authentic message; the text says what is wrong with it."""
 
 
 Request = GetMetadata | LeaseRequest
@@ -278,21 +278,22 @@ _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_re
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _REQUEST = b"baton side channel request"
 _REPLY = b"baton side channel reply"
+_MAC_BYTES = 32
 
 
-def seal_request(request: Request, secret: bytes) -> list[bytes]:
+def seal_request(request: Request, secret: bytes) -> bytes:
     return _sealed(_REQUEST, request, secret)
 
 
-def seal_reply(reply: Reply, secret: bytes) -> list[bytes]:
+def seal_reply(reply: Reply, secret: bytes) -> bytes:
     return _sealed(_REPLY, reply, secret)
 
 
-def open_request(frames: list[bytes], secret: bytes) -> Request:
-    """Raises FrameError unless the frames are an authentic, well-formed request."""
-    _check_authentic(frames, _REQUEST, secret)
+def open_request(message: bytes, secret: bytes) -> Request:
+    """Raises FrameError unless the message is an authentic, well-formed request."""
+    _check_authentic(message, _REQUEST, secret)
     try:
-        request = _request_decoder.decode(frames[1])
+        request = _request_decoder.decode(message[_MAC_BYTES:])
     except msgspec.MsgspecError as error:
         raise FrameError(f"request is malformed: {error}") from error
     for field in request.__struct_fields__:
@@ -301,32 +302,31 @@ def open_request(frames: list[bytes], secret: bytes) -> Request:
     return request
 
 
-def open_reply(frames: list[bytes], secret: bytes) -> Reply:
-    """Raises FrameError unless the frames are an authentic, well-formed reply.
+def open_reply(message: bytes, secret: bytes) -> Reply:
+    """Raises FrameError unless the message is an authentic, well-formed reply.
 
     A Refused is let through without proof: a peer with another secret can give none, and
     believing it can only make a pull fail.
     """
     try:
-        reply = _reply_decoder.decode(frames[-1] if frames else b"")
+        reply = _reply_decoder.decode(message[_MAC_BYTES:])
     except msgspec.MsgspecError as error:
         raise FrameError(f"reply is malformed: {error}") from error
     if not isinstance(reply, Refused):
-        _check_authentic(frames, _REPLY, secret)
+        _check_authentic(message, _REPLY, secret)
     return reply
 
 
-def _sealed(label: bytes, message: Request | Reply, secret: bytes) -> list[bytes]:
+def _sealed(label: bytes, message: Request | Reply, secret: bytes) -> bytes:
     payload = _encode(message)
-    return [_mac(label, payload, secret), payload]
+    return _mac(label, payload, secret) + payload
 
 
 def _mac(label: bytes, payload: bytes, secret: bytes) -> bytes:
     return hmac.digest(secret, label + b"\0" + payload, hashlib.sha256)
 
 
-def _check_authentic(frames: list[bytes], label: bytes, secret: bytes) -> None:
-    if len(frames) != 2:
-        raise FrameError(f"expected 2 frames (mac, payload), got {len(frames)}")
-    if not hmac.compare_digest(frames[0], _mac(label, frames[1], secret)):
+def _check_authentic(message: bytes, label: bytes, secret: bytes) -> None:
+    expected = _mac(label, message[_MAC_BYTES:], secret)
+    if not hmac.compare_digest(message[:_MAC_BYTES], expected):
         raise FrameError("the MAC is wrong: the two engines have different cluster secrets")

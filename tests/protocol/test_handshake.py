@@ -236,30 +236,28 @@ def test_unknown_fields_are_ignored_and_optional_ones_have_defaults() -> None:
 @given(st.data())
 @settings(deadline=None)
 def test_property_no_changed_bit_is_accepted(data: st.DataObject) -> None:
-    frames = seal_request(REQUESTS[2], SECRET)
-    which = data.draw(st.integers(0, 1))
-    bit = data.draw(st.integers(0, len(frames[which]) * 8 - 1))
-    changed = bytearray(frames[which])
+    changed = bytearray(seal_request(REQUESTS[2], SECRET))
+    bit = data.draw(st.integers(0, len(changed) * 8 - 1))
     changed[bit // 8] ^= 1 << bit % 8
-    frames[which] = bytes(changed)
     with pytest.raises(FrameError):
-        open_request(frames, SECRET)
+        open_request(bytes(changed), SECRET)
 
 
-@given(st.lists(st.binary(max_size=80), max_size=4))
+@given(st.binary(max_size=200))
 @settings(deadline=None)
-def test_property_garbage_is_a_frame_error(frames: list[bytes]) -> None:
+def test_property_garbage_is_a_frame_error(message: bytes) -> None:
     for opened in (open_request, open_reply):
         with pytest.raises(FrameError):
-            opened(frames, SECRET)
+            opened(message, SECRET)
 
 
 def test_requests_and_replies_are_not_each_others_proof() -> None:
     with pytest.raises(FrameError):
         open_request(seal_reply(Ok(nonce="n"), SECRET), SECRET)
-    mac = seal_request(GetMetadata(nonce="n"), SECRET)[0]
+    ok = Ok(nonce="n")
+    reflected = seal_request(ok, SECRET)  # type: ignore[arg-type]
     with pytest.raises(FrameError):
-        open_reply([mac, msgspec.msgpack.encode(Ok(nonce="n"))], SECRET)
+        open_reply(reflected, SECRET)
 
 
 def test_only_a_refusal_is_believed_without_proof() -> None:
@@ -276,4 +274,4 @@ def test_ids_are_bounded() -> None:
                 seal_request(Renew(nonce="n", incarnation="i", lease_id=text), SECRET), SECRET
             )
     with pytest.raises(FrameError):
-        open_request([os.urandom(32), os.urandom(200)], SECRET)
+        open_request(os.urandom(232), SECRET)

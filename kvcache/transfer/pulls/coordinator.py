@@ -29,7 +29,6 @@ from kvcache.transfer.pulls.messages import (
     PullSettings,
     PullStuck,
     Report,
-    address_of,
     key_of,
     pull_command,
 )
@@ -37,7 +36,6 @@ from kvcache.transfer.pulls.peers import (
     DISTRUSTED,
     Peer,
     PeerTable,
-    Trust,
     misfit_of,
     unreachable,
 )
@@ -106,8 +104,6 @@ class PullCoordinator:
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, "pull-coordinator")
         self._peers = PeerTable(compat, self._settings, convert, Stripe(0, dcp, block_size))
-        self._trust = Trust(self._settings)
-        self._announced: dict[PeerKey, Address] = {}  # peers that the ranks know
         self._pulls: dict[str, PullState] = {}
         self._attempts: dict[str, PullState] = {}  # by attempt id: whose answer it is
         self._planned: list[tuple[float, str]] = []  # heap: when a pull has something to do
@@ -119,8 +115,7 @@ class PullCoordinator:
     def knows(self, remote: RemotePrefill) -> bool:
         """Whether hands were shaken with its engine, so that `connect` would tell PeerReady."""
         peer = self._peers.get(key_of(remote))
-        is_trusted = not self._trust.refuses(key_of(remote), self._clock())
-        return peer is not None and peer.metadata is not None and is_trusted
+        return peer is not None and bool(peer.metadata) and not peer.refuses(self._clock())
 
     def connect(self, remote: RemotePrefill) -> None:
         """Shakes hands unless that was done; PeerReady or PeerFailed tells the outcome."""
@@ -174,7 +169,7 @@ class PullCoordinator:
         self._ranks.close()
         for state in self._pulls.values():
             if not state.is_untouched:
-                self._leases.post(address_of(state.remote), state.abort())
+                self._leases.post(state.address, state.abort())
         until = time.monotonic() + _CLOSE_LINGER_S
         while self._leases.has_unsent and time.monotonic() < until:
             self._select(until - time.monotonic())
@@ -264,30 +259,33 @@ class PullCoordinator:
     # -- connections
 
     def _pulls_from(self, address: Address) -> list[PullState]:
-        return [state for state in self._pulls.values() if address_of(state.remote) == address]
+        return [state for state in self._pulls.values() if state.address == address]
+
+    def _asked_at(self, address: Address) -> list[Peer]:
+        return [peer for peer in self._peers.at(address) if peer.is_asked]
 
     def _lost(self, address: Address) -> None:
         """Nothing listens there: whatever waits for an answer from there fails now, and the ranks
         forget the peer, whose memory is not freed while it is mapped."""
         self._counters["connections_lost"] += 1
         now, error = self._clock(), unreachable(address, "cannot be connected to")
-        for key in [key for key, at in self._announced.items() if at == address]:
-            self._forget(key)
+        for peer in self._peers.at(address):
+            self._forget(peer)
         self._leases.forget(address)
         for state in self._pulls_from(address):
-            self._forget(key_of(state.remote))
             self._perform(state, state.fail(error, now))
         self._fail_handshakes(address, error)
 
     def _fail_handshakes(self, address: Address, error: PeerUnreachable) -> None:
-        for peer in self._peers.asked_at(address):
+        for peer in self._asked_at(address):
             self._peers.fail(peer, error, self._clock())
             self._peer_decided(peer)
 
-    def _forget(self, key: PeerKey) -> None:
-        self._peers.forget(key)
-        if self._announced.pop(key, None):
-            self._ranks.broadcast(DropPeer(*key))
+    def _forget(self, peer: Peer) -> None:
+        peer.metadata = None
+        if peer.is_announced:
+            peer.is_announced = False
+            self._ranks.broadcast(DropPeer(*peer.key))
 
     # -- what the engine asks for
 
@@ -333,7 +331,7 @@ class PullCoordinator:
     # -- peers
 
     def _take_metadata(self, address: Address, reply: Metadata) -> None:
-        asked = [peer for peer in self._peers.asked_at(address) if peer.nonce == reply.nonce]
+        asked = [peer for peer in self._asked_at(address) if peer.nonce == reply.nonce]
         if asked:
             self._supersede((reply.engine.engine_id, reply.engine.incarnation), address)
         for peer in asked:
@@ -343,15 +341,15 @@ class PullCoordinator:
     def _supersede(self, current: PeerKey, address: Address) -> None:
         """What other engines at this address leased is not there any more. A restarted server
         has a new engine id as well as a new incarnation."""
-        undecided = [state for state in self._pulls_from(address) if state.is_undecided]
-        known = {key for key, at in self._announced.items() if at == address}
-        for key in known.union(key_of(state.remote) for state in undecided) - {current}:
-            self._counters["peer_restarts"] += 1
-            self._forget(key)
-            gone = LeaseGone(f"prefill server {key[0]} was restarted")
-            for state in undecided:
-                if key_of(state.remote) == key:
-                    self._perform(state, state.fail(gone, self._clock()))
+        pulls = [s for s in self._pulls_from(address) if s.is_undecided and s.key != current]
+        others = [peer for peer in self._peers.at(address) if peer.key != current]
+        gone = {state.key for state in pulls}.union(p.key for p in others if p.is_announced)
+        self._counters["peer_restarts"] += len(gone)
+        for peer in others:
+            self._forget(peer)
+        for state in pulls:
+            error = LeaseGone(f"prefill server {state.key[0]} was restarted")
+            self._perform(state, state.fail(error, self._clock()))
 
     def _peer_decided(self, peer: Peer) -> None:
         """Tells whoever waits for this peer, if there is something to tell."""
@@ -361,12 +359,8 @@ class PullCoordinator:
             peer.is_awaited = False
             failed = peer.error and PeerFailed(*peer.key, peer.error)
             self._emit(failed or PeerReady(*peer.key))
-        pulls = self._pulls_from(peer.address)
-        for state in pulls:
-            if key_of(state.remote) == peer.key:
-                self._offer(state, peer)
-        if peer.error and not self._pulls_from(peer.address):
-            self._leases.forget(peer.address)  # or it would try to reconnect for ever
+        for state in [state for state in self._pulls.values() if state.key == peer.key]:
+            self._offer(state, peer)
 
     def _offer(self, state: PullState, peer: Peer) -> None:
         """Lets a waiting pull go on, or fail, when its peer is known."""
@@ -377,32 +371,26 @@ class PullCoordinator:
         if error := peer.error or misfit or self._withheld(state.remote):
             self._perform(state, state.fail(error, now))
             return
-        if metadata is not None and peer.key not in self._announced:
-            self._announced[peer.key] = peer.address
+        if metadata is not None and not peer.is_announced:
+            peer.is_announced = True
             self._ranks.broadcast(AddPeer(metadata))
         self._perform(state, state.peer_ready(now))
 
     def _reading_from(self, key: PeerKey) -> list[PullState]:
-        return [s for s in self._pulls.values() if s.reads and key_of(s.remote) == key]
+        return [state for state in self._pulls.values() if state.reads and state.key == key]
 
     def _withheld(self, remote: RemotePrefill) -> PullWithheld | None:
         """Why nothing shall be pulled from there now: it would only be lost as well, and blocks
         with it."""
-        key = key_of(remote)
-        if key not in self._trust:
+        peer = self._peers.get(key_of(remote))
+        if peer is None or not peer.pulls_failed:
             return None
-        others = self._reading_from(key)
+        others = self._reading_from(peer.key)
         hangs = any(state.hangs for state in others)
-        if not hangs and not self._trust.refuses(key, self._clock(), busy=bool(others)):
+        if not hangs and not peer.refuses(self._clock(), busy=bool(others)):
             return None
         why = "READs from it hang" if hangs else "the latest pulls failed"
-        return PullWithheld(f"nothing is pulled from prefill server {key[0]} for now: {why}")
-
-    def _suspect(self, remote: RemotePrefill) -> None:
-        """A pull from there failed: shake hands anew, and do not try for ever."""
-        self._peers.forget(key_of(remote))
-        if self._trust.failed(key_of(remote), self._clock()):
-            logger.warning(DISTRUSTED, remote.engine_id, *address_of(remote))
+        return PullWithheld(f"nothing is pulled from prefill server {peer.key[0]} for now: {why}")
 
     # -- actions
 
@@ -425,20 +413,19 @@ class PullCoordinator:
             self._ended.popitem(last=False)
 
     def _send(self, state: PullState, action: Action) -> None:
-        remote = state.remote
+        peer = self._peers.of(state.remote)
+        if isinstance(action, SuspectPeer | PullStuck):  # shake hands anew, and not for ever
+            if peer.pull_failed(self._clock()):
+                logger.warning(DISTRUSTED, peer.key[0], *state.address)
+        elif isinstance(action, PullDone):  # which says nothing of others that hang
+            if not any(other.hangs for other in self._reading_from(peer.key)):
+                peer.pulls_failed, peer.no_pulls_until = 0, 0.0
         if isinstance(action, LeaseRequest):
-            self._leases.post(address_of(remote), action)
+            self._leases.post(state.address, action)
         elif isinstance(action, Command):
             self._ranks.broadcast(action)
-        elif isinstance(action, SuspectPeer):
-            self._suspect(remote)
-        else:
+        elif not isinstance(action, SuspectPeer):
             self._emit(action)
-            if isinstance(action, PullStuck):
-                self._suspect(remote)
-            elif isinstance(action, PullDone) and key_of(remote) in self._trust:
-                if not any(other.hangs for other in self._reading_from(key_of(remote))):
-                    self._trust.done(key_of(remote))
 
     # -- what comes in
 
@@ -451,8 +438,7 @@ class PullCoordinator:
             self._take_metadata(address, reply)
         elif isinstance(reply, Refused):
             self._counters["refused"] += 1
-            where = f"{address[0]}:{address[1]}"
-            error = PeerUnreachable(f"{where} refused us: {reply.reason}")
-            self._fail_handshakes(address, error)
+            told = f"{address[0]}:{address[1]} refused us: {reply.reason}"
+            self._fail_handshakes(address, PeerUnreachable(told))
         elif state := self._attempts.get(reply.nonce.partition("-")[2]):
             self._perform(state, state.answered(reply, self._clock()))

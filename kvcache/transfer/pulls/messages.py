@@ -36,8 +36,7 @@ def key_of(remote: RemotePrefill) -> PeerKey:
 
 
 def address_of(remote: RemotePrefill) -> tuple[str, int]:
-    """Of the engine's side channel."""
-    return remote.host, remote.port
+    return remote.host, remote.port  # of the side channel
 
 
 @dataclass(frozen=True)
@@ -55,21 +54,18 @@ class PullSettings:
     backoff_max_s: float = 60.0
 
 
-@dataclass(frozen=True)
-class PeerReady:
+class PeerReady(msgspec.Struct, frozen=True):
     engine_id: str
     incarnation: str
 
 
-@dataclass(frozen=True)
-class PeerFailed:
+class PeerFailed(msgspec.Struct, frozen=True):
     engine_id: str
     incarnation: str
     error: BatonError
 
 
-@dataclass(frozen=True)
-class PullDone:
+class PullDone(msgspec.Struct, frozen=True):
     """Every rank has read, and the lease was held until then."""
 
     pull_id: str
@@ -79,20 +75,17 @@ class PullDone:
     path: str  # of PATHS
 
 
-@dataclass(frozen=True)
-class PullFailed:
+class PullFailed(msgspec.Struct, frozen=True):
     pull_id: str
     error: BatonError
     drained: bool
 
 
-@dataclass(frozen=True)
-class PullDrained:
+class PullDrained(msgspec.Struct, frozen=True):
     pull_id: str
 
 
-@dataclass(frozen=True)
-class PullStuck:
+class PullStuck(msgspec.Struct, frozen=True):
     """READs of a cancelled pull go on after the grace; PullDrained comes when they have ended."""
 
     pull_id: str

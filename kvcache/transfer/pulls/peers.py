@@ -16,7 +16,7 @@ from protocol.messages import RemotePrefill
 
 _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
 _MAX_FAILURES = 2  # of pulls in a row, before a peer gets none for a while
-_MAX_FAILED = 1024  # remembered; the references that name peers are signed, so this is ample
+_MAX_IDLE = 1024  # peers remembered; the references that name them are signed: this is ample
 # To be filled in: engine id, host, port.
 DISTRUSTED = (
     "pulls from prefill server %s (%s:%d) fail one after the other: its prompts are computed here, "
@@ -34,23 +34,51 @@ def unreachable(address: tuple[str, int], what: str) -> PeerUnreachable:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Peer:
-    """Being asked, or known by its metadata, or not usable for the error."""
+    """A prefill engine: unknown, being asked, known by its metadata, or unusable for the error.
+
+    One whose pulls failed twice in a row gets none for a time that doubles, then one at a time,
+    until one is done.
+    """
 
     key: PeerKey
     address: tuple[str, int]
+    settings: PullSettings
     metadata: EngineMetadata | None = None
     error: BatonError | None = None
-    failures: int = 0  # in a row
-    deadline: float = 0.0  # gives up; after an error: may be tried again
+    failures: int = 0  # handshakes, in a row
+    is_asked: bool = False
+    deadline: float = 0.0  # when asked: gives up; after an error: may be asked again
     next_ask: float = 0.0
     nonce: str = ""  # of the question; set by who asks
     is_awaited: bool = False  # somebody is to be told what comes of it; likewise
+    is_announced: bool = False  # the ranks know it; likewise
+    pulls_failed: int = 0  # in a row
+    no_pulls_until: float = 0.0
 
     @property
-    def is_asked(self) -> bool:
-        return self.metadata is None and self.error is None
+    def is_used(self) -> bool:
+        return self.is_asked or self.metadata is not None or self.is_announced
+
+    def fail(self, error: BatonError, now: float) -> None:
+        self.is_asked, self.metadata, self.error = False, None, error
+        self.deadline = now + _backoff_s(self.settings, self.failures)
+        self.failures += 1
+
+    def pull_failed(self, now: float) -> bool:
+        """Whether it has just lost its trust. Its metadata may be wrong as well."""
+        self.metadata = None
+        if now < self.no_pulls_until:  # that pull had begun before
+            return False
+        self.pulls_failed += 1
+        over = self.pulls_failed - _MAX_FAILURES
+        self.no_pulls_until = now + (_backoff_s(self.settings, over) if over >= 0 else 0.0)
+        return over == 0
+
+    def refuses(self, now: float, *, busy: bool = False) -> bool:
+        """Whether a pull shall not be tried now; `busy`: another one is under way."""
+        return self.pulls_failed >= _MAX_FAILURES and (busy or now < self.no_pulls_until)
 
 
 class PeerTable:
@@ -60,11 +88,7 @@ class PeerTable:
     """
 
     def __init__(
-        self,
-        local: CompatRecord,
-        settings: PullSettings,
-        allow_convert: bool,
-        stripe: Stripe,
+        self, local: CompatRecord, settings: PullSettings, allow_convert: bool, stripe: Stripe
     ) -> None:
         self._local, self._settings = local, settings
         self._allow_convert, self._stripe = allow_convert, stripe
@@ -72,44 +96,57 @@ class PeerTable:
         # Ended handshakes by outcome: "ok", or the code of the error.
         self.outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))
 
-    def connect(self, remote: RemotePrefill, now: float) -> Peer:
-        """The peer as it is now; begins to ask it when that is due."""
-        key = key_of(remote)
-        peer = self._peers.get(key)
+    def of(self, remote: RemotePrefill) -> Peer:
+        """The peer as it is now."""
+        peer = self._peers.get(key_of(remote))
         if peer is None:
-            peer = self._peers[key] = Peer(key, address_of(remote))
-            failed = [key for key, other in self._peers.items() if other.error is not None]
-            for oldest in failed[: max(0, len(failed) - _MAX_FAILED)]:
+            idle = [key for key, p in self._peers.items() if not p.is_used]
+            for oldest in idle[: max(0, len(idle) - _MAX_IDLE)]:
                 del self._peers[oldest]
-        elif peer.error is None or now < peer.deadline:
-            return peer
-        peer.address, peer.error, peer.nonce, peer.next_ask = address_of(remote), None, "", now
-        peer.deadline = now + self._settings.handshake_timeout_s
+            peer = self._peers[key_of(remote)] = Peer(
+                key_of(remote), address_of(remote), self._settings
+            )
+        return peer
+
+    def connect(self, remote: RemotePrefill, now: float) -> Peer:
+        """Begins to ask the peer when that is due."""
+        peer = self.of(remote)
+        is_known = peer.is_asked or peer.metadata is not None
+        if not is_known and (peer.error is None or now >= peer.deadline):
+            peer.is_asked, peer.error, peer.nonce = True, None, ""
+            peer.address, peer.next_ask = address_of(remote), now
+            peer.deadline = now + self._settings.handshake_timeout_s
         return peer
 
     def get(self, key: PeerKey) -> Peer | None:
         return self._peers.get(key)
 
-    def asked_at(self, address: tuple[str, int]) -> list[Peer]:
-        return [p for p in self._peers.values() if p.is_asked and p.address == address]
+    def at(self, address: tuple[str, int]) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.address == address]
+
+    def asked(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.is_asked]
 
     def due(self, now: float) -> tuple[list[Peer], list[Peer]]:
         """(to ask for metadata now, failed by timeout now)."""
-        asked = [peer for peer in self._peers.values() if peer.is_asked]
-        late = [peer for peer in asked if now >= peer.deadline]
+        late = [peer for peer in self.asked() if now >= peer.deadline]
         limit_s = self._settings.handshake_timeout_s
         for peer in late:
             told = f"did not answer within {limit_s:g} s (--handshake-timeout-s)"
             self.fail(peer, unreachable(peer.address, told), now)
-        asking = [peer for peer in asked if peer.is_asked and now >= peer.next_ask]
+        asking = [peer for peer in self.asked() if now >= peer.next_ask]
         for peer in asking:
             peer.next_ask = now + limit_s / 4
         return asking, late
 
     def deadline(self) -> float:
         """When `due` next has something to say; infinity for never."""
-        waits = [min(p.deadline, p.next_ask) for p in self._peers.values() if p.is_asked]
+        waits = [min(peer.deadline, peer.next_ask) for peer in self.asked()]
         return min(waits, default=float("inf"))
+
+    def fail(self, peer: Peer, error: BatonError, now: float) -> None:
+        self.outcomes[error.code] += 1
+        peer.fail(error, now)
 
     def metadata_came(self, peer: Peer, metadata: EngineMetadata, now: float) -> None:
         """Decides whether the peer is usable."""
@@ -123,69 +160,24 @@ class PeerTable:
         except BatonError as error:
             self.fail(peer, error, now)
         else:
-            for other in [p for p in self._peers.values() if p.address == peer.address]:
-                self.forget(other.key)  # it was restarted
-            peer.metadata, peer.failures = metadata, 0
+            for other in self.at(peer.address):
+                other.metadata = None  # it was restarted
+            peer.is_asked, peer.metadata, peer.failures = False, metadata, 0
             self.outcomes["ok"] += 1
-
-    def fail(self, peer: Peer, error: BatonError, now: float) -> None:
-        self.outcomes[error.code] += 1
-        peer.metadata, peer.error = None, error
-        peer.deadline = now + _backoff_s(self._settings, peer.failures)
-        peer.failures += 1
-
-    def forget(self, key: PeerKey) -> None:
-        """The next `connect` shakes hands anew, without back-off; failed peers stay failed."""
-        peer = self._peers.get(key)
-        if peer is not None and peer.metadata is not None:
-            del self._peers[key]
 
     def _check_tokens(self, metadata: EngineMetadata) -> None:
         """Every rank of the peer has all tokens, in blocks that our stripe can be cut from."""
         if metadata.dcp_size != 1:
             raise PeerIncompatible(
                 f"dcp_size is {metadata.dcp_size} on the prefill server (and {self._stripe.size} "
-                "here): KV is "
-                "read from servers of dcp_size 1 only. Start it without context parallelism.",
+                "here): KV is read from servers of dcp_size 1 only. Start it without context "
+                "parallelism.",
                 param="dcp_size",
             )
         try:
             self._stripe.check_remote(metadata.ranks[0].layout.block_size)
         except StripeError as error:
             raise PeerIncompatible(str(error), param="block_size") from error
-
-
-class Trust:
-    """Which peers get pulls: one whose pulls failed twice in a row gets none for a time that
-    doubles, then one at a time, until one is done. Times as of a failed handshake."""
-
-    def __init__(self, settings: PullSettings) -> None:
-        self._settings = settings
-        self._failed: dict[PeerKey, tuple[int, float]] = {}  # times in a row, no pulls until
-
-    def __contains__(self, key: PeerKey) -> bool:
-        """Whether its latest pull failed."""
-        return key in self._failed
-
-    def failed(self, key: PeerKey, now: float) -> bool:
-        """Counts a pull that failed; whether its peer has just lost its trust."""
-        failures, until = self._failed.pop(key, (0, now))
-        if is_news := now >= until:  # else it had begun before
-            failures += 1
-            over = failures - _MAX_FAILURES
-            until = now + (_backoff_s(self._settings, over) if over >= 0 else 0.0)
-        self._failed[key] = failures, until
-        if len(self._failed) > _MAX_FAILED:
-            del self._failed[next(iter(self._failed))]
-        return is_news and failures == _MAX_FAILURES
-
-    def done(self, key: PeerKey) -> None:
-        self._failed.pop(key, None)
-
-    def refuses(self, key: PeerKey, now: float, *, busy: bool = False) -> bool:
-        """Whether a pull shall not be tried now; `busy`: another one is under way."""
-        failures, until = self._failed.get(key, (0, now))
-        return failures >= _MAX_FAILURES and (busy or now < until)
 
 
 def _backoff_s(settings: PullSettings, failures: int) -> float:

@@ -23,6 +23,8 @@ from kvcache.transfer.pulls.messages import (
     RankEnded,
     Report,
     StopPull,
+    address_of,
+    key_of,
 )
 from protocol.errors import (
     BatonError,
@@ -59,7 +61,7 @@ Action = LeaseRequest | Pull | StopPull | SuspectPeer | Event
 
 
 class PullState:
-    """Mutable; every method returns what to do now, in order.
+    """Mutable; its methods return what to do now, in order.
 
     Attributes:
         planned: when the owner will call `tick`, for its own use.
@@ -75,28 +77,22 @@ class PullState:
         attempt_id: str,
         now: float,
     ) -> None:
-        self.pull_id = pull_id
-        self.remote = remote
-        self.attempt_id = attempt_id
+        self.pull_id, self.remote, self.attempt_id = pull_id, remote, attempt_id
+        self.key, self.address = key_of(remote), address_of(remote)
         self.phase = Phase.HELD
         self.planned = _NEVER
         self.drained_told = False
         self._lease = {"incarnation": remote.incarnation, "lease_id": remote.lease_id}
-        self._num_ranks = num_ranks
-        self._settings = settings
+        self._num_ranks, self._settings = num_ranks, settings
         self._order: Pull | None = None
         self._reading: set[int] = set()  # ranks that have not ended
         self._reports: list[RankEnded] = []
         self._error: BatonError | None = None
-        self._failure_told = False
-        self._cancelled = False
+        self._failure_told = self._cancelled = False
         self._began = now
         self._next_renewal = now  # at once, to find out whether the lease still is
         self._timeout = _NEVER  # of the phase
         self._next_retry = _NEVER  # of COMPLETE
-
-    def __repr__(self) -> str:
-        return f"<PullState {self.pull_id} {self.phase.value}, {len(self._reading)} ranks reading>"
 
     @property
     def is_undecided(self) -> bool:
@@ -221,15 +217,13 @@ class PullState:
         return [*([] if is_ours else [SuspectPeer()]), *self.fail(error, now)]
 
     def _timed_out(self, now: float) -> list[Action]:
-        peer = f"{self.remote.host}:{self.remote.port}"
+        peer, settings = f"{self.remote.host}:{self.remote.port}", self._settings
         if self.phase is Phase.READING:
-            limit_s = self._settings.pull_timeout_s
-            error = PullTimeout(f"reading the KV from {peer} took longer than {limit_s} s")
-            return self._failed(error, now)
+            told = f"reading the KV from {peer} took longer than {settings.pull_timeout_s} s"
+            return self._failed(PullTimeout(told), now)
         if self.phase is Phase.FENCING:
-            limit_s = self._settings.fence_timeout_s
-            lost = PeerUnreachable(f"{peer} did not confirm the lease within {limit_s} s")
-            return self._failed(lost, now)
+            told = f"{peer} did not confirm the lease within {settings.fence_timeout_s} s"
+            return self._failed(PeerUnreachable(told), now)
         self._timeout = _NEVER  # DRAINING: the grace is over
         return [PullStuck(self.pull_id)] if self._cancelled else [self._tell_failure(drained=False)]
 

@@ -22,7 +22,6 @@ logger = get_logger(__name__)
 
 Address = tuple[str, int]
 
-MAC_BYTES = 32  # of a message; its payload follows
 _MAX_REPLY_BYTES = 64 << 20
 _READ_BYTES = 1 << 20  # of replies at a time: one peer must not keep the others waiting
 _MAX_UNSENT = 1000  # requests to one peer
@@ -96,7 +95,7 @@ class LeaseClient:
             return
         if link.wire is not None and link.wire.has_ended():
             self._lost(link)  # else this would be lost with it
-        message = b"".join(seal_request(request, self._secret))
+        message = seal_request(request, self._secret)
         if link.wire is not None:
             link.wire.queue(message)
             self._flush(link, link.wire)
@@ -189,7 +188,7 @@ class LeaseClient:
             return
         for message in messages:
             try:
-                reply = open_reply(split(message), self._secret)
+                reply = open_reply(message, self._secret)
             except FrameError as error:
                 self.counters["bad_replies"] += 1
                 logger.warning("side channel reply dropped: %s", error)
@@ -197,11 +196,6 @@ class LeaseClient:
                 return
             link.attempts = 0
             self._on_reply(link.address, reply)
-
-
-def split(message: bytes) -> list[bytes]:
-    """[mac, payload] of a message."""
-    return [message[:MAC_BYTES], message[MAC_BYTES:]]
 
 
 def new_id() -> str:

@@ -15,7 +15,7 @@ from functools import partial
 from selectors import EVENT_READ, DefaultSelector
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
-from kvcache.transfer.session.lease_client import Address, new_id, split
+from kvcache.transfer.session.lease_client import Address, new_id
 from protocol.handshake import (
     Complete,
     EngineMetadata,
@@ -185,14 +185,14 @@ class LeaseServer:
             raise WireClosed("the peer asks but does not read")
         reply = self._answer(message)
         with suppress(WireClosed):  # who does not listen any more may have said more before
-            wire.send(b"".join(seal_reply(reply, self._secret)))
+            wire.send(seal_reply(reply, self._secret))
         if isinstance(reply, Refused):
             raise WireClosed(reply.reason)
         self._strangers.pop(wire, None)
 
     def _answer(self, message: bytes) -> Reply:
         try:
-            request = open_request(split(message), self._secret)
+            request = open_request(message, self._secret)
         except FrameError as error:
             self._counters["refused"] += 1
             if time.monotonic() - self._warned_at > _WARN_S:

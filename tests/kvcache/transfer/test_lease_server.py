@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvcache.lease import LeaseState, LeaseTable
-from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id, split
+from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id
 from kvcache.transfer.session.lease_server import LeaseServer
 from protocol.handshake import (
     AbortLease,
@@ -32,7 +32,7 @@ from protocol.ipc.wire import Wire, WireClosed, framed, listen, wait_readable
 from protocol.process.lifecycle import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
 
-SECRET = b"cluster secret"
+SECRET, MAC = b"cluster secret", 32  # bytes
 DEADLINE_S = 20.0
 
 
@@ -185,22 +185,22 @@ def raw_exchange(server: Server, *messages: bytes) -> Any:
             wire.send(message)
         while not (found := wire.receive()):
             wait_readable(wire, timeout_s=DEADLINE_S)
-        return msgspec.msgpack.decode(split(found[-1])[1])
+        return msgspec.msgpack.decode(found[-1][MAC:])
 
 
-def signed(payload: bytes) -> list[bytes]:
+def signed(payload: bytes) -> bytes:
     """Any payload with a right MAC: what a newer or broken, but trusted, peer may send."""
     from protocol import handshake
 
-    return [handshake._mac(b"baton side channel request", payload, SECRET), payload]
+    return handshake._mac(b"baton side channel request", payload, SECRET) + payload
 
 
 GARBAGE = [
-    [b""],
-    [b"a"],
-    [b"x" * 32],
-    [b"x" * 32, os.urandom(64)],
-    [b"x" * 32, b"\xc1"],
+    b"",
+    b"a",
+    b"x" * 32,
+    b"x" * 32 + os.urandom(64),
+    b"x" * 32 + b"\xc1",
     signed(b""),
     signed(b"\xc1"),
     signed(os.urandom(100)),
@@ -213,9 +213,9 @@ GARBAGE = [
 ]
 
 
-@pytest.mark.parametrize("frames", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_is_answered_and_counted(server: Server, frames: list[bytes]) -> None:
-    assert raw_exchange(server, b"".join(frames))["type"] == "refused"
+@pytest.mark.parametrize("message", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_is_answered_and_counted(server: Server, message: bytes) -> None:
+    assert raw_exchange(server, message)["type"] == "refused"
     assert server.counters()["refused"] == 1 and server.counters()["internal_errors"] == 0
     assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
 
@@ -263,7 +263,7 @@ def test_bytes_that_are_no_message_and_messages_too_long_end_the_connection(
 
 
 def test_a_message_may_come_in_pieces_and_several_at_once(server: Server) -> None:
-    message = framed(b"".join(seal_request(GetMetadata(nonce="n"), SECRET)))
+    message = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         for byte in message:
             raw.sendall(bytes([byte]))
@@ -279,7 +279,7 @@ def test_strangers_who_say_nothing_do_not_keep_others_out(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcache.transfer.session.lease_server._MAX_STRANGERS", 3)
-    request = framed(b"".join(seal_request(GetMetadata(nonce="n"), SECRET)))
+    request = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with ExitStack() as stack:
         known = stack.enter_context(socket.create_connection(server.address, DEADLINE_S))
         known.sendall(request)
@@ -333,7 +333,7 @@ def test_fences_are_answered_while_strangers_send_what_they_like(
 
 def test_the_first_bad_message_ends_the_connection(server: Server) -> None:
     """Of a peer that was authentic as well: one refusal is all that it is told."""
-    good = framed(b"".join(seal_request(GetMetadata(nonce="n"), SECRET)))
+    good = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         raw.sendall(good + framed(b"bad") * 3 + good)
         wire, found = Wire(raw, 1 << 20), []
@@ -341,14 +341,14 @@ def test_the_first_bad_message_ends_the_connection(server: Server) -> None:
             while len(found) < 5:
                 wait_readable(wire, timeout_s=DEADLINE_S)
                 found += wire.receive()
-    kinds = [msgspec.msgpack.decode(split(message)[1])["type"] for message in found]
+    kinds = [msgspec.msgpack.decode(message[MAC:])["type"] for message in found]
     assert kinds == ["metadata", "refused"]
     assert server.counters()["refused"] == 1
 
 
 def test_unknown_fields_are_ignored(server: Server) -> None:
     payload = msgspec.msgpack.encode({"type": "get_metadata", "nonce": "n", "new": [1, 2]})
-    assert raw_exchange(server, b"".join(signed(payload)))["type"] == "metadata"
+    assert raw_exchange(server, signed(payload))["type"] == "metadata"
 
 
 def test_what_was_said_before_the_connection_broke_is_heard(server: Server) -> None:
@@ -358,7 +358,7 @@ def test_what_was_said_before_the_connection_broke_is_heard(server: Server) -> N
     for lease_id in leases:
         abort = AbortLease(nonce=new_id(), incarnation="i", lease_id=lease_id)
         frames.append(seal_request(abort, SECRET))
-    asking, *aborting = [framed(b"".join(frame)) for frame in frames]
+    asking, *aborting = [framed(frame) for frame in frames]
     with socket.create_connection(server.address) as asker:
         asker.sendall(asking)
         wait_readable(asker, timeout_s=DEADLINE_S)
@@ -466,8 +466,8 @@ def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int
 def test_replies_that_are_not_authentic_are_dropped_and_end_the_connection() -> None:
     request = complete(new_id())
     forged, reflected = seal_reply(Ok(nonce="n"), b"other"), seal_request(request, SECRET)
-    for frames in (forged, reflected, [b""], [b"x" * 40]):
-        thread, port = fake_server(lambda _, frames=frames: b"".join(frames))
+    for answer in (forged, reflected, b"", b"x" * 40):
+        thread, port = fake_server(lambda _, answer=answer: answer)
         client = Client()
         client.post(("127.0.0.1", port), request)
         while not client.counters["bad_replies"]:

@@ -5,7 +5,7 @@ import pytest
 
 from kvcache.stripe import Stripe
 from kvcache.transfer.pulls.messages import PullSettings
-from kvcache.transfer.pulls.peers import PeerTable, Trust
+from kvcache.transfer.pulls.peers import PeerTable
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import (
     PROTOCOL_VERSION,
@@ -179,11 +179,11 @@ def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off() ->
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
     peers.metadata_came(peer, metadata(), 0.0)
-    peers.forget(peer.key)
+    assert not peer.pull_failed(0.5)
     again = peers.connect(REMOTE, 1.0)
     assert again.is_asked
     peers.fail(again, PeerUnreachable("x"), 1.0)
-    peers.forget(again.key)
+    again.pull_failed(1.0)
     assert peers.connect(REMOTE, 1.5).error
 
 
@@ -202,8 +202,9 @@ def test_of_the_peers_that_were_at_an_address_only_the_latest_is_remembered() ->
         remote = msgspec.structs.replace(REMOTE, incarnation=incarnation)
         peers.metadata_came(peers.connect(remote, 0.0), metadata(incarnation=incarnation), 0.0)
     known = [peers.get(("P", incarnation)) for incarnation in "abc"]
-    assert [peer is not None for peer in known] == [False, False, True]
-    assert peers.get(("other", "i")) is not None
+    assert [bool(peer and peer.metadata) for peer in known] == [False, False, True]
+    other = peers.get(("other", "i"))
+    assert other is not None and other.metadata is not None
 
 
 def test_remembered_failures_are_bounded() -> None:
@@ -215,34 +216,14 @@ def test_remembered_failures_are_bounded() -> None:
 
 
 def test_a_peer_whose_pulls_fail_twice_gets_none_for_a_time_that_doubles_up_to_a_bound() -> None:
-    trust, key, now, waits = Trust(SETTINGS), ("P", "i"), 0.0, []
-    assert not trust.failed(key, now) and not trust.refuses(key, now)
-    assert trust.failed(key, now), "which is told"
+    peer, now, waits = table().of(REMOTE), 0.0, []
+    assert not peer.pull_failed(now) and not peer.refuses(now, busy=True)
+    assert peer.pull_failed(now), "which is told"
     for _ in range(9):
-        assert not trust.failed(key, now), "it had begun before"
-        waits.append(next(s for s in (1, 2, 4, 8, 16, 32, 60) if not trust.refuses(key, now + s)))
-        assert trust.refuses(key, now + waits[-1] - 0.01)
+        assert not peer.pull_failed(now), "it had begun before"
+        waits.append(next(s for s in (1, 2, 4, 8, 16, 32, 60) if not peer.refuses(now + s)))
+        assert peer.refuses(now + waits[-1] - 0.01)
         now += waits[-1]
-        assert trust.refuses(key, now, busy=True), "one at a time"
-        assert not trust.failed(key, now), "which was told before"
+        assert peer.refuses(now, busy=True), "one at a time"
+        assert not peer.pull_failed(now), "which was told before"
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    trust.done(key)
-    assert key not in trust and not trust.refuses(key, now, busy=True)
-
-
-def test_one_failure_between_successes_is_forgiven_and_others_are_not_judged_by_it() -> None:
-    trust, key = Trust(SETTINGS), ("P", "i")
-    for now in (0.0, 1.0, 2.0):
-        trust.failed(key, now)
-        assert key in trust and not trust.refuses(key, now, busy=True)
-        trust.done(key)
-    trust.failed(key, 3.0)
-    trust.failed(key, 3.0)
-    assert trust.refuses(key, 3.0) and not trust.refuses(("P", "after its restart"), 3.0)
-
-
-def test_peers_that_failed_are_remembered_up_to_a_bound() -> None:
-    trust = Trust(SETTINGS)
-    for index in range(3000):
-        trust.failed(("P", str(index)), 0.0)
-    assert len(trust._failed) < 1100 and ("P", "2999") in trust

@@ -16,7 +16,6 @@ from kvcache.transfer.pulls.messages import (
     PullFailed,
     PullStuck,
 )
-from kvcache.transfer.session.lease_client import split
 from protocol.errors import (
     LeaseGone,
     PeerIncompatible,
@@ -411,7 +410,7 @@ def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
     answer, asked = prefill.server._answer, []
 
     def lose_the_first(message: bytes) -> Any:
-        reply, request = answer(message), open_request(split(message), SECRET)
+        reply, request = answer(message), open_request(message, SECRET)
         if not isinstance(request, Complete):
             return reply
         asked.append(request.attempt_id)

@@ -21,13 +21,13 @@ MAX_LINES = {
     "decode_server": 637,
     "deploy": 880,
     "engine": 9114,
-    "kvcache": 8020,
-    "kvcache/transfer": 6625,
+    "kvcache": 7979,
+    "kvcache/transfer": 6584,
     "model": 3292,
     "prefill_server": 357,
     "protocol": 5749,
     "proxy": 1991,
-    "tests": 40437,
+    "tests": 40417,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

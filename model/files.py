@@ -9,8 +9,9 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, TextIO
+from typing import Any, Final, NamedTuple, TextIO
 
+import numpy as np
 import numpy.typing as npt
 
 from model.errors import ModelLoadError
@@ -101,39 +102,60 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """What the safetensors file `path`, open at its start, says of each tensor by name, and where
-    in the file their data offsets count from.
+class StoredTensor(NamedTuple):
+    """Where a tensor lies: bytes [start, stop) of a safetensors file."""
+
+    path: Path
+    dtype: str  # by its name there
+    shape: list[int]
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def content(self) -> npt.NDArray[np.uint8]:
+        """Its bytes, mapped."""
+        if self.start == self.stop:
+            return np.empty(0, np.uint8)
+        return np.memmap(self.path, np.uint8, "r", self.start, (self.stop - self.start,))
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a directory's safetensors files, by name; reads their headers only.
 
     Raises:
-        ModelLoadError: it is no such file, or the end of it is missing.
+        ModelLoadError: a file is no such file, or the end of it is missing.
     """
+    return {name: tensor for path in weight_files(folder) for name, tensor in _header_of(path)}
+
+
+def _header_of(path: Path) -> list[tuple[str, StoredTensor]]:
     try:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        with path.open("rb") as file:
+            data = 8 + (size := int.from_bytes(file.read(8), "little"))
+            header = json.loads(file.read(size))
         header.pop("__metadata__", None)
-        end = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
-        _ = {t["dtype"]: int(math.prod(t["shape"])) for t in header.values()}
+        found = [
+            (
+                name,
+                StoredTensor(path, t["dtype"], t["shape"], *(data + o for o in t["data_offsets"])),
+            )
+            for name, t in header.items()
+        ]
+        wanted = max((data, *(int(tensor.stop) for _, tensor in found)))
+        _ = {tensor.dtype: int(tensor.size) for _, tensor in found}
     except _UNREADABLE as error:
         raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
-    start, found = 8 + size, os.fstat(file.fileno()).st_size
-    if found < (wanted := start + end):
-        raise ModelLoadError(f"{path} has {found} of {wanted} bytes: download it again")
-    return header, start
-
-
-def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
-    """What a directory's safetensors files say of each tensor, by name."""
-    found: dict[str, dict[str, Any]] = {}
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            found |= read_header(path, file)[0]
+    if (there := path.stat().st_size) < wanted:
+        raise ModelLoadError(f"{path} has {there} of {wanted} bytes: download it again")
     return found
 
 
 def num_weights(folder: Path) -> int:
-    """Elements of all tensors in a directory's safetensors files; reads their headers only."""
-    return sum(math.prod(tensor["shape"]) for tensor in read_headers(folder).values())
+    """Elements of all tensors in a directory's safetensors files."""
+    return sum(tensor.size for tensor in read_headers(folder).values())
 
 
 class PlannedTensor(NamedTuple):

@@ -5,7 +5,7 @@ all, so that what has run once before a server is ready compiles nothing more.
 """
 
 import functools
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import triton
@@ -262,30 +262,23 @@ def one_row(
 GATED_MIN_ROWS: Final = 1024  # of fewer the tiles do not fill the GPU evenly
 
 
-class Tiling(NamedTuple):
-    """How the kernel divides its work; measured on an H200, see docs/performance.md."""
-
-    rows: int = 128  # of x
-    columns: int = 128  # of the result
-    depth: int = 64  # elements of a row multiplied at a time
-    group: int = 8  # tiles of rows whose programs run beside each other, sharing the matrix
-    flatten: bool = False  # load a tile's first operands while the one before it is written
-    halves: bool = False  # write a tile in two
-    stages: int = 3
-
-
-TILING: Final = Tiling()
+# How the kernel divides its work; measured on an H200.
+_TILE_ROWS: Final = 128  # of x
+_TILE_COLUMNS: Final = 128  # of the result
+_TILE_DEPTH: Final = 64  # elements of a row multiplied at a time
+_TILE_GROUP: Final = 8  # tiles of rows whose programs run beside each other, sharing the matrix
+_GATED_STAGES: Final = 3
 _GATED_WARPS: Final = 8
 
 
 def _gated_rows(  # type: ignore[no-untyped-def]
     x, weight, out, num_rows, num_columns, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr, HALVES: tl.constexpr, PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     down = tl.cdiv(num_rows, ROWS)
     across = tl.cdiv(num_columns, COLUMNS)
-    for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), down * across, PROGRAMS):
         first = tile // (GROUP * across) * GROUP
         height = min(down - first, GROUP)
         row = (first + tile % (GROUP * across) % height) * ROWS
@@ -297,13 +290,7 @@ def _gated_rows(  # type: ignore[no-untyped-def]
             both = tl.dot(left, tl.reshape(right, (2 * COLUMNS, DEPTH)).T, both)
         gate, up = tl.split(tl.permute(tl.reshape(both, (ROWS, 2, COLUMNS)), (0, 2, 1)))
         result = (gate / (1 + tl.exp(-gate)) * up).to(out.dtype)
-        if HALVES:
-            halves = tl.permute(tl.reshape(result, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
-            lower, upper = tl.split(halves)
-            out.store([row, column], lower)
-            out.store([row, column + COLUMNS // 2], upper)
-        else:
-            out.store([row, column], result)
+        out.store([row, column], result)
 
 
 _gated_rows_kernel: Any = triton.jit(_gated_rows, do_not_specialize=["num_rows"])
@@ -320,31 +307,23 @@ def gated_rows_work(weight: torch.Tensor) -> bool:
     return (
         torch.cuda.get_device_capability(weight.device)[0] == 9
         and weight.is_contiguous()
-        and num_out % (2 * TILING.columns) == 0
-        and width % TILING.depth == 0
+        and num_out % (2 * _TILE_COLUMNS) == 0
+        and width % _TILE_DEPTH == 0
     )
 
 
-def gated_rows(x: torch.Tensor, weight: torch.Tensor, tiling: Tiling = TILING) -> torch.Tensor:
+def gated_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, in] times weight [2 n, in] -> silu of the first n columns times the others, [T, n]."""
     num_rows, width = x.shape
     num_columns = weight.shape[0] // 2
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
-    rows, columns, depth = tiling.rows, tiling.columns, tiling.depth
-    programs = _num_programs(x.device)
+    programs, rows, columns, depth = _num_programs(x.device), _TILE_ROWS, _TILE_COLUMNS, _TILE_DEPTH
+    both = ([2, num_columns, width], [num_columns * width, width, 1], [2, columns, depth])
     _gated_rows_kernel[(programs,)](
         TensorDescriptor(x, [num_rows, width], [width, 1], [rows, depth]),
-        TensorDescriptor(
-            weight,
-            [2, num_columns, width],
-            [num_columns * width, width, 1],
-            [2, columns, depth],
-        ),
-        TensorDescriptor(
-            out, [num_rows, num_columns], [num_columns, 1], [rows, columns >> tiling.halves]
-        ),
-        num_rows, num_columns, width, ROWS=rows, COLUMNS=columns, DEPTH=depth, GROUP=tiling.group,
-        FLATTEN=tiling.flatten, HALVES=tiling.halves, PROGRAMS=programs,
-        num_warps=_GATED_WARPS, num_stages=tiling.stages,
+        TensorDescriptor(weight, *both),
+        TensorDescriptor(out, [num_rows, num_columns], [num_columns, 1], [rows, columns]),
+        num_rows, num_columns, width, ROWS=rows, COLUMNS=columns, DEPTH=depth, GROUP=_TILE_GROUP,
+        PROGRAMS=programs, num_warps=_GATED_WARPS, num_stages=_GATED_STAGES,
     )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ from typing import Final
 
 from model.config import ModelConfig
 from model.errors import ModelLoadError
-from model.files import read_header, weight_files
+from model.files import StoredTensor, read_headers
 from protocol.short_repr import short_repr
 
 # What follows `model.layers.N.self_attn.`, by whose it is. MLA's one latent goes by the keys' name.
@@ -88,17 +88,16 @@ def _checked(name: str, scale: object) -> float:
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not (is_number and math.isfinite(scale) and scale > 0):  # type: ignore[arg-type, operator]
         raise InvalidScales(
-            f"{name} is {short_repr(scale)}: a scale must be a finite number above 0; give "
-            "others with "
-            "--kv-scales"
+            f"{name} is {short_repr(scale)}: a scale must be a finite number above 0; give others "
+            "with --kv-scales"
         )
     return float(scale)  # type: ignore[arg-type]
 
 
 def _of_checkpoint(config: ModelConfig, model_dir: Path) -> list[list[float]]:
-    found: dict[str, float] = {}
-    for path in weight_files(model_dir):
-        found.update(_scales_in(path))
+    wanted = tuple(f"self_attn.{name}" for name in (*_NAMES[0], *_NAMES[1]))
+    tensors = read_headers(model_dir).items()
+    found = {name: _number(name, tensor) for name, tensor in tensors if name.endswith(wanted)}
     if not found:
         return [[1.0] * config.num_layers] * config.kv_components
     return [
@@ -118,27 +117,13 @@ def _of_layer(found: dict[str, float], layer: int, names: Sequence[str]) -> floa
     return _checked(f"weight {name}", found[name])
 
 
-def _scales_in(path: Path) -> dict[str, float]:
-    """Scales by the names of their tensors."""
-    wanted = tuple(f"self_attn.{name}" for name in (*_NAMES[0], *_NAMES[1]))
-    scales = {}
-    with path.open("rb") as file:
-        header, start = read_header(path, file)
-        for name, tensor in header.items():
-            if not name.endswith(wanted):
-                continue
-            if math.prod(tensor["shape"]) != 1:
-                raise InvalidScales(
-                    f"weight {name} has shape {tuple(tensor['shape'])}; supported: one scale for "
-                    "all heads. Give such with --kv-scales"
-                )
-            first, end = tensor["data_offsets"]
-            file.seek(start + first)
-            scales[name] = _number(name, tensor["dtype"], file.read(end - first))
-    return scales
-
-
-def _number(name: str, dtype: str, raw: bytes) -> float:
+def _number(name: str, tensor: StoredTensor) -> float:
+    if tensor.size != 1:
+        raise InvalidScales(
+            f"weight {name} has shape {tuple(tensor.shape)}; supported: one scale for all heads. "
+            "Give such with --kv-scales"
+        )
+    dtype, raw = tensor.dtype, tensor.content().tobytes()
     if dtype == "BF16":
         dtype, raw = "F32", b"\0\0" + raw  # the upper half of a float32
     if dtype not in _FORMATS or len(raw) != struct.calcsize(_FORMATS[dtype]):

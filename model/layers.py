@@ -177,22 +177,14 @@ class GatedMLP:
             loader, [(f"{prefix}.{name}_proj", shape, rows) for name in ("gate", "up")], bias=bias
         )
         self._down = load_rows(loader, f"{prefix}.down_proj", shape[::-1], rows, bias, parallel)
-        self._is_fused = self._gate_up.is_joined and fused_ops.works(
-            self._down.weight.device, self._down.weight.dtype
-        )
 
     def __call__(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """hidden [T, hidden], changed in place and returned."""
-        if self._is_fused and self._gate_up.takes_one_gated_row and hidden.shape[0] == 1:
-            return self._down(self._gate_up.one_gated_row(hidden, norm), hidden)
-        return self.add(norm(hidden), hidden)
+        return self._down(self._gate_up.gated(hidden, norm), hidden)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x [T, hidden], normed; adds to residual [T, hidden] in place and returns it."""
-        if self._is_fused:
-            return self._down(self._gate_up.gated(x), residual)
-        gate, up = self._gate_up(x)
-        return self._down(F.silu(gate, inplace=True).mul_(up), residual)
+        return self._down(self._gate_up.gated(x), residual)
 
 
 class Columns:
@@ -202,51 +194,51 @@ class Columns:
         self._parts = parts
         self._sizes = [part.weight.shape[0] for part in parts]
         # On the CPU weights that are not packed stay where the file is mapped; joining copies.
-        pack = pack and can_pack(parts[0].weight)
-        joins = pack or parts[0].weight.device.type != "cpu"
-        self._joined = _join(parts, pack=pack) if joins else None
-        fits = self._joined is not None and self._joined.bias is None and not self._joined.is_packed
-        self._takes_one_row = fits and fused_ops.one_row_works(self._matrix)
-        self.takes_one_gated_row = fits and fused_ops.one_row_works(self._matrix, gated=True)
-        self._takes_gated_rows = fits and fused_ops.gated_rows_work(self._matrix)
-
-    @property
-    def _matrix(self) -> torch.Tensor:
-        assert self._joined is not None
-        return self._joined.weight
-
-    def one_gated_row(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """silu of the first projection of norm(x), x [1, in], times the second."""
-        return fused_ops.kernels().one_row(  # type: ignore[no-any-return]
-            x, self._matrix, norm=norm.weight, eps=norm.eps, gated=True
-        )
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether the projections are one matrix, as `gated` needs."""
-        return self._joined is not None
-
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> silu of the first projection times the second."""
-        assert self._joined is not None
-        if self._takes_gated_rows and x.shape[0] >= fused_ops.kernels().GATED_MIN_ROWS:
-            return fused_ops.kernels().gated_rows(  # type: ignore[no-any-return]
-                x, self._matrix
+        first = parts[0].weight
+        pack = pack and can_pack(first)
+        self._joined = _join(parts, pack=pack) if pack or first.device.type != "cpu" else None
+        self._is_fused = self._joined is not None and fused_ops.works(first.device, first.dtype)
+        # Of kernels that take the matrix alone: of one row, of one row gated, of many gated.
+        self._takes = (False, False, False)
+        if self._joined is not None and self._joined.bias is None and not pack:
+            self._takes = (
+                fused_ops.one_row_works(self._joined.weight),
+                fused_ops.one_row_works(self._joined.weight, gated=True),
+                fused_ops.gated_rows_work(self._joined.weight),
             )
+
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """x [T, in], normed first -> silu of the first of two projections times the second."""
+        if not self._is_fused:
+            gate, up = self(x, norm)
+            return F.silu(gate, inplace=True).mul_(up)
+        assert self._joined is not None
+        _, takes_one, takes_many = self._takes
+        if norm is not None:
+            if takes_one and x.shape[0] == 1:
+                return self._one_row(x, norm, gated=True)
+            x = norm(x)
+        if takes_many and x.shape[0] >= fused_ops.kernels().GATED_MIN_ROWS:
+            out: torch.Tensor = fused_ops.kernels().gated_rows(x, self._joined.weight)
+            return out
         return fused_ops.silu_and_mul(self._joined(x))
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm | None = None) -> tuple[torch.Tensor, ...]:
         """x [T, in], normed first -> one [T, out] per projection, perhaps views of one tensor."""
         if norm is not None:
-            if self._takes_one_row and x.shape[0] == 1:
-                joined = fused_ops.kernels().one_row(
-                    x, self._matrix, norm=norm.weight, eps=norm.eps
-                )
-                return torch.split_with_sizes(joined, self._sizes, dim=-1)
+            if self._takes[0] and x.shape[0] == 1:
+                return torch.split_with_sizes(self._one_row(x, norm), self._sizes, dim=-1)
             x = norm(x)
         if self._joined is None:
             return tuple(part(x) for part in self._parts)
         return torch.split_with_sizes(self._joined(x), self._sizes, dim=-1)
+
+    def _one_row(self, x: torch.Tensor, norm: RMSNorm, *, gated: bool = False) -> torch.Tensor:
+        assert self._joined is not None
+        out: torch.Tensor = fused_ops.kernels().one_row(
+            x, self._joined.weight, norm=norm.weight, eps=norm.eps, gated=gated
+        )
+        return out
 
 
 def _join(parts: list[Linear], *, pack: bool) -> Linear:

@@ -12,7 +12,7 @@ from model.errors import ModelError
 from model.llama import LlamaForCausalLM
 from model.parallel import Parallel
 from model.sizes import check_parallelism
-from model.weights import DummySource, SafetensorsSource, TensorSource, WeightLoader
+from model.weights import DummySource, SafetensorsSource, WeightLoader
 
 LOAD_FORMATS: Final = ("auto", "dummy")
 
@@ -47,25 +47,14 @@ def load_model(
     Raises:
         ModelError: the files do not fit the config, or tp does not fit the model.
     """
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format {load_format!r} is unknown; use {' or '.join(LOAD_FORMATS)}")
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size)
-    loader = WeightLoader(
-        _source(Path(model_dir), load_format, seed, device),
-        dtype=dtype,
-        device=device,
-        pack=pack,
-    )
+    is_dummy = load_format == "dummy"
+    source = DummySource(seed, device) if is_dummy else SafetensorsSource(Path(model_dir))
+    loader = WeightLoader(source, dtype=dtype, device=device, pack=pack)
     with torch.inference_mode():
         model = _MODELS[config.architecture](config, loader, parallel)
     loader.finish()
     return model
-
-
-def _source(
-    model_dir: Path, load_format: str, seed: int, device: torch.device | str
-) -> TensorSource:
-    if load_format not in LOAD_FORMATS:
-        raise ModelError(f"load_format {load_format!r} is unknown; use {' or '.join(LOAD_FORMATS)}")
-    if load_format == "dummy":
-        return DummySource(seed, device)
-    return SafetensorsSource(model_dir)

@@ -8,16 +8,13 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
-
-import numpy as np
+from typing import Final
 
 from model.config import MLAConfig, ModelConfig, MoEConfig
 from model.errors import InvalidParallelism, ModelLoadError
-from model.files import read_header, read_headers, weight_files
+from model.files import StoredTensor, read_headers
 
 _SAMPLE_BYTES: Final = 256
 _SAMPLES_PER_TENSOR: Final = 4
@@ -161,7 +158,7 @@ def check_files(config: ModelConfig, folder: Path) -> None:
     entries = read_headers(folder)
     told = f"in {folder}: correct config.json, or take the one that came with these weights"
     for weights in implied_weights(config):
-        found = entries[weights.name]["shape"] if weights.name in entries else []
+        found = entries[weights.name].shape if weights.name in entries else []
         for size, actual, kind in zip(weights.shape, found, ("rows", "columns"), strict=False):
             if size.value != actual:
                 raise ModelLoadError(
@@ -178,8 +175,8 @@ def check_files(config: ModelConfig, folder: Path) -> None:
 def stored_elements(folder: Path) -> Counter[str]:
     """How many elements a directory's safetensors files have of each dtype, by its name there."""
     found: Counter[str] = Counter()
-    for entry in read_headers(folder).values():
-        found[entry["dtype"]] += math.prod(entry["shape"])
+    for tensor in read_headers(folder).values():
+        found[tensor.dtype] += tensor.size
     return found
 
 
@@ -232,35 +229,16 @@ def fingerprint(
     if load_format == "dummy":
         digest.update(f"dummy {seed}".encode())
         return digest.hexdigest()
-    paths, vocab = weight_files(Path(model_dir)), config.vocab_size
-    entries = {name: entry for path in paths for name, entry in _read(path, vocab)}
-    for name in sorted(entries):
-        digest.update(name.encode() + entries[name])
+    for name, tensor in sorted(read_headers(Path(model_dir)).items()):
+        described = json.dumps([tensor.dtype, tensor.shape])
+        digest.update(name.encode() + described.encode() + _samples(tensor, config.vocab_size))
     return digest.hexdigest()
 
 
-def _read(path: Path, vocab_size: int) -> Iterator[tuple[str, bytes]]:
-    """Name, dtype with shape, and samples of each tensor in a safetensors file."""
-    with path.open("rb") as file:
-        header, start = read_header(path, file)
-        for name, tensor in header.items():
-            described = json.dumps([tensor["dtype"], tensor["shape"]]).encode()
-            first, end = (start + offset for offset in tensor["data_offsets"])
-            samples = _samples(file, first, end)
-            if len(tensor["shape"]) == 2 and tensor["shape"][0] >= vocab_size:
-                samples += _row_samples(path, first, end, tensor["shape"][0])
-            yield name, described + samples
-
-
-def _row_samples(path: Path, first: int, end: int, num_rows: int) -> bytes:
-    rows = np.memmap(path, np.uint8, "r", offset=first, shape=(num_rows, (end - first) // num_rows))
-    return rows[:, :_ROW_BYTES].tobytes()
-
-
-def _samples(file: BinaryIO, first: int, end: int) -> bytes:
-    step = math.ceil(max(1, end - first) / _SAMPLES_PER_TENSOR)
-    found = b""
-    for start in range(first, end, step):
-        file.seek(start)
-        found += file.read(min(_SAMPLE_BYTES, end - start))
+def _samples(tensor: StoredTensor, vocab_size: int) -> bytes:
+    content = tensor.content()
+    starts = range(0, len(content), math.ceil(max(1, len(content)) / _SAMPLES_PER_TENSOR))
+    found = b"".join(content[start : start + _SAMPLE_BYTES].tobytes() for start in starts)
+    if len(tensor.shape) == 2 and tensor.shape[0] >= vocab_size:
+        found += content.reshape(tensor.shape[0], -1)[:, :_ROW_BYTES].tobytes()
     return found

@@ -6,7 +6,6 @@ no memory of their own and two engines on one host share them.
 
 import math
 import zlib
-from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -24,24 +23,7 @@ _IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias", *kv_
 _HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratch to 128 MiB each
 
 
-class TensorSource(ABC):
-    """Named tensors of a checkpoint."""
-
-    @abstractmethod
-    def names(self) -> set[str]:
-        """Every name, whether or not the model uses it; empty when any name can be made."""
-
-    @abstractmethod
-    def has(self, name: str) -> bool: ...
-
-    @abstractmethod
-    def part(
-        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
-    ) -> torch.Tensor:
-        """Rows, and for matrices columns, of a tensor whose full shape must be `shape`."""
-
-
-class SafetensorsSource(TensorSource):
+class SafetensorsSource:
     """A directory's model.safetensors, or the shards that its index names."""
 
     def __init__(self, folder: Path) -> None:
@@ -63,6 +45,7 @@ class SafetensorsSource(TensorSource):
     def part(
         self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
     ) -> torch.Tensor:
+        """Rows, and for matrices columns, of a tensor whose full shape must be `shape`."""
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelLoadError(
@@ -76,7 +59,7 @@ class SafetensorsSource(TensorSource):
         return tensor if cols is None else tensor[:, cols.start : cols.stop]
 
 
-class DummySource(TensorSource):
+class DummySource:
     """Weights made from (name, seed) alone: element i does not depend on which part is asked for.
 
     Matrices are uniform with variance 1 / columns, so that activations keep their size through
@@ -88,7 +71,7 @@ class DummySource(TensorSource):
         self._device = device
 
     def names(self) -> set[str]:
-        return set()
+        return set()  # any can be made
 
     def has(self, name: str) -> bool:
         return True
@@ -132,7 +115,7 @@ class WeightLoader:
 
     def __init__(
         self,
-        source: TensorSource,
+        source: SafetensorsSource | DummySource,
         *,
         dtype: torch.dtype,
         device: torch.device | str,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 from kvcache.pool import KVPool
 
@@ -169,13 +169,13 @@ class AttentionBackend(ABC):
     def forward(
         self,
         layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
-        cos_sin: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        cos_sin: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
         """Writes the step's K and V of `layer`, then attends causally.
 
         Args:
@@ -195,12 +195,12 @@ class AttentionBackend(ABC):
     def forward_latent(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
         *,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        lse: Tensor | None = None,
+    ) -> Tensor:
         """Writes the step's latents of `layer`, then attends over them (MLA, weights absorbed).
 
         Args:

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from attention.base import AttentionBackend, AttentionBatch, Int32s
 from kvcache.layout import KVLayout
@@ -29,10 +30,10 @@ class ContextGroup(Protocol):
     rank: int
     size: int
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """[...] of each rank -> [size, ...] on every rank."""
 
-    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, tensor: Tensor) -> Tensor:
         """[size, ...], a part for each rank -> [size, ...], the part for this one of each."""
 
 
@@ -50,16 +51,16 @@ class _Prompts:
     start: int
     stop: int
     batch: AttentionBatch  # over scratch
-    cached_blocks: torch.Tensor  # i64 [n] blocks of this rank's pool
-    targets: torch.Tensor  # i64 [size, n] blocks of scratch, by the rank they come from
+    cached_blocks: Tensor  # i64 [n] blocks of this rank's pool
+    targets: Tensor  # i64 [size, n] blocks of scratch, by the rank they come from
 
 
 class _Stored(NamedTuple):
     """Where the prompt rows of a step go that this rank keeps: all i64 [n]."""
 
-    rows: torch.Tensor  # of the step
-    blocks: torch.Tensor
-    offsets: torch.Tensor  # within their blocks
+    rows: Tensor  # of the step
+    blocks: Tensor
+    offsets: Tensor  # within their blocks
 
 
 class ContextParallelBackend(AttentionBackend):
@@ -223,7 +224,7 @@ class ContextParallelBackend(AttentionBackend):
         firsts = begins * self._stripe.block_size + before
         return np.repeat(firsts, part.query_lens) + np.arange(int(part.query_lens.sum()))
 
-    def _to_device(self, parts: list[IntArray]) -> torch.Tensor:
+    def _to_device(self, parts: list[IntArray]) -> Tensor:
         return _upload(np.concatenate(parts).astype(np.int64), self.pool.device)
 
     # -- attention ---------------------------------------------------------------------------
@@ -231,13 +232,13 @@ class ContextParallelBackend(AttentionBackend):
     def forward(
         self,
         layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
-        cos_sin: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        cos_sin: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
         assert cos_sin is None and lse is None
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if count := self._num_decodes:
@@ -255,12 +256,12 @@ class ContextParallelBackend(AttentionBackend):
     def forward_latent(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
         *,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        lse: Tensor | None = None,
+    ) -> Tensor:
         assert lse is None
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         if count := self._num_decodes:
@@ -277,14 +278,14 @@ class ContextParallelBackend(AttentionBackend):
         self._store(layer, (latent[:, None],))
         return out
 
-    def _new_lse(self, queries: torch.Tensor) -> torch.Tensor:
+    def _new_lse(self, queries: Tensor) -> Tensor:
         return torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
 
-    def _gather_heads(self, q: torch.Tensor) -> torch.Tensor:
+    def _gather_heads(self, q: Tensor) -> Tensor:
         """[n, heads, D] of this rank -> [n, size * heads, D] of the group."""
         return self._group.all_gather(q.contiguous()).transpose(0, 1).flatten(1, 2)
 
-    def _merge(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    def _merge(self, out: Tensor, lse: Tensor) -> Tensor:
         """The group's heads [n, size * heads, D] over this rank's tokens -> this rank's heads
         [n, heads, D] over all tokens."""
         num_rows, size = len(out), self._group.size
@@ -321,13 +322,13 @@ class ContextParallelBackend(AttentionBackend):
             found = self._group.all_to_all(parts.contiguous())
             self.scratch.view(0)[prompts.targets[:, some]] = found
 
-    def _own_heads(self, kv: torch.Tensor) -> torch.Tensor:
+    def _own_heads(self, kv: Tensor) -> Tensor:
         """[n, H, D] of the group's KV heads -> those that this rank's queries read."""
         first = self._group.rank * self.num_q_heads * kv.shape[1]
         first //= self._group.size * self.num_q_heads
         return kv[:, first : first + self.num_kv_heads]
 
-    def _store(self, layer: int, components: tuple[torch.Tensor, ...]) -> None:
+    def _store(self, layer: int, components: tuple[Tensor, ...]) -> None:
         """Keeps the prompt rows' [T, H, D] that belong here."""
         to = self._stored
         if self._prompts and len(to.rows):
@@ -347,11 +348,11 @@ def _part(batch: AttentionBatch, first: int, last: int) -> AttentionBatch:
     )
 
 
-def _host(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+def _host(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """What a GPU can take without anybody waiting."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 
 
-def _upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+def _upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return _host(array, device).to(device, non_blocking=True)

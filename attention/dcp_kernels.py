@@ -6,9 +6,9 @@ A partial result is sent as D elements of 16 bits, and its log-sum-exp as two mo
 
 from typing import Any, Final
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _LSE_ELEMENTS: Final = 2  # of 16 bits
 
@@ -57,7 +57,7 @@ _pack_kernel: Any = triton.jit(_pack, do_not_specialize=["num_rows"])
 _merge_kernel: Any = triton.jit(_merge, do_not_specialize=["num_rows"])
 
 
-def pack(out: torch.Tensor, lse: torch.Tensor, absent: torch.Tensor, size: int) -> torch.Tensor:
+def pack(out: Tensor, lse: Tensor, absent: Tensor, size: int) -> Tensor:
     """Partial results by the rank they are for.
 
     Args:
@@ -77,7 +77,7 @@ def pack(out: torch.Tensor, lse: torch.Tensor, absent: torch.Tensor, size: int) 
     return packed
 
 
-def merge(packed: torch.Tensor) -> torch.Tensor:
+def merge(packed: Tensor) -> Tensor:
     """[size, n, heads, D + 2], each rank's partial results -> [n, heads, D] over all of them."""
     size, num_rows, heads, width = packed.shape
     dim = width - _LSE_ELEMENTS

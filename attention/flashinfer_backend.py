@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from flashinfer.page import append_paged_kv_cache
 from flashinfer.utils import is_sm90a_supported
+from torch import Tensor
 
 from attention import store_kernels
 from attention.base import AttentionBatch, Int32s, Pages
@@ -91,7 +92,7 @@ class FlashInferBackend(FlashInferBase):
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
         return workspace_of(*self.heads, limits, gpu)
 
-    def _new_int_workspace(self) -> torch.Tensor:
+    def _new_int_workspace(self) -> Tensor:
         return torch.zeros(self.sizes.ints, dtype=torch.uint8, device=self.device)
 
     def _roomy(self, kernel: Any) -> Any:
@@ -201,17 +202,17 @@ class FlashInferBackend(FlashInferBase):
     def forward(
         self,
         layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
-        cos_sin: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        cos_sin: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
         if cos_sin is None:
             self._append(layer, k, v)
         else:
-            slots = self.append_indices()[1]
+            slots = self.append_indices[1]
             store_kernels.rotate_and_store(
                 q, k, v, cos_sin, slots, *self._caches[layer], also_k=self._any_fresh
             )
@@ -233,13 +234,15 @@ class FlashInferBackend(FlashInferBase):
     def _any_fresh(self) -> bool:
         return any(part.is_fresh for part in self._parts)
 
-    def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores k and v [T, H, D] by slot."""
         if self._is_fp8:
             caches, scales = self._caches[layer], self._scales[layer]
-            store_kernels.store_fp8(k, v, self._slots, caches, scales, read_back=self._any_fresh)
+            store_kernels.store_fp8(
+                k, v, self.append_indices[1], caches, scales, read_back=self._any_fresh
+            )
             return
-        where = (*self.append_indices(), self._caches[layer], *self.append_pages())
+        where = (*self.append_indices, self._caches[layer], *self.append_pages)
         append_paged_kv_cache(k, v, *where, kv_layout=_VIEW_ORDER)
 
 

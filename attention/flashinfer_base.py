@@ -21,7 +21,7 @@ import torch
 
 from attention.base import AttentionBackend, AttentionBatch, Int32s, Int64s, Pages
 from attention.flashinfer_workspace import Gpu, Workspace, explaining
-from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, check_flashinfer
+from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, check
 from kvcache.pool import KVPool
 
 LN_2: Final = math.log(2)  # from the kernels' log-sum-exps, in powers of two, to natural ones
@@ -52,7 +52,7 @@ class CapturedBuffers:
         self._all[: len(host)].copy_(host, non_blocking=True)
 
 
-def wanted_of(pool: KVPool, dtype: torch.dtype | None, num_q_heads: int) -> Wanted:
+def _wanted(pool: KVPool, dtype: torch.dtype | None, num_q_heads: int) -> Wanted:
     """What a backend over `pool` is to read, with queries of `dtype`, else of the pool's own."""
     layout = pool.layout
     return Wanted(
@@ -86,7 +86,7 @@ class FlashInferBase(AttentionBackend):
         dtype: torch.dtype | None = None,
         limits: StepLimits = DEFAULT_LIMITS,
     ) -> None:
-        check_flashinfer(wanted_of(pool, dtype, num_q_heads), limits)
+        check("flashinfer", _wanted(pool, dtype, num_q_heads), limits)
         super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
         self.device = pool.device
         self.dtype, self.kv_dtype = dtype or pool.tensor.dtype, pool.tensor.dtype
@@ -103,9 +103,11 @@ class FlashInferBase(AttentionBackend):
         # The append kernels find a token by (sequence, position). All blocks in order, seen as one
         # sequence, make a token's position its slot.
         num_blocks = pool.layout.num_blocks
-        self._all_blocks = torch.arange(num_blocks, dtype=torch.int32, device=self.device)
-        self._all_indptr = torch.tensor([0, num_blocks], dtype=torch.int32, device=self.device)
-        self._all_last = torch.tensor([self.block_size], dtype=torch.int32, device=self.device)
+        self.append_pages = (  # indices, indptr and last page length of that sequence
+            torch.arange(num_blocks, dtype=torch.int32, device=self.device),
+            torch.tensor([0, num_blocks], dtype=torch.int32, device=self.device),
+            torch.tensor([self.block_size], dtype=torch.int32, device=self.device),
+        )
         self._zeros = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     @abstractmethod
@@ -128,16 +130,8 @@ class FlashInferBase(AttentionBackend):
         """Where the step's T tokens are stored."""
         if len(self._zeros) < len(slots):
             self._zeros = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
-        self._slots = pinned(slots.astype(np.int32)).to(self.device, non_blocking=True)
-        self._sequences = self._zeros[: len(slots)]
-
-    def append_indices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequence and position of each token, as the append kernels want them."""
-        return self._sequences, self._slots
-
-    def append_pages(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """indices, indptr and last page length of the one sequence that positions refer to."""
-        return self._all_blocks, self._all_indptr, self._all_last
+        stored = pinned(slots.astype(np.int32)).to(self.device, non_blocking=True)
+        self.append_indices = (self._zeros[: len(slots)], stored)  # sequence and position
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
         self.buffers = CapturedBuffers(max_seqs, max_blocks, self.device)
@@ -150,8 +144,7 @@ class FlashInferBase(AttentionBackend):
         kernel = self._captured.get(num_rows)
         if kernel is None:
             kernel = self._captured[num_rows] = self.captured_kernel(num_rows, self.buffers)
-        self._sequences = self.buffers.zeros[:num_rows]
-        self._slots = self.buffers.slots[:num_rows]
+        self.append_indices = (self.buffers.zeros[:num_rows], self.buffers.slots[:num_rows])
         pages = padded.pages(self.block_size)
         self.buffers.upload(padded.slot_mapping, pages)
         with self.planning():

@@ -10,14 +10,10 @@ import torch
 from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.page import append_paged_mla_kv_cache
 from flashinfer.utils import is_sm90a_supported
+from torch import Tensor
 
 from attention.base import AttentionBatch, Pages
-from attention.flashinfer_base import (
-    LN_2,
-    CapturedBuffers,
-    FlashInferBase,
-    indptr_of,
-)
+from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of
 from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
 from attention.support import LATENT_DIM, ROPE_DIM, StepLimits
 from kvcache.pool import KVPool
@@ -92,15 +88,15 @@ class FlashInferMLABackend(FlashInferBase):
     def forward_latent(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
         *,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        lse: Tensor | None = None,
+    ) -> Tensor:
         cache = self._caches[layer]
         parts = (latent[:, :LATENT_DIM], latent[:, LATENT_DIM:])
-        where = (*self.append_indices(), *cache, *self.append_pages())
+        where = (*self.append_indices, *cache, *self.append_pages)
         append_paged_mla_kv_cache(*parts, *where)
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         rows = slice(0, self._num_rows)

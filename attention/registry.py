@@ -16,11 +16,7 @@ class BackendMissing(ValueError):
 
 
 def create_backend(
-    name: str,
-    pool: KVPool,
-    *,
-    limits: StepLimits = DEFAULT_LIMITS,
-    **options: Any,
+    name: str, pool: KVPool, *, limits: StepLimits = DEFAULT_LIMITS, **options: Any
 ) -> AttentionBackend:
     """The backend `name` over `pool`; "auto" is flashinfer on a GPU and torch elsewhere.
 

@@ -7,9 +7,9 @@ and waits before it reads anything; its successor may do the same.
 
 from typing import Any, Final
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _HEADS: Final = 8  # of one program
 AHEAD = True  # False in an interpreter, which knows no launches
@@ -67,13 +67,13 @@ _kernel: Any = triton.jit(_rotate_and_store)
 
 
 def rotate_and_store(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos_sin: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
     *,
     also_k: bool = False,
 ) -> None:
@@ -93,14 +93,12 @@ def rotate_and_store(
     _launch(q, k, cos_sin, (v, v.stride(0), slots, keys, values, strides), keep_k=also_k)
 
 
-def rotate(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def rotate(q: Tensor, k: Tensor, cos_sin: Tensor) -> None:
     """Rotates q and k in place; as of `rotate_and_store`."""
     _launch(q, k, cos_sin, (None, 0, None, None, None, (0, 0, 0, 0)), keep_k=True)
 
 
-def _launch(
-    q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, stored: Any, *, keep_k: bool
-) -> None:
+def _launch(q: Tensor, k: Tensor, cos_sin: Tensor, stored: Any, *, keep_k: bool) -> None:
     v, v_token, slots, keys, values, strides = stored
     num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
     assert q.stride()[1:] == k.stride()[1:] == (dim, 1), (q.stride(), k.stride())
@@ -140,10 +138,10 @@ _fp8_kernel: Any = triton.jit(_store_fp8)
 
 
 def store_fp8(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    caches: tuple[Tensor, Tensor],
     scales: tuple[float, float],
     *,
     read_back: bool = False,

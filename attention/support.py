@@ -69,26 +69,20 @@ def check(name: str, wanted: Wanted, limits: StepLimits) -> None:
         UnsupportedPool: names the limit, what was found and which option helps.
         ValueError: there is no such backend.
     """
-    if chosen(name, wanted.device) == "flashinfer":
-        check_flashinfer(wanted, limits)
-
-
-def check_flashinfer(wanted: Wanted, limits: StepLimits) -> None:
-    """Raises UnsupportedPool for what FlashInfer's kernels and planners lack."""
+    if chosen(name, wanted.device) == "torch":
+        return
     if wanted.device != "cuda":
         raise _refused(f"reads GPU memory only, and the KV pool is on {wanted.device}: use")
     _check_dtypes(wanted)
     if wanted.is_latent:
-        _check_latents(wanted)
-        _check_latent_works(wanted.num_q_heads, limits)
+        _check_latents(wanted, limits)
     elif wanted.head_dim not in _HEAD_DIMS:
         dims = ", ".join(map(str, _HEAD_DIMS))
         raise _refused(f"does not serve a head_dim of {wanted.head_dim}, only {dims}: use")
 
 
 def _refused(why: str) -> UnsupportedPool:
-    told = f"attention_backend flashinfer {why} --attention-backend torch"
-    return UnsupportedPool(told)
+    return UnsupportedPool(f"attention_backend flashinfer {why} --attention-backend torch")
 
 
 def _check_dtypes(wanted: Wanted) -> None:
@@ -103,16 +97,13 @@ def _check_dtypes(wanted: Wanted) -> None:
     )
 
 
-def _check_latents(wanted: Wanted) -> None:
-    if wanted.head_dim != LATENT_DIM + ROPE_DIM or QUERY_TILE % wanted.num_q_heads:
+def _check_latents(wanted: Wanted, limits: StepLimits) -> None:
+    num_q_heads = wanted.num_q_heads
+    if wanted.head_dim != LATENT_DIM + ROPE_DIM or QUERY_TILE % num_q_heads:
         raise _refused(
-            f"does not serve latents of {wanted.head_dim} elements for {wanted.num_q_heads} query "
-            f"heads, only of {LATENT_DIM + ROPE_DIM} for a number of heads that divides "
-            f"{QUERY_TILE}: use"
+            f"does not serve latents of {wanted.head_dim} elements for {num_q_heads} query heads, "
+            f"only of {LATENT_DIM + ROPE_DIM} for a number of heads that divides {QUERY_TILE}: use"
         )
-
-
-def _check_latent_works(num_q_heads: int, limits: StepLimits) -> None:
     seqs = min(limits.max_seqs, limits.max_tokens)
     long = -(-limits.max_tokens * num_q_heads // _MLA_TILE) + seqs
     short = 2 * seqs + 2 * seqs // _MLA_TILE + 1

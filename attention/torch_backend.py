@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.base import AttentionBackend, AttentionBatch
 from attention.torch_decode import (
-    Decode,
     GatherDecode,
     SparseDecode,
     dense_attention,
@@ -32,9 +32,9 @@ _MAX_SPARSE_GROUP = 4  # query heads per KV head up to which reading in place be
 class _Cache:
     """One layer's keys and values: the pool's rows shifted to them (MLA: twice the same)."""
 
-    k_rows: torch.Tensor
+    k_rows: Tensor
     k_scale: float
-    v_rows: torch.Tensor
+    v_rows: Tensor
     v_scale: float
 
 
@@ -66,7 +66,7 @@ class TorchBackend(AttentionBackend):
     def _cache(self, layer: int) -> _Cache:
         matrix = fp8.addressable(self.pool.tensor).view(-1, self.head_dim)
 
-        def part(component: int) -> tuple[torch.Tensor, float]:
+        def part(component: int) -> tuple[Tensor, float]:
             start = self._rows.shift(layer, component)
             rows = matrix.narrow(0, start, self._rows.num_shared_rows)
             return rows, self.pool.scale(layer, component)
@@ -74,7 +74,7 @@ class TorchBackend(AttentionBackend):
         keys = part(0)
         return _Cache(*keys, *(keys if self.pool.layout.num_components == 1 else part(1)))
 
-    def _make_decode(self, name: str) -> Decode:
+    def _make_decode(self, name: str) -> SparseDecode | GatherDecode:
         can_be_sparse = (
             self._device == "cpu"
             and self._dtype == self.pool.tensor.dtype == torch.float32
@@ -114,19 +114,19 @@ class TorchBackend(AttentionBackend):
             self._decode.plan(groups)
             self._is_decode_in_order = np.array_equal(rows, np.arange(batch.num_tokens))
 
-    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
         return torch.from_numpy(array.reshape(-1)).to(self._device)
 
     def forward(
         self,
         layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
-        cos_sin: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        cos_sin: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
         assert cos_sin is None and q.shape == (self._num_tokens, self.num_q_heads, self.head_dim)
         cache = self._caches[layer]
         k = self._write(cache.k_rows, k, cache.k_scale)
@@ -137,25 +137,18 @@ class TorchBackend(AttentionBackend):
     def forward_latent(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
         *,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        lse: Tensor | None = None,
+    ) -> Tensor:
         # With the up-projections absorbed, the cached row is the one key and, but for its rope
         # part, the one value of all heads.
         q, row = torch.cat([q_latent, q_rope], -1), latent.unsqueeze(1)
         return self.forward(layer, q, row, row, lse=lse)[..., : q_latent.shape[-1]]
 
-    def _attend(
-        self,
-        cache: _Cache,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attend(self, cache: _Cache, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> Tensor:
         """Attention of all rows; k and v as stored, and so the output."""
         scale = self.scale * cache.k_scale
         if self._is_decode_in_order:
@@ -176,7 +169,7 @@ class TorchBackend(AttentionBackend):
                 lse[chunk] = part_lse.flatten(0, 1).transpose(0, 1)
         return out
 
-    def _write(self, rows: torch.Tensor, new: torch.Tensor, scale: float) -> torch.Tensor:
+    def _write(self, rows: Tensor, new: Tensor, scale: float) -> Tensor:
         """Stores [T, H, D] by slot; returns it as a later step will read it, not yet scaled."""
         # Rounded once, and by a factor: as every kernel and device that stores the same does it.
         scaled = new if scale == 1.0 else new.float() * (1.0 / scale)
@@ -185,20 +178,13 @@ class TorchBackend(AttentionBackend):
         return stored.view(new.shape).to(self._dtype)
 
     def _attend_chunk(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: _Cache,
-        context_rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: _Cache, context_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Output [H, Hq/H, chunk, D] and log-sum-exp [H, Hq/H, chunk] of one prompt chunk."""
         # Heads by KV head: [chunk, H, Hq/H, D] -> [H, Hq/H, chunk, D].
         queries = q.reshape(len(q), self.num_kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
 
-        def attend(
-            keys: torch.Tensor, values: torch.Tensor, *, causal: bool
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def attend(keys: Tensor, values: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
             # [H, n, D] -> [H, Hq/H, n, D], the same memory for each query head
             each = (x.unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values))
             return dense_attention(queries, *each, scale=self.scale * cache.k_scale, causal=causal)
@@ -209,7 +195,7 @@ class TorchBackend(AttentionBackend):
         cached = (self._read(rows, context_rows) for rows in (cache.k_rows, cache.v_rows))
         return merge_attention(out, lse, *attend(*cached, causal=False))
 
-    def _read(self, rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def _read(self, rows: Tensor, indices: Tensor) -> Tensor:
         """[H * n] rows as [H, n, D] in the queries' dtype."""
         found = fp8.numbers(rows.index_select(0, indices), self._dtype)
         return found.view(self.num_kv_heads, -1, self.head_dim)

@@ -14,26 +14,26 @@ dtypes and devices, and for many query heads per KV head (MLA above all), where 
 import functools
 import math
 import warnings
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from attention.torch_plan import DecodeGroup
 from kvcache import fp8
 
 
 def dense_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float,
     causal: bool = False,
-    bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + bias) v without ever holding all scores.
 
     Args:
@@ -58,8 +58,8 @@ def dense_attention(
 
 
 def merge_attention(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint key sets, from the result over each.
 
     Args:
@@ -75,39 +75,6 @@ def merge_attention(
     return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
 
 
-class Decode(ABC):
-    """Attention of G query tokens, one per sequence, over the groups given to `plan`."""
-
-    # How decode_groups is to make the groups, see there; so is round_width.
-    max_padding: float
-    max_group_tokens: int
-
-    @abstractmethod
-    def round_width(self, num_tokens: int) -> int:
-        """The width of a group whose longest context is num_tokens."""
-
-    @abstractmethod
-    def plan(self, groups: list[DecodeGroup]) -> None:
-        """Takes the step's groups. The queries of `attend` follow in the same order."""
-
-    @abstractmethod
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_rows: torch.Tensor,
-        v_rows: torch.Tensor,
-        *,
-        scale: float,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """q: [G, Hq, D]; k_rows, v_rows: [rows, D], the layer's keys and values (MLA: the same);
-        scale: of the scores; lse: float32 [G, Hq], to be filled.
-
-        Returns:
-            [G, Hq, D] in q's dtype.
-        """
-
-
 @dataclass(frozen=True, eq=False)
 class _Span:
     """The scores of one group in the flat array of all scores: [G, H, chunks, Hq/H, chunk]."""
@@ -115,16 +82,16 @@ class _Span:
     start: int
     stop: int
     shape: tuple[int, int, int, int, int]
-    bias: torch.Tensor | None  # [G, 1, width]; -inf on padding
+    bias: Tensor | None  # [G, 1, width]; -inf on padding
 
-    def by_query_head(self, scores: torch.Tensor) -> torch.Tensor:
+    def by_query_head(self, scores: Tensor) -> Tensor:
         """This span of all scores as [G, Hq, width], padding masked."""
         seqs, heads, chunks, repeats, chunk = self.shape
         mine = scores[self.start : self.stop].view(self.shape).transpose(2, 3)
         mine = mine.reshape(seqs, heads * repeats, chunks * chunk)
         return mine if self.bias is None else mine + self.bias
 
-    def flat(self, probs: torch.Tensor) -> torch.Tensor:
+    def flat(self, probs: Tensor) -> Tensor:
         """[G, Hq, width] back in the order of the scores."""
         seqs, heads, chunks, repeats, chunk = self.shape
         return probs.view(seqs, heads, repeats, chunks, chunk).transpose(2, 3).reshape(-1)
@@ -133,9 +100,10 @@ class _Span:
 _CHUNK_BYTES = 1 << 18  # of keys, half of a small core's second-level cache
 
 
-class SparseDecode(Decode):
+class SparseDecode:
     """Reads the pool in place. CPU and float32 only."""
 
+    # How decode_groups is to make the groups, see there; so is round_width.
     max_padding = 0.2
     max_group_tokens = 1 << 62
 
@@ -152,6 +120,7 @@ class SparseDecode(Decode):
         return -(-num_tokens // chunks) * chunks
 
     def plan(self, groups: list[DecodeGroup]) -> None:
+        """Takes the step's groups. The queries of `attend` follow in the same order."""
         self._spans = self._make_spans(groups)
         shapes = [span.shape for span in self._spans]
         indices = torch.from_numpy(
@@ -184,7 +153,7 @@ class SparseDecode(Decode):
             start = stop
         return spans
 
-    def _map_rows(self, shapes: list[tuple[int, int, int, int, int]]) -> torch.Tensor | None:
+    def _map_rows(self, shapes: list[tuple[int, int, int, int, int]]) -> Tensor | None:
         """The query head, of all [G * Hq], that each row of scores belongs to; None if its own."""
         if all(chunks == 1 for _, _, chunks, _, _ in shapes):
             return None
@@ -197,14 +166,18 @@ class SparseDecode(Decode):
         return torch.cat(parts)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k_rows: torch.Tensor,
-        v_rows: torch.Tensor,
-        *,
-        scale: float,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k_rows: Tensor, v_rows: Tensor, *, scale: float, lse: Tensor | None
+    ) -> Tensor:
+        """Attention of a query token for each sequence.
+
+        Args:
+            q: [G, Hq, D]; k_rows, v_rows: [rows, D], the layer's keys and values (MLA: the same).
+            scale: of the scores.
+            lse: float32 [G, Hq], to be filled.
+
+        Returns:
+            [G, Hq, D] in q's dtype.
+        """
         queries = q.reshape(-1, q.shape[-1])
         if self._query_of_row is not None:
             queries = queries.index_select(0, self._query_of_row)
@@ -238,7 +211,7 @@ def _repeated(
     return np.broadcast_to(split, shape).reshape(-1)
 
 
-class GatherDecode(Decode):
+class GatherDecode:
     """Copies the context, then a fused kernel. Any dtype and device."""
 
     def __init__(self, *, head_dim: int, dtype: torch.dtype, device: str) -> None:
@@ -260,14 +233,8 @@ class GatherDecode(Decode):
         self._biases = [None if bias is None else bias.unsqueeze(1) for bias in biases]
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k_rows: torch.Tensor,
-        v_rows: torch.Tensor,
-        *,
-        scale: float,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k_rows: Tensor, v_rows: Tensor, *, scale: float, lse: Tensor | None
+    ) -> Tensor:
         outs, start = [], 0
         for (num_seqs, heads, width), indices, bias in zip(
             self._shapes, self._indices, self._biases, strict=True
@@ -284,7 +251,7 @@ class GatherDecode(Decode):
             start += num_seqs
         return torch.cat(outs)
 
-    def _gather(self, which: int, rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def _gather(self, which: int, rows: Tensor, indices: Tensor) -> Tensor:
         """[n, D] rows in the queries' dtype, in a buffer that is kept: fresh pages cost more."""
         buffer = self._buffers[which]
         num_elements = len(indices) * self._head_dim
@@ -295,7 +262,7 @@ class GatherDecode(Decode):
         return fp8.numbers(torch.index_select(rows, 0, indices, out=out), self._dtype)
 
 
-def _padding_bias(group: DecodeGroup, dtype: torch.dtype, device: str) -> torch.Tensor | None:
+def _padding_bias(group: DecodeGroup, dtype: torch.dtype, device: str) -> Tensor | None:
     """[G, 1, width], 0 on a group's tokens and -inf on its padding; None where there is none."""
     if not group.is_padded:
         return None

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from attention.base import AttentionBackend
 from model.config import ModelConfig
@@ -26,10 +26,8 @@ class AttentionSpec(NamedTuple):
 
 # hidden [T, hidden], changed in place and returned, or only its rows [R, hidden] where these are
 # given. The norm comes first.
-AttentionLayer = Callable[
-    [torch.Tensor, RMSNorm, Angles, AttentionBackend, torch.Tensor | None], torch.Tensor
-]
-FeedForward = Callable[[torch.Tensor, RMSNorm], torch.Tensor]
+AttentionLayer = Callable[[Tensor, RMSNorm, Angles, AttentionBackend, Tensor | None], Tensor]
+FeedForward = Callable[[Tensor, RMSNorm], Tensor]
 
 
 class _Layer(NamedTuple):
@@ -73,11 +71,11 @@ class CausalLM(ABC):
 
     def forward(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
         attention: AttentionBackend,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Runs one step through all layers, writing its KV through `attention`.
 
         Args:
@@ -98,11 +96,11 @@ class CausalLM(ABC):
             hidden = layer.feed_forward(hidden, layer.mlp_norm)
         return self._norm(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab] of hidden [S, hidden], the whole vocabulary on every rank."""
         return self._vocab.head(hidden)
 
-    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def raw_logits(self, hidden: Tensor) -> Tensor:
         """`logits` as computed, perhaps in 16 bits: what is largest can be told without widening
         them."""
         return self._vocab.head.raw(hidden)

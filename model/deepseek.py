@@ -8,6 +8,7 @@ that attention reads latents as they lie and every rank keeps the same, whole ca
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from attention.base import AttentionBackend
 from model.base import AttentionLayer, AttentionSpec, CausalLM, FeedForward
@@ -42,7 +43,7 @@ class _Query:
         self._norm = load_norm(loader, f"{prefix}.q_a_layernorm", rank, _LATENT_NORM_EPS)
         self._up = Linear(loader.load(f"{prefix}.q_b_proj.weight", (total, rank), rows=rows))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         if self._down is not None:
             x = self._norm(self._down(x))
         return self._up(x).view(x.shape[0], -1, self._dim)
@@ -91,12 +92,12 @@ class LatentAttention:
 
     def __call__(
         self,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         norm: RMSNorm,
         angles: Angles,
         attention: AttentionBackend,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
+        rows: Tensor | None,
+    ) -> Tensor:
         """See AttentionLayer."""
         mla, x = self._mla, norm(hidden)
         q = self._query(x)

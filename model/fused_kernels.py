@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 AHEAD = True  # False in an interpreter, which knows no launches
@@ -43,7 +44,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 _norm_kernel: Any = triton.jit(_rms_norm, do_not_specialize=["num_rows"])
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See fused_ops."""
     width, num_heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * num_heads
@@ -74,7 +75,7 @@ def _silu_and_mul(gate_up, out, width, COLUMNS: tl.constexpr, AHEAD: tl.constexp
 _silu_kernel: Any = triton.jit(_silu_and_mul)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 n] -> silu of the first half times the second, [T, n]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
@@ -97,7 +98,7 @@ def _fill_in(token_ids, drawn, out, num_tokens, TOKENS: tl.constexpr):  # type: 
 _fill_in_kernel: Any = triton.jit(_fill_in, do_not_specialize=["num_tokens"])
 
 
-def fill_in(token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+def fill_in(token_ids: Tensor, drawn: Tensor) -> Tensor:
     """int64 [T] with every -1 - r replaced by drawn[r]."""
     out = torch.empty_like(token_ids)
     grid = (triton.cdiv(len(out), 256),)
@@ -129,7 +130,7 @@ _first_largest_kernel: Any = triton.jit(_first_largest)
 _first_largest_part_kernel: Any = triton.jit(_first_largest_part)
 
 
-def first_largest(logits: torch.Tensor) -> torch.Tensor:
+def first_largest(logits: Tensor) -> Tensor:
     """[R, V], rows contiguous -> int64 [R], see fused_ops."""
     rows, width = logits.shape
     parts = triton.cdiv(width, _SEARCHED_COLUMNS)
@@ -210,7 +211,7 @@ def _one_row(  # type: ignore[no-untyped-def]
 _one_row_kernel: Any = triton.jit(_one_row)
 
 
-def one_row_works(weight: torch.Tensor, *, gated: bool = False) -> bool:
+def one_row_works(weight: Tensor, *, gated: bool = False) -> bool:
     """Whether `one_row` can take the matrix [out, in], a contiguous one on a GPU."""
     num_out, width = weight.shape
     return weight.is_contiguous() and _columns(width) > 0 and num_out % (_ROWS << gated) == 0
@@ -223,14 +224,14 @@ def _columns(width: int) -> int:
 
 
 def one_row(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     *,
-    norm: torch.Tensor | None = None,
+    norm: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    residual: Tensor | None = None,
+) -> Tensor:
     """weight [out, in] times x [1, in] -> [1, out].
 
     Args:
@@ -301,7 +302,7 @@ def _num_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def gated_rows_work(weight: torch.Tensor) -> bool:
+def gated_rows_work(weight: Tensor) -> bool:
     """Whether `gated_rows` can take the matrix [2 n, in], a contiguous one on a GPU."""
     num_out, width = weight.shape
     return (
@@ -312,7 +313,7 @@ def gated_rows_work(weight: torch.Tensor) -> bool:
     )
 
 
-def gated_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def gated_rows(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, in] times weight [2 n, in] -> silu of the first n columns times the others, [T, n]."""
     num_rows, width = x.shape
     num_columns = weight.shape[0] // 2

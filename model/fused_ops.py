@@ -9,6 +9,7 @@ import functools
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _ROPE_HEAD_DIMS: Final = (64, 128, 256)
@@ -30,12 +31,12 @@ def _rotation() -> Any:
     return store_kernels
 
 
-def one_row_works(weight: torch.Tensor, *, gated: bool = False) -> bool:
+def one_row_works(weight: Tensor, *, gated: bool = False) -> bool:
     """Whether `kernels().one_row` can take the matrix."""
     return works(weight.device, weight.dtype) and bool(kernels().one_row_works(weight, gated=gated))
 
 
-def gated_rows_work(weight: torch.Tensor) -> bool:
+def gated_rows_work(weight: Tensor) -> bool:
     """Whether `kernels().gated_rows` can take the matrix."""
     return works(weight.device, weight.dtype) and bool(kernels().gated_rows_work(weight))
 
@@ -49,12 +50,12 @@ def rope_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return head_dim in _ROPE_HEAD_DIMS and works(device, dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, n] or [T, heads, n], whose last dimension is contiguous, normed over it."""
     return kernels().rms_norm(x, weight, eps)  # type: ignore[no-any-return]
 
 
-def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def rotate_in_place(q: Tensor, k: Tensor, cos_sin: Tensor) -> None:
     """Rotates halves of q and k [T, heads, dim], views whose last two dimensions are contiguous.
 
     Args:
@@ -63,12 +64,12 @@ def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> 
     _rotation().rotate(q, k, cos_sin)
 
 
-def first_largest(logits: torch.Tensor) -> torch.Tensor:
+def first_largest(logits: Tensor) -> Tensor:
     """[R, V] of any float dtype, on a GPU -> int64 [R], the first of the largest; NaN is smaller
     than any number."""
     return kernels().first_largest(logits)  # type: ignore[no-any-return]
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 n] -> silu of the first half times the second, [T, n]."""
     return kernels().silu_and_mul(gate_up)  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from model import fused_ops
 from model.config import ModelConfig
@@ -22,7 +23,7 @@ _MADV_DONTNEED: Final = 4
 _mkldnn: Any = torch.ops.mkldnn
 
 
-def can_pack(weight: torch.Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
     """Whether `pack` takes this weight: a float32 matrix on the CPU, and torch has oneDNN."""
     return (
         weight.device.type == "cpu"
@@ -32,7 +33,7 @@ def can_pack(weight: torch.Tensor) -> bool:
     )
 
 
-def _forget_pages(weight: torch.Tensor) -> None:
+def _forget_pages(weight: Tensor) -> None:
     """Gives back the memory of a weight that nobody will read again; its content is undefined."""
     page = mmap.PAGESIZE
     start = -(-weight.data_ptr() // page) * page
@@ -50,18 +51,16 @@ class Linear:
             faster; the mapped original is then no longer needed, and `load_*` give back its pages.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool = False
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
         self.is_packed = pack and can_pack(weight)
         self.weight = (
             _mkldnn._reorder_linear_weight(weight, _ROWS_HINT) if self.is_packed else weight
         )
         self.bias = bias
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         if self.is_packed:
-            out: torch.Tensor = _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            out: Tensor = _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return out
         return F.linear(x, self.weight, self.bias)
 
@@ -70,12 +69,7 @@ class RowParallelLinear:
     """x [T, this rank's columns] -> [T, out], summed over ranks, added to `residual` in place."""
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        parallel: Parallel,
-        *,
-        pack: bool = False,
+        self, weight: Tensor, bias: Tensor | None, parallel: Parallel, *, pack: bool = False
     ) -> None:
         self._product = Linear(weight, pack=pack)
         self.weight = self._product.weight
@@ -84,7 +78,7 @@ class RowParallelLinear:
         self._parallel = parallel
         self._takes_one_row = parallel.size == 1 and fused_ops.one_row_works(weight)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         if self._takes_one_row and x.shape[0] == 1:
             fused_ops.kernels().one_row(x, self.weight, residual=residual)
         elif self._parallel.size == 1 and self._weight_t is not None:
@@ -99,13 +93,13 @@ class RowParallelLinear:
 class RMSNorm:
     """Root-mean-square norm over the last dimension."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
         self._shape = tuple(weight.shape)
         self.eps = eps
         self._is_fused = fused_ops.works(weight.device, weight.dtype)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         if self._is_fused:
             return fused_ops.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self._shape, self.weight, self.eps)
@@ -114,12 +108,12 @@ class RMSNorm:
 class Embedding:
     """Token embedding; a rank holds the rows of its part of the vocabulary, see VocabShard."""
 
-    def __init__(self, weight: torch.Tensor, start: int, parallel: Parallel) -> None:
+    def __init__(self, weight: Tensor, start: int, parallel: Parallel) -> None:
         self._weight = weight
         self._start = start
         self._parallel = parallel
 
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden], a tensor of the caller's own."""
         if self._parallel.size == 1:
             return F.embedding(token_ids, self._weight)
@@ -133,24 +127,24 @@ class LMHead:
     """Hidden states to float32 logits of the whole vocabulary, on every rank."""
 
     def __init__(
-        self, weight: torch.Tensor, vocab_size: int, parallel: Parallel, *, pack: bool = False
+        self, weight: Tensor, vocab_size: int, parallel: Parallel, *, pack: bool = False
     ) -> None:
         self._product = Linear(weight, pack=pack)
         self._vocab_size = vocab_size
         self._parallel = parallel
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> float32 [S, vocab]."""
         return self.raw(hidden).float()
 
-    def raw(self, hidden: torch.Tensor) -> torch.Tensor:
+    def raw(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab] as computed, perhaps in 16 bits."""
         is_few = hidden.device.type == "cpu" and hidden.shape[0] in _CHUNKED_ROWS
         in_chunks = is_few and not self._product.is_packed
         local = self._in_chunks(hidden) if in_chunks else self._product(hidden)
         return self._parallel.all_gather_last_dim(local)[:, : self._vocab_size]
 
-    def _in_chunks(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _in_chunks(self, hidden: Tensor) -> Tensor:
         weight = self._product.weight
         out = hidden.new_empty(hidden.shape[0], len(weight))
         for start in range(0, len(weight), _HEAD_CHUNK):
@@ -178,11 +172,11 @@ class GatedMLP:
         )
         self._down = load_rows(loader, f"{prefix}.down_proj", shape[::-1], rows, bias, parallel)
 
-    def __call__(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden [T, hidden], changed in place and returned."""
         return self._down(self._gate_up.gated(hidden, norm), hidden)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [T, hidden], normed; adds to residual [T, hidden] in place and returns it."""
         return self._down(self._gate_up.gated(x), residual)
 
@@ -207,7 +201,7 @@ class Columns:
                 fused_ops.gated_rows_work(self._joined.weight),
             )
 
-    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def gated(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """x [T, in], normed first -> silu of the first of two projections times the second."""
         if not self._is_fused:
             gate, up = self(x, norm)
@@ -219,11 +213,11 @@ class Columns:
                 return self._one_row(x, norm, gated=True)
             x = norm(x)
         if takes_many and x.shape[0] >= fused_ops.kernels().GATED_MIN_ROWS:
-            out: torch.Tensor = fused_ops.kernels().gated_rows(x, self._joined.weight)
+            out: Tensor = fused_ops.kernels().gated_rows(x, self._joined.weight)
             return out
         return fused_ops.silu_and_mul(self._joined(x))
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm | None = None) -> tuple[torch.Tensor, ...]:
+    def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, ...]:
         """x [T, in], normed first -> one [T, out] per projection, perhaps views of one tensor."""
         if norm is not None:
             if self._takes[0] and x.shape[0] == 1:
@@ -233,9 +227,9 @@ class Columns:
             return tuple(part(x) for part in self._parts)
         return torch.split_with_sizes(self._joined(x), self._sizes, dim=-1)
 
-    def _one_row(self, x: torch.Tensor, norm: RMSNorm, *, gated: bool = False) -> torch.Tensor:
+    def _one_row(self, x: Tensor, norm: RMSNorm, *, gated: bool = False) -> Tensor:
         assert self._joined is not None
-        out: torch.Tensor = fused_ops.kernels().one_row(
+        out: Tensor = fused_ops.kernels().one_row(
             x, self._joined.weight, norm=norm.weight, eps=norm.eps, gated=gated
         )
         return out
@@ -313,7 +307,7 @@ class VocabShard:
         if loader.pack and head is not embedding and can_pack(head):
             _forget_pages(head)
 
-    def _load(self, loader: WeightLoader, name: str) -> torch.Tensor:
+    def _load(self, loader: WeightLoader, name: str) -> Tensor:
         weight = loader.load(name, self._shape, rows=self._rows)
         missing = self._share - len(self._rows)
         return F.pad(weight, (0, 0, 0, missing)) if missing else weight

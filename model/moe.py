@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from model import fused_ops
 from model.config import ModelConfig, MoEConfig
@@ -18,11 +19,7 @@ class MoELayer:
     """Routed plus shared experts, summed over ranks, added to the residual."""
 
     def __init__(
-        self,
-        loader: WeightLoader,
-        prefix: str,
-        config: ModelConfig,
-        parallel: Parallel,
+        self, loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel
     ) -> None:
         assert config.moe is not None
         self._config, hidden_size = config.moe, config.hidden_size
@@ -35,7 +32,7 @@ class MoELayer:
         width = config.moe.expert_intermediate_size * config.moe.num_shared_experts
         self._shared = GatedMLP(loader, f"{prefix}.shared_experts", config, parallel, width)
 
-    def __call__(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden [T, hidden], changed in place and returned."""
         x = norm(hidden)
         routed = self._experts(x, *route(x, self._router, self._config))
@@ -54,16 +51,14 @@ class Experts:
         down: [experts, hidden, width].
     """
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         self._gate_up = gate_up
         self._down = down
         self._ids = torch.arange(len(down), device=down.device)
         self._is_fused = fused_ops.works(down.device, down.dtype)
         self._sum = self._grouped if _can_group(gate_up) and _can_group(down) else self._each
 
-    def __call__(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, hidden], float32 weights and int64 expert ids [T, k] -> [T, hidden], new."""
         out = torch.empty_like(x)
         for start in range(0, len(x), _MAX_TOKENS):
@@ -71,9 +66,7 @@ class Experts:
             out[part] = self._sum(x[part], weights[part], experts[part])
         return out
 
-    def _grouped(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
-    ) -> torch.Tensor:
+    def _grouped(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """One product for all experts, over rows in the order of their experts."""
         found, order = experts.flatten().sort(stable=True)
         ends = torch.searchsorted(found, self._ids, right=True, out_int32=True)
@@ -84,7 +77,7 @@ class Experts:
         back = torch.empty_like(down).index_copy_(0, order, down)
         return back.view(*experts.shape, -1).sum(1)
 
-    def _each(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def _each(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Every expert on every token, weighted by 0 where it was not chosen."""
         spread = weights.new_zeros(len(x), len(self._down)).scatter_(1, experts, weights)
         out = torch.zeros_like(x)
@@ -92,7 +85,7 @@ class Experts:
             out.addmm_(self._gated(x @ gate_up.t()).mul_(weight[:, None]), down.t())
         return out
 
-    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def _gated(self, gate_up: Tensor) -> Tensor:
         """[T, 2 width] -> silu of the first half times the second."""
         if self._is_fused:
             return fused_ops.silu_and_mul(gate_up)
@@ -100,7 +93,7 @@ class Experts:
         return F.silu(gate).mul_(up)
 
 
-def _can_group(weight: torch.Tensor) -> bool:
+def _can_group(weight: Tensor) -> bool:
     """Whether a grouped product takes [experts, out, in]. On other GPUs and in other dtypes torch
     has one that reads the groups' sizes back from the device, which no graph can hold."""
     if weight.shape[2] * weight.element_size() % _ALIGNMENT_BYTES:
@@ -111,9 +104,7 @@ def _can_group(weight: torch.Tensor) -> bool:
     return is_fast and weight.dtype == torch.bfloat16
 
 
-def route(
-    x: torch.Tensor, router: torch.Tensor, config: MoEConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
+def route(x: Tensor, router: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor]:
     """Weights float32 and expert ids int64, both [T, experts_per_token], of x [T, hidden]."""
     scores = F.linear(x.float(), router).softmax(dim=-1)
     if config.topk_method == "group_limited_greedy":
@@ -127,7 +118,7 @@ def route(
 
 def load_experts(
     loader: WeightLoader, prefix: str, config: MoEConfig, hidden_size: int, parallel: Parallel
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """What Experts takes: this rank's part of each expert's width.
 
     Files hold one matrix per expert and projection, or all experts stacked with gate above up.

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed
+from torch import Tensor
 
 from kvcache.transfer.plan.endpoint import heads_of
 from model.errors import InvalidParallelism
@@ -36,13 +37,13 @@ class ContextRanks:
         self.size = size
         self._group = group
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Contiguous [...] of each rank -> [size, ...] on every rank."""
         parts = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         self._group._allgather_base(parts, tensor).wait()
         return parts.view(self.size, *tensor.shape)
 
-    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, tensor: Tensor) -> Tensor:
         """Contiguous [size, ...], a part for each rank -> [size, ...], each rank's for this one."""
         parts = torch.empty_like(tensor)
         self._group.alltoall_base(parts, tensor, [], []).wait()
@@ -63,11 +64,7 @@ class Parallel:
     """
 
     def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        group: Any = None,
-        context: ContextRanks | None = None,
+        self, rank: int = 0, size: int = 1, group: Any = None, context: ContextRanks | None = None
     ) -> None:
         if not 0 <= rank < size:
             raise InvalidParallelism(f"rank {rank} is not in a group of {size}")
@@ -125,13 +122,13 @@ class Parallel:
         context = ContextRanks(rank % dcp, dcp, make(context_store, rank % dcp, dcp))
         return cls(rank, size, group, context)
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks in place and returns it; bit-identical on every rank."""
         if self._group is not None:
             self._group.allreduce([tensor]).wait()
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather_last_dim(self, tensor: Tensor) -> Tensor:
         """Joins the ranks' [rows, n] into [rows, size * n], in rank order, on every rank."""
         if self._group is None:
             return tensor
@@ -141,7 +138,7 @@ class Parallel:
         joined = parts.view(self.size, rows, width).transpose(0, 1)
         return joined.reshape(rows, self.size * width)
 
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Overwrites `tensor` with rank `root`'s and returns it."""
         if self._group is not None:
             self._group.broadcast(tensor, root).wait()

@@ -3,15 +3,16 @@
 import math
 
 import torch
+from torch import Tensor
 
 from model import fused_ops
 from model.config import RopeConfig
 
 # cos and sin, or what the fused rotation takes: see Rope.angles
-Angles = tuple[torch.Tensor, torch.Tensor]
+Angles = tuple[Tensor, Tensor]
 
 
-def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
+def inverse_frequencies(config: RopeConfig) -> Tensor:
     """Radians per position of each rotated pair, float32 [dim / 2], on the CPU."""
     exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
     frequencies = config.theta**exponents
@@ -24,7 +25,7 @@ def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
     return 1.0 / frequencies
 
 
-def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
+def _llama3(config: RopeConfig, inverse: Tensor) -> Tensor:
     """Slows the long wavelengths by `factor`, keeps the short, blends those in between."""
     wavelengths = 2 * math.pi / inverse
     turns = config.original_max_position / wavelengths
@@ -36,7 +37,7 @@ def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
     return torch.where(between, blended, slowed)
 
 
-def _yarn(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
     """Blends interpolated and original frequencies along a ramp over the dimensions."""
 
     def dimension_of(turns: float) -> float:
@@ -96,7 +97,7 @@ class Rope:
             torch.device(device), dtype, config.dim
         )
 
-    def angles(self, positions: torch.Tensor) -> Angles:
+    def angles(self, positions: Tensor) -> Angles:
         """cos and signed sin [T, 1, dim] of positions [T], ready for `rotate`.
 
         Where the rotation is fused: cosines beside sines, float32 [T, dim], twice.
@@ -114,21 +115,19 @@ class Rope:
         sin = torch.cat((-sin, sin), dim=-1)
         return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
 
-    def cos_sin(self, angles: Angles) -> torch.Tensor | None:
+    def cos_sin(self, angles: Angles) -> Tensor | None:
         """float32 [T, dim], cosines beside sines of halves, for an attention backend that rotates;
         None where `rotate_pair` is not fused."""
         return angles[0] if self._is_fused else None
 
-    def rotate_pair(
-        self, q: torch.Tensor, k: torch.Tensor, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate_pair(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Rotates q and k [T, heads, dim], in place where that is faster."""
         if self._is_fused:
             fused_ops.rotate_in_place(q, k, angles[0])
             return q, k
         return self.rotate(q, angles), self.rotate(k, angles)
 
-    def rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """Rotates x [T, heads, dim]."""
         assert not self._is_fused, "the angles are those of rotate_pair"
         cos, sin = angles

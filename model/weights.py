@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from model import kv_scales
 from model.errors import ModelLoadError
@@ -42,11 +43,9 @@ class SafetensorsSource:
     def has(self, name: str) -> bool:
         return name in self._where
 
-    def part(
-        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
-    ) -> torch.Tensor:
+    def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
         """Rows, and for matrices columns, of a tensor whose full shape must be `shape`."""
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        tensor: Tensor = self._where[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelLoadError(
                 f"weight {name} has shape {tuple(tensor.shape)}, the config implies {shape}"
@@ -76,9 +75,7 @@ class DummySource:
     def has(self, name: str) -> bool:
         return True
 
-    def part(
-        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
-    ) -> torch.Tensor:
+    def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
         if "norm" in name:
             return torch.ones(len(rows), device=self._device)
         width = math.prod(shape[1:])
@@ -93,9 +90,7 @@ class DummySource:
         flat = torch.cat(parts) if len(parts) > 1 else parts[0]
         return flat.reshape(len(rows), *(shape[1:] if cols is None else (len(cols),)))
 
-    def _uniform(
-        self, rows: range, cols: range, width: int, stream: int, scale: float
-    ) -> torch.Tensor:
+    def _uniform(self, rows: range, cols: range, width: int, stream: int, scale: float) -> Tensor:
         row = torch.arange(rows.start, rows.stop, device=self._device)[:, None]
         col = torch.arange(cols.start, cols.stop, device=self._device)
         bits = (row * width + col).mul_(0x9E3779B1).add_(stream)
@@ -135,7 +130,7 @@ class WeightLoader:
         *,
         rows: range | None = None,
         cols: range | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """The part of weight `name` (of full shape `shape`) in our dtype, on our device.
 
         Raises:
@@ -148,7 +143,7 @@ class WeightLoader:
         part = self._source.part(name, shape, rows, cols)
         return part.to(self.device, self.dtype).contiguous()
 
-    def empty(self, *shape: int) -> torch.Tensor:
+    def empty(self, *shape: int) -> Tensor:
         """In our dtype, on our device, for parts to be put together in."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 

@@ -3,13 +3,15 @@
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
 
 from model.config import load_config
 from model.registry import load_model
-from tests.make_models import trained_models
+from tests.make_models import ensure_model, trained_models
 from tests.model.dense import DenseAttention, greedy
 from tests.model.random_models import make
 
+STORY = "Anna found the red ball near the river. Anna"
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -19,6 +21,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+MSCALE = {**YARN, "rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 CASES = {
     "llama": ("LlamaForCausalLM", {}),
@@ -32,6 +35,26 @@ CASES = {
     "qwen2": ("Qwen2ForCausalLM", {"rope_parameters": {**LINEAR, "rope_theta": 1e6}}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "num_key_value_heads": 2}),
     "qwen3-bias": ("Qwen3ForCausalLM", {"head_dim": 16, "attention_bias": True}),
+    "deepseek-dense": ("DeepseekV2ForCausalLM", {"first_k_dense_replace": 3}),
+    "deepseek-moe": ("DeepseekV2ForCausalLM", {}),
+    "deepseek-moe-groups": ("DeepseekV2ForCausalLM", {"topk_method": "group_limited_greedy"}),
+    "deepseek-q-lora": ("DeepseekV2ForCausalLM", {"q_lora_rank": 24, "first_k_dense_replace": 3}),
+    "deepseek-bias": (
+        "DeepseekV2ForCausalLM",
+        {"q_lora_rank": 24, "attention_bias": True, "first_k_dense_replace": 3},
+    ),
+    "deepseek-yarn": (
+        "DeepseekV2ForCausalLM",
+        {"rope_parameters": {**MSCALE, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek-yarn-mscale": (
+        "DeepseekV2ForCausalLM",
+        {"rope_parameters": {**MSCALE, "mscale": 1.0, "mscale_all_dim": 0.8}},
+    ),
+    "deepseek-yarn-plain": (
+        "DeepseekV2ForCausalLM",
+        {"rope_parameters": MSCALE, "q_lora_rank": 24, "tie_word_embeddings": True},
+    ),
 }
 
 
@@ -41,6 +64,9 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path):
     reference = make(architecture, tmp_path, **options)
     model = load_model(load_config(tmp_path), tmp_path, dtype=torch.float32)
     check_equal(model, reference)
+    if architecture.startswith("Deepseek"):
+        spec = model.attention_spec
+        assert (spec.mla, spec.num_kv_heads, spec.head_dim) == (True, 1, 32 + 8)
 
 
 def check_equal(model, reference, num_tokens: int = 20) -> None:
@@ -107,3 +133,33 @@ def test_logits_do_not_depend_on_how_many_rows_are_asked_for(tmp_path):
         assert whole.shape == (40, 4000)
         for rows in (1, 2, 8):
             torch.testing.assert_close(model.logits(hidden[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_generates_what_transformers_does_with_margins_to_spare(kind):
+    """Of the tiny models that this repository trains: worth comparing tokens of."""
+    folder = ensure_model(kind)
+    model = load_model(load_config(folder), folder, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    check_equal(model, reference, num_tokens=40)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompt = tokenizer.encode(STORY).ids
+    ids = prompt + greedy(model, prompt, 60)
+    with torch.inference_mode():
+        attention = DenseAttention(model.attention_spec)
+        hidden = model.forward(torch.tensor(ids), torch.arange(len(ids)), attention)
+        top = model.logits(hidden[len(prompt) - 1 : -1]).topk(2).values
+    margins = top[:, 0] - top[:, 1]
+    assert margins.median() > 1 and margins.min() > 1e-3  # nats
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_a_continuation_depends_on_tokens_far_back(kind):
+    folder = ensure_model(kind)
+    model = load_model(load_config(folder), folder, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for name, colour in (("Kate", "blue"), ("Leo", "silver")):
+        story = f"{name} took the {colour} ball on the hill. " * 40
+        prompt = tokenizer.encode(story.strip()).ids
+        text = tokenizer.decode(greedy(model, prompt, 8))
+        assert name in text and colour in text

@@ -1,24 +1,22 @@
 """Tensor parallelism over gloo gives what one rank gives, and refuses sizes that do not fit."""
 
-import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from model.config import parse_config
+from model.config import load_config, parse_config
 from model.errors import InvalidParallelism
 from model.parallel import Parallel, heads_of
+from model.registry import load_model
 from model.sizes import check_parallelism
+from tests.model.dense import DenseAttention, greedy
 from tests.model.random_models import make
 from tests.model.test_config import DEEPSEEK, LLAMA
-from tests.model.tp_worker import observe
 from tests.ports import kept_ports
 
-ROOT = Path(__file__).resolve().parents[2]
+PROMPT = list(range(3, 40))
 # 12 query and 6 KV heads: 2 and 3 divide both, 4 would not; 131 tokens of vocabulary are padded.
 TWELVE = {"num_attention_heads": 12, "head_dim": 8}
 WIDE = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}
@@ -40,22 +38,30 @@ def cases(tmp_path_factory):
     return {**found, "dummy": {**found["llama"], "load_format": "dummy"}}
 
 
+def observe(case: dict, parallel: Parallel) -> dict:
+    """Greedy tokens, the last logits and cached heads of a model loaded for this rank."""
+    folder = Path(case["folder"])
+    options = {"dtype": torch.float32, "parallel": parallel, "load_format": case["load_format"]}
+    model = load_model(load_config(folder), folder, **options)
+    attention = DenseAttention(model.attention_spec)
+    with torch.inference_mode():
+        hidden = model.forward(torch.tensor(PROMPT), torch.arange(len(PROMPT)), attention)
+        logits = model.logits(hidden[-2:])
+    kv_heads = model.attention_spec.num_kv_heads
+    return {"ids": greedy(model, PROMPT, 16), "logits": logits, "kv_heads": kv_heads}
+
+
 def run_ranks(size: int, cases: list[dict]) -> list[list[dict]]:
-    """What each rank of a group observed of each case."""
-    ranks = []
-    with kept_ports(1) as (port,):
-        for rank in range(size):
-            task = json.dumps({"rank": rank, "size": size, "port": port, "cases": cases})
-            command = [sys.executable, "-m", "tests.model.tp_worker", task]
-            ranks.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
-        try:
-            outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
-            assert [rank.returncode for rank in ranks] == [0] * size
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    """What each rank of a group, here threads, observed of each case."""
+
+    def run(rank: int) -> list[dict]:
+        parallel = Parallel.connect(rank, size, host="127.0.0.1", port=port)
+        found = [observe(case, parallel) for case in cases]
+        parallel.close()
+        return found
+
+    with kept_ports(1) as (port,), ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
 
 
 @pytest.mark.parametrize(
@@ -74,10 +80,9 @@ def test_every_rank_computes_what_one_rank_would(size, names, kv_heads, cases):
         alone = observe(case, Parallel())
         seen = [rank[index] for rank in ranks]
         assert [rank["ids"] for rank in seen] == [alone["ids"]] * size
-        assert len({rank["digest"] for rank in seen}) == 1, "ranks differ in their logits"
-        torch.testing.assert_close(
-            torch.tensor(seen[0]["logits"]), torch.tensor(alone["logits"]), rtol=1e-4, atol=1e-4
-        )
+        for rank in seen:
+            assert torch.equal(rank["logits"], seen[0]["logits"]), "ranks differ in their logits"
+        torch.testing.assert_close(seen[0]["logits"], alone["logits"], rtol=1e-4, atol=1e-4)
 
 
 def test_heads_are_split_evenly_or_replicated_evenly():

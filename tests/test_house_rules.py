@@ -16,18 +16,18 @@ MAX_FOLDER_FILES = 15
 CROWDED = {"model": 18}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
-    "attention": 2527,
+    "attention": 2458,
     "benchmarks": 2542,
     "decode_server": 637,
     "deploy": 880,
     "engine": 9114,
     "kvcache": 7979,
     "kvcache/transfer": 6584,
-    "model": 3292,
+    "model": 3197,
     "prefill_server": 357,
     "protocol": 5749,
     "proxy": 1991,
-    "tests": 40417,
+    "tests": 40343,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -12,7 +12,7 @@ from benchmarks.transfer_prefill import Case, kind_of, new_agent
 from kvcache.transfer.link.agent import ReadState
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
-from kvcache.transfer.plan.plan import plan_transfer
+from kvcache.transfer.plan.plan import Planner
 from protocol.handshake import EngineMetadata
 
 Wanted = tuple[list[list[ReadDescriptors]], int]  # READs of each rank of D, bytes of its memory
@@ -65,17 +65,11 @@ def planned_reads(setup: Setup, case: Case) -> Wanted:
     each, nbytes = [], setup.staging_bytes
     for local in case.d.endpoints(size):
         nbytes = max(nbytes, local.layout.nbytes)
-        plan = plan_transfer(
-            local,
-            case.p.endpoints(size),
-            size.heads,
-            0,
-            size.tokens,
-            case.d.blocks(size),
-            case.p.blocks(size),
-            costs=DEFAULT_COSTS[torch.device(setup.device(0)).type],
-            staging_bytes=setup.staging_bytes,
-        )
+        ends = local, case.p.endpoints(size)
+        planner = Planner(*ends, size.heads, staging_bytes=setup.staging_bytes)
+        blocks = case.d.blocks(size), case.p.blocks(size)
+        costs = DEFAULT_COSTS[torch.device(setup.device(0)).type]
+        plan = planner.plan(planner.take((0, size.tokens), *blocks), costs)
         each.append(list(plan.reads))
     return each, nbytes
 

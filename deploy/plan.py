@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, PlanError, heads_of
-from kvcache.transfer.plan.plan import TransferPlan, plan_transfer
+from kvcache.transfer.plan.plan import Planner, TransferPlan
 from model.config import load_config
 from protocol.settings.settings import (
     BatonSettings,
@@ -117,13 +117,13 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     costs = CostModel.configured(settings.transfer_costs, settings.device)
     ranks = []
     for end in ends["decode"]:
-        plan = plan_transfer(
-            *(end, ends["prefill"], model.total_kv_heads, hit, tokens),
-            *(tables["decode"], tables["prefill"]),
-            costs=costs or DEFAULT_COSTS[settings.device],
+        planner = Planner(
+            *(end, ends["prefill"], model.total_kv_heads),
             staging_bytes=settings.staging_bytes,
             convert=settings.kv_convert,
         )
+        transfer = planner.take((hit, tokens), tables["decode"], tables["prefill"])
+        plan = planner.plan(transfer, costs or DEFAULT_COSTS[settings.device])
         before, whole = end.stripe.num_local(np.array([hit, tokens])).tolist()
         heads = _listed(end.heads(model.total_kv_heads))
         ranks.append({"rank": end.rank, "heads": heads, "tokens": whole - before} | _facts(plan))

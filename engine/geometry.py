@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.process.host_memory import free_host_bytes
 from kvcache.layout import ITEMSIZE_BYTES, KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
-from kvcache.transfer.plan.staged import least_staging_bytes
+from kvcache.transfer.plan.plan import least_staging_bytes
 from model.config import ModelConfig
 from model.sizes import check_files, check_parallelism, largest, num_elements, stored_elements
 

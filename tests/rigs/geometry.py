@@ -15,7 +15,7 @@ from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.plan.endpoint import Endpoint, heads_of
-from kvcache.transfer.plan.plan import Planner, TransferPlan, plan_transfer
+from kvcache.transfer.plan.plan import Planner, TransferPlan
 
 ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
 COSTS = DEFAULT_COSTS["cpu"]
@@ -80,16 +80,12 @@ class Case:
 
     def plan(self, d_rank: int, **options) -> TransferPlan:
         options = {"costs": COSTS, "lease_hash": self.lease_hash} | options
-        return plan_transfer(
-            self.endpoints(self.d)[d_rank],
-            self.endpoints(self.p),
-            self.heads,
-            self.start,
-            self.stop,
-            self.d.blocks,
-            self.p.blocks,
-            **options,
-        )
+        costs, lease_hash = options.pop("costs"), options.pop("lease_hash")
+        ends = self.endpoints(self.d)[d_rank], self.endpoints(self.p)
+        planner = Planner(*ends, self.heads, **options)
+        tables = self.d.blocks, self.p.blocks
+        tokens = self.start, self.stop
+        return planner.plan(planner.take(tokens, *tables, lease_hash=lease_hash), costs)
 
     def transfer(self, d_rank: int) -> Transfer:
         ends = self.endpoints(self.d)[d_rank], self.endpoints(self.p)

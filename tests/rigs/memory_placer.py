@@ -10,7 +10,7 @@ import torch
 
 from kvcache import fp8
 from kvcache.pool import TORCH_DTYPES, KVPool
-from kvcache.transfer.move.kernel_index import (
+from kvcache.transfer.move.cuda_placer import (
     AXIS_PARAMETERS,
     FIRST_AXIS,
     NUM_PARAMETERS,
@@ -64,7 +64,7 @@ def place_units(
     dtype, elements = TORCH_DTYPES[copy.source.dtype], kind.unit_elements
     nbytes = (int(reads.max()) + 1) * elements * dtype.itemsize
     picked = source[:nbytes].view(dtype).view(-1, elements)[reads]
-    if kind.converts:
+    if kind.scaled or kind.source_dtype != kind.target_dtype:
         picked = fp8.stored_as(picked.float() * scales[:, None], pool.dtype)
     fp8.addressable(pool.view(-1).view(-1, elements))[writes] = fp8.addressable(picked)
 

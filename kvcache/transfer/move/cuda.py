@@ -7,6 +7,7 @@ All act on the device that is current in the calling thread. Addresses are plain
 import ctypes
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -17,26 +18,13 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 _IN_STREAM_ORDER = 1  # as sources are read
 _BESIDE_KERNELS = 1  # a hint: copy engines, not multiprocessors
 _POINTER = 1
-_ATTRIBUTES = np.dtype(
-    [("order", "i4"), ("source_hint", "i4", 2), ("target_hint", "i4", 2), ("flags", "u4")]
-)
-_OPERAND = np.dtype(
-    [
-        ("type", "i4"),
-        ("unused", "i4"),
-        ("address", "i8"),
-        ("pitch", "u8"),
-        ("rows", "u8"),
-        ("hint", "i4", 2),
-    ]
-)
+_ATTRIBUTES = np.dtype([("order", "i4"), ("hints", "i4", 4), ("flags", "u4")])
+_OPERAND = np.dtype([(name, "i8") for name in ("type", "address", "pitch", "rows", "hint")])
 _STRIDED_COPY = np.dtype(
     [
         ("source", _OPERAND),
         ("target", _OPERAND),
-        ("width", "u8"),
-        ("rows", "u8"),
-        ("layers", "u8"),
+        ("sizes", "i8", 3),
         ("order", "i4"),
         ("flags", "u4"),
     ]
@@ -49,25 +37,19 @@ class CudaError(Exception):
 
 def copies_batches() -> bool:
     """Whether one call can begin many copies: CUDA 12.8 and later."""
-    return hasattr(_library(), "cuMemcpyBatchAsync") and hasattr(_library(), "cuMemcpy3DBatchAsync")
+    names = "cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync"
+    return all(hasattr(_library(), name) for name in names)
 
 
 def copy_runs(sources: IntArray, targets: IntArray, width: int, stream: int) -> None:
     """Queues copies of `width` bytes between addresses by the copy engines, in no order."""
-    widths, first = np.full(len(sources), width), np.zeros(1, np.uint64)
+    widths, first = np.full(len(sources), width), np.zeros(1, np.int64)
     attributes = np.zeros(1, _ATTRIBUTES)  # of the first copy, and all others
     attributes["order"], attributes["flags"] = _IN_STREAM_ORDER, _BESIDE_KERNELS
-    pointers = (c_void_p(each.ctypes.data) for each in (targets, sources, widths))
-    _call(
-        "cuMemcpyBatchAsync",
-        *pointers,
-        c_size_t(len(sources)),
-        c_void_p(attributes.ctypes.data),
-        c_void_p(first.ctypes.data),
-        c_size_t(1),
-        byref(c_size_t()),  # which copy is wrong
-        c_void_p(stream),
-    )
+    copies = *map(_pointer, (targets, sources, widths)), c_size_t(len(sources))
+    shared = _pointer(attributes), _pointer(first), c_size_t(1)
+    wrong = byref(c_size_t())  # which copy
+    _call("cuMemcpyBatchAsync", *copies, *shared, wrong, c_void_p(stream))
 
 
 def copy_rows(
@@ -80,23 +62,23 @@ def copy_rows(
 ) -> None:
     """As `copy_runs`, with `rows` rows for each copy, `pitches` apart at source and target."""
     found = np.zeros(len(sources), _STRIDED_COPY)
-    places = (("source", sources), ("target", targets))
-    for (side, addresses), pitch in zip(places, pitches, strict=True):
-        operand = found[side]
-        operand["type"], operand["address"] = _POINTER, addresses
-        operand["pitch"], operand["rows"] = pitch, rows
-    found["width"], found["rows"], found["layers"] = width, rows, 1
+    sides = ("source", sources, pitches[0]), ("target", targets, pitches[1])
+    for side, addresses, pitch in sides:
+        found[side]["type"], found[side]["address"] = _POINTER, addresses
+        found[side]["pitch"], found[side]["rows"] = pitch, rows
+    found["sizes"] = width, rows, 1  # of layers
     found["order"], found["flags"] = _IN_STREAM_ORDER, _BESIDE_KERNELS
-    copies = c_size_t(len(found)), c_void_p(found.ctypes.data)
-    wrong = byref(c_size_t())
-    _call("cuMemcpy3DBatchAsync", *copies, wrong, c_ulonglong(0), c_void_p(stream))
+    wrong = byref(c_size_t())  # which copy
+    copies = c_size_t(len(found)), _pointer(found), wrong, c_ulonglong(0)
+    _call("cuMemcpy3DBatchAsync", *copies, c_void_p(stream))
 
 
-# -- memory of other processes of this host
-#
-# A handle names a whole allocation; it may travel anywhere. Opening it maps the allocation into
-# this process, readable by the device that is current in the calling thread. Whoever maps memory
-# keeps it alive: after its owner's death it is freed when it is closed here.
+def _pointer(array: np.ndarray[Any, Any]) -> c_void_p:
+    return c_void_p(array.ctypes.data)
+
+
+# -- memory of other processes of this host. Whoever maps an allocation keeps it alive: after its
+# owner's death it is freed when it is closed here.
 
 
 class _IpcHandle(ctypes.Structure):

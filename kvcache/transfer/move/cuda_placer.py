@@ -3,30 +3,41 @@
 To a copy engine a piece that is one run is one copy, a piece whose runs are evenly spaced on either
 side one two-dimensional copy. Copy engines take no multiprocessor from the decode batch and move
 long runs, many with one call, nearly as fast as a plain copy, but short rows slowly. All else is
-the kernel's, whose parameters and tables of pieces go to the device in one copy. What it cannot be
-compiled for is torch's.
+the kernel's. What that cannot be compiled for is torch's.
+
+The kernel (place_kernel.py) numbers the units (of up to 16 bytes) of a copy's pieces, piece by
+piece and inside a piece in the source's own order, so that neighbours in number are neighbours in
+its memory. From a unit's number five divisions give its place on every axis; two tables give where
+its piece begins on either side, and two sets of strides the rest, all in units. No list of runs is
+made, whatever the orders, block sizes, heads and dtypes. If elements change their scale, the same
+divisions find a unit's layer and component, and so its factor.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from kvcache.layout import KVLayout
+from kvcache.layout import ITEMSIZE_BYTES, KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.move import cuda
-from kvcache.transfer.move.kernel_index import Kind, kind_of, kinds_into, piece_units, units_of
 from kvcache.transfer.move.peer_memory import Memory, NotMappable, open_on_gpu
-from kvcache.transfer.move.place import ALL_BYTES, Placer
+from kvcache.transfer.move.place import ALL_BYTES, Placer, axes_of
 from kvcache.transfer.plan.block_copy import Axis, BlockCopy, Factors, Shape
-from protocol.handshake import RankMetadata
+from kvcache.transfer.plan.endpoint import IntArray, PlanError
+from protocol.handshake import FP8, RankMetadata
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
+UNIT_BYTES = 16  # what a thread moves at once, at most
+FIRST_AXIS, AXIS_PARAMETERS = 3, 6
+NUM_PARAMETERS = FIRST_AXIS + 4 * AXIS_PARAMETERS  # before the factors, if any
+MAX_UNITS = (1 << 31) - 1  # of one launch: their numbers are 32-bit
 NUM_PROGRAMS = 48  # thread blocks of one launch: more are hardly faster, and leave less to others
 LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel
 # While a batch runs. The kernel costs the batch some 1 ms per GiB, however many multiprocessors it
@@ -36,6 +47,86 @@ _PACED_BYTES = 16 << 20  # of a launch then
 LONG_ROW_BYTES = 2 << 10
 _LONG_COPY_BYTES = 64 << 10
 _COPIES = 128  # of a launch: begun in 0.1 to 0.6 ms
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for."""
+
+    source_dtype: str
+    target_dtype: str
+    unit_elements: int  # on either side
+    scaled: bool
+
+
+class Units(NamedTuple):
+    """A copy as units, but for where its pieces begin.
+
+    The parameters are the units of one head of one token as a divisor, then of each axis, innermost
+    of the source first: its size as a divisor (3), its stride at the source and at the target, and
+    how many factors (of layers and components) a step is; at last the factors' float32 bits.
+    """
+
+    kind: Kind
+    of_piece: int
+    parameters: IntArray  # i64[NUM_PARAMETERS + factors]
+
+
+def kind_of(source: KVLayout, target: KVLayout, factors: Factors) -> Kind:
+    """A unit has the most elements, a power of two, that divide a head's and take 16 bytes on
+    neither side."""
+    fitting = UNIT_BYTES // max(source.itemsize, target.itemsize)
+    elements = min(fitting, source.head_dim & -source.head_dim)
+    return Kind(source.dtype, target.dtype, elements, factors is not None)
+
+
+def kinds_into(target: KVLayout, *, convert: bool) -> Iterator[Kind]:
+    """All that any peer's KV may need to get into a pool.
+
+    Args:
+        convert: also KV of other dtypes and scales.
+    """
+    for dtype in ITEMSIZE_BYTES if convert else (target.dtype,):
+        may_scale = convert and FP8 in (dtype, target.dtype)
+        for factors in (None, (1.0,))[: 1 + may_scale]:
+            yield kind_of(replace(target, dtype=dtype), target, factors)
+
+
+def units_of(copy: BlockCopy, factors: Factors) -> Units:
+    """
+    Raises:
+        PlanError: one piece has too many units to number.
+    """
+    kind = kind_of(copy.source, copy.target, factors)
+    reads, writes, sizes = copy.source.strides, copy.target.strides, axes_of(copy)
+    of_piece = copy.source.head_dim // kind.unit_elements
+    values = [*divisor(of_piece)]
+    for axis in reversed(copy.source.order.replace("B", "").replace("D", "")):
+        strides = (reads[axis] // kind.unit_elements, writes[axis] // kind.unit_elements)
+        factor = {"L": copy.source.num_components, "C": 1}.get(axis, 0)
+        values += [*divisor(sizes[axis]), *strides, factor]
+        of_piece *= sizes[axis]
+    if of_piece > MAX_UNITS:
+        raise PlanError(f"a block of the peer has {of_piece} units to gather; use smaller blocks")
+    bits = np.array(factors or (), np.float32).view(np.int32).astype(np.int64)
+    return Units(kind, of_piece, np.concatenate((np.array(values, np.int64), bits)))
+
+
+def piece_units(copy: BlockCopy, kind: Kind) -> tuple[IntArray, IntArray]:
+    """Where the pieces begin at the source and at the target, in units."""
+    return (
+        copy.sources // (kind.unit_elements * copy.source.itemsize),
+        copy.targets // (kind.unit_elements * copy.target.itemsize),
+    )
+
+
+def divisor(size: int) -> tuple[int, int, int]:
+    """(d, magic, shift): n // d == (n * magic) >> shift for 0 <= n < 2**31, and n * magic < 2**63.
+
+    With s the bits of d - 1, magic = ceil(2**(31 + s) / d) overshoots by less than 2**s / d, which
+    times n stays below 2**(31 + s) / d: too little to reach the next whole number.
+    """
+    bits = (size - 1).bit_length()
+    return size, -(-(1 << (31 + bits)) // size), 31 + bits
 
 
 class Rows(NamedTuple):
@@ -75,8 +166,7 @@ class CudaPlacer(Placer):
         busy: whether a batch computes on this device.
     """
 
-    # Some 2.8 ms over NVLink; often there is room for less.
-    launch_bytes = 1 << 30
+    launch_bytes = 1 << 30  # some 2.8 ms over NVLink; often there is room for less
 
     def __init__(
         self,
@@ -95,13 +185,10 @@ class CudaPlacer(Placer):
 
     def compile(self, *, convert: bool) -> None:
         """Before the first peer is met: has every kernel that one may need, see kinds_into."""
-        address = self._pool.base_address
         for kind in kinds_into(self._pool.layout, convert=convert):
             try:
-                from kvcache.transfer.move.place_kernel import launch  # needs Triton
-
                 with torch.cuda.device(self._pool.device):
-                    launch(kind, 1, *[address] * 5, 0)
+                    self._launch(kind, *[self._pool.base_address] * 5, 0)
             except Exception as error:  # whatever the driver or the compiler lacks
                 self._failed[kind] = repr(error)
         if self._failed:
@@ -156,12 +243,15 @@ class CudaPlacer(Placer):
         if units.kind in self._failed:
             super()._place(copy, source, factors)
             return
-        from kvcache.transfer.move.place_kernel import launch
-
         parts, pieces = (units.parameters, *piece_units(copy, units.kind)), len(copy.sources)
         host = torch.from_numpy(np.concatenate(parts)).pin_memory()
         # Freed at once: what else gets this memory comes later on this stream.
         table = torch.split(host.to(self._pool.device, non_blocking=True), list(map(len, parts)))
         ends = source.address, self._pool.base_address
         places = (part.data_ptr() for part in table)
-        launch(units.kind, self._num_programs, *ends, *places, pieces * units.of_piece)
+        self._launch(units.kind, *ends, *places, pieces * units.of_piece)
+
+    def _launch(self, kind: Kind, *numbers: int) -> None:
+        from kvcache.transfer.move.place_kernel import launch  # needs Triton
+
+        launch(*kind, self._num_programs, *numbers)

@@ -9,7 +9,6 @@ import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,13 +30,13 @@ class NotMappable(Exception):
     """This peer's memory cannot be opened here; the text says why."""
 
 
-class MappableRecord(msgspec.Struct, frozen=True, kw_only=True):
+class MappableRecord(msgspec.Struct, kw_only=True):
     """What a rank of P offers to processes of its own host."""
 
     host: str
     pid: int
-    handle: bytes  # of CUDA IPC; empty for host memory
-    offset: int  # bytes from the allocation's base to the pool
+    handle: bytes = b""  # of CUDA IPC; empty for host memory
+    offset: int = 0  # bytes from the allocation's base to the pool
     fd: int = -1  # of the owner, where the pool is host memory that others may map
     token: bytes = b""  # that proves it is this memory
 
@@ -54,19 +53,16 @@ class Memory:
 
 def offer(pool: KVPool) -> dict[str, Any]:
     """What to put into RankMetadata.extra so that processes of this host may map the pool."""
-    handle, offset, fd, token = b"", 0, -1, b""
+    record = MappableRecord(host=host_id(), pid=os.getpid())
     if pool.shared is not None:
-        fd, token = pool.shared.fd, pool.shared.token
+        record.fd, record.token = pool.shared.fd, pool.shared.token
     if pool.device.type == "cuda":
         try:
             with torch.cuda.device(pool.device):
-                handle, offset = cuda.export_handle(pool.base_address)
+                record.handle, record.offset = cuda.export_handle(pool.base_address)
         except cuda.CudaError as error:
             logger.warning("the KV pool cannot be mapped by others, only read by NIXL: %s", error)
             return {}
-    record = MappableRecord(
-        host=host_id(), pid=os.getpid(), handle=handle, offset=offset, fd=fd, token=token
-    )
     return {EXTRA_KEY: msgspec.to_builtins(record, builtin_types=(bytes,))}
 
 
@@ -129,8 +125,13 @@ def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
     if rank.device_kind != "cuda" or not record.handle:
         raise NotMappable(f"its KV is in {rank.device_kind} memory")
     torch.cuda.set_device(device)  # the one that shall read
-    if record.pid == os.getpid():
-        return _open_own(rank, device)
+    if record.pid == os.getpid():  # perhaps on another device
+        try:
+            if rank.device_id != (device.index or 0):
+                cuda.enable_peer_access(rank.device_id)
+        except cuda.CudaError as error:
+            raise NotMappable(f"its memory cannot be read: {error}") from error
+        return Memory(rank.base_address)
     if len(record.handle) != cuda.HANDLE_BYTES or record.offset < 0:
         raise NotMappable("its offer is malformed")
     try:
@@ -141,21 +142,11 @@ def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
     if record.offset + rank.nbytes > size:
         cuda.close_handle(opened)
         raise NotMappable(f"its allocation has {size} bytes, fewer than it says")
-    return Memory(opened + record.offset, close=partial(_close_handle, opened))
 
+    def close() -> None:
+        try:
+            cuda.close_handle(opened)
+        except cuda.CudaError as error:
+            logger.warning("unmapping a peer's memory: %s", error)
 
-def _open_own(rank: RankMetadata, device: torch.device) -> Memory:
-    """A pool of this very process, perhaps on another device."""
-    try:
-        if rank.device_id != (device.index or 0):
-            cuda.enable_peer_access(rank.device_id)
-    except cuda.CudaError as error:
-        raise NotMappable(f"its memory cannot be read: {error}") from error
-    return Memory(rank.base_address)
-
-
-def _close_handle(opened: int) -> None:
-    try:
-        cuda.close_handle(opened)
-    except cuda.CudaError as error:
-        logger.warning("unmapping a peer's memory: %s", error)
+    return Memory(opened + record.offset, close=close)

@@ -143,12 +143,13 @@ def _as(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _reach(copy: BlockCopy) -> int:
     """Bytes from a piece's first element to the one behind its last."""
-    strides, sizes = copy.source.byte_strides, _sizes(copy)
+    strides, sizes = copy.source.byte_strides, axes_of(copy)
     reach = sum((size - 1) * strides[axis] for axis, size in sizes.items())
     return reach + copy.source.head_dim * copy.source.itemsize
 
 
-def _sizes(copy: BlockCopy) -> dict[str, int]:
+def axes_of(copy: BlockCopy) -> dict[str, int]:
+    """The sizes of a piece."""
     layout = copy.source
     return {"H": copy.heads, "L": layout.num_layers, "C": layout.num_components, "N": copy.tokens}
 
@@ -170,7 +171,7 @@ def _view(
     layout: KVLayout, copy: BlockCopy, words: torch.Tensor, count: int, start: int, step: int
 ) -> torch.Tensor:
     """`count` pieces from byte `start` on, `step` bytes apart."""
-    size, sizes = words.element_size(), _sizes(copy)
+    size, sizes = words.element_size(), axes_of(copy)
     shape = (count, *sizes.values(), layout.head_dim * layout.itemsize // size)
     steps = (step // size, *(layout.byte_strides[axis] // size for axis in sizes), 1)
     return words.as_strided(shape, steps, words.storage_offset() + start // size)

@@ -1,4 +1,4 @@
-"""The placing kernel: kernel_index.py's arithmetic on a GPU. The only file that imports Triton.
+"""The placing kernel: cuda_placer.py's arithmetic on a GPU. The only file that imports Triton.
 
 One variant is compiled for a width of the unit (and a pair of dtypes, where they differ); geometry
 arrives as numbers in memory, so a new peer compiles nothing. Few programs, each of which takes
@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from kvcache.layout import ITEMSIZE_BYTES
-from kvcache.transfer.move.kernel_index import Kind
 
 TILE_UNITS = 2048  # 32 KiB
 CONVERTED_TILE_UNITS = 512
@@ -24,20 +23,21 @@ _DTYPES = {
 }
 
 
-def launch(kind: Kind, num_programs: int, *numbers: int) -> None:
+def launch(
+    source: str, target: str, unit_elements: int, scaled: bool, num_programs: int, *numbers: int
+) -> None:
     """Queues the kernel on the current stream; compiles it first if it has to.
 
     Args:
+        source, target, unit_elements, scaled: as of cuda_placer.Kind.
         numbers: as the kernel takes them: addresses of the two memories, of the parameters and of
             where pieces begin on either side, and the number of units.
     """
-    if kind.converts:
-        source, target = _DTYPES[kind.source_dtype], _DTYPES[kind.target_dtype]
-        width, tile = kind.unit_elements, CONVERTED_TILE_UNITS
+    if scaled or source != target:
+        constants = _DTYPES[source], _DTYPES[target], unit_elements, CONVERTED_TILE_UNITS, scaled
     else:
-        word, width = _WORDS[kind.unit_elements * ITEMSIZE_BYTES[kind.source_dtype]]
-        source, target, tile = word, word, TILE_UNITS
-    constants = source, target, width, tile, kind.scaled
+        word, width = _WORDS[unit_elements * ITEMSIZE_BYTES[source]]
+        constants = word, word, width, TILE_UNITS, False
     _kernel[(num_programs,)](*numbers, *constants, num_warps=NUM_WARPS)
 
 
@@ -109,7 +109,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """See kernel_index.py; numbers of the form p + k are indices into its parameters, which are
+    """See cuda_placer.py; numbers of the form p + k are indices into its parameters, which are
     read once: in the loop they would cost twice the registers."""
     p = parameters.to(tl.pointer_type(tl.int64))
     source_pieces = sources.to(tl.pointer_type(tl.int64))

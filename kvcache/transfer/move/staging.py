@@ -1,10 +1,8 @@
 """A rank's staging memory: slots that fill and empty in turn, for one pull at a time.
 
-READs bring a peer's KV into a slot as it lies there; its copies then go to their places in the
-pool, on a GPU by a low-priority stream beside the decode batch while other slots fill, on a CPU in
-the calling thread, as a READ there copies in it. Pulls that need staging queue up: the memory is
-bounded, whatever the number of pulls (I8: a slot is reused only after the copies out of it have
-finished).
+READs bring a peer's KV into a slot as it lies there; a placer then copies it into the pool. Pulls
+that need staging queue up: the memory is bounded, whatever the number of pulls (I8: a slot is
+reused only after the copies out of it have finished).
 """
 
 import mmap
@@ -19,11 +17,11 @@ from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.plan.staged import Step
+from kvcache.transfer.plan.plan import Step
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MOST_SLOTS = 4
-_STAGING_PROGRAMS = 132  # all multiprocessors, for a tenth of the time that reading takes
+_PROGRAMS = 132  # all multiprocessors, for a tenth of the time that reading takes
 
 
 def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
@@ -35,7 +33,7 @@ def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
     if pool.device.type != "cuda":
         return Placer(pool)
     # No copy engines, which read.
-    placer = CudaPlacer(pool, num_programs=_STAGING_PROGRAMS, long_run_bytes=sys.maxsize)
+    placer = CudaPlacer(pool, num_programs=_PROGRAMS, long_run_bytes=sys.maxsize)
     placer.compile(convert=convert)
     return placer
 
@@ -61,10 +59,6 @@ class StagingBuffer:
     @property
     def base_address(self) -> int:
         return int(self._memory.data_ptr())
-
-    @property
-    def on_cpu(self) -> bool:
-        return self._memory.device.type == "cpu"
 
     def num_slots(self, slot_bytes: int) -> int:
         """How many slots of that size there are; a plan's chunk takes at most half the memory."""
@@ -117,17 +111,14 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
+        mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        told = error.strerror
         raise ValueError(
-            f"staging_bytes is {nbytes} ({told}); use a lower --staging-bytes"
+            f"staging_bytes is {nbytes} ({error.strerror}); use a lower --staging-bytes"
         ) from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel built without them
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(AttributeError, OSError):  # a system without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -memory.data_ptr() % _HUGE_PAGE_BYTES
     return memory[start : start + nbytes]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from kvcache.transfer.link.read_throttle import Throttle
 from kvcache.transfer.link.read_window import Post, ReadWindow, cut
 from kvcache.transfer.move.staging import StagingBuffer
-from kvcache.transfer.plan import staged
-from kvcache.transfer.plan.plan import TransferPlan
+from kvcache.transfer.plan import plan as plans
 from protocol.errors import BatonError
 
 _HANGS_S = 1.0  # without the end of any READ
@@ -20,7 +19,7 @@ class Step:
 
     posts: Iterator[Post]
     base_address: int  # of the memory that local offsets count from
-    chunk: staged.Step | None = None  # to place
+    chunk: plans.Step | None = None  # to place
     slot: int = -1  # of staging memory, where there is a chunk
     active: int = 0
     posted: bool = False  # all of them
@@ -32,7 +31,7 @@ class ReadJob:
     def __init__(
         self,
         pull_id: str,
-        plan: TransferPlan,
+        plan: plans.TransferPlan,
         pool_address: int,
         staging: StagingBuffer | None,
         limits: ReadWindow,
@@ -52,7 +51,7 @@ class ReadJob:
         self._steps = enumerate(plan.steps)
         self._open: list[Step] = []  # begun, not yet all ended and placed
         self._posting: Step | None = None
-        self._waiting: tuple[int, staged.Step] | None = None  # for its slot
+        self._waiting: tuple[int, plans.Step] | None = None  # for its slot
         self._exhausted = False
         self._preparations = self._prepare_all()
         self._moved_at = time.monotonic()  # when a READ was posted or ended last

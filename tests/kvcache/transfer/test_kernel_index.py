@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.move.kernel_index import divisor, kind_of
+from kvcache.transfer.move.cuda_placer import divisor, kind_of
 from kvcache.transfer.move.place import launches
 from tests.rigs.geometry import (
     DTYPES,

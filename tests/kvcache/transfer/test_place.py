@@ -11,8 +11,7 @@ from kvcache.transfer.move import place as placing
 from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import Endpoint, PlanError
-from kvcache.transfer.plan.plan import plan_transfer
-from kvcache.transfer.plan.staged import Step
+from kvcache.transfer.plan.plan import Planner, Step
 
 # Descriptors cost much and copies nothing, so that everything is staged.
 STAGE = CostModel(1.0, 1e12, 1e15)
@@ -30,8 +29,8 @@ def endpoint(
 
 def one_step(p: Endpoint, d: Endpoint, tokens: int, d_blocks: list[int], **options) -> Step:
     p_blocks = list(range(p.layout.num_blocks))
-    options = {"costs": STAGE, "staging_bytes": 1 << 20} | options
-    plan = plan_transfer(d, [p], 2, 0, tokens, d_blocks, p_blocks, **options)
+    planner = Planner(d, [p], 2, staging_bytes=1 << 20, **options)
+    plan = planner.plan(planner.take((0, tokens), d_blocks, p_blocks), STAGE)
     assert plan.path == "staged"
     (step,) = plan.steps
     return step

@@ -14,7 +14,7 @@ from kvcache.transfer.move.peer_memory import bytes_at
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
-from kvcache.transfer.plan.staged import Step
+from kvcache.transfer.plan.plan import Step
 from tests.kvcache.transfer.test_plan import PROPERTY, scattered, side, simple
 from tests.rigs.geometry import (
     DTYPES,

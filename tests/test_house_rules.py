@@ -17,17 +17,17 @@ CROWDED = {"model": 18}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2458,
-    "benchmarks": 2542,
+    "benchmarks": 2536,
     "decode_server": 637,
     "deploy": 880,
     "engine": 9114,
-    "kvcache": 7979,
-    "kvcache/transfer": 6584,
+    "kvcache": 7868,
+    "kvcache/transfer": 6473,
     "model": 3197,
     "prefill_server": 357,
     "protocol": 5749,
     "proxy": 1991,
-    "tests": 40343,
+    "tests": 40338,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -18,6 +18,7 @@ from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
 from proxy.health import Health
+from proxy.knowledge import Knowledge
 from proxy.membership import Fleet, Kind, Server
 from proxy.pd_request import PDRequest
 from proxy.poller import Poller
@@ -55,13 +56,20 @@ class ProxyApp:
         self._upstream = HttpUpstream(
             connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
         )
+        self.knowledge = Knowledge(
+            settings.routing,
+            settings.disaggregate,
+            max_blocks=settings.prefix_blocks,
+            step_s=settings.itl_target_s,
+        )
         self._poller = Poller(
             self.fleet,
             self._upstream,
+            self.knowledge,
             interval_s=settings.health_interval_s,
             timeout_s=settings.health_timeout_s,
         )
-        self._upstreams = Upstreams(self.fleet, self._upstream, self.metrics)
+        self._upstreams = Upstreams(self.fleet, self._upstream, self.metrics, self.knowledge)
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
         for kind, urls in ((Kind.PREFILL, settings.prefill), (Kind.DECODE, settings.decode)):
@@ -237,6 +245,7 @@ class ProxyApp:
         if new.ready:
             logger.info("%s is ready", server)
             return
+        self.knowledge.forget(server)
         if old.ready:
             self._poller.hurry(server)
         # When all end together, each sees the others go.
@@ -276,7 +285,7 @@ def _known_series(servers: list[Server]) -> Iterator[tuple[str, dict[str, str]]]
     """Series with labels that are exposed from the start, with 0: `rate()` and `increase()` do not
     see the event with which a series appears, and what alerts wait for may happen once."""
     refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
-    alone = ("no_prefill_server", "no_kv_params", "prefill_body", "prefill_context")
+    alone = ("placed", "no_prefill_server", "no_kv_params", "prefill_body", "prefill_context")
     ways = {
         "pd": ["routed"],
         "prefill": ["scored", *(f"status_{status}" for status in refusals)],

@@ -11,10 +11,13 @@ import msgspec
 
 from protocol.errors import InvalidRequest
 from protocol.kv_params import CLIENT_MEMBERS, REMOTE_DECODE, SENDER_RELEASES
+from proxy.knowledge import ask_of
+from proxy.placement import Ask
 
 Body = dict[str, msgspec.Raw]
 
 MAX_TOKENS_LIMIT = 2**31 - 1
+_USUAL_ANSWER = 256  # tokens, where a request does not say
 
 _decode_object = msgspec.json.Decoder(Body).decode
 _encode = msgspec.json.Encoder().encode
@@ -122,6 +125,18 @@ def _lent(params: msgspec.Raw) -> msgspec.Raw:
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
+def ask(body: Body) -> Ask:
+    """What placement is to know of a request that generates."""
+    names = ("tools", "instructions", "prompt", "messages", "input")
+    text = b"".join(member(body, name) for name in names if name in body)
+    return ask_of(member(body, "model"), text, _asked_tokens(body) or _USUAL_ANSWER)
+
+
+def _asked_tokens(body: Body) -> int:
+    limits = [member(body, name) for names in (*_LIMITS.values(), _USUAL_LIMITS) for name in names]
+    return max((int(value) for value in limits if _is_token_limit(value)), default=0)
+
+
 class _Reference(msgspec.Struct):
     remote_num_tokens: int = 0
 
@@ -136,9 +151,8 @@ def num_tokens(body: Body, params: msgspec.Raw) -> int:
     except msgspec.DecodeError:
         return 0
     prompts = found if isinstance(found, list) else [found]
-    limits = [member(body, name) for names in (*_LIMITS.values(), _USUAL_LIMITS) for name in names]
-    asked = max((int(value) for value in limits if _is_token_limit(value)), default=1)
-    return max((prompt.remote_num_tokens for prompt in prompts), default=0) + asked
+    longest = max((prompt.remote_num_tokens for prompt in prompts), default=0)
+    return longest + (_asked_tokens(body) or 1)
 
 
 def num_choices(body: Body) -> int:

@@ -14,6 +14,8 @@ must not be able to close the service for everybody.
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from proxy.knowledge import Totals
+
 
 class Circuit(Enum):
     CLOSED = "closed"
@@ -53,6 +55,8 @@ class Said:
     ready: bool
     reason: str = ""  # why it is not
     room: Room | None = None  # None: it did not say, as while it starts
+    capacity: int | None = None  # tokens of KV
+    totals: Totals | None = None
 
 
 @dataclass(frozen=True)

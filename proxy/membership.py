@@ -79,28 +79,38 @@ class Fleet:
         return self._health.get(server, Health(reason="left"))
 
     def num_ready(self, kind: Kind, exclude: Collection[Server] = ()) -> int:
-        return sum(self._health[s].ready for s in self.servers(kind) if s not in exclude)
+        return len(self.ready(kind, exclude))
 
     def choose(
-        self, kind: Kind, exclude: Collection[Server] = (), rotation: str = ""
+        self,
+        kind: Kind,
+        exclude: Collection[Server] = (),
+        rotation: str = "",
+        first: Callable[[list[Server]], Server] = lambda servers: servers[0],
     ) -> Server | None:
         """The server for the next request of this kind; None when no other is ready.
 
         Args:
+            first: chooses among those that may take it; equals are best taken in their order.
             rotation: of requests that are alike. Each has its turns for itself: with one for all,
                 a client that asks in a rhythm would give one server all of its long requests.
         """
         now = self._clock()
-        server = routing.choose(
+        usable = routing.usable(
             self.servers(kind),
             self._last.get((kind, rotation)),
             ready=lambda server: server not in exclude and self._health[server].ready,
             admits=lambda server: health.admits(self._health[server], now),
         )
-        if server is not None:
-            self._last[kind, rotation] = server
-            self._set(server, health.began(self._health[server], now, self._policy))
+        if not usable:
+            return None
+        server = first(usable)
+        self._last[kind, rotation] = server
+        self._set(server, health.began(self._health[server], now, self._policy))
         return server
+
+    def ready(self, kind: Kind, exclude: Collection[Server] = ()) -> list[Server]:
+        return [s for s in self.servers(kind) if self._health[s].ready and s not in exclude]
 
     def context(self, kind: Kind) -> int | None:
         """The longest context of the ready servers of a kind; None unless all have said theirs."""

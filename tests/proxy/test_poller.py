@@ -10,6 +10,7 @@ import pytest
 import uvloop
 
 from proxy.health import HealthPolicy, Room, Said
+from proxy.knowledge import Knowledge
 from proxy.membership import Fleet, Kind, Server
 from proxy.poller import Poller, _said
 from proxy.upstream import Exhausted, Response, TimedOut, UpstreamError, within
@@ -40,7 +41,7 @@ async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
     fleet.join(D1)
     fleet.polled(D1, Said(True), 0.0)
     upstream = Failing(error)
-    poller = Poller(fleet, upstream, interval_s=1e-4, timeout_s=1.0)
+    poller = Poller(fleet, upstream, Knowledge(), interval_s=1e-4, timeout_s=1.0)
     poller.start()
     await until(lambda: upstream.asked > HealthPolicy.long_silence)
     await poller.close()
@@ -56,7 +57,7 @@ async def test_a_server_is_watched_on_whatever_becomes_of_what_was_found() -> No
     fleet = Fleet(on_change=broken)
     fleet.join(D1)
     upstream = Failing(TimedOut("1 s"))
-    poller = Poller(fleet, upstream, interval_s=1e-4, timeout_s=1.0)
+    poller = Poller(fleet, upstream, Knowledge(), interval_s=1e-4, timeout_s=1.0)
     poller.start()
     await until(lambda: upstream.asked > 2)
     await poller.close()

@@ -1,0 +1,183 @@
+"""What the proxy knows of its servers' work, from what it sent them and when they answered.
+
+No server is asked for it, so two proxies share nothing: each sees its own share of the load, and
+what it does not see it feels in the times it measures. Does no I/O.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeVar
+
+from proxy.placement import (
+    Ask,
+    Limits,
+    Load,
+    PrefixIndex,
+    cheapest_decode,
+    cheapest_prefill,
+    place,
+    share_for_prompts,
+)
+
+Routing = Literal["auto", "least_loaded", "round_robin"]
+Disaggregate = Literal["always", "auto", "never"]
+
+ServerT = TypeVar("ServerT")
+
+BLOCK_BYTES = 1024  # of a prompt's JSON text
+_TOKEN_BYTES = 4.0  # of text, about
+_PROMPT_TOKENS = 256  # a step; fewer say nothing about the speed of prompts
+_WEIGHT = 0.2  # of the newest sample
+
+
+def ask_of(salt: bytes, text: bytes, answer: int) -> Ask:
+    """What is to be known of a request: its prompt's JSON text, which may be token ids.
+
+    Args:
+        salt: of requests whose prompts have nothing in common, as those for other models.
+    """
+    is_tokens = text[:2].strip(b"[ ").isdigit()
+    tokens = text.count(b",") + 1.0 if is_tokens else len(text) / _TOKEN_BYTES
+    chained, hashes = hash(salt), []
+    for start in range(0, len(text) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        chained = hash((chained, text[start : start + BLOCK_BYTES]))
+        hashes.append(chained)
+    block_tokens = tokens * BLOCK_BYTES / max(len(text), 1)
+    return Ask(max(int(tokens), 1), hashes, block_tokens, answer)
+
+
+class Totals(NamedTuple):
+    """Of an engine since its start: steps, the tokens in them, and their seconds."""
+
+    steps: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Work:
+    """One leg that a server was given.
+
+    Attributes:
+        computes: its prompt is not computed yet.
+        takes_s: that, as predicted.
+        end: of that, by what was known when it began; `load.late_s` is to be added.
+    """
+
+    load: Load
+    ask: Ask
+    computes: bool
+    generates: bool
+    takes_s: float
+    end: float
+
+
+class Knowledge:
+    """Loads by server, and who has which prefixes.
+
+    Args:
+        max_blocks: of all prefixes of all servers.
+        step_s: see Limits.
+    """
+
+    def __init__(
+        self,
+        routing: Routing = "round_robin",
+        disaggregate: Disaggregate = "always",
+        *,
+        max_blocks: int = 1_000_000,
+        step_s: float = 0.025,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._routing, self._disaggregate = routing, disaggregate
+        self._limits = Limits(step_s)
+        self._prefixes = PrefixIndex(max_blocks)
+        self._clock = clock
+        self._loads: dict[object, Load] = {}
+        self._totals: dict[object, Totals] = {}
+
+    def load(self, server: object) -> Load:
+        """Of a server; a new one's indices are never used again."""
+        if server not in self._loads:
+            self._loads[server] = Load(len(self._loads))
+        return self._loads[server]
+
+    def forget(self, server: object) -> None:
+        """What it had cached is not there any more: it has restarted, or left."""
+        if server in self._loads:
+            self._prefixes.forget(self._loads[server].index)
+
+    def goes_alone(self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]) -> bool:
+        """Whether a decode server shall compute the prompt itself."""
+        if self._disaggregate != "auto":
+            return self._disaggregate == "never"
+        ask = replace(ask, now=self._clock())
+        loads = [self.load(server) for server in prefills], [self.load(each) for each in decodes]
+        found = place(ask, *loads, self._prefixes.depths(ask.hashes), limits=self._limits)
+        return found is not None and found.prefill is None
+
+    def first(
+        self, servers: Sequence[ServerT], ask: Ask | None, *, computes: bool, generates: bool
+    ) -> ServerT:
+        """The server to take; of equals the one that comes first."""
+        if ask is None or self._routing == "round_robin" or len(servers) == 1:
+            return servers[0]
+        ask = replace(ask, now=self._clock())
+        loads = [self.load(server) for server in servers]
+        depths = self._prefixes.depths(ask.hashes) if self._routing == "auto" else {}
+        if not generates:
+            return servers[cheapest_prefill(ask, loads, depths)]
+        return servers[cheapest_decode(ask, loads, depths, self._limits, alone=computes)]
+
+    def begin(self, server: object, ask: Ask, *, computes: bool, generates: bool) -> Work:
+        """The server is given a leg; `answered` when its answer begins, `ended` always."""
+        load, now = self.load(server), self._clock()
+        takes_s = 0.0
+        if computes:
+            cached = self._prefixes.depths(ask.hashes).get(load.index, 0)
+            takes_s = ask.uncached(cached) * load.token_s
+            if generates:
+                takes_s /= share_for_prompts(load, self._limits)
+            load.free_at = max(load.free_at, now) + takes_s
+            load.prompts += 1
+        load.running += generates
+        load.held += ask.tokens * generates
+        most = None if load.capacity is None else int(load.capacity / ask.block_tokens)
+        self._prefixes.add(load.index, ask.hashes, most)
+        return Work(load, ask, computes, generates, takes_s, load.free_at - load.late_s)
+
+    def answered(self, work: Work) -> None:
+        """The first token has come, or all of a prefill."""
+        self._computed(work, late_s=self._clock() - work.end - work.load.late_s)
+
+    def ended(self, work: Work) -> None:
+        """The server has nothing more to do for it."""
+        self._computed(work, late_s=-work.takes_s)
+        work.load.running -= work.generates
+        work.load.held -= work.ask.tokens * work.generates
+
+    def _computed(self, work: Work, late_s: float) -> None:
+        """Its prompt waits no longer: what came after it is so much later than predicted."""
+        if not work.computes:
+            return
+        work.computes = False
+        load = work.load
+        load.prompts -= 1
+        if not load.prompts:
+            late_s = self._clock() - load.free_at
+        load.free_at += late_s
+        load.late_s += late_s
+
+    def told(self, server: object, capacity: int | None, totals: Totals) -> None:
+        """A health check's answer: tokens of KV in all, and what its steps have taken."""
+        load, before = self.load(server), self._totals.get(server, Totals())
+        load.capacity, self._totals[server] = capacity, totals
+        steps, tokens, seconds = (b - a for a, b in zip(before, totals, strict=True))
+        if steps <= 0 or tokens <= 0:
+            return
+        if not load.running and tokens / steps >= _PROMPT_TOKENS:
+            load.token_s += _WEIGHT * (seconds / tokens - load.token_s)
+        elif load.running:
+            prompts_s = max(tokens - load.running * steps, 0.0) * load.token_s
+            load.step_s += _WEIGHT * (max(seconds - prompts_s, 0.0) / steps - load.step_s)

@@ -1,0 +1,248 @@
+"""Where a request goes: pure, (request, what is known of the servers) -> placement.
+
+What is known may be stale or missing: that costs time, never a wrong answer. The choice minimises
+the predicted time to the first token and what it takes from the streams beside it; that each
+server computes its prompts in turn is the whole model.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_HANDOFF_S = 0.005  # of a prompt computed elsewhere: one more request, and the pull
+_LEAST_SHARE = 0.05  # of a server's time that prompts get beside streams
+_WITHOUT_ROOM = 1e6  # more than any server holds, for each token that it has no room for
+_UNKNOWN_TOKEN_S = 25e-6  # until it was measured
+
+
+@dataclass(slots=True)
+class Load:
+    """One server as the proxy knows it. All of it may be late.
+
+    Attributes:
+        index: its bit in PrefixIndex; small, and its own while it is a member.
+        prompts: that wait or are being computed there.
+        free_at: when the prompts that it has will have been computed, in seconds of any clock.
+        late_s: by how much predictions of `free_at` were too early, all added up.
+        running: streams that are generated there.
+        held: tokens of KV that these streams have.
+        capacity: tokens of KV; None while it has not said.
+        token_s: what it takes for one token of a prompt, in seconds.
+        step_s: what a step takes now, without prompts.
+    """
+
+    index: int
+    prompts: int = 0
+    free_at: float = float("-inf")
+    late_s: float = 0.0
+    running: int = 0
+    held: int = 0
+    capacity: int | None = None
+    token_s: float = _UNKNOWN_TOKEN_S
+    step_s: float = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """
+    Attributes:
+        step_s: what a step may take while streams are generated: prompts are cut to fit.
+        harm: seconds of first token that one second less for one stream is worth.
+    """
+
+    step_s: float = 0.025
+    harm: float = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """
+    Attributes:
+        prefill: index of the prefill server; None: the decode server computes the prompt itself.
+        uncached: tokens that are left to compute there, as far as is known.
+    """
+
+    prefill: int | None
+    decode: int
+    uncached: int
+
+
+class PrefixIndex:
+    """Which server has been sent which prefixes, in blocks, as chained hashes: a block's hash
+    stands for all before it too.
+
+    Each server forgets the blocks used longest ago, as its own cache does. A set of servers is an
+    integer of one bit each, so that a lookup takes one operation a block however many there are.
+
+    Args:
+        max_blocks: of all servers together.
+    """
+
+    def __init__(self, max_blocks: int = 1_000_000) -> None:
+        self._max_blocks = max_blocks
+        self._servers: dict[int, int] = {}  # by hash
+        self._recent: dict[int, OrderedDict[int, None]] = {}  # by server: its hashes
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def add(self, server: int, hashes: Sequence[int], max_blocks: int | None = None) -> None:
+        """The server has these blocks, used now; it keeps `max_blocks` of all at most."""
+        recent = self._recent.setdefault(server, OrderedDict())
+        bit = 1 << server
+        for block in reversed(hashes):  # the first of a prefix is forgotten last
+            if block in recent:
+                recent.move_to_end(block)
+            else:
+                recent[block] = None
+                self._servers[block] = self._servers.get(block, 0) | bit
+                self._num_blocks += 1
+        while len(recent) > (max_blocks if max_blocks is not None else self._max_blocks):
+            self._drop(server, next(iter(recent)))
+        while self._num_blocks > self._max_blocks:
+            largest = max(self._recent, key=lambda each: len(self._recent[each]))
+            self._drop(largest, next(iter(self._recent[largest])))
+
+    def forget(self, server: int) -> None:
+        """It has restarted, or left."""
+        for block in list(self._recent.get(server, ())):
+            self._drop(server, block)
+        self._recent.pop(server, None)
+
+    def depths(self, hashes: Sequence[int]) -> dict[int, int]:
+        """By server: how many blocks of this prefix it has, without those that have none."""
+        found: dict[int, int] = {}
+        left = -1
+        depth = 0
+        for depth, block in enumerate(hashes):
+            having = left & self._servers.get(block, 0)
+            if having != left:
+                if depth:
+                    found.update((server, depth) for server in _bits(left & ~having))
+                if not having:
+                    return found
+                left = having
+        if left > 0:
+            found.update((server, len(hashes)) for server in _bits(left))
+        return found
+
+    def _drop(self, server: int, block: int) -> None:
+        del self._recent[server][block]
+        self._num_blocks -= 1
+        left = self._servers[block] & ~(1 << server)
+        if left:
+            self._servers[block] = left
+        else:
+            del self._servers[block]
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request.
+
+    Attributes:
+        tokens: of its prompt; estimated where the prompt is text.
+        hashes: of its prompt's blocks, chained, of `block_tokens` each.
+        answer: tokens that it may generate.
+        now: by the clock of Load.free_at.
+    """
+
+    tokens: int
+    hashes: Sequence[int] = ()
+    block_tokens: float = 512
+    answer: int = 256
+    now: float = 0.0
+
+    def uncached(self, depth: int) -> int:
+        """Tokens to compute where so many blocks are cached; the last one always is."""
+        return max(int(self.tokens - depth * self.block_tokens), 1)
+
+
+def place(
+    ask: Ask,
+    prefills: Sequence[Load],
+    decodes: Sequence[Load],
+    depths: dict[int, int],
+    *,
+    limits: Limits = Limits(),
+) -> Placement | None:
+    """The cheapest placement among these servers; None where there is no decode server.
+
+    Args:
+        prefills, decodes: servers that may be given it, each pair of which is compatible.
+        depths: of PrefixIndex, for `ask.hashes`.
+    """
+    if not decodes:
+        return None
+    own = decodes[cheapest_decode(ask, decodes, depths, limits, alone=True)]
+    cost = _cost_alone(ask, own, depths, limits)
+    alone = Placement(None, own.index, ask.uncached(depths.get(own.index, 0)))
+    if not prefills:
+        return alone
+    p = prefills[cheapest_prefill(ask, prefills, depths)]
+    d = decodes[cheapest_decode(ask, decodes, depths, limits, alone=False)]
+    left = ask.uncached(depths.get(p.index, 0))
+    seconds = max(p.free_at - ask.now, 0.0) + left * p.token_s + _HANDOFF_S + _room_s(ask, d)
+    return alone if cost < seconds else Placement(p.index, d.index, left)
+
+
+def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: dict[int, int]) -> int:
+    """The place of the server that would have computed the prompt first."""
+    best, least = 0, float("inf")
+    for place, server in enumerate(servers):
+        left = ask.tokens - depths.get(server.index, 0) * ask.block_tokens
+        seconds = (left if left > 1 else 1) * server.token_s
+        if server.free_at > ask.now:
+            seconds += server.free_at - ask.now
+        if seconds < least:
+            best, least = place, seconds
+    return best
+
+
+def cheapest_decode(
+    ask: Ask, servers: Sequence[Load], depths: dict[int, int], limits: Limits, *, alone: bool
+) -> int:
+    """The place of the server with the least KV, which sets how long its steps take, that has room
+    for more; `alone`: of the one that would compute the prompt itself at the least cost."""
+    if alone:
+        costs = [_cost_alone(ask, server, depths, limits) for server in servers]
+        return costs.index(min(costs))
+    wanted, best, least = ask.tokens + ask.answer, 0, float("inf")
+    for place, server in enumerate(servers):
+        fullness: float = server.held
+        if server.capacity is not None and fullness + wanted > server.capacity:
+            fullness = (fullness + wanted - server.capacity) * _WITHOUT_ROOM
+        if fullness < least:
+            best, least = place, fullness
+    return best
+
+
+def _cost_alone(ask: Ask, server: Load, depths: dict[int, int], limits: Limits) -> float:
+    """Seconds until the first token of a prompt computed beside streams, and what these lose."""
+    work_s = ask.uncached(depths.get(server.index, 0)) * server.token_s
+    seconds = max(server.free_at - ask.now, 0.0) + work_s / share_for_prompts(server, limits)
+    return seconds + limits.harm * server.running * work_s + _room_s(ask, server)
+
+
+def share_for_prompts(server: Load, limits: Limits) -> float:
+    """Of its time, while its streams keep within the limit."""
+    if not server.running:
+        return 1.0
+    return min(max(1.0 - server.step_s / limits.step_s, _LEAST_SHARE), 1.0)
+
+
+def _room_s(ask: Ask, server: Load) -> float:
+    """The wait for KV to be given back, roughly: streams end one after the other."""
+    missing = server.held + ask.tokens + ask.answer - (server.capacity or sys.maxsize)
+    if missing <= 0 or not server.running:
+        return 0.0
+    return missing / max(server.held, 1) * ask.answer * server.step_s

@@ -1,0 +1,35 @@
+"""The simulator: every policy serves every request, and knowing what is cached pays."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks import routing
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Sessions whose turns share their beginning, faster than two prefill servers can compute."""
+    rng, lines = random.Random(1), []
+    for turn in range(240):
+        session = rng.randrange(12)
+        blocks = [session * 1000 + i for i in range(10 + turn // 40)]
+        lines.append({"timestamp": turn * 60, "input_length": len(blocks) * 512 + 100,
+                      "output_length": 40, "hash_ids": [*blocks, 100_000 + turn]})  # fmt: skip
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_every_request_is_served_and_knowing_what_is_cached_pays(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert routing.main(["--trace", str(trace), "--load", "1.0"]) == 0
+    rows = {row["policy"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])}
+    assert rows.keys() == routing.ROUTERS.keys()
+    assert rows["always"]["computed"] < 0.6 * rows["round_robin"]["computed"]
+    assert rows["auto"]["ttft_p50_s"] < 0.5 * rows["round_robin"]["ttft_p50_s"]
+    assert rows["auto"]["good"] >= 0.95 * rows["known"]["good"]
+    assert rows["never"]["alone"] == 1.0 and rows["always"]["alone"] == 0.0

@@ -1,0 +1,143 @@
+"""Where requests go by what the proxy knows: real servers over loopback, and its books."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.knowledge import BLOCK_BYTES, Knowledge, Totals, Work, ask_of
+from tests.proxy.fakes import Call, Fake, Rig, decodes, prefills, until
+
+LONG = "some words that many have in common " * 200
+SERVERS = ("a", "b", "c")
+
+
+class Held:
+    """A behaviour that answers once it is let go."""
+
+    def __init__(self, behave: Any) -> None:
+        self.behave, self.go = behave, asyncio.Event()
+
+    async def __call__(self, call: Call) -> None:
+        await self.go.wait()
+        await self.behave(call)
+
+
+async def test_a_prompt_goes_where_its_prefix_is_unless_that_server_has_much_to_do() -> None:
+    async with Rig([Fake(prefills), Fake(prefills)], [Fake(decodes)]) as rig:
+        for turn in range(4):
+            await rig.complete(prompt=LONG + f"turn {turn}")
+        assert sorted(len(fake.calls) for fake in rig.prefill) == [0, 4]
+        (having,) = (fake for fake in rig.prefill if fake.calls)
+        (other,) = (fake for fake in rig.prefill if not fake.calls)
+        held = having.behave = Held(prefills)
+        busy = asyncio.create_task(rig.complete(prompt=LONG + "and much more " * 50_000))
+        await until(lambda: len(having.calls) == 5)
+        await rig.complete(prompt=LONG + "short")
+        assert len(other.calls) == 1
+        held.go.set()
+        await busy
+        await rig.complete(prompt=LONG + "and much more " * 50_000)
+        assert len(having.calls) == 6  # idle again
+
+
+async def test_turns_are_taken_where_servers_are_alike() -> None:
+    for routing in ("auto", "least_loaded", "round_robin"):
+        fakes = [Fake(prefills), Fake(prefills)], [Fake(decodes), Fake(decodes)]
+        async with Rig(*fakes, routing=routing) as rig:
+            for turn in range(4):
+                await rig.complete(prompt=f"{turn} is short")
+            assert [len(fake.calls) for fake in (*rig.prefill, *rig.decode)] == [2, 2, 2, 2]
+
+
+async def test_the_decode_server_with_less_to_keep_gets_the_next_stream() -> None:
+    held = Held(decodes)
+    async with Rig([Fake(prefills)], [Fake(held), Fake(held)], routing="least_loaded") as rig:
+        long = asyncio.create_task(rig.complete(prompt=LONG))
+        await until(lambda: sum(len(fake.calls) for fake in rig.decode) == 1)
+        short = [asyncio.create_task(rig.complete(prompt="short")) for _ in range(3)]
+        await until(lambda: sum(len(fake.calls) for fake in rig.decode) == 4)
+        assert sorted(len(fake.calls) for fake in rig.decode) == [1, 3]
+        held.go.set()
+        await asyncio.gather(long, *short)
+
+
+async def test_a_decode_server_computes_prompts_itself_while_nobody_minds() -> None:
+    held = Held(decodes)
+    async with Rig([Fake(prefills)], [Fake(decodes)], disaggregate="auto") as rig:
+        await rig.complete(prompt=LONG)
+        assert (len(rig.prefill[0].calls), rig.decode_only("placed")) == (0, 1)
+        rig.decode[0].behave = held
+        beside = asyncio.create_task(rig.complete(prompt=LONG + "1"))
+        await until(lambda: len(rig.decode[0].calls) == 2)
+        others = [asyncio.create_task(rig.complete(prompt="new " + LONG + "2")) for _ in range(2)]
+        await until(lambda: len(rig.decode[0].calls) == 4)
+        assert len(rig.prefill[0].calls) >= 1
+        held.go.set()
+        await asyncio.gather(beside, *others)
+
+
+@pytest.mark.parametrize("policy", ["always", "never"])
+async def test_whether_prompts_are_computed_elsewhere_may_be_fixed(policy: str) -> None:
+    async with Rig(disaggregate=policy) as rig:
+        for _ in range(3):
+            await rig.complete(prompt=LONG)
+        num_prefills = 3 if policy == "always" else 0
+        assert len(rig.prefill[0].calls) == num_prefills
+        assert rig.decode_only("placed") == 3 - num_prefills
+
+
+def test_a_prompt_of_token_ids_and_one_of_text_are_cut_into_blocks_that_chain() -> None:
+    text = ask_of(b"m", b'"' + b"x" * 3 * BLOCK_BYTES + b'"', 5)
+    assert (len(text.hashes), text.answer) == (3, 5)
+    assert 700 < text.tokens < 800
+    tokens = ask_of(b"m", b"[" + b"12345, " * 1000 + b"1]", 5)
+    assert tokens.tokens == 1001 and len(tokens.hashes) == 6
+    longer = ask_of(b"m", b'"' + b"x" * 5 * BLOCK_BYTES + b'"', 5)
+    assert longer.hashes[:3] == text.hashes
+    assert ask_of(b"other", b'"' + b"x" * 5 * BLOCK_BYTES + b'"', 5).hashes[0] != text.hashes[0]
+
+
+def test_the_speed_of_a_server_is_what_its_steps_say() -> None:
+    knowledge = Knowledge("auto", "auto")
+    for poll in range(60):
+        knowledge.told("p", 1000, Totals(10 * poll, 10_000 * poll, 0.5 * poll))
+    assert knowledge.load("p").token_s == pytest.approx(5e-5, rel=0.01)
+    for _ in range(8):
+        knowledge.begin("d", ask_of(b"", b"x" * 400, 1), computes=False, generates=True)
+    token_s = knowledge.load("d").token_s
+    for poll in range(60):  # 100 tokens of prompts a step beside the streams
+        seconds = 50 * (0.012 + 100 * token_s)
+        knowledge.told("d", 1000, Totals(50 * poll, 50 * 108 * poll, seconds * poll))
+    assert knowledge.load("d").step_s == pytest.approx(0.012, rel=0.01)
+
+
+@given(st.integers(0, 2**32))
+def test_what_has_ended_in_any_order_leaves_nothing_behind(seed: int) -> None:
+    rng, now = random.Random(seed), 0.0
+    knowledge = Knowledge("auto", "auto", clock=lambda: now)
+    works: list[tuple[str, Work]] = []
+    for _ in range(60):
+        now += rng.random() * 0.01
+        if rng.random() < 0.5:
+            server, computes = rng.choice(SERVERS), rng.random() < 0.6
+            ask = ask_of(b"", b"x" * rng.randrange(1, 50_000), 10)
+            generates = not computes or rng.random() < 0.5
+            work = knowledge.begin(server, ask, computes=computes, generates=generates)
+            works.append((server, work))
+        elif works and rng.random() < 0.4:
+            knowledge.answered(rng.choice(works)[1])
+        elif works:
+            knowledge.ended(works.pop(rng.randrange(len(works)))[1])
+        found = knowledge.first(SERVERS, ask_of(b"", b"y", 1), computes=True, generates=True)
+        assert found in SERVERS
+    for _, work in works:
+        knowledge.answered(work)
+        knowledge.ended(work)
+    for server in SERVERS:
+        load = knowledge.load(server)
+        assert (load.running, load.held) == (0, 0)
+        assert load.free_at <= now + 1e-9

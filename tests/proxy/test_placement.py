@@ -1,0 +1,145 @@
+"""Placement: always a usable answer, whatever is known; the cheaper server by what is known."""
+
+import random
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.placement import Ask, Limits, Load, PrefixIndex, cheapest_decode, place
+
+numbers = st.floats(0, 1e9)
+loads = st.builds(
+    Load,
+    index=st.just(0),
+    free_at=numbers,
+    running=st.integers(0, 10_000),
+    held=st.integers(0, 10**9),
+    capacity=st.none() | st.integers(1, 10**7),
+    token_s=st.floats(1e-9, 1.0),
+    step_s=st.floats(0, 10.0),
+)
+
+
+def servers(found: list[Load], first: int) -> list[Load]:
+    for index, load in enumerate(found, first):
+        load.index = index
+    return found
+
+
+@given(
+    st.lists(loads, max_size=4),
+    st.lists(loads, max_size=4),
+    st.integers(1, 10**6),
+    st.dictionaries(st.integers(0, 9), st.integers(0, 3000)),
+)
+def test_any_knowledge_leads_to_a_server_that_may_be_used(
+    prefills: list[Load],
+    decodes: list[Load],
+    tokens: int,
+    depths: dict[int, int],
+) -> None:
+    servers(decodes, len(servers(prefills, 0)))
+    found = place(Ask(tokens), prefills, decodes, depths)
+    if not decodes:
+        assert found is None
+        return
+    assert found is not None
+    assert found.decode in [each.index for each in decodes]
+    assert found.prefill in [None, *(each.index for each in prefills)]
+    assert 1 <= found.uncached <= tokens
+
+
+def test_the_server_with_the_shorter_queue_computes_the_prompt() -> None:
+    busy, idle, decode = Load(0, free_at=1e5 * 25e-6), Load(1), Load(2, running=32, held=32_000)
+    found = place(Ask(4096), [busy, idle], [decode], {})
+    assert found is not None and (found.prefill, found.decode) == (1, 2)
+
+
+def test_a_cached_prefix_is_worth_the_queue_that_it_saves() -> None:
+    ask = Ask(8192)
+    having, idle, decode = Load(0, free_at=4000 * 25e-6), Load(1), Load(2, running=32, held=32_000)
+    near = place(ask, [having, idle], [decode], {0: 12})
+    assert near is not None and (near.prefill, near.uncached) == (0, 8192 - 12 * 512)
+    having.free_at = 9000 * 25e-6
+    far = place(ask, [having, idle], [decode], {0: 12})
+    assert far is not None and far.prefill == 1
+
+
+def test_what_is_nearly_all_cached_goes_to_the_decode_server_alone() -> None:
+    ask, prefill = Ask(8192), Load(0)
+    decode = Load(1, running=8, held=8000)
+    found = place(ask, [prefill], [decode], {1: 16})
+    assert found is not None and found.prefill is None
+
+
+@pytest.mark.parametrize(("queued", "alone"), [(0, False), (200_000, True)])
+def test_decode_servers_help_while_prefill_servers_are_the_bottleneck(
+    queued: int, alone: bool
+) -> None:
+    found = place(
+        Ask(4096), [Load(0, free_at=queued * 25e-6)], [Load(1, running=16, held=16_000)], {}
+    )
+    assert found is not None and (found.prefill is None) == alone
+
+
+def test_streams_near_their_limit_get_no_prompt_beside_them() -> None:
+    prefill = Load(0, free_at=60_000 * 25e-6)
+    slow, fast = Load(1, running=64, held=60_000, step_s=0.024), Load(2, running=64, held=64_000)
+    found = place(Ask(2048), [prefill], [slow, fast], {}, limits=Limits(step_s=0.025))
+    assert found is not None and (found.prefill, found.decode) == (None, 2)
+
+
+def test_a_server_without_room_for_the_kv_is_the_last_choice() -> None:
+    full, free = Load(1, running=4, held=9000, capacity=10_000), Load(2, running=40, held=90_000)
+    assert cheapest_decode(Ask(2048), [full, free], {}, Limits(), alone=False) == 1
+
+
+class Caches:
+    """What PrefixIndex stands for: each server's blocks, the one used longest ago first."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, OrderedDict[int, None]] = {}
+
+    def add(self, server: int, hashes: list[int], most: int) -> None:
+        kept = self.blocks.setdefault(server, OrderedDict())
+        for each in reversed(hashes):
+            kept[each] = None
+            kept.move_to_end(each)
+        while len(kept) > most:
+            kept.popitem(last=False)
+
+    def depths(self, hashes: list[int]) -> dict[int, int]:
+        found = {}
+        for server, kept in self.blocks.items():
+            depth = next((i for i, each in enumerate(hashes) if each not in kept), len(hashes))
+            if depth:
+                found[server] = depth
+        return found
+
+
+@given(st.integers(0, 2**32))
+def test_the_index_is_what_bounded_caches_hold(seed: int) -> None:
+    rng = random.Random(seed)
+    index, caches = PrefixIndex(), Caches()
+    prompts = [[1, 2, 3, 4], [1, 2, 5], [6], [6, 7, 8, 9, 10], []]
+    for _ in range(30):
+        server, prompt = rng.randrange(3), rng.choice(prompts)
+        if rng.random() < 0.1:
+            index.forget(server)
+            caches.blocks.pop(server, None)
+        else:
+            index.add(server, prompt, 6)
+            caches.add(server, prompt, 6)
+        asked = rng.choice(prompts)
+        assert index.depths(asked) == caches.depths(asked)
+    assert len(index) == sum(map(len, caches.blocks.values()))
+
+
+def test_the_index_is_bounded_and_takes_from_the_server_with_the_most() -> None:
+    index = PrefixIndex(max_blocks=10)
+    index.add(0, [1, 2])
+    index.add(1, range(100, 140))
+    assert len(index) == 10
+    assert index.depths([1, 2]) == {0: 2} and index.depths(range(100, 140)) == {1: 8}

@@ -110,12 +110,7 @@ class EngineProcesses:
             name = config.role if config.tp == 1 else f"{config.role}.{rank}"
             argv = [sys.executable, "-m", self._module, "--rank", str(rank)]
             child = lifecycle.spawn(
-                argv,
-                name=name,
-                env=_THREADING,
-                stdin=data,
-                capture=False,
-                on_event=self._on_event,
+                argv, name=name, env=_THREADING, stdin=data, capture=False, on_event=self._on_event
             )
             self._children.append(child)
 

@@ -1,4 +1,4 @@
-"""The client over a real socket, and the scripted engine, keep one set of promises."""
+"""What the client promises of the requests it sends to an engine over a real socket."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,6 @@ from protocol.messages import (
     EngineFailed,
     EngineStats,
     ErrorInfo,
-    KVUsage,
     Outputs,
     SamplingParams,
     Shutdown,
@@ -27,7 +26,7 @@ from protocol.messages import (
     decode_input,
     encode,
 )
-from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine, generate
+from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine, generate, hang
 
 WAIT_S = 20.0
 
@@ -40,11 +39,6 @@ def add(request_id: str, max_tokens: int = 3, num_choices: int = 1) -> AddReques
         max_tokens=max_tokens,
         num_choices=num_choices,
     )
-
-
-async def _silent(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    await asyncio.Event().wait()
-    yield TokenDelta(request_id=request.request_id)
 
 
 class RemoteEngine:
@@ -277,7 +271,7 @@ async def test_a_request_that_ends_while_the_client_closes_tells_nobody(socket_f
 
 
 async def test_silence_counts_only_while_requests_are_open() -> None:
-    engine = ScriptedEngine(_silent)
+    engine = ScriptedEngine(hang)
     assert not engine.look(), "idle"
     with closing(engine.submit([add("r")])):
         assert not engine.look(), "its idle time is not held against it"
@@ -290,65 +284,14 @@ async def test_silence_counts_only_while_requests_are_open() -> None:
     await engine.close()
 
 
-# -- the engine in memory ----------------------------------------------------------------------
-
-
-async def test_the_scripted_engine_counts_up() -> None:
-    engine = ScriptedEngine()
-    await engine.start()
-    deltas = await collect(engine, add("r"))
-    assert tokens(deltas) == [11, 12, 13]
-    assert deltas[-1].usage == KVUsage(recomputed=1)
-    await engine.close()
-
-
-async def test_the_scripted_engine_answers_an_abort() -> None:
-    async def silent(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        yield TokenDelta(request_id=request.request_id, token_ids=[1])
-        await asyncio.Event().wait()
-
-    engine = ScriptedEngine(silent)
-    await engine.start()
-    with closing(engine.submit([add("r")])) as subscription:
-        await subscription.next_batch()
-        subscription.abort("r")
-        (last,) = await subscription.next_batch()
-        assert last.finish_reason == "abort"
-    assert engine.aborted == ["r"]
-    await engine.close()
-
-
 async def test_an_id_in_use_is_our_own_bug() -> None:
     engine = ScriptedEngine()
     await engine.start()
     with pytest.raises(ValueError, match="in use"):
         engine.submit([add("r"), add("r")])
-    with engine_open(engine, "r"), pytest.raises(ValueError, match="in use"):
+    with closing(engine.submit([add("r")])), pytest.raises(ValueError, match="in use"):
         engine.submit([add("r")])
     await engine.close()
-
-
-async def test_an_error_is_a_terminal_event() -> None:
-    async def failing(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        yield TokenDelta(request_id=request.request_id, error=ErrorInfo("overloaded", "full"))
-
-    engine = ScriptedEngine(failing)
-    await engine.start()
-    (only,) = await collect(engine, add("r"))
-    assert only.error == ErrorInfo("overloaded", "full")
-    await engine.close()
-
-
-class engine_open:
-    """A request that is open within the block."""
-
-    def __init__(self, engine: Engine, request_id: str) -> None:
-        self._subscription = engine.submit([add(request_id)])
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None:
-        self._subscription.close()
 
 
 def _delta(request_id: str, *token_ids: int, finish: str | None = None) -> TokenDelta:

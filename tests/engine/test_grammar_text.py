@@ -5,12 +5,7 @@ import json
 import pytest
 from llguidance import LLTokenizer
 
-from engine.text.grammar_compile import (
-    MAX_GBNF_CHARS,
-    MAX_GRAMMAR_CHARS,
-    compiling_threads,
-    judge,
-)
+from engine.text.grammar_compile import MAX_GBNF_CHARS, MAX_GRAMMAR_CHARS, compiling_threads, judge
 from protocol.messages import Grammar
 
 BYTES = LLTokenizer("byte")

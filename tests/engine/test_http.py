@@ -5,28 +5,16 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-import openai
 import pytest
 from msgspec.structs import replace
 
 from engine.http.api import ServerHooks
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import KVParamsRejected
-from protocol.messages import (
-    AddRequest,
-    EngineStats,
-    TokenDelta,
-    TokenLogprobs,
-)
+from protocol.messages import AddRequest, EngineStats, TokenDelta, TokenLogprobs
 from protocol.metrics import stat_key
 from protocol.process.logging import LineFormatter, current_request_id
-from tests.rigs.http_server import (
-    CONTEXT,
-    USAGE,
-    chunks,
-    saying,
-    serving,
-)
+from tests.rigs.http_server import CONTEXT, USAGE, chunks, saying, serving
 
 # -- answers -----------------------------------------------------------------------------------
 
@@ -59,10 +47,7 @@ async def test_a_stream_says_the_same(tokenizer: Tokenizer) -> None:
         choices = [c["choices"][0] for c in found[:-1]]
         assert "".join(c["text"] for c in choices) == "Hé 🙂"
         assert [i for c in choices for i in c["token_ids"]] == tokenizer.encode("Hé 🙂")
-        assert [c.get("prompt_token_ids") for c in choices[:2]] == [
-            tokenizer.encode("ab"),
-            None,
-        ]
+        assert [c.get("prompt_token_ids") for c in choices[:2]] == [tokenizer.encode("ab"), None]
         assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
         assert [c["usage"] for c in found[:-1]] == [None] * len(choices)
         assert found[-1]["choices"] == [] and found[-1]["usage"]["total_tokens"] == 10
@@ -171,24 +156,6 @@ async def test_logprobs_have_one_entry_per_token(tokenizer: Tokenizer) -> None:
             "top_logprobs": [{"a": -0.5, "b": -1.5}, {"c": -9999.0, "b": -2.0}],
             "text_offset": [0, 1],
         }
-
-
-async def test_the_openai_client_understands_us(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
-        client = openai.AsyncOpenAI(
-            base_url=f"{server.http.base_url}/v1", api_key="-", max_retries=0
-        )
-        async with client:
-            whole = await client.completions.create(model="m", prompt="ab")
-            assert whole.choices[0].text == "Hello" and whole.usage is not None
-            stream = await client.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "Hi"}], stream=True
-            )
-            text = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            assert "".join(text) == "Hello"
-            assert [model.id async for model in client.models.list()] == ["m"]
-            with pytest.raises(openai.NotFoundError, match="this server has"):
-                await client.completions.create(model="other", prompt="ab")
 
 
 # -- hooks -------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""What the HTTP application refuses, and how failures and clients that leave end a request."""
+"""How failures and clients that leave end a request, and what becomes of KV that it leased."""
 
 import asyncio
 import json
-import re
-import sys
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,240 +12,29 @@ from msgspec.structs import replace
 from engine.http.api import ServerHooks
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import (
+    AbortRequest,
     AddRequest,
     EngineFailed,
+    EngineInput,
     ErrorInfo,
     KVUsage,
     TokenDelta,
 )
-from tests.rigs.http_server import (
-    CONTEXT,
-    MAX_BODY,
-    WAIT_S,
-    events,
-    serving,
-)
-
-# -- bad input ---------------------------------------------------------------------------------
+from tests.rigs.http_server import WAIT_S, Server, end, events, scripted, serving
+from tests.rigs.scripted_engine import hang
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "message"),
-    [
-        ({"prompt": ""}, 400, "`prompt`"),
-        ({"prompt": [260]}, 400, "token id 260; ids are from 0 to 259"),
-        ({"prompt": [-1]}, 400, "token id -1"),
-        ({"prompt": [10**30]}, 400, "`prompt`"),
-        (
-            {"prompt": "x" * CONTEXT},
-            400,
-            f"context length is {CONTEXT} .* is too long: it has {CONTEXT}. ",
-        ),
-        (
-            {"prompt": "xy", "max_tokens": 63},
-            400,
-            "is 64 tokens.* has 2 tokens .* asks for 63 .* at most 62",
-        ),
-        ({"prompt": "x" * 17_000}, 400, r"is 64 tokens and .* too long: it has at least \d+"),
-        ({"model": "nope"}, 404, '"nope"; this server has "m"'),
-        ({"temperature": -1}, 400, "`temperature` is -1"),
-        ({"n": 129}, 400, "`n`"),
-        ({"min_tokens": 17}, 400, "`min_tokens` is 17, and without `max_tokens` at most 16 "),
-        ({"prompt": "x" * 60, "min_tokens": 5}, 400, "`min_tokens` is 5, .* at most 4 tokens"),
-        ({"prompt": "x" * MAX_BODY}, 413, f"limit is {MAX_BODY} bytes"),
-    ],
-)
-async def test_bad_input_is_a_clear_refusal(
-    tokenizer: Tokenizer, fields: dict[str, Any], status: int, message: str
-) -> None:
-    async with serving(tokenizer) as server:
-        response = await server.post(**fields)
-        assert response.status_code == status
-        error = response.json()["error"]
-        assert re.search(message, error["message"])
-        assert error["type"] == "invalid_request_error" and error["retryable"] is False
-        assert server.engine.added == []
-        assert server.metrics.value("baton_requests_in_progress") == 0
-        assert (await server.post()).status_code == 200
+class Retaining(ServerHooks):
+    """Every prompt's KV is kept; answers tell of it, with so many bytes."""
 
+    def __init__(self, num_bytes: int | None) -> None:
+        self._num_bytes = num_bytes
 
-@pytest.mark.parametrize(
-    ("path", "fields", "field"),
-    [
-        ("/v1/completions", {"prompt": "xy", "max_tokens": 63}, "max_tokens"),
-        ("/v1/completions", {"prompt": "xy", "max_completion_tokens": 63}, "max_completion_tokens"),
-        (
-            "/v1/chat/completions",
-            {
-                "messages": [{"role": "user", "content": "Hi"}],
-                "max_tokens": 99,
-                "max_completion_tokens": 98,
-            },
-            "max_completion_tokens",
-        ),
-        ("/v1/responses", {"input": "Hi", "max_output_tokens": 63}, "max_output_tokens"),
-    ],
-)
-async def test_a_limit_beyond_the_context_is_named_as_the_client_named_it(
-    tokenizer: Tokenizer, path: str, fields: dict[str, Any], field: str
-) -> None:
-    async with serving(tokenizer) as server:
-        response = await server.http.post(path, json={"model": "m", **fields})
-        error = response.json()["error"]
-        assert (error["param"], error["code"]) == (field, "context_length_exceeded")
-        assert f"`{field}` asks for {fields[field]} more; lower `{field}`" in error["message"]
+    def prepare(self, request: Any, adds: Any, ready: Any) -> Any:
+        return [replace(add, retain_kv=True) for add in adds]
 
-
-async def test_the_longest_prompt_and_answer_that_fit_are_served(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer) as server:
-        body = (await server.post(prompt="x" * (CONTEXT - 1))).json()
-        assert body["usage"]["completion_tokens"] == 1
-        body = (await server.post(prompt="xy", max_tokens=CONTEXT - 2)).json()
-        assert body["usage"]["total_tokens"] == CONTEXT
-
-
-async def test_ten_megabytes_are_refused_with_and_without_a_length(tokenizer: Tokenizer) -> None:
-    async def pieces() -> AsyncIterator[bytes]:
-        for _ in range(100):
-            yield b"x" * 100_000
-
-    async with serving(tokenizer) as server:
-        for content in (b"x" * 10_000_000, pieces()):
-            response = await server.http.post("/v1/completions", content=content)
-            assert response.status_code == 413
-            assert response.json()["error"]["code"] == "payload_too_large"
-        assert (await server.post()).status_code == 200
-
-
-async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer: Tokenizer) -> None:
-    added = {"note": "x" * MAX_BODY}  # such as the logprobs of a long prompt
-
-    async with serving(tokenizer) as server:
-        assert (await server.post(kv_transfer_params=added)).status_code == 200
-        handed_back = {"kv_transfer_params": added}
-        assert (await server.http.post("/release_kv", json=handed_back)).status_code == 200
-        response = await server.post(kv_transfer_params=added, user="x" * MAX_BODY)
-        assert response.status_code == 413
-        assert f"limit is {MAX_BODY} bytes" in response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("raw", "status"),
-    [
-        (b"GET /health HTTP/1.1\r\n\r\n", 400),
-        (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
-            400,
-        ),
-        (b"? ? ?\r\n\r\n", 400),
-        (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
-            b"Content-Length: 100000000\r\n\r\n",
-            413,
-        ),
-    ],
-)
-async def test_what_the_connection_refuses_is_an_error_like_any_other(
-    tokenizer: Tokenizer, raw: bytes, status: int
-) -> None:
-    async with serving(tokenizer) as server:
-        url = server.http.base_url
-        reader, writer = await asyncio.open_connection(url.host, url.port)
-        writer.write(raw)
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 %d" % status)
-        assert b"x-request-id: " in head
-        found = re.search(rb"content-length: (\d+)", head)
-        assert found
-        body = json.loads(await reader.readexactly(int(found[1])))
-        assert body["error"]["type"] == "invalid_request_error"
-        writer.close()
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff", b'{"model": "m", "prompt": "\\ud800"}']
-)
-async def test_what_is_not_a_json_object_is_refused(tokenizer: Tokenizer, content: bytes) -> None:
-    async with serving(tokenizer) as server:
-        response = await server.http.post("/v1/completions", content=content)
-        assert response.status_code == 400
-        assert "JSON" in response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("path", "members"),
-    [
-        ("/v1/completions", '"model": "m", "prompt": %s'),
-        ("/v1/chat/completions", '"model": "m", "messages": [], "guided_json": %s'),
-        ("/v1/responses", '"model": "m", "input": %s'),
-        ("/tokenize", '"messages": [{"role": "user", "content": %s}]'),
-    ],
-)
-async def test_a_body_of_whatever_depth_is_the_client_s_mistake(
-    tokenizer: Tokenizer, path: str, members: str
-) -> None:
-    """Some depths can be read but not shown in a message."""
-    deepest = sys.getrecursionlimit()
-
-    async with serving(tokenizer) as server:
-        bodies = [
-            "{" + members % ("[" * depth + "]" * depth) + "}"
-            for depth in range(deepest - 150, deepest)
-        ]
-        posts = [server.http.post(path, content=body) for body in bodies]
-        for response in await asyncio.gather(*posts):
-            assert response.status_code == 400
-            assert response.json()["error"]["code"] == "invalid_request"
-
-
-async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer) as server:
-        missing = await server.http.get("/v2/completions")
-        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
-        wrong = await server.http.get("/v1/completions")
-        assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
-        assert wrong.headers["allow"] == "POST"
-
-
-@pytest.mark.parametrize(
-    ("asked", "param"),
-    [
-        ({"max_tokens": 16}, "min_tokens"),
-        ({"max_tokens": 17, "stream_options": "all"}, "stream_options"),
-        ({}, "min_tokens"),
-    ],
-)
-async def test_a_prefill_is_refused_for_what_its_client_asked(
-    tokenizer: Tokenizer, asked: dict[str, Any], param: str
-) -> None:
-    params = {"do_remote_decode": True, "client_request": asked, "max_model_len": CONTEXT}
-    leg = {"max_tokens": 1, "min_tokens": 17, "kv_transfer_params": params}
-
-    async with serving(tokenizer) as server:
-        response = await server.post(**leg)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-        assert server.engine.added == []
-
-
-@pytest.mark.parametrize(
-    ("context", "max_tokens", "refused"),
-    [(10, 7, False), (10, 8, True), (3, None, True), (None, 1000, False), ("10", 1000, False)],
-)
-async def test_a_prefill_is_refused_for_what_no_decode_server_has_room_for(
-    tokenizer: Tokenizer, context: object, max_tokens: int | None, refused: bool
-) -> None:
-    asked = {} if max_tokens is None else {"max_tokens": max_tokens}
-    params = {"do_remote_decode": True, "client_request": asked, "max_model_len": context}
-
-    async with serving(tokenizer) as server:
-        leg = {"prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": params}
-        response = await server.post(**leg)
-        assert response.status_code == (400 if refused else 200)
-        if refused:
-            error = response.json()["error"]
-            assert error["code"] == "context_length_exceeded"
-            assert f"maximum context length is {context} tokens" in error["message"]
-        assert len(server.engine.added) == (not refused)
+    def finish(self, finals: Any) -> dict[str, Any]:
+        return {} if self._num_bytes is None else {"kv_transfer_params": "x" * self._num_bytes}
 
 
 # -- failures ----------------------------------------------------------------------------------
@@ -373,10 +161,6 @@ async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(
 ) -> None:
     """The KV of a call's first prompts is leased while its last one is still computed."""
 
-    class Retaining(ServerHooks):
-        def prepare(self, request: Any, adds: Any, ready: Any) -> Any:
-            return [replace(add, retain_kv=True) for add in adds]
-
     told = asyncio.Event()
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -390,7 +174,7 @@ async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(
             error = ErrorInfo("overloaded", "full")
             yield TokenDelta(request_id=request.request_id, error=error)
 
-    async with serving(tokenizer, script, Retaining()) as server:
+    async with serving(tokenizer, script, Retaining(None)) as server:
         pending = asyncio.create_task(server.post(prompt=[[1], [2]], max_tokens=1))
         await told.wait()
         if leaves:
@@ -408,11 +192,7 @@ async def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_eng
     def fails(*_: Any) -> None:
         raise RuntimeError("no such thing")
 
-    async def hangs(_: AddRequest) -> AsyncIterator[TokenDelta]:
-        await asyncio.Event().wait()
-        yield TokenDelta(request_id="")
-
-    async with serving(tokenizer, hangs) as server:
+    async with serving(tokenizer, hang) as server:
         with monkeypatch.context() as patched:
             patched.setattr("engine.http.generate.PromptGeneration", fails)
             assert (await server.post()).status_code == 500
@@ -421,26 +201,94 @@ async def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_eng
         assert server.metrics.value("baton_requests_in_progress") == 0
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/health",
-        "/ready",
-        "/metrics?name=x",
-        "/docs",
-        "/openapi.json",
-        "/v1/models",
-        "/v1/models/m",
-    ],
-)
-async def test_a_head_is_answered_as_a_get_is_without_its_body(
-    tokenizer: Tokenizer, path: str
+# -- answers that say where leased KV is --------------------------------------------------------
+
+
+class Refusing(ServerHooks):
+    """For each refused request the engine is told of one lease."""
+
+    def refused(self, kv_transfer_params: object) -> list[AbortRequest]:
+        return [AbortRequest("a lease")]
+
+
+async def _connected(server: Server) -> socket.socket:
+    await server.http.get("/health")  # it listens from now on
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((server.http.base_url.host, server.http.base_url.port))
+    client.setblocking(False)
+    return client
+
+
+async def _ask(client: socket.socket) -> None:
+    body = json.dumps({"model": "m", "prompt": "ab", "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    await asyncio.get_running_loop().sock_sendall(client, head + body)
+
+
+async def _until_let_go(server: Server) -> None:
+    while server.engine.aborted != ([one.request_id for one in server.engine.added] or None):
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_bytes", [10, 1 << 20])
+async def test_kv_is_kept_for_a_client_that_has_its_answer(
+    tokenizer: Tokenizer, num_bytes: int
 ) -> None:
-    async with serving(tokenizer) as server:
-        whole, head = await server.http.get(path), await server.http.head(path)
-        assert (head.status_code, head.content) == (whole.status_code, b"") and head.is_success
-        assert head.headers["content-type"] == whole.headers["content-type"]
-        assert "content-length" in head.headers
-        refused = await server.http.delete(path)
-        assert refused.status_code == 405
-        assert sorted(refused.headers["allow"].split(", ")) == ["GET", "HEAD"]
+    async with serving(tokenizer, scripted(end()), Retaining(num_bytes)) as server:
+        for headers in ({}, {"Connection": "close"}):
+            body = {"model": "m", "prompt": "ab", "max_tokens": 1}
+            answer = await server.http.post("/v1/completions", json=body, headers=headers)
+            assert answer.json()["kv_transfer_params"] == "x" * num_bytes
+            assert answer.headers["x-baton-kv"]
+        await server.http.get("/health")
+        assert server.engine.aborted == []
+
+
+async def test_kv_of_which_an_answer_does_not_tell_is_let_go(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, scripted(end()), Retaining(None)) as server:
+        assert (await server.post(max_tokens=1)).status_code == 200
+        await _until_let_go(server)
+
+
+async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(
+    tokenizer: Tokenizer,
+) -> None:
+    async with serving(tokenizer, scripted(end()), Retaining(16 << 20)) as server:
+        with await _connected(server) as client:
+            await _ask(client)
+            await asyncio.get_running_loop().sock_recv(client, 100)
+            assert server.engine.aborted == []
+        await _until_let_go(server)
+
+
+@pytest.mark.parametrize("turns", range(1, 5))
+async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
+    tokenizer: Tokenizer, turns: int
+) -> None:
+    """In one of these turns of the event loop the connection has ended, which nobody has been told
+    yet, and what is sent is lost without a word."""
+    made: list[socket.socket] = []
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        made[0].close()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        yield TokenDelta(request_id=request.request_id, **end())
+
+    async with serving(tokenizer, script, Retaining(10)) as server:
+        made.append(await _connected(server))
+        await _ask(made[0])
+        await _until_let_go(server)
+
+
+@pytest.mark.parametrize("lent", [False, True])
+async def test_a_lent_lease_is_left_alone_by_who_refuses_the_request(
+    tokenizer: Tokenizer, lent: bool
+) -> None:
+    async with serving(tokenizer, hooks=Refusing(), ready=None) as server:
+        told: list[EngineInput] = []
+        server.engine.tell = told.append  # type: ignore[method-assign]
+        answer = await server.post(kv_transfer_params={"sender_releases": lent})
+        assert answer.status_code == 503
+        assert told == ([] if lent else [AbortRequest("a lease")])

@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.http.limits import guided_decodings
 from engine.http.text_encoder import with_tools
 from engine.text.chat_template import ChatTemplate
-from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import create_tool_parser
-from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai.chat import parse_chat
 from protocol.openai.tools import Tools
 from tests.rigs.http_server import READY, chunks, saying, serving
 
@@ -112,29 +108,6 @@ async def test_what_the_engine_is_told(tokenizer: Tokenizer) -> None:
         assert named is not None and json.loads(named.text) == TOOL["function"]["parameters"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {
-            "type": "objekt"}}}}, "response_format.json_schema.schema"),
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
-        ({"guided_grammar": "start: gone"}, "guided_grammar"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {
-                "type": "objekt"}}}]},
-            "tools[0].function.parameters",
-        ),
-    ],
-)  # fmt: skip
-async def test_a_mistake_is_400_before_any_work(
-    tokenizer: Tokenizer, fields: dict[str, Any], param: str
-) -> None:
-    async with serving_4k(tokenizer) as server:
-        answer = await server.chat(**fields)
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
-        assert server.engine.added == []
-
-
 async def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_called(
     tokenizer: Tokenizer,
 ) -> None:
@@ -145,17 +118,6 @@ async def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_cal
         assert (await server.chat(tools=[odd])).status_code == 200
         refused = await server.chat(tools=[odd], tool_choice="required")
         assert refused.json()["error"]["param"] == "tools[0].function.parameters"
-
-
-def test_schemas_of_tools_have_a_limit_together() -> None:
-    long = {"type": "object", "description": "x" * 3000}
-    tools = [
-        {"type": "function", "function": {"name": f"f{i}", "parameters": long}} for i in range(50)
-    ]
-    asked = {"model": "m", "messages": [USER], "tools": tools}
-    with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)) as caught:
-        guided_decodings(parse_chat(asked))
-    assert caught.value.param == "tools"
 
 
 # -- the prompt --------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import errno
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ from engine.serve import _Server, _told
 from engine.text.tokenizer import Tokenizer
 from model.config import load_config
 from protocol.ipc.wire import CannotListen, bind
-from protocol.messages import AddRequest, EngineFailed, TokenDelta
+from protocol.messages import EngineFailed
 from protocol.settings.settings import PrefillSettings
 from tests.make_models import ensure_model
 from tests.rigs.http_server import READY
-from tests.rigs.scripted_engine import ScriptedEngine
+from tests.rigs.scripted_engine import ScriptedEngine, hang
 
 _SECRET = "a secret of these tests"
 
@@ -241,13 +240,8 @@ async def test_a_side_channel_port_that_is_taken_is_refused_before_ranks_start(
         server.processes.stop(1.0)
 
 
-async def _never(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    await asyncio.Event().wait()
-    yield TokenDelta(request_id=request.request_id)
-
-
 async def test_open_requests_are_told_why_the_engine_died(tokenizer: Tokenizer) -> None:
-    server, engine = _serving(_EndingEngine(_never))
+    server, engine = _serving(_EndingEngine(hang))
     await engine.start()
     with bind("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,21 +169,20 @@ def test_the_byte_table_says_what_decode_says(folders: dict[str, Path]) -> None:
             assert text == tokenizer.decode([token_id]), token_id
 
 
-def test_no_other_decoder_gets_a_byte_table(folders: dict[str, Path]) -> None:
-    assert Tokenizer(folders["sentencepiece-like"]).token_bytes is None
-
-
-def test_token_text_names_special_tokens(folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer(folders["byte-level"])
-    assert tokenizer.token_text(tokenizer.encode("<|end|>")[0]).text == "<|end|>"
-    assert tokenizer.token_text(tokenizer.encode("ß→")[0]).text == "ß→"
-
-
-def test_token_text_keeps_a_leading_space(folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer(folders["sentencepiece-like"])
-    ids = tokenizer.encode("the cat", add_special_tokens=False)
-    assert "".join(tokenizer.token_text(i).text for i in ids) == " the cat"
-    assert tokenizer.token_text(tokenizer.encode("</s>")[-1]).text == "</s>"
+@pytest.mark.parametrize(
+    ("kind", "text", "shown"),
+    [
+        ("byte-level", "<|end|>", "<|end|>"),
+        ("byte-level", "ß→", "ß→"),
+        ("sentencepiece-like", "the cat</s>", " the cat</s>"),  # with its leading space
+    ],
+)
+def test_a_token_is_shown_by_its_text(
+    folders: dict[str, Path], kind: str, text: str, shown: str
+) -> None:
+    tokenizer = Tokenizer(folders[kind])
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(tokenizer.token_text(i).text for i in ids) == shown
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece-like"])
@@ -223,28 +220,39 @@ def test_eos_comes_from_the_most_specific_file(
 
 # -- what is missing or broken -----------------------------------------------------------------
 
-
-def test_a_directory_without_tokenizer_json_says_how_to_convert(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(TokenizerNotFound, match=r"tokenizer\.model.*save_pretrained"):
-        Tokenizer(tmp_path)
+_CONFIG = "tokenizer_config.json"
 
 
-@pytest.mark.parametrize(("value", "shown"), [("</s>", '"</s>"'), ([1, None], r"\[1, null\]")])
-def test_an_end_of_text_that_is_no_token_id_is_named(
-    tmp_path: Path, value: Any, shown: str
+@pytest.mark.parametrize(
+    ("name", "content", "error", "told"),
+    [
+        ("tokenizer.json", None, TokenizerNotFound, r"tokenizer\.model.*save_pretrained"),
+        ("tokenizer.json", "{", TokenizerNotFound, r"tokenizer\.json"),
+        (_CONFIG, "{", TokenizerNotFound, r"tokenizer_config\.json"),
+        ("config.json", {"eos_token_id": "</s>"}, TokenizerNotFound,
+         r'config\.json is "</s>", expected a token id'),
+        ("config.json", {"eos_token_id": [1, None]}, TokenizerNotFound,
+         r"config\.json is \[1, null\], expected a token id"),
+        (_CONFIG, {"chat_template": "a\n{% for"}, BrokenTemplate,
+         r"tokenizer_config\.json holds .* unexpected .*, line 2; correct it"),
+        (_CONFIG, {"chat_template": "{{ x | nope }}"}, BrokenTemplate, "No filter named 'nope'"),
+        (_CONFIG, {"chat_template": [{"name": "default"}]}, BrokenTemplate, "KeyError: 'template'"),
+        *[(_CONFIG, {"added_tokens_decoder": tokens}, TokenizerNotFound,
+           r"tokenizer_config\.json has a value of a wrong")
+          for tokens in ({"x": {"content": "a"}}, {"1": {}}, {"1": None}, [1])],
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_broken_is_named(
+    tmp_path: Path, name: str, content: Any, error: type[Exception], told: str
 ) -> None:
     write_byte_level(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(TokenizerNotFound, match=rf"config\.json is {shown}, expected a token id"):
-        Tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_file_is_named(tmp_path: Path, broken: str) -> None:
-    write_byte_level(tmp_path)
-    (tmp_path / broken).write_text("{")
-    with pytest.raises(TokenizerNotFound, match=broken):
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(error, match=told):
         Tokenizer(tmp_path)
 
 
@@ -265,15 +273,26 @@ def render(source: str, *messages: dict[str, Any]) -> str:
     return ChatTemplate(source).render(messages, {"eos_token": "</s>"})
 
 
-def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ([{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "it"}], None),
+        ("{{ messages[0].role }}", "continue_final_message"),  # drops the message's text
+        (None, "no chat template"),
+        ("{{ raise_exception('Roles must alternate') }}", "must alternate"),
+    ],
+)
+def test_a_template_refuses_in_words_for_the_client(
+    tmp_path: Path, template: Any, told: str | None
+) -> None:
     write_byte_level(tmp_path)
-    path = tmp_path / "tokenizer_config.json"
-    templates = [
-        {"name": "tool_use", "template": "tools"},
-        {"name": "default", "template": "plain"},
-    ]
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": templates}))
-    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": ""}]) == "plain"
+    (tmp_path / _CONFIG).write_text(json.dumps({"chat_template": template}))
+    messages, tokenizer = [{"role": "user", "content": "Hi"}], Tokenizer(tmp_path)
+    if told is None:
+        assert tokenizer.render_chat(messages) == "it", "the default of several"
+        return
+    with pytest.raises(InvalidRequest, match=told):
+        tokenizer.render_chat(messages, continue_final_message=True)
 
 
 @pytest.mark.parametrize("content", ["Well, ", "Well,", " a b "])
@@ -298,26 +317,6 @@ def test_a_message_is_continued_as_transformers_does(
     ):
         found = ours.render_chat(messages, **options, variables={"shout": True})
         assert found == theirs.apply_chat_template(messages, tokenize=False, **options, shout=True)
-
-
-def test_a_template_that_drops_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
-    write_byte_level(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}]
-    with pytest.raises(InvalidRequest, match="continue_final_message"):
-        Tokenizer(tmp_path).render_chat(messages, continue_final_message=True)
-
-
-def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:
-    write_byte_level(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}])
-
-
-def test_a_template_s_refusal_reaches_the_client() -> None:
-    with pytest.raises(InvalidRequest, match="must alternate"):
-        render("{{ raise_exception('Roles must alternate') }}", {"role": "user", "content": ""})
 
 
 @pytest.mark.parametrize(
@@ -345,41 +344,3 @@ def test_developer_is_system_for_a_template_that_does_not_know_it() -> None:
 def test_loop_controls_work_as_in_transformers() -> None:
     source = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}"
     assert render(source, *[{"role": "user", "content": ""}] * 3) == "x"
-
-
-def test_tokenizing_loads_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys, engine.http.app, engine.text.tokenizer; "
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    root = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("template", "told"),
-    [
-        ("a\n{% for", r"tokenizer_config\.json holds .* unexpected .*, line 2; correct it"),
-        ("{{ x | nope }}", "No filter named 'nope'"),
-        ([{"name": "default"}], "KeyError: 'template'"),
-    ],
-)
-def test_a_broken_chat_template_is_told_with_its_file(
-    folders: dict[str, Path], tmp_path: Path, template: Any, told: str
-) -> None:
-    saved = folders["byte-level"] / "tokenizer.json"
-    (tmp_path / "tokenizer.json").write_bytes(saved.read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with pytest.raises(BrokenTemplate, match=told):
-        Tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("tokens", [{"x": {"content": "a"}}, {"1": {}}, {"1": None}, [1]])
-def test_tokens_of_a_wrong_kind_are_told_with_their_file(
-    folders: dict[str, Path], tmp_path: Path, tokens: Any
-) -> None:
-    saved = folders["byte-level"] / "tokenizer.json"
-    (tmp_path / "tokenizer.json").write_bytes(saved.read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
-    with pytest.raises(TokenizerNotFound, match=r"tokenizer_config\.json has a value of a wrong"):
-        Tokenizer(tmp_path)

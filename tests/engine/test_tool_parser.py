@@ -58,12 +58,7 @@ CASES = [
     ("hermes", '<tool_call>{"x": 1}', '<tool_call>{"x": 1}', []),
     ("hermes", "<tool_ca", "<tool_ca", []),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ', "", [("add", '{"a":')]),
-    (
-        "llama3_json",
-        '{"name": "add", "parameters": {"a": 1}}',
-        "",
-        [("add", '{"a": 1}')],
-    ),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
     (
         "llama3_json",
         '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "look_up", '

@@ -100,17 +100,25 @@ async def serving(
         listener.close()
 
 
-def saying(tokenizer: Tokenizer, text: str, **last: Any) -> Any:
-    """A script that says `text`, one token per delta."""
+def scripted(*deltas: dict[str, Any]) -> Any:
+    """A script that sends these members of TokenDeltas."""
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        for token_id in tokenizer.encode(text):
-            yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
+        for members in deltas:
+            yield TokenDelta(request_id=request.request_id, **members)
             await asyncio.sleep(0)
-        members = {"finish_reason": "length", "usage": USAGE, **last}
-        yield TokenDelta(request_id=request.request_id, **members)
 
     return script
+
+
+def end(choice: int = 0, **members: Any) -> dict[str, Any]:
+    return {"choice": choice, "finish_reason": "length", "usage": USAGE, **members}
+
+
+def saying(tokenizer: Tokenizer, text: str, **last: Any) -> Any:
+    """A script that says `text`, one token per delta."""
+    tokens = ({"token_ids": [token_id]} for token_id in tokenizer.encode(text))
+    return scripted(*tokens, end(**last))
 
 
 USAGE = KVUsage(transferred=1, recomputed=1, skipped=0, cached_tokens=1)

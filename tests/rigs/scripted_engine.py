@@ -42,6 +42,12 @@ async def count_up(request: AddRequest) -> AsyncIterator[TokenDelta]:
     )
 
 
+async def hang(request: AddRequest) -> AsyncIterator[TokenDelta]:
+    """A script that says nothing, ever."""
+    await asyncio.Event().wait()
+    yield TokenDelta(request_id=request.request_id)
+
+
 SMALL_ENGINE = EngineReady(num_blocks=64, block_size=16, max_model_len=256, vocab_size=1000)
 
 

@@ -1,0 +1,282 @@
+"""What the HTTP application refuses: the status, the field at fault, and words that say why."""
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.http import limits as http_limits
+from engine.http.limits import guided_decodings
+from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
+from engine.text.tokenizer import Tokenizer
+from protocol.errors import InvalidRequest
+from protocol.openai.chat import parse_chat
+from tests.rigs.http_server import CONTEXT, MAX_BODY, READY, end, scripted, serving
+
+TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+LONG = "context_length_exceeded"
+HI = [{"role": "user", "content": "Hi"}]
+OBJEKT = {"type": "objekt"}
+NAMED = {"name": "n", "schema": OBJEKT}
+
+
+def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def leg(context: object, **asked: Any) -> dict[str, Any]:
+    """The prefill leg of a request, for a decode server of this context."""
+    params = {"do_remote_decode": True, "client_request": asked, "max_model_len": context}
+    return {"max_tokens": 1, "kv_transfer_params": params}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "param", "message"),
+    [
+        (TEXT, {"prompt": ""}, 400, "prompt", "`prompt`"),
+        (TEXT, {"prompt": [260]}, 400, "prompt", "token id 260; ids are from 0 to 259"),
+        (TEXT, {"prompt": [-1]}, 400, "prompt", "token id -1"),
+        (TEXT, {"prompt": [10**30]}, 400, "prompt", "`prompt`"),
+        (TEXT, {"prompt": "x" * 64}, 400, "prompt", "length is 64 .* too long: it has 64. "),
+        (TEXT, {"prompt": "x" * 17_000}, 400, "prompt", r"64 tokens and .* at least \d+"),
+        (TEXT, {"prompt": [5] * 65, "max_tokens": 0}, 400, "prompt", "too long: it has 65"),
+        (TEXT, {"prompt": "x" * MAX_BODY}, 413, None, f"limit is {MAX_BODY} bytes"),
+        (TEXT, {"model": "nope"}, 404, "model", '"nope"; this server has "m"'),
+        (TEXT, {"temperature": -1}, 400, "temperature", "`temperature` is -1"),
+        (TEXT, {"n": 129}, 400, "n", "`n`"),
+        (TEXT, {"n": 9}, 400, "n", "9 .* 8 sequences"),
+        (TEXT, {"best_of": 9}, 400, "best_of", "9 .* 8 sequences"),
+        (TEXT, {"stop_token_ids": [260]}, 400, "stop_token_ids", "id 260"),
+        (TEXT, {"logit_bias": {"260": 1}}, 400, "logit_bias", "260; ids are from 0 to 259"),
+        (TEXT, {"min_tokens": 17}, 400, "min_tokens", "17, and without `max_tokens` at most 16 "),
+        (TEXT, {"prompt": "x" * 60, "min_tokens": 5}, 400, "min_tokens", "5, .* at most 4 tokens"),
+        # A limit beyond the context is named as the client named it.
+        (TEXT, {"prompt": "xy", "max_tokens": 63}, 400, "max_tokens",
+         "is 64 tokens.* has 2 tokens .* `max_tokens` asks for 63 .* at most 62"),
+        (TEXT, {"prompt": "xy", "max_completion_tokens": 63}, 400, "max_completion_tokens",
+         "`max_completion_tokens` asks for 63 more; lower `max_completion_tokens`"),
+        (CHAT, {"max_tokens": 99, "max_completion_tokens": 98}, 400, "max_completion_tokens",
+         "`max_completion_tokens` asks for 98"),
+        (RESPONSES, {"input": "Hi", "max_output_tokens": 63}, 400, "max_output_tokens",
+         "`max_output_tokens` asks for 63"),
+        (CHAT, {"user": 1}, 400, "user", "`user` is 1; it must be a string."),
+        (CHAT, {"safety_identifier": 1}, 400, "safety_identifier", "must be a string."),
+        (CHAT, {"prompt_cache_key": 1}, 400, "prompt_cache_key", "must be a string."),
+        # Grammars, before any work.
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, 400,
+         "response_format.json_schema.schema", "objekt"),
+        (CHAT, {"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs.regex", ""),
+        (CHAT, {"guided_grammar": "start: gone"}, 400, "guided_grammar", "gone"),
+        (CHAT, {"tools": [tool(OBJEKT)]}, 400, "tools[0].function.parameters", "objekt"),
+        (CHAT, {"tools": [tool({"type": "object", "not": {"required": ["a"]}})],
+                "tool_choice": "required"}, 400, "tools[0].function.parameters", ""),
+        # A prefill leg, for what its client asked and the decode server would refuse.
+        (TEXT, {**leg(64, max_tokens=16), "min_tokens": 17}, 400, "min_tokens", "17"),
+        (TEXT, {**leg(64), "min_tokens": 17}, 400, "min_tokens", "17"),
+        (TEXT, leg(64, max_tokens=17, stream_options="all"), 400, "stream_options", "all"),
+        (TEXT, {**leg(10, max_tokens=8), "prompt": [1, 2, 3]}, 400, "max_tokens",
+         "maximum context length is 10 tokens"),
+        (TEXT, {**leg(3), "prompt": [1, 2, 3]}, 400, "prompt", "context length is 3 tokens"),
+        ("/tokenize", {}, 400, "prompt", ""),
+        ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt", "one of the two"),
+        ("/tokenize", {"prompt": [1]}, 400, "prompt", "a string"),
+        ("/tokenize", {"prompt": "a", "speed": 1}, 400, "speed", ""),
+        ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model", "this server has"),
+        ("/detokenize", {}, 400, "tokens", ""),
+        *[("/detokenize", {"tokens": ids}, 400, "tokens", "") for ids in (
+            [260], "1", [1, "1"], [1, 1.5], [1, True], [[1]], [1, 10**30], None)],
+    ],
+)  # fmt: skip
+async def test_bad_input_is_a_clear_refusal(
+    tokenizer: Tokenizer,
+    path: str,
+    fields: dict[str, Any],
+    status: int,
+    param: str | None,
+    message: str,
+) -> None:
+    own = {TEXT: {"prompt": "ab"}, CHAT: {"messages": HI}}.get(path, {})
+    is_grammar = path == CHAT and not fields.keys() & {"max_tokens", "user"}
+    ready = replace(READY, max_model_len=4096) if is_grammar else READY
+
+    async with serving(tokenizer, ready=ready) as server:
+        response = await server.http.post(path, json={"model": "m", **own, **fields})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (status, param)
+        assert re.search(message, error["message"])
+        assert (error["code"] == LONG) == ("context length" in error["message"])
+        assert error["type"] == "invalid_request_error" and error["retryable"] is False
+        assert server.engine.added == []
+        assert server.metrics.value("baton_requests_in_progress") == 0
+        assert (await server.post()).status_code == 200
+
+
+@pytest.mark.parametrize("context", [10, None, "10"])
+async def test_a_prefill_is_taken_where_a_decode_server_has_room_or_does_not_say(
+    tokenizer: Tokenizer, context: object
+) -> None:
+    async with serving(tokenizer) as server:
+        limit = 7 if context == 10 else 1000
+        response = await server.post(prompt=[1, 2, 3], **leg(context, max_tokens=limit))
+        assert response.status_code == 200 and len(server.engine.added) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ["a"] * 3, "n": 4}, "n"),
+        ({"prompt": ["a"] * 3, "best_of": 4}, "best_of"),
+        ({"prompt": ["a"] * 9}, "prompt"),
+        ({"prompt": ["a"] * 8}, None),
+        ({"prompt": "a", "n": 8, "max_tokens": 60}, None),
+    ],
+)
+async def test_prompts_times_choices_times_tokens_are_bounded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], param: str | None
+) -> None:
+    monkeypatch.setattr(http_limits, "MAX_REQUEST_TOKENS", 0)  # so what 8 sequences may have
+    script = scripted(*(end(choice) for choice in range(fields.get("n", 1))))
+    async with serving(tokenizer, script) as server:
+        response = await server.post(**fields)
+        assert (response.status_code == 200) == (param is None)
+        if param is not None:
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param)
+            assert f"at most {8 * http_limits.MIN_CHOICE_TOKENS} at once" in error["message"]
+            assert server.engine.added == []
+
+
+def test_schemas_of_tools_have_a_limit_together() -> None:
+    long = {"type": "object", "description": "x" * 3000}
+    tools = [tool(long, f"f{i}") for i in range(50)]
+    with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)) as caught:
+        guided_decodings(parse_chat({"model": "m", "messages": HI, "tools": tools}))
+    assert caught.value.param == "tools"
+
+
+# -- bodies and connections --------------------------------------------------------------------
+
+
+async def test_ten_megabytes_are_refused_with_and_without_a_length(tokenizer: Tokenizer) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 100_000
+
+    async with serving(tokenizer) as server:
+        for content in (b"x" * 10_000_000, pieces()):
+            response = await server.http.post(TEXT, content=content)
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "payload_too_large"
+        assert (await server.post()).status_code == 200
+
+
+async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer: Tokenizer) -> None:
+    added = {"note": "x" * MAX_BODY}  # such as the logprobs of a long prompt
+
+    async with serving(tokenizer) as server:
+        assert (await server.post(kv_transfer_params=added)).status_code == 200
+        handed_back = {"kv_transfer_params": added}
+        assert (await server.http.post("/release_kv", json=handed_back)).status_code == 200
+        response = await server.post(kv_transfer_params=added, user="x" * MAX_BODY)
+        assert response.status_code == 413
+        assert f"limit is {MAX_BODY} bytes" in response.json()["error"]["message"]
+
+
+_POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (_POST + b"Host: x\r\nContent-Length: 2\r\n\r\n{}", 400),
+        (b"? ? ?\r\n\r\n", 400),
+        (_POST + b"Expect: 100-continue\r\nContent-Length: 100000000\r\n\r\n", 413),
+    ],
+)
+async def test_what_the_connection_refuses_is_an_error_like_any_other(
+    tokenizer: Tokenizer, raw: bytes, status: int
+) -> None:
+    async with serving(tokenizer) as server:
+        url = server.http.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(raw)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d" % status)
+        assert b"x-request-id: " in head
+        found = re.search(rb"content-length: (\d+)", head)
+        assert found
+        body = json.loads(await reader.readexactly(int(found[1])))
+        assert body["error"]["type"] == "invalid_request_error"
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b'{"model": "m", "prompt": "\\ud800"}']
+)
+async def test_what_is_not_a_json_object_is_refused(tokenizer: Tokenizer, content: bytes) -> None:
+    async with serving(tokenizer) as server:
+        response = await server.http.post(TEXT, content=content)
+        assert response.status_code == 400
+        assert "JSON" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "members"),
+    [
+        (TEXT, '"model": "m", "prompt": %s'),
+        (CHAT, '"model": "m", "messages": [], "guided_json": %s'),
+        (RESPONSES, '"model": "m", "input": %s'),
+        ("/tokenize", '"messages": [{"role": "user", "content": %s}]'),
+    ],
+)
+async def test_a_body_of_whatever_depth_is_the_client_s_mistake(
+    tokenizer: Tokenizer, path: str, members: str
+) -> None:
+    """Some depths can be read but not shown in a message."""
+    depths = range(sys.getrecursionlimit() - 150, sys.getrecursionlimit())
+    bodies = ["{" + members % ("[" * depth + "]" * depth) + "}" for depth in depths]
+
+    async with serving(tokenizer) as server:
+        posts = [server.http.post(path, content=body) for body in bodies]
+        for response in await asyncio.gather(*posts):
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "invalid_request"
+
+
+async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        missing = await server.http.get("/v2/completions")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+        wrong = await server.http.get(TEXT)
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/metrics?name=x", "/docs", "/openapi.json", "/v1/models/m"]
+)
+async def test_a_head_is_answered_as_a_get_is_without_its_body(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    async with serving(tokenizer) as server:
+        whole, head = await server.http.get(path), await server.http.head(path)
+        assert (head.status_code, head.content) == (whole.status_code, b"") and head.is_success
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        assert "content-length" in head.headers
+        refused = await server.http.delete(path)
+        assert refused.status_code == 405
+        assert sorted(refused.headers["allow"].split(", ")) == ["GET", "HEAD"]
+
+
+async def test_the_longest_prompt_and_answer_that_fit_are_served(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        body = (await server.post(prompt="x" * (CONTEXT - 1))).json()
+        assert body["usage"]["completion_tokens"] == 1
+        body = (await server.post(prompt="xy", max_tokens=CONTEXT - 2)).json()
+        assert body["usage"]["total_tokens"] == CONTEXT

@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2976,
     "decode_server": 637,
     "deploy": 880,
-    "engine": 9116,
+    "engine": 9111,
     "kvcache": 7868,
     "kvcache/transfer": 6473,
     "model": 3197,
     "prefill_server": 357,
     "protocol": 5755,
     "proxy": 2520,
-    "tests": 40662,
+    "tests": 40374,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

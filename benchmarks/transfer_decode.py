@@ -22,13 +22,13 @@ from benchmarks.transfer_prefill import (
     use_device,
 )
 from kvcache.step_watch import StepWatch
-from kvcache.transfer.link.threads import allow_short_naps
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerReady, PullDone
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
+from protocol.ipc.wire import allow_short_naps
 from protocol.messages import RemotePrefill
 
 _LOOP_ROUNDS = 100_000

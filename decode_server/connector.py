@@ -34,7 +34,7 @@ from kvcache.transfer.pulls.messages import (
     PullStuck,
     key_of,
 )
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import BatonError, InternalError, Overloaded, PullWithheld, RemoteKVError
 from protocol.handshake import EngineMetadata

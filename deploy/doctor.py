@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pydantic import Field
 
 from kvcache.transfer.link.transports import Host, Link, look, measure
-from kvcache.transfer.link.ucx_log import has_rdma
-from kvcache.transfer.worker.link_log import SLOW_GPU_BYTES_PER_S, SLOW_GPU_FIX
+from kvcache.transfer.link.ucx_log import GPU_FIX, SLOW_GPU_BYTES_PER_S, has_rdma
 from protocol.settings.settings import BatonSettings, DecodeOptions, parse
 
 _MIN_SHM_BYTES = 64 << 20
@@ -53,7 +52,7 @@ def advice(host: Host, found: Sequence[Link]) -> list[str]:
             gpus and "triton" in lacks,
         "FlashInfer is not installed. Fix: pip install flashinfer-python.":
             gpus and "flashinfer-python" in lacks,
-        f"No GPU can read another's memory. {SLOW_GPU_FIX}":
+        f"No GPU can read another's memory. {GPU_FIX}":
             len(gpus) > 1 and not host.peer_access,
         f"UCX_TLS={tls} leaves out cuda_ipc and cuda_copy. Fix: unset UCX_TLS.":
             gpus and tls != "all" and "cuda" not in tls,
@@ -81,7 +80,7 @@ def _on_link(link: Link) -> str | None:
         warning = link.way.warning(has_rdma=has_rdma())
         return warning and f"{warning} It was {rate}."
     if link.source != link.target and link.bytes_per_s < SLOW_GPU_BYTES_PER_S:
-        return f"{way}: {rate} goes through host memory. {SLOW_GPU_FIX}"
+        return f"{way}: {rate} goes through host memory. {GPU_FIX}"
     return None
 
 

@@ -10,9 +10,9 @@ from engine.worker.load import reason_of, starting
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks
 from engine.worker.service import ConnectorFactory
-from kvcache.transfer.link.threads import allow_short_naps
 from model.config import load_config
 from protocol.handshake import PROTOCOL_VERSION, EngineMetadata
+from protocol.ipc.wire import allow_short_naps
 from protocol.messages import EngineReady
 from protocol.process.lifecycle import ignore_sigterm
 

@@ -4,6 +4,7 @@ Without threads between the caller and the kernel: in a virtual machine each tak
 wake, and with a messaging library an answer of the side channel passed six of them.
 """
 
+import ctypes
 import errno
 import os
 import select
@@ -18,6 +19,7 @@ from typing import Protocol
 
 _LENGTH = struct.Struct("<I")
 _RECEIVE_BYTES = 64 << 10
+_PR_SET_TIMERSLACK = 29  # in ns
 _KEEPALIVE_S, _VANISHED_S = 2, 6  # a host that vanished closes no connection
 
 
@@ -192,6 +194,13 @@ def wait_readable(*files: HasFileno, timeout_s: float | None = None) -> None:
         poll.poll()
     else:
         poll.poll(timeout_s * 1000)
+
+
+def allow_short_naps() -> None:
+    """Naps of the calling thread end within 1 us of their time, not within Linux's usual 50."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
 
 
 class Waker:

@@ -31,12 +31,11 @@ from engine.worker.runner import ModelRunner
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.session.lease_server import LeaseServer
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from model.config import load_config
 from model.parallel import Parallel
@@ -45,6 +44,7 @@ from protocol import kv_params
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata
 from protocol.messages import AbortRequest, AddRequest, SamplingParams
 from tests.ports import kept_ports
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import Clock, pulls_address, take_a_round
 from tests.rigs.memory_placer import MemoryPlacer
 from tests.rigs.shadow import (

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from kvcache.layout import KVLayout
 from kvcache.transfer.link.agent import ReadState
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.plan.endpoint import Endpoint, heads_of
 from kvcache.transfer.plan.plan import Planner, TransferPlan
+from tests.rigs.memory_agent import MemoryAgent
 
 ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
 COSTS = DEFAULT_COSTS["cpu"]

@@ -14,7 +14,7 @@ import torch
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import TransferAgent
-from kvcache.transfer.link.read_window import ReadWindow
+from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import heads_of
@@ -30,7 +30,7 @@ from kvcache.transfer.pulls.messages import (
 from kvcache.transfer.pulls.pull_state import PullState
 from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_server import LeaseServer
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.handshake import (
     PROTOCOL_VERSION,

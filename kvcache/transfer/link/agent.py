@@ -1,8 +1,8 @@
 """The interface to whatever moves bytes between address spaces: register, add a peer, read, poll.
 
-An agent belongs to one thread at a time; it is built and registered by one thread and may then be
-handed to another, which calls `bind_thread` first. Reading may copy inside `read` (shared memory
-on CPU does), so readers post from a thread of their own, in bounded chunks.
+An agent belongs to one thread at a time; it may be handed to another, which calls `bind_thread`
+first. Reading may copy inside `read` (shared memory on CPU does), so readers post from a thread of
+their own, in bounded chunks.
 """
 
 from abc import ABC, abstractmethod
@@ -24,17 +24,6 @@ class ReadState(Enum):
     ACTIVE = "active"  # bytes may still arrive, whatever was released meanwhile
     DONE = "done"
     ERROR = "error"  # some runs may go on: bytes may still arrive until the agent is closed
-
-
-@dataclass(frozen=True)
-class Region:
-    """Registered memory. `key` is the agent's own."""
-
-    address: int
-    nbytes: int
-    device_id: int
-    kind: MemoryKind
-    key: Any = field(default=None, repr=False, compare=False)
 
 
 @dataclass(eq=False)
@@ -69,7 +58,7 @@ class TransferAgent(ABC):
     @abstractmethod
     def register(
         self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"
-    ) -> Region:
+    ) -> None:
         """Makes memory readable by peers and usable as the local side of reads.
 
         Raises:

@@ -1,15 +1,15 @@
 """The TransferAgent over NIXL with its UCX back end: shared memory, TCP, RDMA, CUDA IPC.
 
 Built on NIXL's bindings, not on its Python wrapper: the wrapper starts the progress thread with a
-delay of 0, which spins at 100 % of a core per agent, idle or not (measured; two engines on two
-cores have none left). With a delay the thread sleeps on UCX's events instead and still wakes at
-once for a peer's first contact, which is what it is needed for: without it a peer that makes no
-calls of its own never answers.
+delay of 0, which spins at 100 % of a core per agent, idle or not. With a delay the thread sleeps on
+UCX's events and still wakes at once for a peer's first contact, which it is needed for: without it
+a peer that makes no calls of its own never answers.
 """
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from kvcache.transfer.link.agent import (
     MemoryKind,
     ReadHandle,
     ReadState,
-    Region,
     TransferAgent,
 )
 from kvcache.transfer.link.ucx_log import UcxRead, ucx_log
@@ -40,9 +39,9 @@ logger = get_logger(__name__)
 # Variables that are set here and in ucx_log.py.
 _OURS = ("UCX_LOG_FILE", "UCX_LOG_LEVEL", "UCX_PROTO_INFO", "UCX_RCACHE_MAX_UNRELEASED")
 _PROGRESS_DELAY_US = 100_000  # upper bound of a sleep that events end early
-# One thread posts a run of 256 KiB between GPUs in 5 to 6 us, and copying takes 4: two are enough,
-# four no faster. Fewer runs than these are posted by the thread that asks.
-_GPU_THREADS, _SPLIT_RUNS = 2, 64
+# One thread posts short runs between GPUs more slowly than these are copied; two are enough. Fewer
+# runs than these are posted by the thread that asks.
+_GPU_OPTIONS = {"num_threads": "2", "split_batch_size": "64"}
 _SEGMENTS = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
 _STATES = {nixl.NIXL_SUCCESS: ReadState.DONE, nixl.NIXL_IN_PROG: ReadState.ACTIVE}
 
@@ -59,8 +58,6 @@ class NixlAgent(TransferAgent):
         device_id: the CUDA device whose memory this agent moves; None for host memory only.
         set_device: makes `device_id` current in the calling thread; UCX needs that on every
             thread that touches CUDA memory. Called in the constructor and in `bind_thread`.
-        num_threads: of UCX, that post runs of one READ in parallel, where they are many; None: as
-            many as it takes to keep a GPU's copy engine busy, where there is one.
     """
 
     def __init__(
@@ -69,40 +66,29 @@ class NixlAgent(TransferAgent):
         *,
         device_id: int | None = None,
         set_device: Callable[[int], None] | None = None,
-        num_threads: int | None = None,
     ) -> None:
         self.name = f"{prefix}-{uuid.uuid4().hex}"
         self._prefix = prefix
         self._device_id = device_id
         self._set_device = set_device
-        self._num_threads = num_threads
         self.bind_thread()
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_NONE  # one thread at a time uses it
         self._agent: Any = nixl.nixlAgent(self.name, config)
-        if num_threads is None:
-            num_threads = 0 if device_id is None else _GPU_THREADS
-        options = {}
-        if num_threads:
-            options = {"num_threads": str(num_threads), "split_batch_size": str(_SPLIT_RUNS)}
+        options = {} if device_id is None else _GPU_OPTIONS
         try:
             self._backend = self._agent.createBackend("UCX", options)
         except Exception as error:
             raise CannotStart(_why_not(error)) from error
-        self._regions: list[Region] = []
+        self._regions: list[Any] = []
         self._peers: set[str] = set()
         self._active = 0
         self._failed = False  # a READ
 
     def another(self) -> "NixlAgent":
-        return NixlAgent(
-            self._prefix,
-            device_id=self._device_id,
-            set_device=self._set_device,
-            num_threads=self._num_threads,
-        )
+        return NixlAgent(self._prefix, device_id=self._device_id, set_device=self._set_device)
 
     def bind_thread(self) -> None:
         if self._device_id is not None and self._set_device is not None:
@@ -110,14 +96,12 @@ class NixlAgent(TransferAgent):
 
     def register(
         self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"
-    ) -> Region:
+    ) -> None:
         runs = [(address, nbytes, device_id, "")]
         with _as_transfer_failed(f"cannot register {nbytes} bytes of {kind}"):
             descriptors = nixl.nixlRegDList(_SEGMENTS[kind], runs)
             self._agent.registerMem(descriptors, [self._backend])
-        region = Region(address, nbytes, device_id, kind, descriptors)
-        self._regions.append(region)
-        return region
+        self._regions.append(descriptors)
 
     def metadata(self) -> bytes:
         return bytes(self._agent.getLocalMD())
@@ -193,7 +177,7 @@ class NixlAgent(TransferAgent):
             for peer in self._peers:
                 _quietly(agent.invalidateRemoteMD, peer)
             for region in self._regions:
-                _quietly(agent.deregisterMem, region.key, [self._backend])
+                _quietly(agent.deregisterMem, region, [self._backend])
         del agent  # the last reference: UCX's sockets, queues and threads are gone with it
         self._peers.clear()
         self._regions.clear()
@@ -221,15 +205,10 @@ def _why_not(error: Exception) -> str:
     return f"{told} with {given} in its environment: correct or unset these"
 
 
-class _as_transfer_failed:
+@contextmanager
+def _as_transfer_failed(what: str) -> Iterator[None]:
     """Translates NIXL's exceptions, which share no base class, at this one boundary."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            raise TransferFailed(f"{self._what}: {error}") from error
+    try:
+        yield
+    except Exception as error:
+        raise TransferFailed(f"{what}: {error}") from error

@@ -15,14 +15,14 @@ import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.link.read_window import Post
-from kvcache.transfer.link.threads import allow_short_naps
+from kvcache.transfer.link.ucx_log import UcxRead, log_measured
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import ReadDescriptors
-from kvcache.transfer.plan.cost import Sample, measure_link
+from kvcache.transfer.plan.cost import CostModel, Sample, fit_costs, measure_link
 from kvcache.transfer.plan.endpoint import Endpoint
-from protocol.errors import PeerUnreachable, TransferFailed
+from protocol.errors import BatonError, PeerUnreachable, TransferFailed
 from protocol.handshake import EngineMetadata
+from protocol.ipc.wire import allow_short_naps
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -38,19 +38,32 @@ FIX = (
 
 
 class LocalEnd:
-    """What all agents of one rank read into: the pool, staging memory, and what probes bring,
-    which nobody looks at."""
+    """What all links of one rank share: the pool, staging memory, and the memory for probes, which
+    nobody looks at.
 
-    def __init__(self, pool: KVPool, staging: StagingBuffer | None) -> None:
+    Args:
+        prototype: the rank's agent, which that of each link is another of.
+        connect_timeout_s: longest wait for a connection.
+        wake: called by links' threads when there is news of them.
+    """
+
+    def __init__(
+        self,
+        prototype: TransferAgent,
+        pool: KVPool,
+        staging: StagingBuffer | None,
+        connect_timeout_s: float,
+        wake: Callable[[], None],
+    ) -> None:
+        self.prototype, self.connect_timeout_s, self.wake = prototype, connect_timeout_s, wake
         self.kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
-        self.device_id = pool.device_id
-        self._device = pool.device
+        self.device_id, self._device = pool.device_id, pool.device
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=pool.device)
         self.scratch_address = int(self._scratch.data_ptr())
-        self._memories = [(self.scratch_address, SCRATCH_BYTES)]
-        for memory in (pool, staging):
-            if memory is not None:
-                self._memories.append((memory.base_address, memory.nbytes))
+        self._memories = [(self.scratch_address, SCRATCH_BYTES), (pool.base_address, pool.nbytes)]
+        if staging is not None:
+            self._memories.append((staging.base_address, staging.nbytes))
+        self.links: set[PeerLink] = set()  # not yet closed
 
     def register_with(self, agent: TransferAgent) -> None:
         for address, nbytes in self._memories:
@@ -61,46 +74,58 @@ class LocalEnd:
         if self.kind == "VRAM":
             torch.cuda.synchronize(self._device)
 
+    def close(self) -> None:
+        """Ends every link; one that is stuck in connecting has read nothing."""
+        links = list(self.links)
+        for link in links:
+            link.close()
+        for link in links:
+            link.join()
+        self.prototype.close()
+
 
 class PeerLink:
-    """Begins to connect at once; owned by the worker's thread, which is woken by `wake` when there
-    is news: one of `is_ready`, `error` and `is_closed`.
+    """Begins to connect at once; owned by the worker's thread, which is woken when there is news:
+    one of `is_ready`, `error` and `is_closed`.
 
     Args:
-        prototype: the rank's agent, which this one is another of.
         ranks: of the server, that this rank reads from.
         probes: the first of them, by READs that bring nobody's KV.
+        reformat_bytes_per_s: of placing here.
+
+    Attributes:
+        costs: as measured; None where it was not.
+        deadline: of connecting, by time.monotonic.
+        active: READs of pulls that were not given up; counted by the owner.
     """
 
     def __init__(
         self,
-        prototype: TransferAgent,
         here: LocalEnd,
         metadata: EngineMetadata,
         ranks: Sequence[Endpoint],
-        timeout_s: float,
-        wake: Callable[[], None],
         *,
         probes: bool,
+        reformat_bytes_per_s: float,
     ) -> None:
         self.is_connecting = True  # as a system may for minutes after it has failed
         self.is_ready = False
         self.is_closed = False
-        self.samples: tuple[Sample, Sample] | None = None
-        self.deadline = time.monotonic() + timeout_s
-        self.agent: TransferAgent = prototype  # until there is one
-        self._error: PeerUnreachable | None = None
-        self._prototype = prototype
+        self.costs: CostModel | None = None
+        self.deadline = time.monotonic() + here.connect_timeout_s
+        self.active = 0
+        self.agent: TransferAgent = here.prototype  # until there is one
+        self._error: BatonError | None = None
         self._here = here
         self._metadata = metadata
         self._ranks = ranks
         self._probes = probes
-        self._timeout_s = timeout_s
-        self._wake = wake
+        self._reformat_bytes_per_s = reformat_bytes_per_s
         self._names: dict[int, str] = {}  # of the server's agents, by rank
         self._closing = threading.Event()
         name = f"link-{metadata.engine_id}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        here.links.add(self)
         self._thread.start()
 
     @property
@@ -108,14 +133,14 @@ class PeerLink:
         return self._closing.is_set()
 
     @property
-    def error(self) -> PeerUnreachable | None:
-        """Why it cannot be read from, if so."""
+    def error(self) -> BatonError | None:
+        """Why nothing can be read over it, if so."""
         if self._error is None and not self.is_ready and time.monotonic() >= self.deadline:
-            limit = f"no connection within {self._timeout_s:g} s (--connect-timeout-s)"
-            self._error = self._unreachable(limit)
+            limit = f"{self._here.connect_timeout_s:g} s (--connect-timeout-s)"
+            self._error = self._unreachable(f"no connection within {limit}")
         return self._error
 
-    def read(self, read: ReadDescriptors | Post, base_address: int) -> ReadHandle:
+    def read(self, read: ReadDescriptors, base_address: int) -> ReadHandle:
         """Posts a READ; local offsets count from `base_address`. Raises as the agent's."""
         remote = self._metadata.ranks[read.remote_rank]
         local: Addresses = read.local_offsets + base_address
@@ -126,15 +151,31 @@ class PeerLink:
             read.lengths,
             local_device=self._here.device_id,
             remote_device=remote.device_id,
-            kinds=(self._here.kind, "VRAM" if remote.device_kind == "cuda" else "DRAM"),
+            kinds=self._kinds,
         )
 
-    def close(self) -> None:
-        """Begins to end it: `is_closed` when nothing that it read is written any more."""
+    @property
+    def _kinds(self) -> tuple[MemoryKind, MemoryKind]:
+        on_gpu = self._metadata.ranks[0].device_kind == "cuda"
+        return self._here.kind, "VRAM" if on_gpu else "DRAM"
+
+    @property
+    def way_of_reading(self) -> UcxRead | None:
+        return self.agent.way_of_reading(self._kinds)
+
+    @property
+    def between_gpus(self) -> bool:
+        return self._kinds == ("VRAM", "VRAM")
+
+    def close(self, error: BatonError | None = None) -> None:
+        """Begins to end it, as it has failed or nobody needs it: `is_closed` when nothing that it
+        read is written any more."""
+        if error is not None and not self.is_closing:
+            logger.warning("prefill server %s: %s", self._metadata.engine_id, error.message)
+            self._error = error
         self._closing.set()
 
     def join(self) -> None:
-        """Waits for the end, unless it is stuck in connecting: it has read nothing then."""
         if not self.is_connecting:
             self._thread.join(_CLOSE_S)
 
@@ -142,14 +183,14 @@ class PeerLink:
         allow_short_naps()
         agent = None
         try:
-            agent = self.agent = self._prototype.another()
+            agent = self.agent = self._here.prototype.another()
             self._connect(agent)
             self.is_connecting = False
             self.is_ready = True
         except Exception as error:  # NIXL's share no base class
             self.is_connecting = False
             self._error = self._unreachable(str(error) or repr(error))
-        self._wake()
+        self._here.wake()
         self._closing.wait()
         try:
             if agent is not None:
@@ -159,15 +200,24 @@ class PeerLink:
             logger.exception("ending the link to prefill server %s", self._metadata.engine_id)
             return
         self.is_closed = True
-        self._wake()
+        self._here.links.discard(self)
+        self._here.wake()
 
     def _connect(self, agent: TransferAgent) -> None:
         self._here.register_with(agent)
         for end in self._ranks:
             self._names[end.rank] = agent.add_peer(self._metadata.ranks[end.rank].agent_metadata)
-        if self._probes:
-            most = _MOST_PROBED[self._here.kind]
-            self.samples = measure_link(self._ranks[0], SCRATCH_BYTES, most, self._probe)
+        if not self._probes:
+            return
+        most, name = _MOST_PROBED[self._here.kind], self._metadata.engine_id
+        samples = measure_link(self._ranks[0], SCRATCH_BYTES, most, self._probe)
+        try:
+            costs = fit_costs(*samples, reformat_bytes_per_s=self._reformat_bytes_per_s)
+        except ValueError as error:  # a null block too small to tell runs apart
+            logger.info("prefill server %s: %s; the usual costs", name, error)
+            return
+        log_measured(name, costs, self.way_of_reading, between_gpus=self.between_gpus)
+        self.costs = costs
 
     def _probe(self, read: ReadDescriptors) -> Sample:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Which transport UCX really reads with, as UCX itself reports.
+"""Which transport UCX really reads with, as UCX itself reports, and the fix for a slow one.
 
 UCX chooses a protocol for each pair of memory kinds when they are first read between, and prints
 the choice if asked to (UCX_PROTO_INFO), for reads as a table of four lines:
@@ -19,6 +19,13 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcache.transfer.plan.cost import CostModel
+from protocol.process.logging import get_logger
+
+logger = get_logger(__name__)
+
+# Over NVLink or between GPUs of one PCIe switch it is more, by way of host memory less.
+SLOW_GPU_BYTES_PER_S = 15e9
 _PREFIX = re.compile(r"^\[\d+\.\d+\]\s+\[[^\]]*\]\s*")
 _TITLE = re.compile(r"remote memory read by ucp_get\S*.* into (?P<local>.+) from (?P<remote>.+)")
 _RANGE = re.compile(r"^\d\S*\.\.\S+$")
@@ -44,7 +51,7 @@ HOST_FIX = (
 
 @dataclass(frozen=True)
 class UcxRead:
-    """How UCX reads between two kinds of memory."""
+    """By what UCX reads between two kinds of memory."""
 
     local: str  # memory, in UCX's words
     remote: str
@@ -110,6 +117,25 @@ def parse(text: str) -> list[UcxRead]:
 def other_lines(text: str) -> list[str]:
     """Warnings and errors."""
     return [line for line in text.splitlines() if re.search(r"UCX +(WARN|ERROR|FATAL)", line)]
+
+
+def log_measured(
+    engine_id: str, costs: CostModel, way: UcxRead | None, *, between_gpus: bool
+) -> None:
+    """After NIXL's link to a peer was measured at first contact.
+
+    Args:
+        way: by which UCX says that it reads; None: it does not say, and the rate must do.
+    """
+    logger.info("prefill server %s: NIXL by %s, %s", engine_id, way or "an untold way", costs)
+    warning = None
+    if way is not None:
+        warning = way.warning(has_rdma=has_rdma())
+    elif between_gpus and costs.bytes_per_s < SLOW_GPU_BYTES_PER_S:
+        rate = costs.bytes_per_s / 1e9
+        warning = f"{rate:.2f} GB/s is what copies through host memory reach. {GPU_FIX}"
+    if warning is not None:
+        logger.warning("prefill server %s: %s", engine_id, warning)
 
 
 class UcxLog:

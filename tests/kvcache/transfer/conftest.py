@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from tests.ports import kept_ports
+from tests.rigs.memory_agent import MemoryAgent
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from kvcache.transfer.link.agent import ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from protocol.errors import TransferFailed
 from tests import stopping
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.nixl_peer import pattern
 
 ROOT = Path(__file__).parents[3]
@@ -73,7 +73,7 @@ class Reader:
     def __init__(self, agent: TransferAgent, peer: Any) -> None:
         self.agent, self.peer = agent, peer
         self.into = np.zeros(NBYTES, dtype=np.uint8)
-        self.region = agent.register(self.into.ctypes.data, self.into.nbytes)
+        agent.register(self.into.ctypes.data, self.into.nbytes)
         self.name = agent.add_peer(peer.metadata)
 
     def post(self, runs: list[tuple[int, int, int]]) -> ReadHandle:

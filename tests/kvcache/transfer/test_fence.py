@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import LeaseGone, PeerUnreachable
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, PATIENT, Decode, Prefill, expected
 from tests.rigs.process_pair import Child
 

@@ -3,9 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvcache.transfer.link.ucx_log import UcxRead
+from kvcache.transfer.link.ucx_log import UcxRead, log_measured
 from kvcache.transfer.plan.cost import CostModel
-from kvcache.transfer.worker.link_log import log_first_pull, log_measured
 
 IPC = UcxRead("cuda/GPU1", "cuda/dev[2]", "intra-node", "zero-copy", "cuda_ipc/cuda")
 
@@ -35,15 +34,3 @@ def test_what_ucx_says_counts_more_than_the_rate(caplog: pytest.LogCaptureFixtur
     log_measured("P", costs(300e9), staged, between_gpus=True)
     assert caplog.records[-1].levelname == "WARNING"
     assert "through host memory" in caplog.records[-1].message
-
-
-def test_the_transport_really_used_is_logged_with_its_speed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    log_first_pull("P", "mapped", None, 350e9)
-    log_first_pull("P", "staged", IPC, 20e9)
-    assert [record.message for record in caplog.records] == [
-        "prefill server P: mapped memory, 350.00 GB/s",
-        "prefill server P: NIXL, staged, by cuda_ipc/cuda (zero-copy), 20.00 GB/s",
-    ]

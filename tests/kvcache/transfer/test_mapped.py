@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable, offer, offered
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import (
     LeaseGone,
     PeerIncompatible,
@@ -24,6 +23,7 @@ from protocol.errors import (
 )
 from protocol.handshake import EngineMetadata
 from protocol.ipc.processes import host_id
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, PATIENT, Decode, Prefill, expected
 from tests.rigs.memory_placer import MemoryPlacer
 

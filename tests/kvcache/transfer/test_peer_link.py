@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.pulls.messages import DropPeer, PullDone, PullDrained, PullFailed
 from kvcache.transfer.worker import worker as pull_worker
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import PeerUnreachable
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, Decode, Prefill, assert_pulled
 from tests.rigs.memory_placer import MemoryPlacer
 
@@ -101,9 +101,9 @@ def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(
     remote = gone.lease([5, 2, 9], 24)
     decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
     worker = decode.workers[0]
-    until(lambda: any(peer.waiting for peer in worker._peers.values()), decode)
+    until(lambda: any(job.waits for job in worker._jobs.values()), decode)
     pulled(decode, other, "b", [2, 4, 6])
-    (peer,) = (peer for peer in worker._peers.values() if peer.waiting)
+    (peer,) = (job.peer for job in worker._jobs.values() if job.waits)
     peer.link.deadline = 0.0  # it has taken too long
     worker._link.waker.wake()
     failed = decode.wait(*ENDINGS, pull_id="a")
@@ -129,12 +129,13 @@ def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig: Any) -> 
     remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
     worker = decode.workers[0]
-    until(lambda: any(peer.users for peer in worker._peers.values()), decode)
+    until(lambda: bool(worker._jobs), decode)
     (peer,) = worker._peers.values()
-    worker._link.send(DropPeer(remote.engine_id, remote.incarnation))
-    until(lambda: peer.dropped, decode)
-    rounds = worker._watch.at
-    until(lambda: worker._watch.at > rounds + 1, decode)
+    drop = DropPeer(remote.engine_id, remote.incarnation)
+    decode.coordinator._call(lambda: decode.coordinator._ranks.broadcast(drop))
+    until(lambda: peer.is_dropped, decode)
+    rounds = worker._num_rounds
+    until(lambda: worker._num_rounds > rounds + 1, decode)
     assert placers[0].mapped == [prefill.pools[0].base_address]
     placers[0].stalled = False
     assert isinstance(decode.wait(*ENDINGS), PullDone)
@@ -158,7 +159,7 @@ def over_tcp() -> Iterator[Callable[[str], str]]:
 
 
 UNREACHABLE = """
-import os, socket
+import msgspec, os, socket
 from pathlib import Path
 from tests.rigs.memory_pair import *
 from protocol.errors import PeerUnreachable
@@ -188,7 +189,7 @@ gone.server._metadata = msgspec.structs.replace(shown, ranks=ranks)
 
 decode = Decode(nixl_agent, connect_timeout_s=60.0)
 decode.coordinator.pull("a", gone.lease([5, 2], 16), 0, 16, [3, 1])
-while not any(peer.waiting for peer in decode.workers[0]._peers.values()):
+while not any(job.waits for job in decode.workers[0]._jobs.values()):
     decode.woken.wait(0.01)
 remote = other.lease([5, 2, 9], 24)
 decode.coordinator.pull("b", remote, 0, 24, [4, 6, 8])
@@ -196,7 +197,7 @@ assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
 assert_pulled(decode, remote, [4, 6, 8], 0, 24)
 peers = decode.workers[0]._peers.values()
 (peer,) = (peer for peer in peers if peer.metadata.engine_id == "gone")
-assert not peer.link.is_ready and peer.waiting, "it is not unreachable at all"
+assert not peer.link.is_ready, "it is not unreachable at all"
 peer.link.deadline = 0.0
 decode.workers[0]._link.waker.wake()
 failed = decode.wait(*ENDINGS, pull_id="a")
@@ -233,7 +234,7 @@ def late_bytes(closes):
         reader.agent.close()
     else:
         reader.agent._agent.releaseXferReq(handle.key)
-        reader.agent._agent.deregisterMem(reader.region.key, [reader.agent._backend])
+        reader.agent._agent.deregisterMem(reader.agent._regions[0], [reader.agent._backend])
     reader.into[:] = 0
     reader.peer.signal(signal.SIGCONT)
     serves_another(reader.peer)

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.link.read_window import Post, ReadWindow, cut
+from kvcache.transfer.link.reads import ReadWindow, Throttle
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 
 
@@ -12,7 +12,7 @@ def read_of(lengths: list[int], rank: int = 0) -> ReadDescriptors:
     return ReadDescriptors(rank, (ends - sizes) * 2 + 1000, ends - sizes, sizes)
 
 
-def as_pairs(posts: list[Post]) -> list[tuple[int, int, int]]:
+def as_pairs(posts: list[ReadDescriptors]) -> list[tuple[int, int, int]]:
     """(rank, remote byte, local byte) of every byte moved."""
     return [
         (post.remote_rank, remote + i, local + i)
@@ -37,9 +37,8 @@ def test_property_posts_move_each_byte_once_within_their_limits(
     reads: list[list[int]], max_bytes: int, max_runs: int
 ) -> None:
     whole = [read_of(lengths, rank) for rank, lengths in enumerate(reads)]
-    posts = list(cut(whole, ReadWindow(max_bytes, max_runs)))
-    uncut = [Post(r.remote_rank, r.local_offsets, r.remote_offsets, r.lengths) for r in whole]
-    assert as_pairs(posts) == as_pairs(uncut)
+    posts = list(Throttle(ReadWindow(max_bytes, max_runs)).cut(whole))
+    assert as_pairs(posts) == as_pairs(whole)
     for post in posts:
         assert 0 < post.nbytes <= max_bytes
         assert 0 < len(post.lengths) <= max_runs
@@ -47,18 +46,29 @@ def test_property_posts_move_each_byte_once_within_their_limits(
 
 
 def test_no_more_posts_than_the_limits_ask_for() -> None:
-    posts = list(cut([read_of([10] * 100)], ReadWindow(max_bytes=250, max_runs=1000)))
+    posts = list(Throttle(ReadWindow(max_bytes=250)).cut([read_of([10] * 100)]))
     assert [post.nbytes for post in posts] == [250] * 4
-    (one,) = cut([read_of([10] * 100)], ReadWindow())
+    (one,) = Throttle(ReadWindow()).cut([read_of([10] * 100)])
     assert one.nbytes == 1000
 
 
-def test_posts_become_smaller_when_a_batch_begins_in_between() -> None:
-    lengths = np.full(8, 100, np.int64)
-    read = ReadDescriptors(0, np.arange(8) * 1000, np.arange(8) * 100, lengths)
-    bounds = iter([700, 400, 200, 200, 200])
-    posts = list(cut([read], ReadWindow(700, 1024, 8), lambda: next(bounds)))
-    assert [post.nbytes for post in posts] == [400, 200, 200]
-    assert np.concatenate([post.remote_offsets for post in posts]).tolist() == [
-        1000 * index for index in range(8)
-    ]
+def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not() -> None:
+    busy = False
+    throttle = Throttle(ReadWindow(max_bytes=1 << 30), lambda: busy)
+    (post,) = throttle.cut([read_of([200 << 20])])
+    throttle.posted(post.nbytes, 10.0)
+    assert throttle.admits(10.0)
+    busy = True
+    assert [each.nbytes >> 20 for each in throttle.cut([read_of([200 << 20])])] == [64, 64, 64, 8]
+    now, moved = 10.0, 0
+    while now < 11.0:
+        if throttle.admits(now):
+            throttle.posted(10**8, now)
+            moved += 10**8
+        now += 0.0003  # a thread that looks now and then
+    assert 0.7 * 110e9 < moved <= 1.001 * 110e9
+    throttle.posted(33 * 10**6, 20.0, staged=True)  # and is placed by a kernel afterwards
+    assert not throttle.admits(20.0009) and throttle.admits(20.0011)
+    busy = False
+    throttle.posted(1 << 50, 20.1)
+    assert throttle.admits(20.1)

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.plan import Planner
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import PeerUnreachable
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import (
     DEADLINE_S,
     ENDINGS,
@@ -35,7 +35,7 @@ def pull(decode: Decode, prefill: Prefill, pull_id: str) -> None:
 def measured(decode: Decode) -> Any:
     """The costs of the one peer, once its probe has ended; None when that came to nothing."""
     (peer,) = decode.workers[0]._peers.values()
-    return peer.costs
+    return peer.link.costs if peer.link else None
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(ri
     (peer,) = decode.workers[0]._peers.values()
     while peer.link is not None:  # it ends
         decode.woken.wait(0.001)
-    decode.workers[0]._connect_timeout_s = DEADLINE_S
+    decode.workers[0]._rank.end.connect_timeout_s = DEADLINE_S
     pull(decode, prefill, "b")
 
 

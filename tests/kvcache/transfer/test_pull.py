@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.transfer.link.memory_agent import MemoryAgent
-from kvcache.transfer.link.read_window import ReadWindow
+from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.pulls.messages import (
     PeerFailed,
     PeerReady,
@@ -24,6 +23,7 @@ from protocol.errors import (
     TransferFailed,
 )
 from protocol.handshake import Complete, Ok, open_request
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import (
     ENDINGS,
     PATIENT,

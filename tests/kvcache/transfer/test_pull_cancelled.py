@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.transfer.link.memory_agent import MemoryAgent
-from kvcache.transfer.link.read_window import ReadWindow
+from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.pulls.messages import PullDone, PullDrained
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import ENDINGS, PATIENT, Decode, Prefill, nixl_agent
 
 
@@ -33,8 +33,8 @@ def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig: Any) -> N
         decode.woken.wait(0.01)
     decode.coordinator.cancel("a")
     assert decode.settle() == [] and prefill.server.counters()["held"] == 1
-    (job, _), *_ = decode.workers[0]._jobs.values()
-    while not job.stopping:  # the rank has been told
+    job, *_ = decode.workers[0]._jobs.values()
+    while not job.is_stopping:  # the rank has been told
         decode.woken.wait(0.01)
     decode.agents[0].resume()
     assert decode.wait(*ENDINGS) == PullDrained("a")

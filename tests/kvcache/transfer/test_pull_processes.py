@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from kvcache.transfer.link.nixl_agent import NixlAgent
-from kvcache.transfer.link.read_window import ReadWindow
+from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (
     DEADLINE_S,

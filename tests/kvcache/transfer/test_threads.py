@@ -7,7 +7,7 @@ from pathlib import Path
 PROGRAM = """
 import threading
 import torch
-from kvcache.transfer.link.threads import use_one_core
+from kvcache.transfer.worker.worker import use_one_core
 torch.set_num_threads(2)
 torch.get_num_threads()
 def copy():

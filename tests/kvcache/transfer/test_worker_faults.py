@@ -11,14 +11,14 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import ReadHandle, ReadState
-from kvcache.transfer.link.memory_agent import MemoryAgent
-from kvcache.transfer.link.read_window import ReadWindow
+from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPull, pull_command
-from kvcache.transfer.worker.read_job import ReadJob
+from kvcache.transfer.worker.job import ReadJob
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import TransferFailed
+from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import HEADS, Orders, Prefill, expected, layout
 
 TOKENS, BLOCKS = 24, 3  # of a pull
@@ -132,13 +132,13 @@ class Rank:
 def test_every_pull_ends_and_none_is_wrong(
     rig: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache.transfer.worker.worker._POLL_STUCK_S", 0.0005)
-    monkeypatch.setattr("kvcache.transfer.worker.read_job._HANGS_S", 0.003)
+    monkeypatch.setattr("kvcache.transfer.worker.worker._STUCK_NAP_S", 0.0005)
+    monkeypatch.setattr("kvcache.transfer.worker.job.HANGS_S", 0.003)
     rng = random.Random(seed)
     faults = Faults(random.Random(seed + 1))
     monkeypatch.setattr(placing, "place", faults.before(placing.place))
     monkeypatch.setattr(ReadJob, "leave", faults.after(ReadJob.leave))
-    monkeypatch.setattr(ReadJob, "__init__", faults.after(ReadJob.__init__))
+    monkeypatch.setattr(ReadJob, "_begin", faults.after(ReadJob._begin))
     prefills = [rig(Prefill, engine_id=name, order="LBCNHD") for name in "PQ"]
     rank = Rank(rng, faults, seed)
     rank.link.start(rank.worker)
@@ -166,7 +166,6 @@ def test_every_pull_ends_and_none_is_wrong(
             rank.pull("after", prefill)
             rank.wait()
         assert rank.num_complete == 1
-        assert all(peer.users == 0 for peer in rank.worker._peers.values())
         assert rank.agent.active == 0
     finally:
         faults.odds = 0.0

@@ -17,7 +17,6 @@ from kvcache.transfer.link.agent import (
     MemoryKind,
     ReadHandle,
     ReadState,
-    Region,
     TransferAgent,
 )
 from protocol.errors import TransferFailed
@@ -60,7 +59,7 @@ class MemoryAgent(TransferAgent):
 
     def _begin(self) -> None:
         self.name = f"{self._prefix}-{uuid.uuid4().hex}"
-        self._regions: list[Region] = []
+        self._regions: list[tuple[int, int]] = []
         self._peers: dict[str, list[tuple[int, int]]] = {}  # readable (address, nbytes)
         self._mine = 0  # of the network's active READs
         with _lock:
@@ -86,16 +85,13 @@ class MemoryAgent(TransferAgent):
 
     def register(
         self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"
-    ) -> Region:
+    ) -> None:
         if address <= 0 or nbytes <= 0:
             raise TransferFailed(f"cannot register {nbytes} bytes at address {address}")
-        region = Region(address, nbytes, device_id, kind)
-        self._regions.append(region)
-        return region
+        self._regions.append((address, nbytes))
 
     def metadata(self) -> bytes:
-        regions = [[region.address, region.nbytes] for region in self._regions]
-        return json.dumps({"memory_agent": self.name, "regions": regions}).encode()
+        return json.dumps({"memory_agent": self.name, "regions": self._regions}).encode()
 
     def add_peer(self, metadata: bytes) -> str:
         try:
@@ -124,8 +120,7 @@ class MemoryAgent(TransferAgent):
         if peer not in self._peers:
             raise TransferFailed(f"peer {peer} is not known")
         runs = _Runs(local_addresses.tolist(), remote_addresses.tolist(), lengths.tolist())
-        own = [(region.address, region.nbytes) for region in self._regions]
-        _require_inside(own, runs.local, runs.lengths, "local")
+        _require_inside(self._regions, runs.local, runs.lengths, "local")
         _require_inside(self._peers[peer], runs.remote, runs.lengths, "remote")
         self._count(1)
         return ReadHandle(peer, ReadState.ACTIVE, runs)

@@ -1,0 +1,338 @@
+"""One pull on one rank: a job that the worker drives, by READs or out of mapped memory.
+
+A READ has ended when its state says so or its link is closed, a launch when its event says so (I7).
+The owner's death ends no launch: its memory stays readable until it is unmapped, what is read of it
+counts for nothing without the fence, and the fence is what a dead peer cannot answer.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from kvcache.transfer.link.agent import ReadHandle, ReadState
+from kvcache.transfer.link.peer_link import PeerLink
+from kvcache.transfer.move.place import launches
+from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, Transfer
+from kvcache.transfer.plan.plan import Step, TransferPlan
+from kvcache.transfer.pulls.messages import Pull
+from kvcache.transfer.worker.peer import Peer
+from protocol.errors import BatonError, InternalError, PeerIncompatible, TransferFailed
+
+HANGS_S = 1.0  # without the end of any READ
+MAX_LAUNCHES = 4  # queued: the device goes from one to the next without waiting for us
+
+
+class TransferJob(ABC):
+    """
+    Attributes:
+        path: of messages.PATHS.
+        nbytes: wanted, in the peer's dtype.
+        bytes_read: of the peer's memory, with what is not wanted.
+        is_stopping: posts nothing more.
+        error: why, unless that was asked for.
+        waits: for the link; the worker is woken when it is there.
+    """
+
+    path = "none"
+    nbytes = bytes_read = descriptors = 0
+    waits = False
+
+    def __init__(self, pull: Pull, peer: Peer) -> None:
+        self.pull, self.peer = pull, peer
+        self.began = time.perf_counter()
+        self.is_stopping = self.is_failure_told = False
+        self.error: BatonError | None = None
+
+    @property
+    @abstractmethod
+    def active(self) -> int:
+        """READs or launches that have not ended."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Nothing is active or will be: every byte is in its place, unless the job was stopped."""
+
+    @abstractmethod
+    def post(self) -> bool:
+        """Begins, or begins one more piece; whether it did.
+
+        Raises:
+            BatonError: the pull cannot be carried out.
+        """
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Takes in what has ended; whether anything has."""
+
+    def leave(self) -> None:  # noqa: B027 - most borrow nothing
+        """It has ended: what it borrowed is free for others."""
+
+    def stop(self, error: BatonError | None = None) -> None:
+        """Posts nothing more. The first error stays."""
+        self.is_stopping, self.waits = True, False
+        self.error = self.error or error
+
+    def fault(self, error: Exception) -> BatonError:
+        """What it fails with when a call has raised."""
+        return InternalError(f"the transfer thread failed: {error!r}")
+
+    @property
+    def still_s(self) -> float:
+        """How long no READ of it has been posted or has ended, though some are active."""
+        return 0.0
+
+    @property
+    def hangs(self) -> bool:
+        return self.still_s >= HANGS_S
+
+
+@dataclass(eq=False)
+class _Posting:
+    """READs into one memory; staged ones are placed when the last of them has ended."""
+
+    posts: deque[ReadDescriptors]
+    base_address: int  # of the memory that local offsets count from
+    step: Step | None = None  # to place
+    slot: int = -1  # of staging memory, where there is a step to place
+    active: int = 0
+
+
+class ReadJob(TransferJob):
+    """READs straight into the pool, and through slots of staging memory."""
+
+    def __init__(self, pull: Pull, peer: Peer) -> None:
+        super().__init__(pull, peer)
+        self.waits = True
+        self._link: PeerLink | None = None
+        self._plan: TransferPlan | None = None
+        self._staging = peer.rank.staging
+        self._slot_bytes = 0
+        self._num_begun = 0  # of the plan's steps
+        self._now = _Posting(deque(), 0)
+        self._reads: list[tuple[ReadHandle, _Posting]] = []  # active
+        self._placing: list[int] = []  # slots
+        self._moved_s = 0.0  # when a READ was posted or ended last
+
+    @property
+    def active(self) -> int:
+        return len(self._reads)
+
+    @property
+    def still_s(self) -> float:
+        return time.monotonic() - self._moved_s if self._reads else 0.0
+
+    @property
+    def ended(self) -> bool:
+        if self.waits or self._reads or self._placing:
+            return False
+        all_begun = self._plan is not None and self._num_begun == len(self._plan.steps)
+        return self.is_stopping or (all_begun and not self._now.posts)
+
+    @property
+    def awaits_staging(self) -> bool:
+        """What is left of it needs the staging memory that another pull has."""
+        if self._plan is None or self._staging is None or self.is_stopping:
+            return False
+        return not self._staging.owned_by(self.pull.pull_id)
+
+    def pass_staging_by(self) -> bool:
+        """Reads what awaits staging memory straight into the pool, in however many runs; False
+        where that cannot be."""
+        if self._plan is None or self._plan.transfer.converts:
+            return False
+        self.leave()
+        self._staging = None
+        return True
+
+    def stop(self, error: BatonError | None = None) -> None:
+        if self._link is not None and not self.is_stopping:
+            self._link.active -= len(self._reads)  # they take none of what others may have
+        super().stop(error)
+
+    def leave(self) -> None:
+        if self._staging is not None:
+            self._staging.leave(self.pull.pull_id)
+
+    def post(self) -> bool:
+        if self.is_stopping:
+            return False
+        link = self._link or self.peer.connect()
+        if link is None:
+            return False
+        if self._link is None:
+            self._begin(link)
+        throttle, now_s = self.peer.rank.throttle, time.perf_counter()
+        is_full = link.active >= throttle.window.max_active
+        if link.is_closing or is_full or not throttle.admits(now_s):
+            return False
+        while not self._now.posts:
+            posting = self._next()
+            if posting is None:
+                return False
+            self._now = posting
+        now, post = self._now, self._now.posts.popleft()
+        try:
+            handle = link.read(post, now.base_address)
+        except TransferFailed as error:
+            link.close(error)
+            raise
+        now.active += 1
+        link.active += 1
+        self._reads.append((handle, now))
+        self._moved_s = time.monotonic()
+        throttle.posted(post.nbytes, now_s, staged=now.step is not None)
+        return True
+
+    def poll(self) -> bool:
+        link, ended, failed = self._link, [], None
+        if link is None:
+            return False
+        if link.is_closing:
+            if not self.is_stopping:
+                self.stop(link.error)
+            ended = list(self._reads) if link.is_closed else []
+        else:
+            for read in self._reads:
+                state = link.agent.poll(read[0])
+                if state is ReadState.DONE:
+                    ended.append(read)
+                elif state is ReadState.ERROR:  # some runs may go on: active until it is closed
+                    failed = TransferFailed(f"a READ from {read[0].peer} failed")
+        for read in ended:
+            self._end(link, read)
+        if failed is not None:
+            link.close(failed)
+            self.stop(failed)
+        placed = [slot for slot in self._placing if self._staging and self._staging.is_free(slot)]
+        self._placing = [slot for slot in self._placing if slot not in placed]
+        return bool(ended or placed)
+
+    def _begin(self, link: PeerLink) -> None:
+        self._link, self.waits = link, False
+        plan = self._plan = self.peer.plan(self.pull, link)
+        self.path, self.nbytes, self.bytes_read = plan.path, plan.useful_bytes, plan.bytes_read
+        self._slot_bytes = plan.slot_bytes
+        if not self._slot_bytes:
+            self._staging = None
+        elif self._staging is not None:
+            self._staging.enter(self.pull.pull_id)
+
+    def _next(self) -> _Posting | None:
+        """The READs of the next step; None while there is no room for them."""
+        plan, index, staging = self._plan, self._num_begun, self._staging
+        if plan is None or index == len(plan.steps):
+            return None
+        step = plan.steps[index]
+        if staging is None or step.slot is None:
+            reads = step.unstaged.reads
+            posting = _Posting(deque(), self.peer.rank.pool.base_address)
+        else:
+            slot = index % staging.num_slots(self._slot_bytes)
+            filling = any(active.slot == slot for _, active in self._reads)
+            if filling or slot in self._placing or not staging.owned_by(self.pull.pull_id):
+                return None
+            reads = step.reads
+            posting = _Posting(deque(), staging.base_address + slot * self._slot_bytes, step, slot)
+        self._num_begun += 1
+        self.descriptors += sum(len(read.lengths) for read in reads)
+        posting.posts.extend(self.peer.rank.throttle.cut(reads))
+        return posting
+
+    def _end(self, link: PeerLink, read: tuple[ReadHandle, _Posting]) -> None:
+        """Nothing is written for it any more."""
+        handle, posting = read
+        self._reads.remove(read)
+        posting.active -= 1
+        self._moved_s = time.monotonic()
+        if not self.is_stopping:
+            link.active -= 1
+            if posting.step is not None and not (posting.posts or posting.active):
+                self._place(posting.step, posting.slot)
+        if not link.is_closing:
+            link.agent.release(handle)
+
+    def _place(self, step: Step, slot: int) -> None:
+        assert self._staging is not None
+        self._placing.append(slot)
+        self._staging.place(step, slot, self._slot_bytes)
+
+
+class MappedJob(TransferJob):
+    """Launches of bounded size out of the peer's memory, so a pull that is stopped ends soon."""
+
+    path = "mapped"
+
+    def __init__(self, pull: Pull, peer: Peer) -> None:
+        super().__init__(pull, peer)
+        assert peer.rank.mapped is not None
+        self._mapped = peer.rank.mapped
+        self._transfer: Transfer | None = None
+        self._pending: deque[BlockCopy] = deque()
+        self._tokens: deque[Any] = deque()  # of launches
+
+    @property
+    def active(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def ended(self) -> bool:
+        has_begun = self._transfer is not None
+        return not self._tokens and (self.is_stopping or (has_begun and not self._pending))
+
+    def fault(self, error: Exception) -> BatonError:
+        if self._transfer is None:
+            return super().fault(error)
+        self.peer.is_stale = True
+        return TransferFailed(f"gathering mapped KV failed: {error!r}")
+
+    def post(self) -> bool:
+        if self.is_stopping:
+            return False
+        transfer, posted = self._transfer or self._begin(), False
+        while self._pending and len(self._tokens) < MAX_LAUNCHES and self._launch(transfer):
+            posted = True
+        return posted
+
+    def poll(self) -> bool:
+        before = len(self._tokens)
+        while self._tokens:
+            try:
+                if not self._mapped.placer.finished(self._tokens[0]):
+                    break
+            except BaseException:
+                self._tokens.popleft()
+                raise
+            self._tokens.popleft()
+        return len(self._tokens) < before
+
+    def _begin(self) -> Transfer:
+        peer, mapped = self.peer, self._mapped
+        if peer.refusal is not None:
+            raise PeerIncompatible(
+                f"KV of prefill server {peer.engine_id} cannot be mapped: {peer.refusal}. "
+                "Use --transfer auto or nixl.",
+                param="transfer",
+            )
+        transfer = peer.transfer(self.pull)
+        launch_bytes = mapped.launch_bytes or mapped.placer.launch_bytes
+        self._pending.extend(launches(transfer.copies(), launch_bytes))
+        self.nbytes = self.bytes_read = transfer.useful_bytes
+        self._transfer = transfer
+        return transfer
+
+    def _launch(self, transfer: Transfer) -> bool:
+        """Queues the next launch, or as much of it as there is room for."""
+        placer, copy, factors = self._mapped.placer, self._pending[0], transfer.factors
+        room = placer.room(copy, factors)
+        fitting = max(room // copy.piece_bytes, min(room, 1))  # a piece may exceed the room
+        if fitting == 0:
+            return False
+        self._pending.popleft()
+        if fitting < len(copy.sources):
+            self._pending.appendleft(copy.part(fitting, len(copy.sources) - fitting))
+            copy = copy.part(0, fitting)
+        self._tokens.append(placer.launch(copy, self.peer.memories[copy.owner], factors))
+        return True

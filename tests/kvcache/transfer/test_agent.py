@@ -100,11 +100,6 @@ def nixl_agent(**options: Any) -> TransferAgent:
     return NixlAgent("reader", **options)
 
 
-def another(reader: Reader) -> TransferAgent:
-    """An agent of the same transport."""
-    return MemoryAgent() if isinstance(reader.agent, MemoryAgent) else nixl_agent()
-
-
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[ProcessPeer]]:
     """The process that serves this module's tests; a test that kills it gets the next a new one."""
@@ -195,7 +190,8 @@ def test_a_dead_peer_ends_in_an_error_and_harms_no_other(reader: Reader) -> None
             return True
 
     wait_until(fails)  # a transport may need a moment to notice
-    second = LocalPeer(another(reader))
+    second = LocalPeer(reader.agent.another())
+    assert second.agent.name != reader.agent.name
     try:
         reader.peer, reader.name = second, reader.agent.add_peer(second.metadata)
         assert reader.finish(reader.post([(8, 8, 8)])) is ReadState.DONE
@@ -231,30 +227,6 @@ def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable() -> No
     )
     told = done.stdout.splitlines()[-1]
     assert told.startswith("NIXL cannot start UCX (") and "UCX_TLS=nonsense" in told
-
-
-def test_names_are_unique(reader: Reader) -> None:
-    other = another(reader)
-    assert other.name != reader.agent.name
-    other.close()
-
-
-def test_memory_agent_delivers_late_and_only_while_active() -> None:
-    reader = Reader(MemoryAgent(), LocalPeer(MemoryAgent()))
-    assert isinstance(reader.agent, MemoryAgent)
-    reader.agent.stall()
-    handle = reader.post([(0, 0, 64)])
-    assert reader.agent.poll(handle) is ReadState.ACTIVE
-    with pytest.raises(RuntimeError):
-        reader.agent.release(handle)
-    assert not reader.into.any() and reader.agent.active == 1
-    reader.agent.resume()
-    assert reader.agent.poll(handle) is ReadState.DONE and reader.agent.active == 0
-    assert np.array_equal(reader.into[:64], reader.peer.memory[:64])
-    reader.agent.fail()
-    failed = Reader(reader.agent, reader.peer)
-    assert failed.finish(failed.post([(0, 0, 8)])) is ReadState.ERROR
-    assert failed.finish(failed.post([(0, 0, 8)])) is ReadState.DONE
 
 
 def test_nixl_binds_its_device_on_every_thread_that_uses_it() -> None:

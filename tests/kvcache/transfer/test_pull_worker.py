@@ -1,5 +1,7 @@
 """A rank's worker by itself: every order is obeyed or answered, whatever became of others."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -247,3 +249,23 @@ def test_a_table_that_is_checked_while_the_first_chunk_is_read_writes_nothing_if
         assert rank.pool.highest_block == 18
     finally:
         rank.close()
+
+
+ONE_CORE = """
+import threading, torch
+from kvcache.transfer.worker.worker import use_one_core
+torch.set_num_threads(2)
+torch.get_num_threads()
+def copy():
+    use_one_core()
+    print(torch.get_num_threads())
+thread = threading.Thread(target=copy)
+thread.start()
+thread.join()
+print(torch.get_num_threads())
+"""
+
+
+def test_torch_starts_threads_for_all_but_the_copying_one() -> None:
+    done = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "2"], done.stderr

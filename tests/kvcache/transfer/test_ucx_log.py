@@ -1,3 +1,4 @@
+import logging
 import os
 import subprocess
 import sys
@@ -5,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvcache.transfer.link.ucx_log import UcxRead, other_lines, parse
+from kvcache.transfer.link.ucx_log import UcxLog, UcxRead, log_measured, other_lines, parse
+from kvcache.transfer.plan.cost import CostModel
 
 # As UCX 1.23 prints it, with every table first and then those of the kind that is asked for.
 PRINTED = """\
@@ -47,33 +49,52 @@ def test_what_is_no_table_is_nothing(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "rdma", "fix"),
+    ("way", "changes", "rdma", "fix"),
     [
-        ({}, False, None),
-        ({"transport": "cuda_copy/cuda tcp/lo"}, False, "leave cuda_ipc in UCX_TLS"),
-        ({"transport": "rc_mlx5/mlx5_0:1", "where": "inter-node"}, True, None),
-        ({"transport": "50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1"}, True, None),
-        ({"transport": "tcp/eth0", "where": "inter-node"}, True, "nvidia_peermem"),
-        ({"transport": "tcp/eth0", "where": "inter-node"}, False, None),
+        (OVER_NVLINK, {}, False, None),
+        (OVER_NVLINK, {"transport": "cuda_copy/cuda tcp/lo"}, False, "leave cuda_ipc in UCX_TLS"),
+        (OVER_NVLINK, {"transport": "rc_mlx5/mlx5_0:1", "where": "inter-node"}, True, None),
+        (
+            OVER_NVLINK,
+            {"transport": "half on rc_mlx5/mlx5_0:1, half on rc_mlx5/m:1"},
+            True,
+            None,
+        ),
+        (OVER_NVLINK, {"transport": "tcp/eth0", "where": "inter-node"}, True, "nvidia_peermem"),
+        (OVER_NVLINK, {"transport": "tcp/eth0", "where": "inter-node"}, False, None),
+        (OVER_TCP, {}, False, "CAP_SYS_PTRACE"),
+        (OVER_TCP, {"transport": "cma/memory"}, True, None),
+        (OVER_TCP, {"where": "inter-node"}, False, None),
+        (OVER_TCP, {"where": "inter-node"}, True, "UCX_NET_DEVICES"),
     ],
 )
-def test_a_slow_way_between_gpus_is_named_with_its_fix(changes, rdma, fix) -> None:
-    warning = replace(OVER_NVLINK, **changes).warning(has_rdma=rdma)
+def test_a_slow_way_is_named_with_its_fix(way, changes, rdma, fix) -> None:
+    warning = replace(way, **changes).warning(has_rdma=rdma)
     assert warning is None if fix is None else warning is not None and fix in warning
 
 
 @pytest.mark.parametrize(
-    ("changes", "rdma", "fix"),
+    ("way", "bytes_per_s", "between_gpus", "warned"),
     [
-        ({}, False, "CAP_SYS_PTRACE"),
-        ({"transport": "cma/memory"}, True, None),
-        ({"where": "inter-node"}, False, None),
-        ({"where": "inter-node"}, True, "UCX_NET_DEVICES"),
+        (None, 300e9, True, None),
+        (None, 3e9, False, None),
+        (None, 3e9, True, "ipc: host"),
+        (OVER_NVLINK, 3e9, True, None),  # the word of UCX counts more than the rate
+        (replace(OVER_NVLINK, transport="cuda_copy/cuda tcp/lo"), 3e11, True, "host memory"),
     ],
 )
-def test_a_slow_way_between_processors_is_named_with_its_fix(changes, rdma, fix) -> None:
-    warning = replace(OVER_TCP, **changes).warning(has_rdma=rdma)
-    assert warning is None if fix is None else warning is not None and fix in warning
+def test_what_was_measured_of_a_link_is_logged_with_the_fix_of_a_slow_one(
+    way, bytes_per_s, between_gpus, warned, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    log_measured("P", CostModel(6e-6, bytes_per_s, 7e11), way, between_gpus=between_gpus)
+    told, *warnings = caplog.records
+    assert f"NIXL by {way or 'an untold way'}" in told.message
+    assert (told.levelname, [each.levelname for each in warnings]) == (
+        "INFO",
+        ["WARNING"] if warned else [],
+    )
+    assert warned is None or warned in warnings[0].message
 
 
 @pytest.mark.parametrize("tls", ["", "tcp"])
@@ -95,8 +116,6 @@ def test_what_ucx_reads_with_is_told_by_ucx(tls: str) -> None:
 def test_where_the_log_goes_is_left_to_those_who_have_said_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvcache.transfer.link.ucx_log import UcxLog
-
     monkeypatch.setenv("UCX_LOG_FILE", "mine.log")
     log = UcxLog()
     log.begin()

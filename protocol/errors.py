@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 class BatonError(Exception):
     """An error with an HTTP status, whether a retry elsewhere can help, and the phase it arose in.
 
-    A subclass gives what it has of its own behind its base.
-
     Args:
         message: a sentence for the client that names the field, the value and the fix.
         param: the request field at fault, where there is one.

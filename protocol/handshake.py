@@ -1,14 +1,12 @@
 """What engines tell each other: the metadata of a prefill engine and the side channel's messages.
 
 Compatibility is semantic, never a software version: unknown fields are ignored, missing optional
-ones have defaults. Only what changes the meaning of the bytes must match (`check_compatible`);
-tensor parallelism, layout order, block size and device kind may differ and are bridged. The
-version number rises only when an old reader would misread a new message.
+ones have defaults. Only what changes the meaning of the bytes must match (`check_compatible`).
+The version number rises only when an old reader would misread a new message.
 
-A side-channel message is a MAC and its payload: HMAC-SHA256 with the cluster secret over the
-msgpack payload, with a different label for requests and replies so that neither can be reflected
-as the other. A request carries a nonce that its reply repeats, so a late reply is never taken
-for the answer to another question; lease ids are random, so a replayed request changes nothing.
+A message is a MAC and its payload: HMAC-SHA256 with the cluster secret over the msgpack payload,
+with a label of its own for requests and for replies, so that neither can be reflected as the other.
+A reply repeats its request's nonce, so a late one answers no other question.
 """
 
 import hashlib
@@ -104,11 +102,8 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
 def check_compatible(
     local: CompatRecord, remote: CompatRecord, allow_convert: bool = False
 ) -> None:
-    """Raises PeerIncompatible naming the first field that differs, and both values.
-
-    Args:
-        allow_convert: the reader converts between KV dtypes and scales, so they may differ.
-    """
+    """Raises PeerIncompatible naming the first field that differs, and both values. A reader that
+    is allowed to convert takes other KV dtypes and scales."""
     for field in CompatRecord.__struct_fields__:
         ours, theirs = getattr(local, field), getattr(remote, field)
         if ours == theirs or (allow_convert and field in _CONVERTIBLE):
@@ -128,11 +123,9 @@ def check_compatible(
 
 
 def check_consistent(metadata: EngineMetadata) -> None:
-    """Raises PeerIncompatible, naming the field, when the metadata contradicts itself.
-
-    Run before anything is read: every address a plan can compute from consistent metadata lies
-    inside a region the peer registered.
-    """
+    """Raises PeerIncompatible, naming the field, when the metadata contradicts itself: every
+    address that a plan can compute from consistent metadata lies inside a region the peer
+    registered."""
     for field, value, is_right, rule in _rules(metadata):
         if not is_right:
             told = f"{field} is {short_repr(value)} in the peer's metadata; it must {rule}."
@@ -303,11 +296,8 @@ def open_request(message: bytes, secret: bytes) -> Request:
 
 
 def open_reply(message: bytes, secret: bytes) -> Reply:
-    """Raises FrameError unless the message is an authentic, well-formed reply.
-
-    A Refused is let through without proof: a peer with another secret can give none, and
-    believing it can only make a pull fail.
-    """
+    """Raises FrameError unless the message is an authentic, well-formed reply. A Refused needs no
+    proof: a peer with another secret can give none, and it can only make a pull fail."""
     try:
         reply = _reply_decoder.decode(message[_MAC_BYTES:])
     except msgspec.MsgspecError as error:

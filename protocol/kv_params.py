@@ -78,8 +78,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     remote_request_id: Annotated[str, Meta(min_length=1, max_length=1024)]
     # Exactly those that hold remote_num_tokens.
     remote_block_ids: Annotated[
-        list[Annotated[int, Meta(ge=0, le=1 << 32)]],
-        Meta(min_length=1, max_length=_MAX_TOKENS),
+        list[Annotated[int, Meta(ge=0, le=1 << 32)]], Meta(min_length=1, max_length=_MAX_TOKENS)
     ]
     remote_host: Annotated[str, Meta(min_length=1, max_length=255)]  # of the side channel
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
@@ -183,10 +182,7 @@ def build(
 ) -> KVTransferParams:
     """Signed params from the fields of KVTransferParams, in the units of the engine.
 
-    Raises:
-        KVParamsRejected: the values do not fit each other. Each is the engine's own and within its
-            range: settings and requests are.
-    """
+    Raises KVParamsRejected if the values do not fit each other; each is within its range."""
     unsigned = KVTransferParams(
         remote_block_ids=list(remote_block_ids),
         lease_ms=max(1, round(lease_s * 1000)),
@@ -225,10 +221,7 @@ class _Orders(Struct):
 def is_prefill_request(obj: object) -> bool:
     """True when a prefill server is asked to keep the KV for a decode server.
 
-    Raises:
-        KVParamsRejected: `do_remote_decode` is true beside a reference to another server's KV,
-            or the object has a wrong type.
-    """
+    Raises KVParamsRejected for an order beside a reference to another server's KV."""
     if is_absent(obj) or not (orders := _convert(obj, _Orders)).do_remote_decode:
         return False
     if orders.do_remote_prefill:
@@ -282,9 +275,7 @@ def parse_list(obj: object, num_prompts: int) -> list[KVTransferParams]:
 def parse(obj: object) -> KVTransferParams:
     """Checks every field by type and range; not yet that it is authentic (see `verify`).
 
-    Raises:
-        KVParamsRejected: names the field, its value and what is allowed.
-    """
+    Raises KVParamsRejected, naming the field, its value and what is allowed."""
     orders = _convert(obj, _Orders)
     if orders.do_remote_decode:
         reject("do_remote_decode", "must be false or null in a request to a decode server")
@@ -337,15 +328,11 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
 
 def sampling_digest(sampling: SamplingParams, stop_token_ids: Sequence[int] = ()) -> str:
     """SHA-256 over what the first token depends on, beside the prompt's logits and the seed, which
-    travels. This is where it says what that is; tests/engine/test_first_token.py holds it to it.
+    travels; tests/engine/test_first_token.py holds it to that. Numbers count as float32.
 
     Greedy draws know no shape of a distribution. Presence and frequency penalties begin with the
-    second token. Stop tokens matter while they are banned, and to a grammar, which allows only
-    those of them. Samplers compute in float32, so that is what numbers are compared in.
-
-    Args:
-        stop_token_ids: of the request, ends of sequence included.
-    """
+    second token. Stop tokens, ends of sequence included, matter while they are banned, and to a
+    grammar, which allows only those of them."""
     is_greedy = sampling.temperature <= 0
     drawn_from = (sampling.temperature, sampling.top_p, sampling.min_p)
     bias = ((token, *float_bits([value])) for token, value in sampling.logit_bias.items())

@@ -23,11 +23,8 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn. A temperature of 0 is greedy; top_k 0 and top_p 1 are off.
-
-    Penalties are those of the OpenAI API (presence, frequency: over the outputs) and of CTRL
-    (repetition: over prompt and outputs); 0, 0 and 1 are off.
-    """
+    """How the next token is drawn. A temperature of 0 is greedy; top_k 0 and top_p 1 are off, and
+    so are presence and frequency penalties of 0 and a repetition penalty of 1."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -1,16 +1,11 @@
 """Every metric of every process, in one table, and a registry per application.
 
-Two applications in one process share nothing: each makes a `Metrics`. Metrics whose origin is
-"engine" are counted in the engine's process and arrive as EngineStats, keyed by `stat_key`; the
-others are counted where they are exposed. A key that the table does not know is exposed as the
-gauge `baton_engine_<key>`. docs/metrics.md has the table for those who read dashboards.
+Metrics whose origin is "engine" are counted in the engine's process and arrive as EngineStats,
+keyed by `stat_key`. docs/metrics.md has the table for those who read dashboards.
 """
 
-import re
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Literal
 
 from prometheus_client import (
@@ -145,54 +140,30 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 def stat_key(name: str, **labels: str) -> str:
-    """The key of one series in EngineStats.values, e.g. `baton_kv_blocks{state=free}`.
-
-    Raises:
-        KeyError: a name or a set of labels that the table does not have; our own bug.
-    """
+    """The key of one series in EngineStats.values, e.g. `baton_kv_blocks{state=free}`. Raises
+    KeyError for a name or a set of labels that the table does not have; our own bug."""
     spec = SPECS[name]
     if set(labels) != set(spec.labels):
         raise KeyError(f"{name} has the labels {spec.labels}, not {tuple(labels)}")
-    if not labels:
-        return name
-    return name + "{" + ",".join(f"{label}={labels[label]}" for label in spec.labels) + "}"
+    return _key(name, {label: labels[label] for label in spec.labels})
 
 
-class EngineHistogram:
+def _key(name: str, labels: Mapping[str, str]) -> str:
+    told = ",".join(f"{label}={value}" for label, value in labels.items())
+    return f"{name}{{{told}}}" if told else name
+
+
+class EngineHistogram(Histogram):
     """A histogram of the table that is counted in the engine's process."""
 
     def __init__(self, name: str) -> None:
-        self._spec = SPECS[name]
-        self._counts = [0] * (len(self._spec.buckets_s) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(self._spec.buckets_s, seconds)] += 1
-        self._sum_s += seconds
+        spec = SPECS[name]
+        super().__init__(spec.name, spec.help, buckets=spec.buckets_s, registry=None)
 
     def values(self) -> dict[str, float]:
         """For EngineStats.values: for each bound how many were at most that, number and sum."""
-        *below, count = map(float, accumulate(self._counts))
-        name, bounds = self._spec.name, (*map(str, self._spec.buckets_s), "+Inf")
-        counts = zip(bounds, (*below, count), strict=True)
-        buckets = {f"{name}_bucket{{le={le}}}": number for le, number in counts}
-        return {**buckets, f"{name}_count": count, f"{name}_sum": self._sum_s}
-
-
-_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
-
-
-def _parse_key(key: str) -> tuple[Spec, dict[str, str]]:
-    """The spec and the labels of an engine's key; an unknown key gets a spec of its own."""
-    name, _, rest = key.partition("{")
-    pairs = [pair.partition("=") for pair in rest.removesuffix("}").split(",") if pair]
-    whole, part = SPECS.get(name), SPECS.get(name.rpartition("_")[0])
-    if whole is not None and whole.origin == "engine" and len(pairs) == len(whole.labels):
-        return whole, dict(zip(whole.labels, (value for _, _, value in pairs), strict=True))
-    if part is not None and (part.origin, part.kind) == ("engine", "histogram"):
-        return part, {label: value for label, _, value in pairs}
-    unknown = "baton_engine_" + _NOT_IN_NAMES.sub("_", key.removeprefix("baton_"))
-    return Spec(unknown, "gauge", "engine", "A value that only the engine knows about."), {}
+        (family,) = self.collect()
+        return {_key(sample.name, sample.labels): sample.value for sample in family.samples}
 
 
 class _EngineCollector(Collector):
@@ -204,38 +175,33 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
         for key, value in dict(self.values).items():
-            spec, labels = _parse_key(key)
+            name, _, rest = key.removesuffix("}").partition("{")
+            # Samples of a histogram have its name with _bucket, _count or _sum.
+            spec = SPECS.get(name) or SPECS[name.rpartition("_")[0]]
+            pairs = (pair.partition("=") for pair in rest.split(",") if pair)
             family = families.setdefault(spec.name, Metric(spec.name, spec.help, spec.kind))
-            sample = {"counter": spec.name + "_total", "gauge": spec.name}.get(spec.kind)
-            family.add_sample(sample or key.partition("{")[0], labels, value)
+            sample = f"{name}_total" if spec.kind == "counter" else name
+            family.add_sample(sample, {label: text for label, _, text in pairs}, value)
         return families.values()
 
 
 class Metrics:
-    """One application's metrics.
-
-    Args:
-        origin: which lines of the table this process counts itself: "server" or "proxy".
-    """
+    """One application's metrics: those of the table that `origin` counts, and the engine's."""
 
     def __init__(self, origin: Literal["server", "proxy"]) -> None:
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
         ProcessCollector(registry=self._registry)  # memory, CPU time, file descriptors: process_*
-        self._own: dict[str, Any] = {
+        self._own = {
             spec.name: self._make(spec) for spec in TABLE if spec.origin in (origin, "any")
         }
-        self._children: dict[tuple[object, ...], Any] = {}  # of metrics with labels, as they came
         self.set("baton_build_info", 1, version=VERSION)
 
-    def _make(self, spec: Spec) -> Counter | Gauge | Histogram:
-        if spec.kind == "histogram":
-            return Histogram(
-                spec.name, spec.help, spec.labels, buckets=spec.buckets_s, registry=self._registry
-            )
-        kind = Counter if spec.kind == "counter" else Gauge
-        return kind(spec.name, spec.help, spec.labels, registry=self._registry)
+    def _make(self, spec: Spec) -> Any:
+        kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[spec.kind]
+        options = {"buckets": spec.buckets_s} if spec.kind == "histogram" else {}
+        return kind(spec.name, spec.help, spec.labels, registry=self._registry, **options)
 
     def begin(self, name: str, **labels: str) -> None:
         """Exposes a counter or gauge with labels from now on, with 0 until it is touched."""
@@ -246,11 +212,9 @@ class Metrics:
         self._child(name, labels).inc(amount)
 
     def dec(self, name: str, amount: float = 1, **labels: str) -> None:
-        """Takes from a gauge."""
         self._child(name, labels).dec(amount)
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Sets a gauge."""
         self._child(name, labels).set(value)
 
     def observe(self, name: str, seconds: float, **labels: str) -> None:
@@ -274,10 +238,4 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _child(self, name: str, labels: dict[str, str]) -> Any:
-        if not labels:
-            return self._own[name]
-        key = (name, *labels.items())
-        child = self._children.get(key)
-        if child is None:  # the library checks and locks every time
-            child = self._children[key] = self._own[name].labels(**labels)
-        return child
+        return self._own[name].labels(**labels) if labels else self._own[name]

@@ -38,7 +38,7 @@ class Endpoint(NamedTuple):
         """Writes the answer to one request."""
         response_id, created = secrets.token_hex(16), int(time.time())
         if isinstance(parsed, ResponsesChat):
-            return ResponsesWriter(response_id, created, parsed.model, asked=parsed.asked)
+            return ResponsesWriter(response_id, created, parsed.asked)
         return self.writer(
             response_id,
             created,

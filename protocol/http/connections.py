@@ -69,11 +69,7 @@ def raise_file_limit() -> None:
 
 def bounded_protocol(options: ListenOptions, beside_bytes: int = 0) -> type[HttpToolsProtocol]:
     """uvicorn's protocol for connections that keep to `options`. Its application answers with the
-    `refusal` of a request, where there is one.
-
-    Args:
-        beside_bytes: what a body may have beside those `max_body_bytes`.
-    """
+    `refusal` of a request, where there is one. A body may have `beside_bytes` more."""
     one_body = options.max_body_bytes + beside_bytes
     unfinished = _Unfinished(max(options.max_unfinished_bytes, one_body))
     members = {"options": options, "beside_bytes": beside_bytes, "unfinished": unfinished}

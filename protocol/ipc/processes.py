@@ -44,10 +44,7 @@ def own_record() -> ProcessRecord | None:
 class Watched:
     """Processes that can be told from their successors.
 
-    Raises:
-        ProcessEnded: one has ended.
-        ProcessGone: one lives where it cannot be watched from here.
-    """
+    Raises ProcessEnded if one has ended, ProcessGone if one cannot be watched from here."""
 
     def __init__(self, records: Iterable[ProcessRecord]) -> None:
         self._fds: list[int] = []

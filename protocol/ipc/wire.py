@@ -1,7 +1,5 @@
-"""Whole messages over a stream socket that never blocks: a length (u32), then the bytes.
-
-Without threads between the caller and the kernel: in a virtual machine each takes 50 to 270 us to
-wake, and with a messaging library an answer of the side channel passed six of them.
+"""Whole messages over a stream socket that never blocks: a length (u32), then the bytes. No thread
+is woken between the caller and the kernel.
 """
 
 import ctypes
@@ -72,11 +70,7 @@ class Wire:
         self.unsent_bytes += len(frame)
 
     def send(self, message: bytes) -> None:
-        """Sends now what the kernel takes; `flush` sends the rest.
-
-        Raises:
-            WireClosed: the connection is gone.
-        """
+        """Sends now what the kernel takes; `flush` sends the rest. Raises WireClosed."""
         self.queue(message)
         self.flush()
 
@@ -96,11 +90,8 @@ class Wire:
             raise WireClosed(str(error)) from error
 
     def receive(self) -> list[bytes]:
-        """Whole messages that have come: all, or those in the first `read_bytes`.
-
-        Raises:
-            WireClosed: the connection is gone, or a message would be too long.
-        """
+        """Whole messages that have come: all, or those in the first `read_bytes`. Raises WireClosed
+        when the connection is gone, or a message would be too long."""
         self._read()
         found = self._messages()
         if self._end is not None and not found:
@@ -244,9 +235,6 @@ class CannotListen(OSError):
 
 def bind(host: str, port: int, port_option: str = "--port") -> socket.socket:
     """A socket bound to a TCP port of a name or an address; 0 takes a free one.
-
-    Args:
-        port_option: what to change if another has the port.
 
     Raises:
         CannotListen: the name is unknown, or the address is not ours or another's.

@@ -44,8 +44,6 @@ class ErrorObject(BaseModel):
 
 
 class Error(BaseModel):
-    """The body of every answer above 399."""
-
     error: ErrorObject
 
 

@@ -1,8 +1,7 @@
 """Reading a request body: strictly, and with errors that name the field, its value and the fix.
 
-The request classes are in sampling.py (what both endpoints share), completions.py, chat.py and
-responses_request.py. A field's `description` says what it must be: it is the end of the error
-message and the text of the OpenAPI page.
+A field's `description` says what it must be: it is the end of the error message and the text of the
+OpenAPI page.
 """
 
 import gc
@@ -132,11 +131,9 @@ class _Neutral:
 
 
 def neutral(*values: Any) -> Any:
-    """A field that is accepted with a value that changes nothing, and refused with any other.
-
-    Clients and routers send many fields they do not use. A float accepts 0 and 0.0 alike, an int
-    that int only; True is never 1.
-    """
+    """A field that is accepted with a value that changes nothing, and refused with any other:
+    clients send many fields they do not use. 0 and 0.0 are alike where it is a float; True is never
+    1."""
     return Field(None, json_schema_extra=_Neutral(values))
 
 
@@ -159,11 +156,7 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a request body, unvalidated: all that a proxy needs to know.
-
-    Raises:
-        InvalidRequest: not JSON, or not an object.
-    """
+    """The JSON object in a request body, unvalidated. Raises InvalidRequest."""
     try:
         body = _decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -203,11 +196,7 @@ def _elsewhere(model: type[Strict], name: str) -> str | None:
 
 
 def validate(model: type[Model], body: Any) -> Model:
-    """An instance of `model`.
-
-    Raises:
-        InvalidRequest: names the field at fault, its value and what it must be.
-    """
+    """An instance of `model`. Raises InvalidRequest: the field, its value and what it must be."""
     try:
         return model.model_validate(body)
     except ValidationError as error:

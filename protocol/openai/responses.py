@@ -1,7 +1,6 @@
 """The JSON that clients read, streamed and whole.
 
-A stream's chunk costs one small encode: what stays the same over the stream (id, created, model)
-is encoded once, the choice is encoded per chunk and put between. No pydantic on this path.
+What stays the same over a stream is encoded once. No pydantic on this path.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,9 +34,8 @@ class ChoicePiece(msgspec.Struct):
         """Adds the piece that follows this one."""
         self.text += other.text
         self.token_ids += other.token_ids
-        self.finish_reason = other.finish_reason
-        self.stop_reason = other.stop_reason
         self.tool_calls += other.tool_calls
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
         if self.logprobs is not None and other.logprobs is not None:
             self.logprobs += other.logprobs
 
@@ -74,10 +72,10 @@ def kv_header(usage: Usage) -> str:
 
 
 class ResponseWriter:
-    """Writes one request's response; the subclasses know the two endpoints' shapes.
+    """Writes one request's response; the subclasses know the endpoints' shapes.
 
     Args:
-        created: seconds since the epoch; it and `response_id` stay the same over a stream.
+        created: seconds since the epoch.
         fingerprint: of the model and this version: what a seed's results depend on.
         include_usage: a last chunk with the usage follows, and `usage` is null in the others.
         continuous_usage: it is not null there, but the usage so far.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from protocol.http import sse
 from protocol.openai.responses import ChoicePiece, ResponseWriter, Usage
 from protocol.openai.responses_request import ResponsesRequest
 
@@ -23,11 +24,9 @@ class ResponsesWriter(ResponseWriter):
     chunk_object = "response"
     end: ClassVar[bytes] = b""  # the last event says that it is the last
 
-    def __init__(
-        self, response_id: str, created: int, model: str, *, asked: ResponsesRequest
-    ) -> None:
-        super().__init__(response_id, created, model)
-        self._item_id = "msg_" + response_id
+    def __init__(self, response_id: str, created: int, asked: ResponsesRequest) -> None:
+        super().__init__(response_id, created, asked.model)
+        self._place = {"item_id": "msg_" + response_id, "output_index": 0, "content_index": 0}
         self._created = created
         self._asked = asked
         self._text = ""
@@ -35,65 +34,51 @@ class ResponsesWriter(ResponseWriter):
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
         """The events of a piece that is not the last."""
-        before = self._opening() if piece.first else b""
-        return before + self._delta(piece.text)
+        events = []
+        if piece.first:
+            response, item = self._response("in_progress"), self._item("in_progress")
+            events += [
+                self._event("created", response=response),
+                self._event("in_progress", response=response),
+                self._event("output_item.added", output_index=0, item=item),
+                self._event("content_part.added", **self._place, part=_part("")),
+            ]
+        if piece.text:
+            self._text += piece.text
+            delta = {**self._place, "delta": piece.text, "logprobs": []}
+            events.append(self._event("output_text.delta", **delta))
+        return b"".join(events)
 
     def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
         """The events of the last piece, the whole response in the last of them."""
-        status = _status(piece)
-        response = self._response(status, self._text + piece.text, usage)
-        response |= {"baton_kv": usage.baton_kv(), **extra}
-        body = self.chunk(piece) + self._closing(status)
-        return body + self._event(f"response.{status}", response=response)
+        before, status, text = self.chunk(piece), _status(piece), self._text
+        whole = {**self._response(status, text, usage), "baton_kv": usage.baton_kv(), **extra}
+        events = (
+            self._event("output_text.done", **self._place, text=text, logprobs=[]),
+            self._event("content_part.done", **self._place, part=_part(text)),
+            self._event("output_item.done", output_index=0, item=self._item(status, text)),
+            self._event(status, response=whole),
+        )
+        return before + b"".join(events)
 
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
         (piece,) = pieces
         return _encode({**self._response(_status(piece), piece.text, usage), **extra})
 
-    def _opening(self) -> bytes:
-        response = self._response("in_progress", None, None)
-        item = self._item("in_progress", None)
-        return (
-            self._event("response.created", response=response)
-            + self._event("response.in_progress", response=response)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event("response.content_part.added", **self._place(), part=_part(""))
-        )
-
-    def _delta(self, text: str) -> bytes:
-        if not text:
-            return b""
-        self._text += text
-        delta = {**self._place(), "delta": text, "logprobs": []}
-        return self._event("response.output_text.delta", **delta)
-
-    def _closing(self, status: str) -> bytes:
-        place, text = self._place(), self._text
-        item = self._item(status, text)
-        return (
-            self._event("response.output_text.done", **place, text=text, logprobs=[])
-            + self._event("response.content_part.done", **place, part=_part(text))
-            + self._event("response.output_item.done", output_index=0, item=item)
-        )
-
-    def _event(self, name: str, **members: Any) -> bytes:
+    def _event(self, kind: str, **members: Any) -> bytes:
+        name = f"response.{kind}"
         event = {"type": name, "sequence_number": self._num_events, **members}
         self._num_events += 1
-        return b"event: " + name.encode() + b"\ndata: " + _encode(event) + b"\n\n"
+        return b"event: " + name.encode() + b"\n" + sse.event(_encode(event))
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+    def _item(self, status: str, text: str | None = None) -> dict[str, Any]:
+        content = [] if text is None else [_part(text)]
+        about = {"id": self._place["item_id"], "type": "message", "role": "assistant"}
+        return {**about, "status": status, "content": content}
 
-    def _item(self, status: str, text: str | None) -> dict[str, Any]:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": [] if text is None else [_part(text)],
-        }
-
-    def _response(self, status: str, text: str | None, usage: Usage | None) -> dict[str, Any]:
+    def _response(
+        self, status: str, text: str | None = None, usage: Usage | None = None
+    ) -> dict[str, Any]:
         asked = self._asked
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         given = asked.text.format if asked.text else None

@@ -152,11 +152,8 @@ class StructuredFields(Strict):
 
     @cached_property
     def guided(self) -> GuidedDecoding | None:
-        """What the output must match, if anything.
-
-        Raises:
-            InvalidRequest: names two fields that contradict each other.
-        """
+        """What the output must match, if anything. Raises InvalidRequest where two fields say
+        it."""
         said = _grammars_of(self)
         if self.structured_outputs:
             said = _grammars_of(self.structured_outputs, "structured_outputs.") + said

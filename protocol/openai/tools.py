@@ -21,11 +21,7 @@ from protocol.openai.structured import GuidedDecoding
 from protocol.short_repr import short_repr
 
 MAX_TOOLS = 128
-_NO_PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 # As engine/text/grammar_compile.py limits it for schemas of their own.
 _FEW_BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
 
@@ -100,11 +96,7 @@ class Tools:
 
 
 def read_tools(tools: OfferedTools, choice: ToolChoice, parallel: bool) -> Tools:
-    """The tools of a request that offers these; None is "not given".
-
-    Raises:
-        InvalidRequest: two have one name, or none that is to be called is offered.
-    """
+    """The tools of a request that offers these; None is "not given". Raises InvalidRequest."""
     offered = tuple(_without_nulls(tool["function"]) for tool in tools or ())
     names = [tool["function"]["name"] for tool in offered]
     for at, name in enumerate(names):

@@ -223,11 +223,8 @@ def _parse_report(child: Child, line: bytes) -> Event:
 
 
 def terminate(children: Iterable[Child], grace_s: float) -> bool:
-    """SIGTERM to all, SIGKILL to those that have not ended `grace_s` later; all are reaped.
-
-    Returns:
-        Whether all ended without SIGKILL.
-    """
+    """SIGTERM to all, SIGKILL to those that have not ended `grace_s` later; all are reaped. Returns
+    whether all ended without SIGKILL."""
     running = [child for child in children if not child.exited.is_set()]
     for child in running:
         child.signal(signal.SIGTERM)
@@ -263,10 +260,8 @@ def stop_signals(on_stop: Callable[[int, int], None]) -> Iterator[None]:
 
 
 def watch_parent(*, grace_s: float = 3.0) -> bool:
-    """Ends this process when the one that spawned it is gone, however it died.
-
-    Call it first thing in a spawned process. When the parent is gone this process gets a SIGTERM;
-    after `grace_s` more it ends without asking.
+    """Ends this process when the one that spawned it is gone, however it died: it gets a SIGTERM,
+    and `grace_s` later it ends without asking. Call it first thing in a spawned process.
 
     Returns:
         False when no parent watches over this process (it was started by hand).

@@ -1,9 +1,8 @@
 """One line per event: time, level, role and rank, request id, logger, text.
 
-    2026-01-31T12:00:00.123Z INFO  decode/0 [req-1] baton.engine.core: admitted, 3 blocks
+2026-01-31T12:00:00.123Z INFO  decode/0 [req-1] baton.engine.core: admitted, 3 blocks
 
-Loggers are named "baton.<package>.<file>". The request id comes from a context variable that
-asyncio tasks inherit, so code in between need not pass it on. A traceback follows its line.
+The request id comes from a context variable, which asyncio tasks inherit.
 """
 
 import contextlib
@@ -35,12 +34,8 @@ def current_request_id() -> str | None:
 
 @contextlib.contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Within, every line carries the beginning of `request_id`: any string, shown with control
-    characters escaped.
-
-    The context belongs to the running task: use it within one, not around a `yield` of an
-    asynchronous generator that another task may resume.
-    """
+    """Within, every line of the running task carries the beginning of `request_id`: any string. Not
+    around a `yield` of an asynchronous generator that another task may resume."""
     token = _request_id.set(request_id[:_MAX_SHOWN])
     try:
         yield
@@ -58,11 +53,7 @@ def escape(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record as the line above.
-
-    Args:
-        who: role and rank, such as "decode/0".
-    """
+    """Formats a record as the line above; `who` is role and rank, such as "decode/0"."""
 
     def __init__(self, who: str) -> None:
         super().__init__()
@@ -90,7 +81,6 @@ def setup_logging(
     Args:
         role: "prefill", "decode", "proxy" or "up".
         level: least severe level shown of our own lines: debug, info, warning or error.
-        rank: tensor-parallel rank, for an engine process.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(role if rank is None else f"{role}/{rank}"))

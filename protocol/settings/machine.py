@@ -21,11 +21,7 @@ class CannotKeep(OSError):
 
 
 def cache_dir() -> Path:
-    """BATON_CACHE, or ~/.cache/baton.
-
-    Raises:
-        OSError: neither is known: a user id without a name and HOME, as containers may have.
-    """
+    """BATON_CACHE, or ~/.cache/baton. Raises OSError if neither is known, as in some containers."""
     if cache := os.environ.get("BATON_CACHE"):
         return Path(cache)
     try:
@@ -37,10 +33,8 @@ def cache_dir() -> Path:
 def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> bytes:
     """The configured secret, else the one in `file`, which the first caller makes.
 
-    Raises:
-        OSError: the file can be neither read nor made; the message says what to set.
-        ValueError: the file holds no secret worth the name.
-    """
+    Raises OSError if the file can be neither read nor made, ValueError if its secret is too
+    short."""
     if configured is not None:
         return configured.get_secret_value().encode()
     path = file or cache_dir() / "cluster-secret"
@@ -61,14 +55,8 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
 
 
 def check_is_local(address: str, told: str) -> None:
-    """For a server that has no configured secret, so that of this machine's file.
-
-    Args:
-        told: the address, as the error names it.
-
-    Raises:
-        ValueError: other machines, whose files hold other secrets, reach it at `address`.
-    """
+    """Raises ValueError if other machines, whose files hold other secrets, reach a server without a
+    configured secret at `address`, which the error calls `told`."""
     try:
         is_local = ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -444,7 +444,6 @@ def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None) 
 
     Raises:
         ConfigError: a value that cannot be, or a key that means nothing; names it and the fix.
-        SystemExit: after `--help`.
     """
     sources.check_environment(cls, PROGRAMS.values())
     file_values = sources.read_file(cls, sources.find_config(argv))
@@ -480,11 +479,8 @@ def describe(settings: BatonSettings) -> str:
 
 
 def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[str]:
-    """The command line that sets `options` again; without None values, secrets and groups.
-
-    Args:
-        only: names of the fields to give; all by default.
-    """
+    """The command line that sets `options`, or `only` some, again; without None, secrets and
+    groups."""
     argv: list[str] = []
     for name in type(options).model_fields if only is None else only:
         option, value = sources.option_name((name,)), getattr(options, name)

@@ -45,15 +45,6 @@ def test_the_engine_s_newest_value_counts_and_gaps_stay() -> None:
     assert "# TYPE baton_leases_total counter" in text
 
 
-def test_an_unknown_value_of_the_engine_is_still_shown() -> None:
-    metrics = Metrics("server")
-    metrics.update_engine({"new-thing": 4, "baton_prompt_tokens": 9, "baton_leases": 1})
-    text = metrics.expose().decode()
-    assert "baton_engine_new_thing 4.0" in text
-    assert "baton_prompt_tokens_total 0.0" in text  # the engine does not speak for this process
-    assert "baton_engine_prompt_tokens 9.0" in text
-
-
 def test_the_engine_s_histogram_counts_what_is_at_most_each_bound() -> None:
     histogram = EngineHistogram("baton_kv_transfer_seconds")
     metrics = Metrics("server")

@@ -104,12 +104,7 @@ def test_any_json_is_a_request_or_an_invalid_request(fields: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
-    [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
-    ],
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])],
 )
 def test_a_prompt_is_text_or_ids_or_several(prompt: Any, prompts: Any) -> None:
     assert completion(prompt=prompt).prompts == prompts
@@ -304,9 +299,7 @@ def test_what_is_not_given_has_openai_s_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parse", "model"),
-    [(completion, CompletionRequest), (chat, ChatRequest)],
-    ids=["text", "chat"],
+    ("parse", "model"), [(completion, CompletionRequest), (chat, ChatRequest)], ids=["text", "chat"]
 )
 def test_every_neutral_value_is_accepted_and_null_too(parse: Any, model: Any) -> None:
     assert len(neutral_fields(model)) > 18
@@ -451,10 +444,7 @@ def test_a_whole_completion_has_usage_and_extras() -> None:
 
 def test_a_chat_stream_names_the_role_once_and_the_usage_last() -> None:
     writer = ChatWriter("x", 12, "m", include_usage=True)
-    first, second = (
-        ChoicePiece(0, "Hi", first=True),
-        ChoicePiece(0, "", finish_reason="length"),
-    )
+    first, second = (ChoicePiece(0, "Hi", first=True), ChoicePiece(0, "", finish_reason="length"))
     chunks = events(writer.chunk(first) + writer.last_chunk(second, USAGE, {}))
     assert {(c["id"], c["created"], c["model"], c["object"]) for c in chunks} == {
         ("chatcmpl-x", 12, "m", "chat.completion.chunk")

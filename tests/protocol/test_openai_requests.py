@@ -57,11 +57,7 @@ TOKENIZE = (parse_tokenize, {"prompt": "a"})
             "tools",
             "is not a parameter of /v1/completions but of /v1/chat/completions; leave it out.",
         ),
-        (
-            TOKENIZE,
-            "input",
-            "is called `messages` at /tokenize; send that.",
-        ),
+        (TOKENIZE, "input", "is called `messages` at /tokenize; send that."),
         (RESPONSES, "topp", "is not supported (did you mean top_p?); leave it out."),
         (CHAT, "message", "is not supported (did you mean messages?); leave it out."),
         (CHAT, "weather", "is not supported; leave it out."),

@@ -28,11 +28,7 @@ def guided(**fields: Any) -> GuidedDecoding | None:
 @pytest.mark.parametrize(
     ("fields", "field", "grammar"),
     [
-        (
-            {"response_format": {"type": "json_object"}},
-            "response_format",
-            Grammar("json_object"),
-        ),
+        ({"response_format": {"type": "json_object"}}, "response_format", Grammar("json_object")),
         (
             {
                 "response_format": {
@@ -115,10 +111,7 @@ def test_saying_nothing_demands_nothing() -> None:
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
         ({"guided_regex": ""}, "guided_regex"),
-        (
-            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
-            "guided_regex",
-        ),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
     ],
 )
 def test_a_mistake_is_named(fields: dict[str, Any], param: str) -> None:

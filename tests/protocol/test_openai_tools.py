@@ -68,10 +68,7 @@ def test_required_demands_a_list_of_calls() -> None:
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": "required"}, "tool_choice"),
         (
-            {
-                "tools": [tool()],
-                "tool_choice": {"type": "function", "function": {"name": "g"}},
-            },
+            {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice.function.name",
         ),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),

@@ -85,7 +85,7 @@ def test_a_mistake_is_named(fields: dict[str, Any], param: str) -> None:
 
 
 def writer(**fields: Any) -> ResponsesWriter:
-    return ResponsesWriter("1", 5, "m", asked=parse(**fields).asked)
+    return ResponsesWriter("1", 5, parse(**fields).asked)
 
 
 USAGE = Usage(3, 2, KVUsage(transferred=3, cached_tokens=1))

@@ -31,6 +31,7 @@ from protocol.openai.sampling import (
 from protocol.openai.structured import FormatType, GuidedDecoding, SchemaMembers
 
 _SAMPLING = {"temperature", "top_p"}
+_AS_CHATS = {*_SAMPLING, "model", "stream", "seed", "ignore_eos", "kv_transfer_params"}
 
 
 class InputPart(Strict):
@@ -167,14 +168,9 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
     first = [] if told is None else [{"role": "system", "content": told}]
     chat = ResponsesChat(
         asked=asked,
-        model=asked.model,
         messages=[*first, *asked.input],  # type: ignore[list-item]  # pydantic makes Messages
         max_completion_tokens=asked.max_output_tokens,
-        **{name: getattr(asked, name) for name in _SAMPLING & asked.model_fields_set},
-        stream=asked.stream,
-        seed=asked.seed,
-        ignore_eos=asked.ignore_eos,
-        kv_transfer_params=asked.kv_transfer_params,
+        **{name: getattr(asked, name) for name in _AS_CHATS & asked.model_fields_set},
     )
     chat.check()
     return chat

@@ -273,3 +273,107 @@ def test_stop_signals_count_and_are_restored() -> None:
         signal.raise_signal(signal.SIGTERM)
     assert seen == [(signal.SIGINT, 1), (signal.SIGTERM, 2)]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+VITAL = (
+    PRELUDE
+    + """
+import threading
+from protocol.process.lifecycle import VitalThread, end_with_vital_threads
+
+wait = threading.Event().wait
+
+def fail():
+    raise RuntimeError("the device is gone")
+
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "events"),
+    [
+        (
+            "end_with_vital_threads(); VitalThread(fail, 'pull-0').start(); wait()",
+            [lifecycle.Failed, lifecycle.Exited],
+        ),
+        (
+            """
+            end_with_vital_threads()
+            for thread in (threading.Thread(target=fail), VitalThread(int, "done")):
+                thread.start()
+                thread.join()
+            lifecycle.report_ready({})
+            """,
+            [lifecycle.Ready, lifecycle.Exited],
+        ),
+    ],
+    ids=["a vital one", "others"],
+)
+def test_a_process_ends_with_a_vital_thread_that_raises(body: str, events: list[type]) -> None:
+    found: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
+    argv = [sys.executable, "-c", VITAL + textwrap.dedent(body)]
+    child = lifecycle.spawn(argv, name="child", on_event=found.put)
+    assert [type(found.get(timeout=60.0)) for _ in events] == events
+    if lifecycle.Failed in events:
+        assert child.returncode == 1
+        assert child.reason() == "thread pull-0 ended: RuntimeError: the device is gone"
+    else:
+        assert child.returncode == 0
+
+
+def test_an_output_that_nobody_reads_keeps_no_process() -> None:
+    body = """
+    import os
+    lifecycle._TELL_S = 0.2
+    end_with_vital_threads()
+    os.set_blocking(1, False)
+    try:
+        while True:
+            os.write(1, bytes(4096))
+    except BlockingIOError:
+        os.set_blocking(1, True)  # it is full
+    VitalThread(fail, "pull-0").start()
+    wait()
+    """
+    argv = [sys.executable, "-c", VITAL + textwrap.dedent(body)]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(argv, **output) as process:  # type: ignore[call-overload]
+        assert process.wait(60.0) == 1
+
+
+PROGRAM = """
+import os, signal, sys, time, weakref
+from protocol.process.lifecycle import end_on_sigterm, ignore_sigterm
+
+class Thing:
+    pass
+
+def tell(_=None):
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):
+        pass  # where a signal is looked at
+
+end_on_sigterm()
+if sys.argv[1] == "finalizer":
+    Thing.__del__ = tell
+thing = Thing()
+ref = weakref.ref(thing, tell) if sys.argv[1] == "callback" else None
+try:
+    if sys.argv[1] == "code":
+        tell()
+    del thing
+    time.sleep(60)
+except SystemExit:
+    ignore_sigterm()
+    tell()
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize("where", ["code", "callback", "finalizer"])
+def test_it_is_never_lost(where: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, where], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")

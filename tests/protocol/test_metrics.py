@@ -1,10 +1,13 @@
 """One table of metrics, exposed by whoever counts them."""
 
+import tomllib
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from protocol.metrics import SPECS, TABLE, EngineHistogram, Metrics, stat_key
+from protocol.version import VERSION, system_fingerprint
 
 
 def test_the_table_has_one_line_per_name_in_prometheus_style() -> None:
@@ -81,3 +84,12 @@ def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metri
     assert metrics.value("baton_proxy_requests", path="pd", reason="routed") == 3
     with pytest.raises(ValueError, match="label"):
         metrics.inc("baton_proxy_requests", path="pd")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION
+
+
+def test_a_fingerprint_is_a_function_of_the_model() -> None:
+    assert system_fingerprint("a") == system_fingerprint("a") != system_fingerprint("b")

@@ -5,9 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
 
-from protocol.settings import machine as secret_file
 from protocol.settings.settings import (
     PROGRAMS,
     BatonSettings,
@@ -24,6 +22,7 @@ from protocol.settings.sources import (
     ConfigError,
     clean_environment,
     field_paths,
+    of_group,
     option_name,
     unread_variables,
 )
@@ -391,28 +390,25 @@ def test_the_variable_of_evaluations_stops_no_program(monkeypatch: pytest.Monkey
     assert load(ProxySettings, []).port == 8000
 
 
-def test_the_first_use_makes_this_machines_secret(tmp_path: Path) -> None:
-    file = tmp_path / "deep" / "cluster-secret"
-    first = secret_file.cluster_secret(None, file)
-    assert len(first) == 64 and secret_file.cluster_secret(None, file) == first
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in file.parent.iterdir()] == ["cluster-secret"]
-    secret_file._make(file)  # one who came second
-    assert secret_file.cluster_secret(None, file) == first
-    assert secret_file.cluster_secret(SecretStr("mine"), file) == b"mine"
-
-
-@pytest.mark.parametrize("content", ["", "\n", "too short"])
-def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "cluster-secret"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=r"cluster-secret holds a cluster secret of .* remove it"):
-        secret_file.cluster_secret(None, file)
-
-
 def test_origins_are_named_one_by_one() -> None:
     argv = ["--cors-origin", "https://a.example", "--cors-origin", "http://b:3000"]
     assert load(ProxySettings, argv).cors_origin == ("https://a.example", "http://b:3000")
     assert load(UpSettings, ["--cors-origin", "*"]).cors_origin == ("*",)
     with pytest.raises(ConfigError, match="cors"):
         load(ProxySettings, ["--cors-origin", "a.example"])
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("use --tp 2", "use --decode.tp 2"),
+        ("use --tp=2, or --no-kv-convert.", "use --decode.tp=2, or --no-decode.kv-convert."),
+        ("(--tp)", "(--decode.tp)"),
+        ("--decode.tp and --prefill.tp", "--decode.tp and --prefill.tp"),
+        ("--tpp --tp-x x--tp", "--tpp --tp-x x--tp"),
+        ("/cache/models--tp--kv-convert", "/cache/models--tp--kv-convert"),
+        ("---tp -- tp", "---tp -- tp"),
+    ],
+)
+def test_options_of_a_group_get_its_name(text: str, written: str) -> None:
+    assert of_group(text, "decode", {"tp", "kv-convert"}) == written

@@ -1,0 +1,73 @@
+"""A folder for what is made once, a secret, cores: found, or refused with what to set."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from model.files import build_once
+from protocol.settings.machine import CannotKeep, _make, available_cores, cache_dir, cluster_secret
+
+
+def test_a_variable_or_the_home_directory_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/of/somebody")
+    monkeypatch.delenv("BATON_CACHE", raising=False)
+    assert cache_dir() == Path("/of/somebody/.cache/baton")
+    monkeypatch.setenv("BATON_CACHE", "/elsewhere")
+    assert cache_dir() == Path("/elsewhere")
+
+
+def test_a_user_without_a_home_directory_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.delenv("BATON_CACHE", raising=False)
+    with pytest.raises(OSError, match=r"no home directory is known.*; set BATON_CACHE"):
+        cluster_secret(None)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "baton"
+    monkeypatch.setenv("BATON_CACHE", str(folder))
+    place = rf"in {folder} \(Not a directory\); "
+    with pytest.raises(CannotKeep, match=rf"cluster secret {place}set BATON_CLUSTER_SECRET, or"):
+        cluster_secret(None)
+    with pytest.raises(CannotKeep, match=f"converted model {place}set BATON_CACHE to a folder"):
+        build_once(cache_dir() / "model", "key", lambda scratch: None)
+
+
+def test_the_first_use_makes_this_machines_secret(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "cluster-secret"
+    first = cluster_secret(None, file)
+    assert len(first) == 64 and cluster_secret(None, file) == first
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in file.parent.iterdir()] == ["cluster-secret"]
+    _make(file)  # one who came second
+    assert cluster_secret(None, file) == first
+    assert cluster_secret(SecretStr("mine"), file) == b"mine"
+
+
+@pytest.mark.parametrize("content", ["", "\n", "too short"])
+def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "cluster-secret"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"cluster-secret holds a cluster secret of .* remove it"):
+        cluster_secret(None, file)
+
+
+@pytest.mark.parametrize(("quota", "most"), [("150000 100000\n", 1), ("50000 100000", 1)])
+def test_a_containers_quota_counts(tmp_path: Path, quota: str, most: int) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(quota)
+    assert available_cores(file) == most
+
+
+def test_no_quota_is_no_limit(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert available_cores(tmp_path / "cpu.max") == available_cores(tmp_path / "missing") >= 1

@@ -1,0 +1,430 @@
+"""What a request is refused with: the member at fault by its path, its value as JSON, the fix."""
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import kv_params
+from protocol.errors import InvalidRequest, KVParamsRejected
+from protocol.openai.chat import parse_chat
+from protocol.openai.completions import parse_completion
+from protocol.openai.requests import Strict, neutral, parse_json_object, validate
+from protocol.openai.responses_request import parse_responses
+from protocol.openai.tokenize import parse_tokenize
+from protocol.short_repr import short_repr
+
+Parse = Callable[..., Any]
+
+
+def completion(**fields: Any) -> Any:
+    return parse_completion({"model": "m", "prompt": "Hello", **fields})
+
+
+def chat(**fields: Any) -> Any:
+    return parse_chat({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields})
+
+
+def responses(**fields: Any) -> Any:
+    return parse_responses({"model": "m", "input": "a", **fields})
+
+
+def tokenize(**fields: Any) -> Any:
+    return parse_tokenize({"prompt": "a", **fields})
+
+
+# -- bodies ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"nonsense", b'{"a": NaN}', b"\xff\xfe", b'"\\ud800"', b"[" * 100_000]
+)
+def test_malformed_json_is_an_invalid_request(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="JSON"):
+        parse_json_object(raw)
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"1", b'"text"', b"null", b"true", b'[null, "x"]'])
+def test_a_body_must_be_an_object(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json_object(raw)
+    assert caught.value.message == f"The body is {raw.decode()}; send a JSON object."
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_an_object_or_an_invalid_request(raw: bytes) -> None:
+    try:
+        assert isinstance(parse_json_object(raw), dict)
+    except InvalidRequest:
+        pass
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+FIELDS = (
+    "temperature top_p top_k seed stop stream logprobs max_tokens n prompt model messages tools "
+    "stream_options kv_transfer_params echo response_format structured_outputs input text zzz"
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.dictionaries(st.sampled_from(FIELDS.split()), JSON, max_size=4))
+def test_any_json_is_a_request_or_an_invalid_request(fields: dict[str, Any]) -> None:
+    for parse in (completion, chat, responses, tokenize):
+        try:
+            parse(**fields)
+        except InvalidRequest as error:
+            assert error.param and error.message
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": [' + b"[]," * 400_000 + b"[]]}", b"[" * (1 << 20)])
+def test_the_collector_rests_while_a_large_body_is_read_and_not_after(body: bytes) -> None:
+    begun: list[str] = []
+
+    def seen(phase: str, info: dict[str, int]) -> None:
+        begun.append(phase)
+
+    gc.collect()
+    gc.callbacks.append(seen)
+    try:
+        parse_json_object(body)
+    except InvalidRequest:
+        assert body.startswith(b"[[")
+    finally:
+        gc.callbacks.remove(seen)
+    assert gc.isenabled() and len(begun) <= 4  # what making the error, or the answer, set off
+
+
+# -- members -----------------------------------------------------------------------------------
+
+BAD_VALUES = {
+    "temperature": [-1, -1e-9, 2.1, 1e308, "1", True, [0.5], float("nan"), float("inf")],
+    "top_p": [0, -0.1, 1.1, "1", False],
+    "top_k": [-2, 1.5, "4", True, 2**31],
+    "min_p": [-0.1, 1.1, "0"],
+    "seed": [-1, 2**63, 10**30, 1.0, "7", True],
+    "max_tokens": [-1, 1.5, "16", True, 2**31, 10**30],
+    "max_completion_tokens": [-1, "1"],
+    "n": [0, 129, 1.0, True, "2"],
+    "best_of": [0, 129, True],
+    "echo": [0, "true"],
+    "prompt_logprobs": [-1, 21, True],
+    "stop": [3, [3], [""], "", ["a"] * 65, "x" * 1025, {"a": 1}, [["a"]]],
+    "stream": [1, "true", 0],
+    "stream_options": [True, {"include_usage": 1}, []],
+    "ignore_eos": [1, "yes"],
+    "return_token_ids": [0],
+    "logprobs": [-1, 21, 1.0, True, "5"],
+    "min_tokens": [-1, 1.5, "2", False, 2**31],
+    "presence_penalty": [-2.1, 2.1, "0", False],
+    "frequency_penalty": [-2.1, 2.1, []],
+    "repetition_penalty": [0, -1, 101, "1"],
+    "logit_bias": [3, [], {"x": 1}, {"-1": 1}, {"5": 101}, {"5": -101}, {"5": "1"}, {"5": True}],
+    "skip_special_tokens": [1, "no"],
+    "return_tokens_as_token_ids": [1],
+    "include_stop_str_in_output": ["x"],
+    "stop_token_ids": [5, ["5"], [-1], [True], [2**31], [1] * 65, {"5": 1}],
+    "user": [3, []],
+    "model": [3, "", []],
+    "kv_transfer_params": [3, "x", True],
+    "prompt": [
+        *(None, "", [], [""], [[]], ["a", 1], [1, "a"], [[1], []], [[1], "a"], [True], [1.0], 3),
+        *({}, ["a"] * 1025, [[1, [2]]]),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in BAD_VALUES.items() for value in values]
+)
+def test_a_bad_value_is_named_with_the_fix(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"`{field}.*must be") as caught:
+        completion(**{field: value})
+    assert str(caught.value.param).partition(".")[0] == field
+    assert len(caught.value.message) < 400
+
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+NAMED = {"type": "function", "function": {"name": "g"}}
+IMAGE = [{"type": "image_url"}]
+
+
+def messages(**members: Any) -> dict[str, Any]:
+    return {"messages": [members]}
+
+
+def tool(**members: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **members}}]}
+
+
+def schema(**members: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": members}}
+
+
+def text(**members: Any) -> dict[str, Any]:
+    return {"text": {"format": members}}
+
+
+MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
+    (chat, {"messages": None}, "messages"),
+    (chat, {"messages": []}, "messages"),
+    (chat, {"messages": "Hi"}, "messages"),
+    (chat, {"messages": ["Hi"]}, "messages[0]"),
+    (chat, messages(content="Hi"), "messages[0].role"),
+    (chat, messages(role="user"), "messages[0].content"),
+    (chat, messages(role="user", content=None), "messages[0].content"),
+    (chat, messages(role="user", content=3), "messages[0].content"),
+    (chat, messages(role="robot", content="Hi"), "messages[0].role"),
+    (chat, messages(role=["user"], content="Hi"), "messages[0].role"),
+    (chat, messages(**USER, name=3), "messages[0].name"),
+    (chat, messages(**USER, colour="red"), "messages[0].colour"),
+    (chat, messages(role="user", content=IMAGE), "messages[0].content[0]"),
+    (chat, messages(role="user", content=[{"type": "text", "text": 1}]), "messages[0].content[0]"),
+    (chat, messages(**USER, tool_call_id="c"), "messages[0].tool_call_id"),
+    (chat, messages(role="tool", content="x", tool_call_id=3), "messages[0].tool_call_id"),
+    (chat, messages(**USER, tool_calls=[CALL]), "messages[0].tool_calls"),
+    (chat, messages(role="assistant", tool_calls=CALL), "messages[0].tool_calls"),
+    (chat, messages(role="assistant", tool_calls=[]), "messages[0].content"),
+    (chat, messages(role="assistant", tool_calls=[{}]), "messages[0].tool_calls[0].function"),
+    (
+        chat,
+        messages(role="assistant", tool_calls=[{**CALL, "type": "x"}]),
+        "messages[0].tool_calls[0].type",
+    ),
+    (
+        chat,
+        messages(role="assistant", tool_calls=[{"function": {}}]),
+        "messages[0].tool_calls[0].function.name",
+    ),
+    (chat, {"logprobs": 5}, "logprobs"),
+    (chat, {"top_logprobs": 2}, "top_logprobs"),
+    (chat, {"echo": True}, "echo"),
+    (chat, {"continue_final_message": 1}, "continue_final_message"),
+    (chat, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    (completion, {"continue_final_message": True}, "continue_final_message"),
+    (completion, {"include_reasoning": False}, "include_reasoning"),
+    (completion, {"suffix": "end"}, "suffix"),
+    (completion, {"nonsense": 1}, "nonsense"),
+    (completion, {"stream_options": {"speed": 3}}, "stream_options.speed"),
+    (chat, {"tools": "all"}, "tools"),
+    (chat, {"tools": {}}, "tools"),
+    (chat, {"tools": [TOOL] * 129}, "tools"),
+    (chat, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (chat, {"tools": [TOOL, {"type": "function"}]}, "tools[1].function"),
+    (chat, {"tools": [{**TOOL, "function": {}}]}, "tools[0].function.name"),
+    (chat, tool(name="a b"), "tools[0].function.name"),
+    (chat, {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    (chat, tool(parameters="x"), "tools[0].function.parameters"),
+    (chat, tool(strict=1), "tools[0].function.strict"),
+    (chat, {"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    (chat, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    (chat, {"tools": [TOOL], "tool_choice": NAMED}, "tool_choice.function.name"),
+    (chat, {"tool_choice": "required"}, "tool_choice"),
+    (chat, {"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    (
+        chat,
+        {**tool(), "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
+    *(
+        (parse, fields, param)
+        for parse in (chat, completion)
+        for fields, param in [
+            ({"response_format": "json"}, "response_format"),
+            ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+            ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+            (schema(schema={}), "response_format.json_schema.name"),
+            (schema(name="n", schema=1), "response_format.json_schema.schema"),
+            (schema(name="n", strict="yes"), "response_format.json_schema.strict"),
+            ({"structured_outputs": []}, "structured_outputs"),
+            ({"structured_outputs": {}}, "structured_outputs"),
+            ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+            ({"structured_outputs": {"structural_tag": ""}}, "structured_outputs.structural_tag"),
+            ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
+            ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+            ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
+            ({"guided_regex": ""}, "guided_regex"),
+            ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ]
+    ),
+    (responses, {"input": 5}, "input"),
+    (responses, {"input": []}, "input"),
+    (responses, {"input": [{"type": "function_call_output"}]}, "input[0].type"),
+    (responses, {"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    (responses, {"input": [{"role": "user"}]}, "input[0].content"),
+    (responses, {"input": [{"role": "user", "content": IMAGE}]}, "input[0].content[0]"),
+    (responses, {"max_output_tokens": 0}, "max_output_tokens"),
+    (responses, {"max_tokens": 5}, "max_tokens"),
+    (responses, {"temperature": 3}, "temperature"),
+    (responses, {"store": True}, "store"),
+    (responses, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    (responses, {"tools": [{"type": "web_search"}]}, "tools"),
+    (responses, {"background": True}, "background"),
+    (responses, text(type="json_schema", schema={}), "text.format.name"),
+    (responses, text(type="x"), "text.format.type"),
+    (responses, text(type="text", name="n"), "text.format"),
+    (responses, {"metadata": {"a": 1}}, "metadata"),
+]
+
+
+@pytest.mark.parametrize(("parse", "fields", "param"), MISTAKES)
+def test_a_mistake_is_named(parse: Parse, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**fields)
+    assert caught.value.param == param
+    assert f"`{param}`" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields", "told"),
+    [
+        (completion, {"min_tokens": 9, "max_tokens": 8}, "is 9, above `max_tokens`, which is 8"),
+        (
+            completion,
+            {"min_tokens": 9, "max_tokens": 8, "max_completion_tokens": 7},
+            "above `max_completion_tokens`, which is 7",
+        ),
+        (completion, {"best_of": 2, "n": 3}, "`best_of` is 2, below `n`, which is 3"),
+        (completion, {"best_of": 2, "stream": True}, "no ranking can be streamed"),
+        (completion, {"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` cannot be stream"),
+        (chat, {"max_tokens": 0}, "`max_tokens` is 0; it must be an integer from 1"),
+        (chat, {"top_logprobs": 3}, "`top_logprobs` is 3; it needs `logprobs`: true"),
+        (chat, {"top_logprobs": 21, "logprobs": True}, "is 21; it must be an integer from 0 to 20"),
+        (chat, {"continue_final_message": True, "add_generation_prompt": True}, "are both true"),
+        (chat, {"chat_template_kwargs": {"messages": []}}, "`chat_template_kwargs` sets `messages"),
+        # Values in their own spelling:
+        (completion, {"prompt": {"a": None}}, '{"a": null}'),
+        (completion, {"stop": [True]}, "[true]"),
+        (completion, {"suffix": "it's"}, '"it\'s"'),
+        (completion, {"use_beam_search": True}, "send false"),
+        (completion, {"logit_bias": {"1": "a"}}, '{"1": "a"}'),
+        (chat, {"messages": [None]}, "`messages[0]` is null"),
+        (chat, {"messages": {"role": False}}, '{"role": false}'),
+        (chat, {"modalities": ["audio"]}, 'is ["audio"], which is not implemented; send ["text"]'),
+        (chat, {"tool_choice": {"type": []}}, "`tool_choice.type` is []"),
+        (chat, {"stream_options": {"include_usage": "True"}}, '"True"'),
+        (responses, {"input": [None]}, "`input[0]` is null"),
+        (responses, {"text": {"format": True}}, "true"),
+        (tokenize, {"prompt": False}, "`prompt` is false"),
+        (tokenize, {"prompt": None}, "`prompt` is null"),
+        # A field of another endpoint is told from a misspelt one:
+        (
+            responses,
+            {"stop": "x"},
+            "`stop` is not a parameter of /v1/responses but of /v1/chat/completions and "
+            "/v1/completions; leave it out.",
+        ),
+        (responses, {"max_tokens": 1}, "is called `max_output_tokens` at /v1/responses; send that"),
+        (responses, {"messages": []}, "is called `input` at /v1/responses; send that."),
+        (completion, {"messages": []}, "is called `prompt` at /v1/completions; send that."),
+        (chat, {"prompt": "x"}, "is called `messages` at /v1/chat/completions; send that."),
+        (completion, {"tools": []}, "/v1/completions but of /v1/chat/completions; leave it out."),
+        (tokenize, {"input": "x"}, "is called `messages` at /tokenize; send that."),
+        (responses, {"topp": 1}, "`topp` is not supported (did you mean top_p?); leave it out."),
+        (chat, {"max_token": 1}, "`max_token` is not supported (did you mean max_tokens or min_"),
+        (chat, {"weather": 1}, "`weather` is not supported; leave it out."),
+    ],
+)
+def test_a_refusal_says_why(parse: Parse, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**fields)
+    assert told in caught.value.message
+
+
+def test_an_endless_field_name_does_not_make_an_endless_message() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**{"x" * 100_000: 1})
+    assert len(caught.value.message) < 400
+
+
+def test_zero_may_be_written_as_integer_or_float_but_never_as_false() -> None:
+    class Body(Strict):
+        number: Any = neutral(0.0)
+        one: Any = neutral(1)
+        switch: Any = neutral(True)
+
+    for given_ in ({"number": 0, "one": 1, "switch": True}, {"number": 0.0}, {"one": None}):
+        assert validate(Body, given_) == Body()
+    for field, value in (("number", False), ("one", True), ("one", 1.0), ("switch", 1)):
+        with pytest.raises(InvalidRequest, match=f"`{field}`"):
+            validate(Body, {field: value})
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (1, "1"),
+        (1.0, "1.0"),
+        (1e300, "1e+300"),
+        ("it's", '"it\'s"'),
+        ('a "b"\n', '"a \\"b\\"\\n"'),
+        ("Zürich 東京", '"Zürich 東京"'),
+        ("half \ud800", '"half \\ud800"'),
+        ("\u202eabc", '"\\u202eabc"'),
+        ([], "[]"),
+        ({}, "{}"),
+        ((0, 1), "[0, 1]"),
+        ({"a": [True, None, {"b": "c"}], "d": 1.5}, '{"a": [true, null, {"b": "c"}], "d": 1.5}'),
+        (b"x", "\"b'x'\""),
+    ],
+)
+def test_a_value_is_shown_as_json(value: Any, told: str) -> None:
+    assert short_repr(value) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "start"),
+    [
+        ("x" * 200, '"xxx'),
+        (["x"] * 200, '["x", "x"'),
+        ({str(i): None for i in range(200)}, '{"0": null, "1": null'),
+        ({"x" * 200: 1}, '{"xxx'),
+        (10**200, "1000"),
+    ],
+)
+def test_a_long_value_is_cut(value: Any, start: str) -> None:
+    told = short_repr(value, 40)
+    assert len(told) == 40
+    assert told.startswith(start) and told.endswith("...")
+
+
+def test_a_value_just_short_enough_is_whole_however_deep_it_is() -> None:
+    assert short_repr("x" * 38, 40) == '"' + "x" * 38 + '"'
+    assert short_repr([1, 2, 3], 9) == "[1, 2, 3]"
+    assert short_repr([1, 2, 3], 8) == "[1, 2..."
+    deep: list[Any] = []
+    for _ in range(2 * sys.getrecursionlimit()):
+        deep = [deep]
+    assert short_repr(deep) == "[" * 77 + "..."
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "quoted"),
+    [
+        ("remote_engine_id", None, "got null"),
+        ("remote_engine_id", True, "got true"),
+        ("remote_port", "http", 'got "http"'),
+        ("remote_block_ids", {"a": False}, 'got {"a": false}'),
+    ],
+)
+def test_so_are_members_of_kv_transfer_params(member: str, value: Any, quoted: str) -> None:
+    said = {"remote_engine_id": "e", "remote_request_id": "r", "remote_block_ids": [1]}
+    offered = {"do_remote_prefill": True, **said, "remote_host": "h", member: value}
+    with pytest.raises(KVParamsRejected) as caught:
+        kv_params.parse(offered)
+    assert quoted in caught.value.message

@@ -25,9 +25,9 @@ MAX_LINES = {
     "kvcache/transfer": 5879,
     "model": 3197,
     "prefill_server": 357,
-    "protocol": 5755,
+    "protocol": 5596,
     "proxy": 2520,
-    "tests": 40374,
+    "tests": 40056,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

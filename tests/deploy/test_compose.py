@@ -1,4 +1,5 @@
-"""The compose file's own commands and environment, run as processes of this machine."""
+"""Compose files as compose itself reads them: the first one's own commands and environment, run as
+processes of this machine; and the one for GPU hosts, which says what the programs understand."""
 
 import json
 import os
@@ -16,17 +17,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from deploy.cli import COMMANDS
 from protocol.process import lifecycle
-from tests.deploy.compose_file import compose
+from protocol.settings.settings import (
+    BatonSettings,
+    DecodeSettings,
+    PrefillSettings,
+    ProxySettings,
+    load,
+)
+from protocol.settings.sources import field_paths, variable_name
 from tests.make_models import ensure_model
 from tests.ports import kept_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "docker-compose.yml"
+GPU_COMPOSE = COMPOSE.with_suffix(".gpu.yml")
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 PORTS = ("BATON_PORT", "BATON_SIDE_CHANNEL_PORT")
 DEADLINE_S = 120.0
+
+
+def interpolated(text: str, variables: Mapping[str, str]) -> str:
+    """Compose's ${NAME:-default} and ${NAME:?reason}."""
+
+    def value(match: re.Match[str]) -> str:
+        name, kind, rest = match.groups()
+        if variables.get(name):
+            return variables[name]
+        assert kind == "-", f"{name}: {rest}"
+        return rest
+
+    return re.sub(r"\$\{(\w+):([-?])([^}]*)\}", value, text)
+
+
+def compose(file: Path, **variables: str) -> dict[str, Any]:
+    content = yaml.safe_load(interpolated(file.read_text(), variables))
+    assert isinstance(content, dict)
+    return content
 
 
 @dataclass(frozen=True)
@@ -169,3 +199,84 @@ def test_the_image_runs_as_nobody_special_and_has_every_package(name: str) -> No
     assert made is not None
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert set(made[1].replace("\\", " ").split()) == packages - {"benchmarks", "tests"}
+
+
+# -- GPU hosts
+
+_SECRET = "a secret of this test alone"
+KINDS: dict[str, type[BatonSettings]] = {
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "proxy": ProxySettings,
+}
+
+
+def gpu_services(**variables: str) -> dict[str, Any]:
+    found = compose(GPU_COMPOSE, MODEL="/models/m", BATON_CLUSTER_SECRET=_SECRET, **variables)
+    assert isinstance(found["services"], dict)
+    return found["services"]
+
+
+def settings(monkeypatch: pytest.MonkeyPatch, name: str, **variables: str) -> Any:
+    """What the service's program would run with."""
+    service = gpu_services(**variables)[name]
+    program, command, *argv = service["command"]
+    assert program == "baton" and command in COMMANDS
+    for key, value in service["environment"].items():
+        monkeypatch.setenv(key, str(value))
+    return load(KINDS[command], argv)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_variable_is_an_option_of_the_program_that_gets_it(name: str) -> None:
+    known = {variable_name(path) for path in field_paths(KINDS[name])}
+    given = {key for key in gpu_services()[name]["environment"] if key.startswith("BATON_")}
+    assert given - known == set()
+
+
+def test_on_one_host_the_proxy_finds_both_servers_and_they_use_gpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        prefill = settings(patch, "prefill")
+    with monkeypatch.context() as patch:
+        decode = settings(patch, "decode")
+    proxy = settings(monkeypatch, "proxy")
+    assert proxy.prefill == (f"http://127.0.0.1:{prefill.port}",)
+    assert proxy.decode == (f"http://127.0.0.1:{decode.port}",)
+    assert (prefill.devices, decode.devices) == ((0,), (1,))
+    assert decode.transfer == "auto"
+    assert prefill.cluster_secret == decode.cluster_secret
+
+
+def test_several_hosts_and_ranks_are_a_matter_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        "PREFILL_NAME": "host-p",
+        "PREFILL_DEVICES": "0,1",
+        "PREFILL_TP": "2",
+        "PREFILL_URLS": "http://host-p:8100,http://host-q:8100",
+    }
+    with monkeypatch.context() as patch:
+        prefill = settings(patch, "prefill", **names)
+    assert (prefill.advertised_host, prefill.devices, prefill.tp) == ("host-p", (0, 1), 2)
+    assert len(settings(monkeypatch, "proxy", **names).prefill) == 2
+
+
+def test_servers_of_a_host_see_each_other_and_every_gpu() -> None:
+    prefill, decode = (gpu_services()[name] for name in ("prefill", "decode"))
+    for server in (prefill, decode):
+        assert (server["ipc"], server["pid"]) == ("service:namespaces", "service:namespaces")
+        (reserved,) = server["deploy"]["resources"]["reservations"]["devices"]
+        assert reserved["count"] == "all"
+        assert server["ulimits"]["memlock"] == -1
+    holder = gpu_services()["namespaces"]
+    assert holder["ipc"] == "shareable" and set(holder["profiles"]) == {"prefill", "decode"}
+
+
+def test_the_commands_in_its_head_set_what_it_needs() -> None:
+    text = GPU_COMPOSE.read_text()
+    needed = set(re.findall(r"\$\{(\w+):\?", text))
+    assert needed <= set(re.findall(r"^# +export (\w+)=", text, re.MULTILINE))
+    # A variable in the head that nothing reads would do nothing.
+    given = set(re.findall(r"\b([A-Z][A-Z_]+)=", text.partition("x-baton:")[0])) - {"F"}
+    assert given <= set(re.findall(r"\$\{(\w+)", text))

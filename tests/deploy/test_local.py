@@ -111,6 +111,9 @@ def test_it_starts_everything_says_so_and_ends_on_sigterm() -> None:
         curl = launcher.until("curl ")
         members = family(endpoint)
         assert len(members) == 4
+        for url, member in members.items():
+            assert ("BATON_CLUSTER_SECRET" in member["environ"]) == (url != endpoint)
+            assert "secret" not in " ".join(member["argv"])
         assert f"{endpoint}/v1/completions" in curl and '"model": "fake"' in curl
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.end() == 0
@@ -132,7 +135,7 @@ def test_warming_ends_once_the_servers_are_ready(monkeypatch: pytest.MonkeyPatch
     assert "proxy |" not in told and "ready http" not in told
 
 
-def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
+def test_neither_a_proxy_of_the_environment_nor_one_that_is_slow_to_name_the_model_hinders(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -140,27 +143,10 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
     monkeypatch.setenv("http_proxy", nobody)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    with launched("serve,serve,serve") as launcher:
-        assert '"model": "fake"' in launcher.until("curl ")
-        launcher.process.send_signal(signal.SIGTERM)
-        assert launcher.end() == 0
-
-
-def test_a_proxy_that_is_slow_to_name_the_model_is_no_reason_to_end() -> None:
     with launched("serve,serve,slow") as launcher:
         assert '"model": "fake"' in launcher.until("curl ")
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.end() == 0
-
-
-def test_the_secret_goes_to_servers_alone_and_never_by_argv() -> None:
-    with launched("serve,serve,serve") as launcher:
-        endpoint = launcher.endpoint()
-        members = family(endpoint)
-        for url, member in members.items():
-            secret = "BATON_CLUSTER_SECRET" in member["environ"]
-            assert secret == (url != endpoint)
-            assert "secret" not in " ".join(member["argv"])
 
 
 def test_ctrl_c_reaches_the_launcher_alone_and_ends_all() -> None:
@@ -172,32 +158,28 @@ def test_ctrl_c_reaches_the_launcher_alone_and_ends_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("modes", "name", "reason"),
+    ("modes", "reason"),
     [
-        ("fail,serve,serve", "prefill-0", "no model here"),
         (
-            "serve,crash,serve",
-            "decode-0 ended",
-            "ValueError: --decode.tp 3 does not divide 4 heads",
+            "fail,serve,serve",
+            "prefill-0: no model here: see --prefill.tp, --model and --hang-timeout-s of `baton "
+            "prefill`",
         ),
-        ("serve,serve,fail", "proxy", "no model here"),
+        ("serve,crash,serve", "ValueError: --decode.tp 3 does not divide 4 heads"),
+        ("serve,serve,fail", "proxy: no model here"),
     ],
 )
-def test_a_failed_start_ends_all_and_its_reason_comes_last(
-    modes: str, name: str, reason: str
+def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(
+    modes: str, reason: str
 ) -> None:
     with launched(modes) as launcher:
         assert launcher.end() == 1
-        assert launcher.lines[-1].startswith(f"baton up: error: {name}: ")
-        assert reason in launcher.lines[-1]
-
-
-def test_what_servers_say_of_their_options_names_those_of_the_user() -> None:
-    with launched("fail,serve,serve") as launcher:
-        assert launcher.end() == 1
-        told = "see --prefill.tp, --model and --hang-timeout-s of `baton prefill`"
-        assert launcher.lines[-1] == f"baton up: error: prefill-0: no model here: {told}"
-        assert f"prefill-0 | error: no model here: {told}" in launcher.lines
+        last = launcher.lines[-1]
+        assert last.startswith("baton up: error: ") and reason in last
+        name, told = last.removeprefix("baton up: error: ").split(": ", 1)
+        assert name in ("prefill-0", "decode-0 ended", "proxy")
+        if name == "prefill-0":
+            assert f"prefill-0 | error: {told}" in launcher.lines
 
 
 def test_waiting_is_explained_and_ends_after_a_while() -> None:

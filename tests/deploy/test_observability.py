@@ -1,4 +1,5 @@
-"""What docs and dashboard say of metrics is what processes expose."""
+"""What docs and dashboard say of metrics is what processes expose; the closing line of
+`make test-all`."""
 
 import json
 import re
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.metrics import TABLE, Spec
+from tests.closing_line import closing_line
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS_DOC = ROOT / "docs" / "metrics.md"
@@ -49,3 +51,16 @@ def test_the_dashboard_asks_for_labels_that_the_metrics_have() -> None:
             asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside)) - {"job", "instance"}
             assert asked <= set(labels[name]), expression
         assert expression.count("(") == expression.count(")")
+
+
+REPORT = """<?xml version="1.0" encoding="utf-8"?>
+<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10" time="1.26"
+ timestamp="2026-01-31T12:00:00"><testcase name="a"/></testsuite></testsuites>"""
+
+
+def test_the_counts_of_the_closing_line_add_up() -> None:
+    line = closing_line(REPORT, "abc")
+    counts = [line[key] for key in ("passed", "failed", "errors", "skipped")]
+    assert counts == [4, 2, 1, 3]
+    assert (line["seconds"], line["started"]) == (1.3, "2026-01-31T12:00:00")
+    assert line["commit"] == "abc"

@@ -172,7 +172,7 @@ def test_servers_of_one_host_may_share_memory_instead(
         ("mla", _PLAIN, _TWO),
         pytest.param("mla", _PLAIN, _SHARED, marks=pytest.mark.slow),
         ("gqa2", _PLAIN, Geometry(tp=4)),
-        ("gqa2", _PLAIN, Geometry(4, dcp=2)),
+        pytest.param("gqa2", _PLAIN, Geometry(4, dcp=2), marks=pytest.mark.slow),
     ],
     ids=[
         "latent attention, tp 1 to 2",
@@ -220,7 +220,10 @@ def test_a_mixture_of_experts_equals_one_server_and_transformers(
         ("prefill_server", ["--tp", "3"], ["--tp 3", "8 query heads", "1 or 2 or 4 or 8"]),
         ("decode_server", ["--kv-layout", "BHLCD"], ["kv-layout", "BHLCD", "axis N"]),
         ("decode_server", ["--staging-bytes", "1000"], ["--staging-bytes is 1000", "64 tokens"]),
-        ("decode_server", ["--device", "cuda", "--devices", "77"], ["GPU", "--device"]),
+        pytest.param(
+            *("decode_server", ["--device", "cuda", "--devices", "77"], ["GPU", "--device"]),
+            marks=pytest.mark.slow,
+        ),
         (
             "prefill_server",
             ["--attention-backend", "flashinfer"],

@@ -15,15 +15,13 @@ back. "gap" is what a whole engine core, scheduling included, adds to that. The 
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,8 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Ceilings:
+class Ceilings(NamedTuple):
     """What the device does at most, measured."""
 
     copy_bytes_per_s: float  # read plus written
@@ -84,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         flush=True,
     )
     runner, figures = _start(args, config)
-    figures["ceilings"] = dataclasses.asdict(ceilings)
+    figures["ceilings"] = ceilings._asdict()
     figures["decode"] = [_decode(runner, args, ceilings, batch) for batch in args.batch]
     figures["prefill"] = [_prefill(runner, args, ceilings, tokens) for tokens in args.prompt]
     if args.gap_batch:
@@ -100,27 +97,24 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
-    parser.add_argument("--context", type=int, default=1024, help="tokens per decoding sequence")
-    parser.add_argument("--prompt", type=int, nargs="*", default=[8192, 1024], help="tokens")
-    parser.add_argument("--requests", type=int, default=0, help="requests through the engine core")
-    parser.add_argument(
-        "--request-tokens", type=int, nargs=2, default=[1024, 256], help="prompt and output tokens"
-    )
-    parser.add_argument(
-        "--gap-batch", type=int, default=0, help="sequences of the host-gap row; one of --batch"
-    )
-    parser.add_argument("--steps", type=int, default=30, help="steps timed for each figure")
-    parser.add_argument("--kv-layout", default="BHLCND")
-    parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--kv-cache-tokens", type=int, default=None)
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="kernels of one decode step")
+    add = parser.add_argument
+    add("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    add("--device", choices=["cuda", "cpu"], default="cuda")
+    add("--dtype", default="bfloat16")
+    add("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
+    add("--context", type=int, default=1024, help="tokens per decoding sequence")
+    add("--prompt", type=int, nargs="*", default=[8192, 1024], help="tokens")
+    add("--requests", type=int, default=0, help="requests through the engine core")
+    add("--request-tokens", type=int, nargs=2, default=[1024, 256], help="prompt, output tokens")
+    add("--gap-batch", type=int, default=0, help="sequences of the host-gap row; one of --batch")
+    add("--steps", type=int, default=30, help="steps timed for each figure")
+    add("--kv-layout", default="BHLCND")
+    add("--block-size", type=int, default=64)
+    add("--kv-cache-tokens", type=int, default=None)
+    add("--kv-cache-dtype", default="auto")
+    add("--attention-backend", default="auto")
+    add("--enforce-eager", action="store_true")
+    add("--profile", action="store_true", help="kernels of one decode step")
     return parser.parse_args(argv)
 
 
@@ -151,24 +145,16 @@ def median_s(call: Any, device: torch.device, *, repeats: int) -> float:
         synchronize(device)
         started_s = time.perf_counter()
         if device.type == "cuda":
-            times.append(_event_seconds(call))
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call, unused-ignore]
+            first.record()
+            call()
+            last.record()
+            last.synchronize()
+            times.append(float(first.elapsed_time(last)) / 1e3)
         else:
             call()
             times.append(time.perf_counter() - started_s)
     return statistics.median(times)
-
-
-def _event_seconds(call: Any) -> float:
-    first, last = _event(), _event()
-    first.record()
-    call()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def synchronize(device: torch.device) -> None:

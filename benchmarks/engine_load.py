@@ -1,13 +1,12 @@
 """Many requests through a whole engine core, without HTTP: what scheduling adds to the steps."""
 
 import itertools
+import statistics
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from engine.core.batch import Int32s, PendingStep, StepInput, StepOutput
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
 from engine.core.scheduler import Scheduler, SchedulerLimits
@@ -16,47 +15,13 @@ from kvcache.blocks import BlockAllocator
 from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelta
 
 
-class _Timed:
-    """The executor: a runner, and when its steps ended."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.decode_steps: list[tuple[int, float]] = []  # sequences, end
-
-    @property
-    def depth(self) -> int:
-        return self._runner.depth
-
-    def launch(self, step: StepInput) -> "_TimedStep":
-        return _TimedStep(self.decode_steps, step, self._runner.launch(step))
-
-
-@dataclass(frozen=True, eq=False)
-class _TimedStep:
-    decode_steps: list[tuple[int, float]]
-    step: StepInput
-    pending: PendingStep
-
-    def draw(self, masks: Int32s) -> None:
-        self.pending.draw(masks)
-
-    def has_ended(self) -> bool:
-        return self.pending.has_ended()
-
-    def result(self) -> StepOutput:
-        output, num_seqs = self.pending.result(), len(self.step.query_lens)
-        if len(self.step.token_ids) == num_seqs:
-            self.decode_steps.append((num_seqs, time.perf_counter()))
-        return output
-
-
 class _Requests:
     """The transport: hands in all requests at once and ends the core when all have ended."""
 
     def __init__(self, requests: list[AddRequest]) -> None:
         self._waiting: list[EngineInput] = list(requests)
         self._num_open = len(requests)
-        self.num_tokens = 0
+        self.sent: list[tuple[int, float]] = []  # tokens of a step, when they came
 
     def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
         messages, self._waiting = self._waiting, []
@@ -66,7 +31,7 @@ class _Requests:
         pass
 
     def send(self, deltas: list[TokenDelta]) -> None:
-        self.num_tokens += sum(len(delta.token_ids) for delta in deltas)
+        self.sent.append((sum(len(delta.token_ids) for delta in deltas), time.perf_counter()))
         self._num_open -= sum(bool(delta.finish_reason or delta.error) for delta in deltas)
 
     def send_stats(self, values: dict[str, float]) -> None:
@@ -91,36 +56,31 @@ def serve_requests(
             for index in range(num_requests)
         ]
     )
-    executor = _Timed(runner)
-    core = EngineCore(_scheduler(runner), executor, KVConnector(), transport)
+    core = EngineCore(_scheduler(runner), runner, KVConnector(), transport)
     started_s = time.perf_counter()
     core.run()
     total_s = time.perf_counter() - started_s
-    assert transport.num_tokens == num_requests * output_tokens, transport.num_tokens
+    num_tokens = sum(count for count, _ in transport.sent)
+    assert num_tokens == num_requests * output_tokens, num_tokens
     return {
         "requests": num_requests,
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "total_s": round(total_s, 3),
-        "output_tokens_per_s": round(transport.num_tokens / total_s),
-        **_period(executor.decode_steps),
+        "output_tokens_per_s": round(num_tokens / total_s),
+        **_period(transport.sent),
     }
 
 
 def _period(steps: list[tuple[int, float]]) -> dict[str, float]:
     """Where the largest steps followed each other: the time from one's tokens to the next one's."""
-    largest = max((size for size, _ in steps), default=0)
-    periods_s = [
-        second[1] - first[1]
-        for first, second in itertools.pairwise(steps)
-        if first[0] == second[0] == largest
-    ]
+    largest = max((count for count, _ in steps), default=0)
+    pairs = itertools.pairwise(steps)
+    periods_s = [b[1] - a[1] for a, b in pairs if a[0] == b[0] == largest]
     if not periods_s:
         return {}
-    return {
-        "decode_batch": largest,
-        "decode_period_ms": round(float(np.median(periods_s)) * 1e3, 3),
-    }
+    period_ms = round(statistics.median(periods_s) * 1e3, 3)
+    return {"decode_batch": largest, "decode_period_ms": period_ms}
 
 
 def _scheduler(runner: ModelRunner) -> Scheduler:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from attention.base import AttentionBatch
 from attention.dcp import ContextParallelBackend, MakeBackend
@@ -16,6 +18,11 @@ from attention.torch_backend import TorchBackend
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
+from kvcache.transfer.plan.endpoint import heads_of
+from model.config import parse_config
+from model.errors import InvalidParallelism
+from model.sizes import check_parallelism
+from tests.model.test_config import LLAMA
 
 LAYERS, SCALE, NUM_BLOCKS = 2, 0.3, 24
 
@@ -243,3 +250,40 @@ def test_a_sequence_shorter_than_a_stripe_lies_on_one_rank():
     assert not first[3].isnan().any()
     assert second[3].isnan().all()
     assert second[7].isnan().all(-1).tolist() == [[False, True, True, True]]
+
+
+def is_admitted(q_heads: int, kv_heads: int, tp: int, dcp: int) -> bool:
+    heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": 16}
+    model = parse_config({**LLAMA, **heads, "intermediate_size": tp})
+    try:
+        check_parallelism(model, tp, dcp)
+    except InvalidParallelism:
+        return False
+    return True
+
+
+ADMITTED = [
+    (per_kv_head * kv_heads, kv_heads, tp, dcp)
+    for per_kv_head in range(1, 13)
+    for kv_heads in (1, 2, 3, 4, 6, 8)
+    for tp in range(2, 13)
+    for dcp in range(2, tp + 1)
+    if tp % dcp == 0 and is_admitted(per_kv_head * kv_heads, kv_heads, tp, dcp)
+]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(ADMITTED))
+def test_however_ranks_are_grouped_a_query_meets_its_own_kv_head(sizes) -> None:
+    q_heads, kv_heads, tp, dcp = sizes
+    groups, of_group = tp // dcp, q_heads * dcp // tp
+    for group in range(groups):
+        held = heads_of(group, groups, kv_heads)
+        for head in range(of_group):
+            whole = (group * of_group + head) * kv_heads // q_heads
+            assert held[head * len(held) // of_group] == whole
+    bench = Bench(dcp, len(held), of_group, 2, scratch=32)
+    tables = np.array([[3, 1, 7, 4], [2, 5, 8, 6]])
+    # Queries and contexts: two prompts, one more part of the second, a token for each.
+    for queries, contexts in (([5, 9], [5, 9]), ([1, 5], [6, 14]), ([1, 1], [7, 15])):
+        bench.step(queries, contexts, tables)

@@ -9,13 +9,16 @@ from attention.torch_backend import TorchBackend
 from kvcache import fp8
 from kvcache.pool import KVPool
 from tests.attention.test_torch_backend import (
+    LATENT,
     NUM_LAYERS,
     Sequences,
     Shape,
+    check_latents,
     make_batch,
     make_pool,
     make_sequences,
     reference,
+    reference_lse,
     run_step,
     with_lse,
 )
@@ -86,31 +89,19 @@ def test_elements_of_sixteen_bits_are_rounded_once() -> None:
 def test_log_sum_exp_counts_the_keys_scale() -> None:
     shape = Shape(dtype="float8_e4m3fn")
     exact = make_sequences(Shape(), [9])
-    seqs = rounded(exact, SCALES)
     backend = fp8_backend(shape, SCALES)
     run_step(backend, shape, exact, [(0, 0, 8)])
     backend.plan(make_batch(shape, exact, [(0, 8, 9)]))
     _, lse = with_lse(backend, 0, *(x[0][0, 8:9] for x in (exact.q, exact.k, exact.v)))
-    keys = seqs.k[0][0].transpose(0, 1).repeat_interleave(3, 0)  # [Hq, n, D]
-    scores = exact.q[0][0, 8][:, None] @ keys.mT / math.sqrt(shape.head_dim)
-    torch.testing.assert_close(lse, scores.logsumexp(-1).transpose(0, 1), atol=1e-5, rtol=1e-5)
+    expected = reference_lse(shape, rounded(exact, SCALES), 0, 8, 9)
+    torch.testing.assert_close(lse, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_latents_have_one_scale_as_keys_and_as_values() -> None:
-    sizes = {"num_kv_heads": 1, "num_components": 1, "num_q_heads": 5, "head_dim": 24}
-    shape, rank, scales = Shape(**sizes, dtype="float8_e4m3fn"), 16, [0.02, 0.7]
-    exact = make_sequences(Shape(**sizes), [13, 6])
-    seqs = rounded(exact, scales, num_components=1)
-    backend = fp8_backend(shape, scales)
-    for spans in ([(0, 0, 9), (1, 0, 5)], [(0, 9, 12), (1, 5, 6)], [(0, 12, 13)]):
-        backend.plan(make_batch(shape, exact, spans))
-        for layer in range(NUM_LAYERS):
-            q, k = (
-                torch.cat([x[seq][layer, a:b] for seq, a, b in spans]) for x in (exact.q, exact.k)
-            )
-            out = backend.forward_latent(layer, q[..., :rank], q[..., rank:], k[:, 0])
-            expected = torch.cat([reference(shape, seqs, *span)[layer] for span in spans])
-            torch.testing.assert_close(out.double(), expected[..., :rank], atol=5e-6, rtol=5e-6)
+    shape, scales = Shape(**LATENT, dtype="float8_e4m3fn"), [0.02, 0.7]
+    exact = make_sequences(Shape(**LATENT), [13, 6])
+    stored = rounded(exact, scales, num_components=1)
+    check_latents(fp8_backend(shape, scales), shape, exact, stored)
 
 
 def test_queries_of_eight_bits_are_refused() -> None:

@@ -1,6 +1,5 @@
 """The torch backend equals a naive dense reference, whatever the layout and the batch."""
 
-import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -146,16 +145,25 @@ def run_step(
 
 def reference(shape: Shape, seqs: Sequences, seq: int, start: int, stop: int) -> torch.Tensor:
     """Plain softmax attention in float64 over the sequence's own tokens."""
-    repeats = shape.num_q_heads // shape.num_kv_heads
+    v = _each_head(shape, seqs.v[seq][:, :stop])
+    return (_scores(shape, seqs, seq, start, stop).softmax(-1) @ v).transpose(1, 2)
+
+
+def reference_lse(shape: Shape, seqs: Sequences, seq: int, start: int, stop: int) -> torch.Tensor:
+    """Of layer 0."""
+    return _scores(shape, seqs, seq, start, stop)[0].logsumexp(-1).transpose(0, 1).float()
+
+
+def _scores(shape: Shape, seqs: Sequences, seq: int, start: int, stop: int) -> torch.Tensor:
     q = seqs.q[seq][:, start:stop].double().transpose(1, 2)
-    k, v = (
-        x[seq][:, :stop].double().transpose(1, 2).repeat_interleave(repeats, 1)
-        for x in (seqs.k, seqs.v)
-    )
-    scores = q @ k.mT / math.sqrt(shape.head_dim)
+    scores = q @ _each_head(shape, seqs.k[seq][:, :stop]).mT / math.sqrt(shape.head_dim)
     is_future = torch.arange(stop) > torch.arange(start, stop)[:, None]
-    probs = scores.masked_fill(is_future, float("-inf")).softmax(-1)
-    return (probs @ v).transpose(1, 2)
+    return scores.masked_fill(is_future, float("-inf"))
+
+
+def _each_head(shape: Shape, kv: torch.Tensor) -> torch.Tensor:
+    repeats = shape.num_q_heads // shape.num_kv_heads
+    return kv.double().transpose(1, 2).repeat_interleave(repeats, 1)
 
 
 def check_step(
@@ -238,16 +246,6 @@ def test_any_division_of_sequences_into_steps(
         if spans:
             check_step(backend, shape, seqs, spans, num_padding=rng.randrange(3))
         done = [d + n for d, n in zip(done, sizes, strict=True)]
-
-
-def test_a_chunked_prompt_equals_the_whole_one() -> None:
-    shape = Shape(block_size=16)
-    seqs = make_sequences(shape, [200])
-    whole = run_step(make_backend(shape, make_pool(shape)), shape, seqs, [(0, 0, 200)])[0]
-    backend = make_backend(shape, make_pool(shape))
-    cuts = [0, 64, 65, 100, 198, 200]
-    parts = [run_step(backend, shape, seqs, [(0, a, b)])[0] for a, b in itertools.pairwise(cuts)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-6, rtol=2e-6)
 
 
 def test_a_decode_row_does_not_depend_on_its_neighbours() -> None:
@@ -363,32 +361,31 @@ def test_log_sum_exp(decode: str) -> None:
         )
         out, lse = with_lse(backend, 0, q, k, v)
         torch.testing.assert_close(out, backend.forward(0, q, k, v))
-        expected = torch.cat([_reference_lse(shape, seqs, *span) for span in step])
+        expected = torch.cat([reference_lse(shape, seqs, *span) for span in step])
         torch.testing.assert_close(lse, expected, atol=1e-5, rtol=1e-5)
 
 
-def _reference_lse(shape: Shape, seqs: Sequences, seq: int, start: int, stop: int) -> torch.Tensor:
-    q = seqs.q[seq][0, start:stop].transpose(0, 1)
-    k = seqs.k[seq][0, :stop].transpose(0, 1).repeat_interleave(3, 0)
-    scores = q @ k.mT / math.sqrt(shape.head_dim)
-    is_future = torch.arange(stop) > torch.arange(start, stop)[:, None]
-    return scores.masked_fill(is_future, float("-inf")).logsumexp(-1).transpose(0, 1)
+def check_latents(backend: TorchBackend, shape: Shape, exact: Sequences, stored: Sequences) -> None:
+    """Steps of two sequences of latents; `stored` is what the pool holds of them."""
+    rank = 16
+    for spans in ([(0, 0, 9), (1, 0, 5)], [(0, 9, 12), (1, 5, 6)], [(0, 12, 13)]):
+        backend.plan(make_batch(shape, exact, spans))
+        for layer in range(NUM_LAYERS):
+            q, k = (
+                torch.cat([x[seq][layer, a:b] for seq, a, b in spans]) for x in (exact.q, exact.k)
+            )
+            out = backend.forward_latent(layer, q[..., :rank], q[..., rank:], k[:, 0])
+            expected = torch.cat([reference(shape, stored, *span)[layer] for span in spans])
+            torch.testing.assert_close(out.double(), expected[..., :rank], atol=5e-6, rtol=5e-6)
+
+
+LATENT = {"num_kv_heads": 1, "num_components": 1, "num_q_heads": 5, "head_dim": 24}
 
 
 def test_mla_attends_over_its_latents() -> None:
-    shape = Shape(num_kv_heads=1, num_components=1, num_q_heads=5, head_dim=24)
-    rank = 16
+    shape = Shape(**LATENT)
     seqs = make_sequences(shape, [13, 6])
-    backend = make_backend(shape, make_pool(shape))
-    for spans in ([(0, 0, 9), (1, 0, 5)], [(0, 9, 12), (1, 5, 6)], [(0, 12, 13)]):
-        backend.plan(make_batch(shape, seqs, spans))
-        for layer in range(NUM_LAYERS):
-            q, k = (
-                torch.cat([x[seq][layer, a:b] for seq, a, b in spans]) for x in (seqs.q, seqs.k)
-            )
-            out = backend.forward_latent(layer, q[..., :rank], q[..., rank:], k[:, 0])
-            expected = torch.cat([reference(shape, seqs, *span)[layer] for span in spans])
-            torch.testing.assert_close(out.double(), expected[..., :rank], atol=2e-6, rtol=2e-6)
+    check_latents(make_backend(shape, make_pool(shape)), shape, seqs, seqs)
 
 
 def test_a_dtype_it_cannot_read_is_refused_by_name() -> None:

@@ -1,10 +1,13 @@
-"""What the kernels lack is known without them, without a GPU and without torch."""
+"""What backends lack is known without them, without a GPU; they are found by name."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
+from attention.registry import BackendMissing, backend_class, create_backend
 from attention.support import DEFAULT_LIMITS, StepLimits, UnsupportedPool, Wanted, check, chosen
+from tests.attention.test_torch_backend import Shape, make_pool
 
 _SERVED = Wanted(
     device="cuda",
@@ -93,3 +96,28 @@ def test_steps_over_latents_are_no_larger_than_their_plan(
     told = rf"{limits.max_tokens} tokens of {limits.max_seqs} sequences .*{num_q_heads} query"
     with pytest.raises(UnsupportedPool, match=f"{told}.*lower --max-num-batched-tokens or"):
         check("flashinfer", wanted, limits)
+
+
+HEADS = {"num_q_heads": 6, "head_dim": 16, "scale": 0.25}
+
+
+@pytest.mark.parametrize("name", ["auto", "torch"])
+def test_every_known_name_makes_a_backend(name: str) -> None:
+    backend = create_backend(name, make_pool(Shape()), **HEADS)
+    assert (backend.num_q_heads, backend.num_kv_heads, backend.head_dim) == (6, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("magic", r"magic.*auto, torch"), ("flashinfer", r"flashinfer .*--attention-backend torch")],
+)
+def test_a_backend_that_cannot_be_had_is_refused(name: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        create_backend(name, make_pool(Shape()), **HEADS)
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="it is installed")
+@pytest.mark.parametrize("num_components", [1, 2])
+def test_a_missing_package_is_named_with_its_fix(num_components: int) -> None:
+    with pytest.raises(BackendMissing, match=r"pip install flashinfer-python, or use --att"):
+        backend_class("auto", "cuda", num_components)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention.base import AttentionBackend
 from model.config import ModelConfig
-from model.layers import RMSNorm, VocabShard, load_norm
+from model.layers import RMSNorm, Vocabulary, load_norm
 from model.parallel import Parallel
 from model.rope import Angles, Rope
 from model.weights import WeightLoader
@@ -45,7 +45,7 @@ class CausalLM(ABC):
         self.config = config
         self.parallel = parallel
         self._rope = Rope(config.rope, dtype=loader.dtype, device=loader.device)
-        self._vocab = VocabShard(loader, config, parallel)
+        self._vocab = Vocabulary(loader, config, parallel)
         self._layers = [self._make_layer(loader, index) for index in range(config.num_layers)]
         self._norm = load_norm(loader, "model.norm", config.hidden_size, config.rms_eps)
 
@@ -88,7 +88,7 @@ class CausalLM(ABC):
         Returns:
             [T, hidden] or [R, hidden], normed, in the model's dtype, equal on every rank.
         """
-        hidden = self._vocab.embedding(token_ids)
+        hidden = self._vocab.embed(token_ids)
         angles = self._rope.angles(positions)
         for index, layer in enumerate(self._layers, 1):
             wanted = rows if index == len(self._layers) else None
@@ -98,9 +98,9 @@ class CausalLM(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab] of hidden [S, hidden], the whole vocabulary on every rank."""
-        return self._vocab.head(hidden)
+        return self._vocab.logits(hidden).float()
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
         """`logits` as computed, perhaps in 16 bits: what is largest can be told without widening
         them."""
-        return self._vocab.head.raw(hidden)
+        return self._vocab.logits(hidden)

@@ -138,30 +138,23 @@ def load_config(path_or_id: str | Path, revision: str | None = None) -> ModelCon
         UnsupportedModel: architecture, rope type or attention variant not implemented.
         ModelLoadError: config.json missing, not JSON, or lacking a size.
     """
-    folder = resolve_model(str(path_or_id), revision)
-    raw = _read_json(folder / "config.json")
-    if raw is None:
-        raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face model directory")
+    path = resolve_model(str(path_or_id), revision) / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(
+            f"{path.parent} has no config.json: not a Hugging Face model directory"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelLoadError(f"{path} holds a {type(raw).__name__}, expected an object")
     try:
         return parse_config(raw)
     except ModelError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ModelLoadError(
-            f"{folder / 'config.json'} has a value of a wrong kind: {error}"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} holds a {type(value).__name__}, expected an object")
-    return value
+        raise ModelLoadError(f"{path} has a value of a wrong kind: {error}") from error
 
 
 def parse_config(raw: dict[str, Any]) -> ModelConfig:
@@ -184,14 +177,14 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         told = "expected an even number: its elements are rotated in pairs"
         raise _wrong(f"{field} is {head_dim}, {told}")
     bias = bool(raw["attention_bias"])
-    kv_heads = raw.get("num_key_value_heads") or num_heads
+    raw["num_key_value_heads"] = raw.get("num_key_value_heads") or num_heads
     config = ModelConfig(
         architecture=architecture,
         num_layers=_size(raw, "num_hidden_layers"),
         hidden_size=hidden_size,
         intermediate_size=_size(raw, "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=_size({**raw, "num_key_value_heads": kv_heads}, "num_key_value_heads"),
+        num_kv_heads=_size(raw, "num_key_value_heads"),
         head_dim=head_dim,
         vocab_size=_size(raw, "vocab_size"),
         max_position=_size(raw, "max_position_embeddings"),

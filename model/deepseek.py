@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.base import AttentionBackend
 from model.base import AttentionLayer, AttentionSpec, CausalLM, FeedForward
-from model.config import MLAConfig, ModelConfig
+from model.config import ModelConfig
 from model.layers import GatedMLP, Linear, RMSNorm, even_share, load_norm, load_rows
 from model.moe import MoELayer
 from model.parallel import Parallel
@@ -20,33 +20,6 @@ from model.rope import Angles, Rope, mscale_of_scores
 from model.weights import WeightLoader
 
 _LATENT_NORM_EPS: Final = 1e-6  # the architecture's own, whatever the config says of the others
-
-
-class _Query:
-    """x [T, hidden] to this rank's queries [T, heads, nope + rope], perhaps through a low rank."""
-
-    def __init__(
-        self, loader: WeightLoader, config: ModelConfig, mla: MLAConfig, prefix: str, heads: range
-    ) -> None:
-        self._dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        rows = range(heads.start * self._dim, heads.stop * self._dim)
-        total = config.num_heads * self._dim
-        self._down = None
-        if mla.q_lora_rank is None:
-            shape = (total, config.hidden_size)
-            self._up = Linear(loader.load(f"{prefix}.q_proj.weight", shape, rows=rows))
-            return
-        rank = mla.q_lora_rank
-        self._down = _load_linear(
-            loader, f"{prefix}.q_a_proj", (rank, config.hidden_size), bias=config.attention_bias
-        )
-        self._norm = load_norm(loader, f"{prefix}.q_a_layernorm", rank, _LATENT_NORM_EPS)
-        self._up = Linear(loader.load(f"{prefix}.q_b_proj.weight", (total, rank), rows=rows))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._down is not None:
-            x = self._norm(self._down(x))
-        return self._up(x).view(x.shape[0], -1, self._dim)
 
 
 def _load_linear(loader: WeightLoader, name: str, shape: tuple[int, int], *, bias: bool) -> Linear:
@@ -65,7 +38,7 @@ class LatentAttention:
         self._layer, self._rope, self._mla = layer, rope, mla
         prefix = f"model.layers.{layer}.self_attn"
         heads = even_share(parallel, config.num_heads)
-        self._query = _Query(loader, config, mla, prefix, heads)
+        self._load_query(loader, config, prefix, heads)
         latent_shape = (mla.kv_lora_rank + mla.qk_rope_head_dim, config.hidden_size)
         self._latent = _load_linear(
             loader, f"{prefix}.kv_a_proj_with_mqa", latent_shape, bias=config.attention_bias
@@ -90,6 +63,22 @@ class LatentAttention:
             parallel,
         )
 
+    def _load_query(
+        self, loader: WeightLoader, config: ModelConfig, prefix: str, heads: range
+    ) -> None:
+        """x [T, hidden] to this rank's queries [T, heads, nope + rope], perhaps by a low rank."""
+        dim = self._mla.qk_nope_head_dim + self._mla.qk_rope_head_dim
+        rank, inputs, name = self._mla.q_lora_rank, config.hidden_size, "q_proj"
+        self._query_down: Linear | None = None
+        if rank is not None:
+            shape, bias = (rank, inputs), config.attention_bias
+            self._query_down = _load_linear(loader, f"{prefix}.q_a_proj", shape, bias=bias)
+            self._query_norm = load_norm(loader, f"{prefix}.q_a_layernorm", rank, _LATENT_NORM_EPS)
+            inputs, name = rank, "q_b_proj"
+        rows = range(heads.start * dim, heads.stop * dim)
+        shape = (config.num_heads * dim, inputs)
+        self._query_up = Linear(loader.load(f"{prefix}.{name}.weight", shape, rows=rows))
+
     def __call__(
         self,
         hidden: Tensor,
@@ -100,7 +89,8 @@ class LatentAttention:
     ) -> Tensor:
         """See AttentionLayer."""
         mla, x = self._mla, norm(hidden)
-        q = self._query(x)
+        low = x if self._query_down is None else self._query_norm(self._query_down(x))
+        q = self._query_up(low).view(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         q_nope, q_rope = q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
         compressed = self._latent(x)

@@ -31,16 +31,6 @@ def _rotation() -> Any:
     return store_kernels
 
 
-def one_row_works(weight: Tensor, *, gated: bool = False) -> bool:
-    """Whether `kernels().one_row` can take the matrix."""
-    return works(weight.device, weight.dtype) and bool(kernels().one_row_works(weight, gated=gated))
-
-
-def gated_rows_work(weight: Tensor) -> bool:
-    """Whether `kernels().gated_rows` can take the matrix."""
-    return works(weight.device, weight.dtype) and bool(kernels().gated_rows_work(weight))
-
-
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the functions below can be called for tensors there."""
     return device.type == "cuda" and dtype in _DTYPES

@@ -13,8 +13,7 @@ from model.config import ModelConfig
 from model.parallel import Parallel
 from model.weights import WeightLoader
 
-# CPU matmuls of few rows against very many outputs run a quarter slower than in pieces: 20.7 ms
-# against 15.1 ms for 8 rows and 49,152 outputs of 576, on one core in float32.
+# CPU matmuls of few rows against very many outputs run a quarter slower than in pieces.
 _CHUNKED_ROWS: Final = range(2, 33)
 _HEAD_CHUNK: Final = 1536
 # Rows for which oneDNN chooses the order of a packed weight: that for many is as good for few ones.
@@ -76,7 +75,8 @@ class RowParallelLinear:
         self._weight_t = None if self._product.is_packed else weight.t()
         self._bias = bias
         self._parallel = parallel
-        self._takes_one_row = parallel.size == 1 and fused_ops.one_row_works(weight)
+        is_fused = parallel.size == 1 and fused_ops.works(weight.device, weight.dtype)
+        self._takes_one_row = is_fused and fused_ops.kernels().one_row_works(weight)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         if self._takes_one_row and x.shape[0] == 1:
@@ -103,54 +103,6 @@ class RMSNorm:
         if self._is_fused:
             return fused_ops.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self._shape, self.weight, self.eps)
-
-
-class Embedding:
-    """Token embedding; a rank holds the rows of its part of the vocabulary, see VocabShard."""
-
-    def __init__(self, weight: Tensor, start: int, parallel: Parallel) -> None:
-        self._weight = weight
-        self._start = start
-        self._parallel = parallel
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden], a tensor of the caller's own."""
-        if self._parallel.size == 1:
-            return F.embedding(token_ids, self._weight)
-        local = token_ids - self._start
-        foreign = (local < 0) | (local >= self._weight.shape[0])
-        rows = F.embedding(local.masked_fill_(foreign, 0), self._weight)
-        return self._parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
-
-
-class LMHead:
-    """Hidden states to float32 logits of the whole vocabulary, on every rank."""
-
-    def __init__(
-        self, weight: Tensor, vocab_size: int, parallel: Parallel, *, pack: bool = False
-    ) -> None:
-        self._product = Linear(weight, pack=pack)
-        self._vocab_size = vocab_size
-        self._parallel = parallel
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> float32 [S, vocab]."""
-        return self.raw(hidden).float()
-
-    def raw(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocab] as computed, perhaps in 16 bits."""
-        is_few = hidden.device.type == "cpu" and hidden.shape[0] in _CHUNKED_ROWS
-        in_chunks = is_few and not self._product.is_packed
-        local = self._in_chunks(hidden) if in_chunks else self._product(hidden)
-        return self._parallel.all_gather_last_dim(local)[:, : self._vocab_size]
-
-    def _in_chunks(self, hidden: Tensor) -> Tensor:
-        weight = self._product.weight
-        out = hidden.new_empty(hidden.shape[0], len(weight))
-        for start in range(0, len(weight), _HEAD_CHUNK):
-            part = slice(start, start + _HEAD_CHUNK)
-            torch.mm(hidden, weight[part].t(), out=out[:, part])
-        return out
 
 
 class GatedMLP:
@@ -194,12 +146,10 @@ class Columns:
         self._is_fused = self._joined is not None and fused_ops.works(first.device, first.dtype)
         # Of kernels that take the matrix alone: of one row, of one row gated, of many gated.
         self._takes = (False, False, False)
-        if self._joined is not None and self._joined.bias is None and not pack:
-            self._takes = (
-                fused_ops.one_row_works(self._joined.weight),
-                fused_ops.one_row_works(self._joined.weight, gated=True),
-                fused_ops.gated_rows_work(self._joined.weight),
-            )
+        if self._is_fused and self._joined is not None and self._joined.bias is None:
+            matrix, kernels = self._joined.weight, fused_ops.kernels()
+            of_one = (kernels.one_row_works(matrix), kernels.one_row_works(matrix, gated=True))
+            self._takes = (*of_one, kernels.gated_rows_work(matrix))
 
     def gated(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """x [T, in], normed first -> silu of the first of two projections times the second."""
@@ -286,28 +236,51 @@ def load_norm(loader: WeightLoader, name: str, size: int, eps: float) -> RMSNorm
     return RMSNorm(loader.load(f"{name}.weight", (size,)), eps)
 
 
-class VocabShard:
+class Vocabulary:
     """The embedding and the head of one rank: rows of the vocabulary, padded to equal shares."""
 
     def __init__(self, loader: WeightLoader, config: ModelConfig, parallel: Parallel) -> None:
+        self._parallel, self._size = parallel, config.vocab_size
         self._share = -(-config.vocab_size // parallel.size)
-        start = min(parallel.rank * self._share, config.vocab_size)
-        self._rows = range(start, min(start + self._share, config.vocab_size))
-        self._shape = (config.vocab_size, config.hidden_size)
-        embedding = self._load(loader, "model.embed_tokens.weight")
+        self._start = min(parallel.rank * self._share, config.vocab_size)
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding = head = self._load(loader, "model.embed_tokens.weight", shape)
         if config.tie_embeddings:
-            head = embedding
             loader.ignore("lm_head.weight")
         else:
-            head = self._load(loader, "lm_head.weight")
-        self.embedding = Embedding(embedding, start, parallel)
-        # Packed, 128 rows take 0.6 of the time and 8 rows 0.7. The embedding needs its rows as
-        # they are, so a head that shares its weight with it takes memory of its own then.
-        self.head = LMHead(head, config.vocab_size, parallel, pack=loader.pack)
-        if loader.pack and head is not embedding and can_pack(head):
+            head = self._load(loader, "lm_head.weight", shape)
+        # The embedding needs its rows as they are, so a head that shares its weight with it takes
+        # memory of its own when it is packed.
+        self._head = Linear(head, pack=loader.pack)
+        if self._head.is_packed and not config.tie_embeddings:
             _forget_pages(head)
 
-    def _load(self, loader: WeightLoader, name: str) -> Tensor:
-        weight = loader.load(name, self._shape, rows=self._rows)
-        missing = self._share - len(self._rows)
+    def _load(self, loader: WeightLoader, name: str, shape: tuple[int, int]) -> Tensor:
+        rows = range(self._start, min(self._start + self._share, self._size))
+        weight = loader.load(name, shape, rows=rows)
+        missing = self._share - len(rows)
         return F.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden], a tensor of the caller's own."""
+        if self._parallel.size == 1:
+            return F.embedding(token_ids, self._embedding)
+        local = token_ids - self._start
+        foreign = (local < 0) | (local >= self._share)
+        rows = F.embedding(local.masked_fill_(foreign, 0), self._embedding)
+        return self._parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> [S, vocab] as computed, perhaps in 16 bits; all of it on every rank."""
+        is_few = hidden.device.type == "cpu" and hidden.shape[0] in _CHUNKED_ROWS
+        in_chunks = is_few and not self._head.is_packed
+        local = self._in_chunks(hidden) if in_chunks else self._head(hidden)
+        return self._parallel.all_gather_last_dim(local)[:, : self._size]
+
+    def _in_chunks(self, hidden: Tensor) -> Tensor:
+        weight = self._head.weight
+        out = hidden.new_empty(hidden.shape[0], len(weight))
+        for start in range(0, len(weight), _HEAD_CHUNK):
+            part = slice(start, start + _HEAD_CHUNK)
+            torch.mm(hidden, weight[part].t(), out=out[:, part])
+        return out

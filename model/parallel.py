@@ -24,33 +24,25 @@ distributed: Any = torch.distributed
 DEFAULT_TIMEOUT_S: Final = 60.0
 
 
-class ContextRanks:
-    """One rank's end of a context-parallel group (attention/dcp.py).
-
-    Args:
-        rank, size: this rank within the group, of how many.
-        group: a ProcessGroupGloo or ProcessGroupNCCL of these.
-    """
+class Ranks:
+    """One rank's end of a group: `rank` of `size`, in a ProcessGroupGloo or ProcessGroupNCCL."""
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
         self.rank = rank
         self.size = size
-        self._group = group
+        self.group = group
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Contiguous [...] of each rank -> [size, ...] on every rank."""
         parts = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        self._group._allgather_base(parts, tensor).wait()
+        self.group._allgather_base(parts, tensor).wait()
         return parts.view(self.size, *tensor.shape)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Contiguous [size, ...], a part for each rank -> [size, ...], each rank's for this one."""
         parts = torch.empty_like(tensor)
-        self._group.alltoall_base(parts, tensor, [], []).wait()
+        self.group.alltoall_base(parts, tensor, [], []).wait()
         return parts
-
-    def close(self) -> None:
-        self._group.shutdown()
 
 
 class Parallel:
@@ -64,7 +56,7 @@ class Parallel:
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, group: Any = None, context: ContextRanks | None = None
+        self, rank: int = 0, size: int = 1, group: Any = None, context: Ranks | None = None
     ) -> None:
         if not 0 <= rank < size:
             raise InvalidParallelism(f"rank {rank} is not in a group of {size}")
@@ -119,7 +111,7 @@ class Parallel:
         if dcp == 1:
             return cls(rank, size, group)
         context_store = distributed.PrefixStore(f"context-{rank // dcp}", store)
-        context = ContextRanks(rank % dcp, dcp, make(context_store, rank % dcp, dcp))
+        context = Ranks(rank % dcp, dcp, make(context_store, rank % dcp, dcp))
         return cls(rank, size, group, context)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -132,11 +124,8 @@ class Parallel:
         """Joins the ranks' [rows, n] into [rows, size * n], in rank order, on every rank."""
         if self._group is None:
             return tensor
-        rows, width = tensor.shape
-        parts = tensor.new_empty(self.size * rows, width)
-        self._group._allgather_base(parts, tensor.contiguous()).wait()
-        joined = parts.view(self.size, rows, width).transpose(0, 1)
-        return joined.reshape(rows, self.size * width)
+        parts = Ranks(self.rank, self.size, self._group).all_gather(tensor.contiguous())
+        return parts.transpose(0, 1).reshape(len(tensor), self.size * tensor.shape[1])
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Overwrites `tensor` with rank `root`'s and returns it."""
@@ -146,12 +135,11 @@ class Parallel:
 
     def close(self) -> None:
         """Leaves the group; every rank calls it, after its last collective."""
-        group, self._group = self._group, None
-        context, self.context = self.context, None
-        if context is not None:
-            context.close()
-        if group is not None:
-            group.shutdown()
+        groups = [self.context.group if self.context else None, self._group]
+        self.context = self._group = None
+        for group in groups:
+            if group is not None:
+                group.shutdown()
 
 
 def _make_group(

@@ -92,7 +92,7 @@ def test_products_of_one_row_follow_each_other(num_out: int, width: int) -> None
     weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
     back = torch.randn(width, num_out // 2, **BF16) / num_out**0.5
     norm, x = torch.randn(width, **BF16), torch.randn(1, width, **BF16)
-    assert fused_ops.one_row_works(weights[0], gated=True) and fused_ops.one_row_works(back)
+    assert fused_ops.kernels().one_row_works(weights[0], gated=True) and fused_ops.kernels().one_row_works(back)
     for weight in weights * 3:
         normed = F.rms_norm(x.float(), (width,), norm.float(), 1e-5)
         gate, up = (normed @ weight.float().t()).chunk(2, dim=1)
@@ -143,7 +143,7 @@ def test_a_gated_product_of_many_rows(
 ) -> None:
     weight = (torch.randn(2 * num_out, width, device="cuda") / width**0.5).to(dtype)
     x = torch.randn(rows, width, device="cuda").to(dtype)
-    assert fused_ops.gated_rows_work(weight)
+    assert fused_ops.kernels().gated_rows_work(weight)
     x_before, weight_before = x.clone(), weight.clone()
     found = fused_ops.kernels().gated_rows(x, weight)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
@@ -154,9 +154,9 @@ def test_a_gated_product_of_many_rows(
 
 
 def test_a_gated_product_refuses_what_its_tiles_do_not_fit() -> None:
-    assert not fused_ops.gated_rows_work(torch.randn(2 * 100, 128, **BF16))
-    assert not fused_ops.gated_rows_work(torch.randn(256, 96, **BF16))
-    assert not fused_ops.gated_rows_work(torch.randn(64, 512, **BF16).t())
+    assert not fused_ops.kernels().gated_rows_work(torch.randn(2 * 100, 128, **BF16))
+    assert not fused_ops.kernels().gated_rows_work(torch.randn(256, 96, **BF16))
+    assert not fused_ops.kernels().gated_rows_work(torch.randn(64, 512, **BF16).t())
 
 
 def test_a_feed_forward_of_many_rows_is_that_of_few() -> None:

@@ -17,17 +17,17 @@ CROWDED = {"model": 18}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2458,
-    "benchmarks": 2976,
+    "benchmarks": 2922,
     "decode_server": 637,
     "deploy": 879,
     "engine": 9111,
     "kvcache": 7274,
     "kvcache/transfer": 5879,
-    "model": 3197,
+    "model": 3131,
     "prefill_server": 357,
     "protocol": 5596,
     "proxy": 2520,
-    "tests": 40000,
+    "tests": 39868,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -92,7 +92,9 @@ def test_products_of_one_row_follow_each_other(num_out: int, width: int) -> None
     weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
     back = torch.randn(width, num_out // 2, **BF16) / num_out**0.5
     norm, x = torch.randn(width, **BF16), torch.randn(1, width, **BF16)
-    assert fused_ops.kernels().one_row_works(weights[0], gated=True) and fused_ops.kernels().one_row_works(back)
+    assert fused_ops.kernels().one_row_works(
+        weights[0], gated=True
+    ) and fused_ops.kernels().one_row_works(back)
     for weight in weights * 3:
         normed = F.rms_norm(x.float(), (width,), norm.float(), 1e-5)
         gate, up = (normed @ weight.float().t()).chunk(2, dim=1)

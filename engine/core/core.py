@@ -7,19 +7,15 @@ One thread, one loop:
 
 When nothing can be computed the loop sleeps on its sockets; the connector's threads wake it.
 
-An executor says how many steps may be under way while the next one is planned and launched (its
-`depth`): none on a CPU, one on a GPU, where the work of a round hides behind it. A step is then
-planned as if no sequence ended in the one before; one that did has its extra token dropped. A
-sequence that cannot be planned so (its choices fork off with the result) sits a step out. Where a
-preemption may be due the round first takes in the result. A step with grammars is launched up to
-its logits; its tokens are drawn once the masks are known, which follow from the step before. The
-scheduler keeps a released block from everyone until no launched step refers to it (I8).
+On a GPU (`Executor.depth`) a step may be under way while the next one is planned and launched, as
+if no sequence ended in it; one that did has its extra token dropped. A sequence that cannot be
+planned so (its choices fork off with the result) sits a step out. Where a preemption may be due the
+round first takes in the result. A step with grammars is launched up to its logits; its tokens are
+drawn once the masks are known, which follow from the step before.
 
-An exception that is one request's ends that request alone. A step that could not be launched, or
+An exception that is one request's ends that request alone: a step that could not be launched, or
 drawn, while the device is well and no other rank has begun it, is taken again one sequence at a
-time; who fails by itself is failed. So is a request whose tokens cannot be taken in. Everything
-else (the device, a collective, the books of the blocks) ends the engine: nobody could say what is
-right any more.
+time. Everything else (the device, a collective, the books of the blocks) ends the engine.
 """
 
 import logging
@@ -40,13 +36,7 @@ from engine.core.scheduler import Plan, Scheduled, Scheduler
 from engine.core.sequence import Phase, Sequence
 from kvcache.blocks import BlockError
 from protocol.errors import BatonError, GrammarFailed, InternalError
-from protocol.messages import (
-    AbortRequest,
-    AddRequest,
-    EngineInput,
-    ReleaseRemote,
-    TokenLogprobs,
-)
+from protocol.messages import AbortRequest, AddRequest, EngineInput, ReleaseRemote, TokenLogprobs
 
 logger = logging.getLogger("baton.engine")
 
@@ -89,15 +79,12 @@ class EngineCore(CoreServices):
         self._last_finish_s = 0.0
         self._is_last = False  # whether the link asked to end while a step was waited for
         self._stats = CoreStats()
-        self._check_due_s = 0.0
         connector.bind(self)
-
-    # -- the loop ----------------------------------------------------------------------------
 
     def run(self) -> None:
         """Serves until the transport says to end."""
         self._report_stats()  # a server that nobody has asked yet has its capacity to show
-        progressed = False
+        progressed, check_due_s = False, 0.0
         while True:
             messages, ended = self.transport.receive(0.0 if progressed else _IDLE_WAIT_S)
             if ended:
@@ -106,15 +93,11 @@ class EngineCore(CoreServices):
             if self._is_last:
                 return
             self._report_stats()
-            self._check_when_quiet(busy=progressed or bool(messages) or not self.is_idle)
-
-    def _check_when_quiet(self, *, busy: bool) -> None:
-        now_s = time.monotonic()
-        if busy:
-            self._check_due_s = now_s + _QUIET_S
-        elif now_s >= self._check_due_s:
-            self._check_due_s = math.inf
-            self.check_integrity()
+            if progressed or messages or not self.is_idle:
+                check_due_s = time.monotonic() + _QUIET_S
+            elif time.monotonic() >= check_due_s:
+                check_due_s = math.inf
+                self.scheduler.check_integrity()
 
     def round(self, messages: Sequenceable[EngineInput]) -> bool:
         """One pass of the loop. True if another should follow at once."""
@@ -250,18 +233,16 @@ class EngineCore(CoreServices):
     def is_idle(self) -> bool:
         return not (self.sequences or self._launched)
 
-    def check_integrity(self) -> None:
-        self.scheduler.check_integrity()
-
     # -- requests in -------------------------------------------------------------------------
 
     def _take(self, message: EngineInput) -> None:
-        if isinstance(message, AddRequest):
-            self._add(message)
-        elif isinstance(message, AbortRequest):
-            self._abort(message.request_id, message.choice)
-        elif isinstance(message, ReleaseRemote):
-            self.connector.on_release(message.remote)
+        match message:
+            case AddRequest():
+                self._add(message)
+            case AbortRequest(request_id, choice):
+                self._abort(request_id, choice)
+            case ReleaseRemote(remote):
+                self.connector.on_release(remote)
 
     def _add(self, request: AddRequest) -> None:
         sequence = Sequence.from_request(request)
@@ -453,8 +434,6 @@ class EngineCore(CoreServices):
         if not self.connector.on_abort(sequence):
             self.scheduler.finish(sequence)
         sequence.phase = Phase.FINISHED
-
-    # -- out ---------------------------------------------------------------------------------
 
     def _flush(self) -> None:
         if deltas := self._output.take():

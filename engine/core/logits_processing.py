@@ -9,11 +9,9 @@
     masks        forbid what a grammar does not allow.
 
 Logprobs are those of the logits before all this. A ban gives way where a grammar allows nothing
-else, so that some token can always be drawn.
-
-Rank 0's `ShapeBook` gives each sequence that needs it a state row; what does not change (prompt,
-bias, penalties) travels to the ranks once, with the row's first step. Each rank's `LogitShaper`
-counts drawn tokens on its device, as they are drawn.
+else. Rank 0's `ShapeBook` gives each sequence that needs it a state row; what does not change
+(prompt, bias, penalties) travels to the ranks once, with the row's first step. Each rank's
+`LogitShaper` counts drawn tokens on its device, as they are drawn.
 """
 
 from collections.abc import Sequence as Sequenceable
@@ -236,7 +234,13 @@ class Shaping:
         if self.bias_at is not None and self.bias is not None:
             flat.index_add_(0, self.bias_at, self.bias)
         if self.penalised is not None and self.penalties is not None:
-            self._penalise(shaped, self.penalised, self.penalties)
+            rows, states = self.penalised.unbind(1)
+            presence, frequency, repetition = (p[:, None] for p in self.penalties.unbind(1))
+            seen, given = self.seen[states], shaped[rows]
+            repeated = torch.where(given > 0, given / repetition, given * repetition)
+            counts = seen >> 1
+            penalty = frequency * counts + presence * (counts > 0)
+            shaped[rows] = torch.where(seen > 0, repeated, given) - penalty
         if self.bans_at is not None or self.allowed is not None:
             shaped.clamp_(min=_LOWEST)
         if self.bans_at is not None:
@@ -244,19 +248,6 @@ class Shaping:
         if self.allowed is not None:
             shaped.masked_fill_(~self.allowed, float("-inf"))
         return shaped
-
-    def _penalise(
-        self, shaped: torch.Tensor, penalised: torch.Tensor, penalties: torch.Tensor
-    ) -> None:
-        rows = penalised[:, 0]
-        seen = self.seen[penalised[:, 1]]
-        presence, frequency, repetition = (p[:, None] for p in penalties.unbind(1))
-        logits = shaped[rows]
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(seen > 0, repeated, logits)
-        counts = seen >> 1
-        logits -= frequency * counts + presence * (counts > 0)
-        shaped[rows] = logits
 
     def drew(self, token_ids: torch.Tensor) -> None:
         """Counts the drawn tokens, int64 [R]."""

@@ -8,12 +8,12 @@ Policy, in order:
    not even fit into what is not quarantined, or is to be pulled beside too much that is being
    written to, lets others pass until it does.
 When a running sequence needs a block and none is available, the latest admitted one is preempted:
-its blocks are released and it waits, at the head of the queue, to be computed again (cheaply,
-as long as its blocks are still cached). A sequence that fits the pool alone therefore always ends.
+its blocks are released and it waits, at the head of the queue, to be computed again. A sequence
+that fits the pool alone therefore always ends.
 
 A sequence with a `remote` reference is not computed: its new blocks become RECEIVING, a pull fills
-them, and `received`, `recompute_in_place` or `abandon` brings it back. Receiving sequences never
-wait for running ones (a pull ends or times out by itself), so neither blocks the other.
+them, and `received`, `recompute_in_place` or `abandon` brings it back. A pull ends or times out by
+itself, so neither receiving nor running sequences block the other.
 
 A step may be planned while the one before it has not finished. Blocks that a sequence gives up go
 back to the allocator only when every launched step that refers to them has finished (I8), and a

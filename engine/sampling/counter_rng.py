@@ -2,13 +2,11 @@
 
     noise = f(seed, choice, position, token id)
 
-No generator has a state, so a draw comes out the same on any server, in any batch, before and after
-a preemption. Rows are keyed by 64 bits of splitmix64 (Steele, Lea, Flood: "Fast splittable
-pseudorandom number generators", 2014) chained over (seed, choice, position). Tokens are mixed in 32
-bits with the constants of lowbias32 (C. Wellons, "Prospecting for hash functions", 2018), half of
-the key entering before the first multiplication and half before the second. Integers wrap, and the
-same integers come out on every device; only the two logarithms at the end may differ in the last
-bit.
+So a draw comes out the same on any server, in any batch, before and after a preemption. Rows are
+keyed by 64 bits of splitmix64 (Steele, Lea, Flood 2014) chained over (seed, choice, position).
+Tokens are mixed in 32 bits with the constants of lowbias32 (C. Wellons 2018), half of the key
+entering before the first multiplication and half before the second. The same integers come out on
+every device; only the two logarithms at the end may differ in the last bit.
 """
 
 import functools

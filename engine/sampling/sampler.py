@@ -7,19 +7,16 @@ A row of temperature 0 takes the largest logit (the lowest id among equals). Ano
 which draws from softmax(logit / temperature) over them. The noise is counter-based, see
 counter_rng.py: a row's token depends on its own logits and parameters, never on its neighbours.
 
-The allowed tokens are found in this order, each step looking at what the one before left, after
-the temperature is applied:
+The allowed tokens are found in this order, after the temperature is applied:
   top_k  the k largest logits;
   top_p  the fewest largest whose probabilities, renormalised over the above, reach p; at least one;
   min_p  those whose probability is at least min_p times the largest one's.
-A token equal to the smallest allowed one is allowed too (as in vLLM's top_k), so the set is a
-function of the values, not of the order in which a sort leaves equal ones. The first two are vLLM's
-semantics; min_p acts last here, as in vLLM's first engine and in transformers.
+A token equal to the smallest allowed one is allowed too, so the set is a function of the values,
+not of the order in which a sort leaves equal ones. The first two are vLLM's semantics; min_p acts
+last, as in transformers. Bias, penalties and masks come before (engine/core/logits_processing.py).
 
-What changes the logits before that (bias, penalties, masks) is in engine/core/logits_processing.py.
-
-Logits that are not numbers: NaN counts as -inf, +inf takes all the probability. A row with nothing
-but NaN and -inf counts as sure of token 0: it is the model that failed, not the batch.
+NaN counts as -inf, +inf takes all the probability. A row with nothing but NaN and -inf counts as
+sure of token 0: it is the model that failed, not the batch.
 """
 
 from collections.abc import Sequence

@@ -15,8 +15,8 @@ class SamplingBatch:
 
     temperature: torch.Tensor  # float32 [S]
     top_p: torch.Tensor  # float32 [S]
-    top_k: torch.Tensor  # int64 [S], 0 is off
     min_p: torch.Tensor  # float32 [S]
+    top_k: torch.Tensor  # int64 [S], 0 is off
     seed: torch.Tensor  # int64 [S]
     choice: torch.Tensor  # int64 [S]
     position: torch.Tensor  # int64 [S], index in its sequence of the token being drawn
@@ -37,29 +37,18 @@ class SamplingBatch:
         """One row per entry; `positions` are those of the tokens being drawn."""
         assert len(params) == len(positions), (len(params), len(positions))
         device = torch.device(device)
-
         sampled = [i for i, p in enumerate(params) if p.temperature > 0]
         restricted = [i for i in sampled if _is_restricted(params[i])]
         free = [i for i in sampled if not _is_restricted(params[i])]
         wanted = [p.num_logprobs for p in params if p.num_logprobs is not None]
-        floats = torch.tensor(
-            [[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float32
-        ).reshape(-1, 3)
-        ints = torch.tensor(
-            [[p.top_k, p.seed, p.choice_index] for p in params], dtype=torch.int64
-        ).reshape(-1, 3)
-        temperature, top_p, min_p = to_device(floats.t().contiguous(), device).unbind()
-        top_k, seed, choice, position = to_device(
-            torch.cat((ints.t(), torch.tensor([list(positions)], dtype=torch.int64))), device
-        ).unbind()
+        floats = [[getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")]
+        ints = [[getattr(p, name) for p in params] for name in ("top_k", "seed", "choice_index")]
+        ints.append(list(positions))
+        host = torch.tensor(floats, dtype=torch.float32), torch.tensor(ints, dtype=torch.int64)
+        shared, counted = (to_device(tensor, device).unbind() for tensor in host)
         return cls(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            choice=choice,
-            position=position,
+            *(shared[0], shared[1], shared[2]),
+            *(counted[0], counted[1], counted[2], counted[3]),
             max_logprobs=max(wanted, default=None),
             free_rows=_rows(free, device),
             restricted_rows=_rows(restricted, device),

@@ -24,22 +24,15 @@ from model.base import CausalLM
 
 logger = logging.getLogger("baton.engine")
 
-# (up to so many rows, one graph for every so many): padding costs little beside reading weights.
-_STEPS: Final = ((8, 4), (64, 8), (128, 16), (512, 32))
-_SMALLEST: Final = (1, 2)
-_LARGEST_STEP: Final = 64
 # Rows whose products cuBLASLt's heuristics serve better than cuBLAS', as measured on an H200.
 _LT_ROWS: Final = range(32, 193)
 
 
 def captured_sizes(max_seqs: int) -> list[int]:
     """Numbers of rows that get a graph, ascending; the last one is `max_seqs`."""
-    sizes = set(_SMALLEST)
-    size = 0
-    while size < max_seqs:
-        size += next((step for limit, step in _STEPS if size < limit), _LARGEST_STEP)
-        sizes.add(size)
-    return [*sorted(size for size in sizes if size < max_seqs), max_seqs]
+    # Padding costs little beside reading weights.
+    small = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32))
+    return [*(n for n in (*small, *range(512, max_seqs, 64)) if n < max_seqs), max_seqs]
 
 
 @dataclass(frozen=True, eq=False)

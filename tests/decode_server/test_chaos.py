@@ -57,8 +57,8 @@ class Chaos:
     def run(self) -> None:
         for _ in range(self.random.randrange(20, 70)):
             self._event()
-            self.pair.p.core.check_integrity()
-            self.pair.d.core.check_integrity()
+            self.pair.p.core.scheduler.check_integrity()
+            self.pair.d.core.scheduler.check_integrity()
         if not self.stays_hung:
             self.pair.d.agent.resume()
         for name in self.asked:

@@ -65,7 +65,7 @@ def run_mixture(pair: Pair, rng: random.Random, num_requests: int) -> None:
         asked[name] = prompt, max_tokens, members
         for _ in range(rng.randrange(4)):
             pair.d.core.round([])
-            pair.d.core.check_integrity()
+            pair.d.core.scheduler.check_integrity()
             if rng.random() < 0.2:
                 victim = rng.choice(list(asked))
                 choice = rng.randrange(asked[victim][2]["num_choices"])

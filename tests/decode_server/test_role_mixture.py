@@ -287,7 +287,7 @@ class _Mixture:
 
     def check_books(self) -> None:
         """Every use of a block is somebody's."""
-        self.core.check_integrity()
+        self.core.scheduler.check_integrity()
         scheduler, wanted = self.core.scheduler, Counter[int]()
         for sequence in scheduler.running:
             assert sequence.phase is Phase.RUNNING

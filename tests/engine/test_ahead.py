@@ -363,7 +363,7 @@ def test_whatever_comes_at_any_look_is_answered_right(
     out.receive = at_a_look  # type: ignore[method-assign]
     for _ in range(500):
         core.round(out.receive(0.0)[0])
-        core.check_integrity()
+        core.scheduler.check_integrity()
         if not (coming or role.pulled) and core.is_idle:
             break
     assert core.is_idle, "it never comes to rest"

@@ -92,7 +92,7 @@ def test_single_choices_can_be_aborted_at_any_time(gone: list[int], rounds: int)
         core.round([])
     for choice in gone:
         core.round([AbortRequest("a", choice)])
-        core.check_integrity()
+        core.scheduler.check_integrity()
     core.round([AbortRequest("a", 7)])  # no such choice
     run_until_idle(core)
     ends = {d.choice: d.finish_reason for d in out.terminals("a")}

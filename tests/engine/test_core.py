@@ -50,7 +50,7 @@ def test_the_books_are_checked_once_when_it_has_been_quiet(
     clock = SimpleNamespace(monotonic=lambda: quiet.now_s, perf_counter=lambda: quiet.now_s)
     monkeypatch.setattr("engine.core.core.time", clock)
     checks: list[float] = []
-    monkeypatch.setattr(core, "check_integrity", lambda: checks.append(quiet.now_s))
+    monkeypatch.setattr(core.scheduler, "check_integrity", lambda: checks.append(quiet.now_s))
     core.run()
     assert quiet.terminals("a") and len(checks) == 1
     assert checks[0] >= 105.0

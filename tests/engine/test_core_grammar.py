@@ -230,7 +230,7 @@ class Held:
 def run_until_ended(core: EngineCore, out: MemoryTransport, *names: str, ends: int = 1) -> None:
     while any(len(out.terminals(name)) < ends for name in names):
         core.round([])
-        core.check_integrity()
+        core.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("slow", [False, True])

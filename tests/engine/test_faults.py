@@ -114,7 +114,7 @@ def test_any_mixture_of_good_and_bad_requests(
         arrivals.setdefault(at, []).append(made)
     for at in range(7):
         core.round(arrivals.get(at, []))
-        core.check_integrity()
+        core.scheduler.check_integrity()
     run_until_idle(core)
     assert_all_blocks_home(core)
     assert core.is_idle

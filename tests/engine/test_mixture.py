@@ -192,12 +192,12 @@ def test_any_mixture_is_answered_right(compiler: GrammarCompiler, seed: int, lat
     )
     for _ in range(25):
         core.round(workload.some())
-        core.check_integrity()
+        core.scheduler.check_integrity()
     out.receive = lambda timeout_s: ([], False)  # type: ignore[method-assign]
     for _ in range(3000):
         if not core.round([]) and not awaited_masks(core) and core.is_idle:
             break
-        core.check_integrity()
+        core.scheduler.check_integrity()
     assert core.is_idle, "it never comes to rest"
     assert_all_blocks_home(core)
     for request in workload.requests.values():

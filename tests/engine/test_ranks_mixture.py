@@ -98,7 +98,7 @@ def _play(rng: random.Random, executor: Ranks, requests: list[AddRequest]) -> Me
         if not core._launched:
             _spoil(core, executor)
         core.round(messages)
-        core.check_integrity()
+        core.scheduler.check_integrity()
     run_until_idle(core)
     assert_all_blocks_home(core)
     return out

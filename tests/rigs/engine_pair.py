@@ -371,7 +371,7 @@ class Pair:
             progressed = False
             for side in sides or (self.p, self.d):
                 progressed |= side.core.round([])
-                side.core.check_integrity()
+                side.core.scheduler.check_integrity()
             if not progressed:
                 threading.Event().wait(0.002)  # the threads' turn
 

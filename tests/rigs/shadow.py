@@ -332,7 +332,7 @@ def run_until_idle(core: EngineCore, max_rounds: int = 2000) -> None:
     for _ in range(max_rounds):
         if not core.round([]) and not awaited_masks(core):
             return
-        core.check_integrity()
+        core.scheduler.check_integrity()
     raise AssertionError("the core never came to rest")
 
 
@@ -376,7 +376,7 @@ def play(workload: Sequence[list[EngineInput]], sizes: Sizes) -> MemoryTransport
     core, executor, out = make_core(max_model_len=sizes.max_model_len, **dataclasses.asdict(sizes))
     for messages in workload:
         core.round(messages)
-        core.check_integrity()
+        core.scheduler.check_integrity()
     run_until_idle(core)
     assert core.is_idle
     assert executor.max_tokens_in_step <= sizes.max_num_batched_tokens
@@ -386,6 +386,6 @@ def play(workload: Sequence[list[EngineInput]], sizes: Sizes) -> MemoryTransport
 
 def assert_all_blocks_home(core: EngineCore) -> None:
     counts = core.scheduler.allocator.counts()
-    core.check_integrity()
+    core.scheduler.check_integrity()
     home = counts[BlockState.FREE] + counts[BlockState.CACHED]
     assert home == core.scheduler.allocator.capacity, counts

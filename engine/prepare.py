@@ -63,7 +63,11 @@ def prepare(
     config = engine_config(settings, role, secret, model_dir, model_config, address)
     check_weights(config, model_config)
     layout = check_geometry(config, model_config)
-    _check_attention(config, model_config)
+    try:
+        check_attention(config, model_config)
+    except UnsupportedPool:
+        if config.device != "cuda" or _has_gpu():
+            raise  # else there is more to say: that there is no GPU, say the ranks
     if isinstance(settings, DecodeSettings):
         check_staging(config, layout)
     else:  # better known before weights are loaded
@@ -91,8 +95,7 @@ def engine_config(
     model_config: ModelConfig,
     address: Callable[[str], str],
 ) -> EngineConfig:
-    device: str = settings.device
-    dtype: str = settings.dtype
+    device, dtype = str(settings.device), str(settings.dtype)
     if device == "auto":
         device = "cuda" if _has_gpu() else "cpu"
     if dtype == "auto":
@@ -168,12 +171,8 @@ def _kv_scales(settings: EngineSettings, model_dir: Path, model_config: ModelCon
     scales = resolve_scales(
         settings.kv_scales, model_config, model_dir, load_format=settings.load_format
     )
-    logger.info(
-        "KV is stored as %s, with scales of %g to %g",
-        settings.kv_cache_dtype,
-        min(scales),
-        max(scales),
-    )
+    found = settings.kv_cache_dtype, min(scales), max(scales)
+    logger.info("KV is stored as %s, with scales of %g to %g", *found)
     return list(scales)
 
 
@@ -193,15 +192,6 @@ def _devices(settings: EngineSettings, device: str) -> list[int]:
             "ranks: name one for each, or change --tp"
         )
     return list(settings.devices)
-
-
-def _check_attention(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Raises UnsupportedPool, unless there is more to say: that there is no GPU, say the ranks."""
-    try:
-        check_attention(config, model_config)
-    except UnsupportedPool:
-        if config.device != "cuda" or _has_gpu():
-            raise
 
 
 def _has_gpu() -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,21 +45,26 @@ class SamplingBatch:
         floats = [[getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")]
         ints = [[getattr(p, name) for p in params] for name in ("top_k", "seed", "choice_index")]
         ints.append(list(positions))
-        host = torch.tensor(floats, dtype=torch.float32), torch.tensor(ints, dtype=torch.int64)
-        shared, counted = (to_device(tensor, device).unbind() for tensor in host)
+        temperature, top_p, min_p = _upload(floats, torch.float32, device).unbind()
+        top_k, seed, choice, position = _upload(ints, torch.int64, device).unbind()
         return cls(
-            *(shared[0], shared[1], shared[2]),
-            *(counted[0], counted[1], counted[2], counted[3]),
+            temperature=temperature,
+            top_p=top_p,
+            min_p=min_p,
+            top_k=top_k,
+            seed=seed,
+            choice=choice,
+            position=position,
             max_logprobs=max(wanted, default=None),
-            free_rows=_rows(free, device),
-            restricted_rows=_rows(restricted, device),
+            free_rows=_upload(free, torch.int64, device) if free else None,
+            restricted_rows=_upload(restricted, torch.int64, device) if restricted else None,
             max_top_k=max((params[i].top_k for i in restricted), default=0),
             has_bare_top_p=any(params[i].top_p < 1 and not params[i].top_k for i in restricted),
         )
 
 
-def _rows(indices: list[int], device: torch.device) -> torch.Tensor | None:
-    return to_device(torch.tensor(indices, dtype=torch.int64), device) if indices else None
+def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def _is_restricted(params: SamplingParams) -> bool:

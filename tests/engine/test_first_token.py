@@ -18,9 +18,9 @@ from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.text.grammar import GrammarCompiler
 from protocol.kv_params import sampling_digest
-from protocol.messages import AddRequest, Grammar, SamplingParams
+from protocol.messages import Grammar, SamplingParams
 from tests.make_models import ensure_model
-from tests.rigs.shadow import masks_of
+from tests.rigs.shadow import add, masks_of
 
 _VOCAB = 512
 _ROWS = 24
@@ -60,13 +60,8 @@ def _first_tokens(
     """Drawn from each row of logits, with a seed of its own."""
     rows = []
     for seed in range(_ROWS):
-        request = AddRequest(
-            request_id=str(seed),
-            token_ids=_PROMPT,
-            sampling=SamplingParams(seed=seed, **params),
-            max_tokens=max_tokens,
-            stop_token_ids=stop,
-        )
+        sampling = SamplingParams(seed=seed, **params)
+        request = add(str(seed), _PROMPT, max_tokens, sampling, stop_token_ids=stop)
         row = Sequence.from_request(request)
         row.phase = Phase.RUNNING
         if request.sampling.grammar is not None:
@@ -83,6 +78,10 @@ def _first_tokens(
     return tokens
 
 
+def _digest(params: dict[str, Any], stop: list[int]) -> str:
+    return sampling_digest(SamplingParams(**params), stop)
+
+
 @given(
     one=_params, changed=_params, stops=st.tuples(*[st.sampled_from(_STOPS)] * 2), data=st.data()
 )
@@ -92,11 +91,7 @@ def test_property_equal_digests_mean_equal_first_tokens(
 ) -> None:
     names = data.draw(st.sets(st.sampled_from(sorted(one)), max_size=3))
     other = {**one, **{name: changed[name] for name in names}}
-    digests = [
-        sampling_digest(SamplingParams(**params), stop)
-        for params, stop in zip((one, other), stops, strict=True)
-    ]
-    if digests[0] == digests[1]:
+    if _digest(one, stops[0]) == _digest(other, stops[1]):
         drawn = _first_tokens(compiler, one, stops[0], max_tokens=1)
         assert drawn == _first_tokens(compiler, other, stops[1])
 
@@ -105,7 +100,8 @@ _PLAIN = {name: some[0] for name, some in _OPTIONS.items()}
 _WARM = {**_PLAIN, "temperature": 1.5}
 _LETTERS = {**_WARM, "grammar": Grammar("regex", "[a-z0-9]*")}
 _ENDS, _BANNED = ([_END], [_END]), {**_PLAIN, "min_tokens": 1}
-_CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[list[int], list[int]]]] = {
+_Pairs = dict[str, tuple[dict[str, Any], dict[str, Any], tuple[list[int], list[int]]]]
+_CHANGES: _Pairs = {
     "temperature": (_PLAIN, _WARM, _ENDS),
     "another temperature": (_WARM, {**_WARM, "temperature": 0.7}, _ENDS),
     "top_p": (_WARM, {**_WARM, "top_p": 0.6}, _ENDS),
@@ -128,15 +124,11 @@ def test_what_changes_the_first_token_changes_the_digest(
     one, other, stops = _CHANGES[name]
     drawn = [_first_tokens(compiler, one, stops[0]), _first_tokens(compiler, other, stops[1])]
     assert drawn[0] != drawn[1]
-    digests = [
-        sampling_digest(SamplingParams(**params), stop)
-        for params, stop in zip((one, other), stops, strict=True)
-    ]
-    assert digests[0] != digests[1]
+    assert _digest(one, stops[0]) != _digest(other, stops[1])
 
 
 _COLD = {**_PLAIN, "top_p": 0.6, "top_k": 3, "min_p": 0.2}
-_NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[list[int], list[int]]]] = {
+_NEUTRAL: _Pairs = {
     "what shapes a distribution, where the draw is greedy": (_PLAIN, _COLD, _ENDS),
     "penalties on outputs": (
         _PLAIN,
@@ -160,6 +152,4 @@ _NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[list[int], list[
 @pytest.mark.parametrize("name", _NEUTRAL)
 def test_what_cannot_change_the_first_token_leaves_the_digest_alone(name: str) -> None:
     one, other, stops = _NEUTRAL[name]
-    assert sampling_digest(SamplingParams(**one), stops[0]) == sampling_digest(
-        SamplingParams(**other, seed=5, choice_index=1), stops[1]
-    )
+    assert _digest(one, stops[0]) == _digest({**other, "seed": 5, "choice_index": 1}, stops[1])

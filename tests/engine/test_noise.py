@@ -62,20 +62,18 @@ def test_token_noise_matches_plain_python_integers() -> None:
             )
 
 
-def test_noise_is_a_function_of_its_key_and_token() -> None:
+@pytest.mark.parametrize("other", [(4, 0, 10), (3, 1, 10), (3, 0, 11)])
+def test_noise_is_a_function_of_every_part_of_its_key_and_of_its_token(
+    other: tuple[int, int, int],
+) -> None:
     whole = gumbel_of_vocabulary(keys_of(3, 0, [10, 11, 12]), 1000)
     ids = torch.tensor([[999, 5, 5], [0, 1, 2], [500, 400, 300]])
     some = gumbel(keys_of(3, 0, [10, 11, 12]), ids)
     assert torch.equal(some, whole.gather(1, ids))
     assert torch.equal(gumbel_of_vocabulary(keys_of(3, 0, [11]), 1000)[0], whole[1])
     assert torch.equal(gumbel_of_vocabulary(keys_of(3, 0, [11]), 400)[0], whole[1, :400])
-
-
-@pytest.mark.parametrize("other", [(4, 0, 10), (3, 1, 10), (3, 0, 11)])
-def test_every_part_of_the_key_matters(other: tuple[int, int, int]) -> None:
-    first = gumbel_of_vocabulary(keys_of(3, 0, [10]), 1000)
-    second = gumbel_of_vocabulary(keys_of(other[0], other[1], [other[2]]), 1000)
-    assert int((first == second).sum()) < 3
+    changed = gumbel_of_vocabulary(keys_of(other[0], other[1], [other[2]]), 1000)
+    assert int((changed[0] == whole[0]).sum()) < 3
 
 
 def test_noise_is_uniform_over_tokens_and_over_positions() -> None:

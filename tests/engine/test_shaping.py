@@ -17,20 +17,15 @@ from engine.core.logits_processing import NO_ROW, LogitShaper, ShapeBook, Shapin
 from engine.core.sequence import Phase, Sequence
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
-from protocol.messages import AddRequest, SamplingParams
+from protocol.messages import SamplingParams
+from tests.rigs.shadow import add
 
 VOCAB = 70  # no multiple of 32
 
 
 def _sequence(prompt: list[int], stop: list[int] | None = None, **sampling: Any) -> Sequence:
-    request = AddRequest(
-        request_id=str(prompt),
-        token_ids=prompt,
-        sampling=SamplingParams(temperature=0.0, **sampling),
-        max_tokens=99,
-        stop_token_ids=stop or [],
-    )
-    sequence = Sequence.from_request(request)
+    params = SamplingParams(temperature=0.0, **sampling)
+    sequence = Sequence.from_request(add("a", prompt, 99, params, stop_token_ids=stop or []))
     sequence.phase = Phase.RUNNING
     return sequence
 
@@ -50,10 +45,6 @@ def _expected(sequence: Sequence, logits: list[float]) -> list[float]:
             logit = -math.inf
         shaped.append(logit)
     return shaped
-
-
-def _probabilities(logits: torch.Tensor) -> torch.Tensor:
-    return logits.double().softmax(-1)
 
 
 class Bench:
@@ -76,9 +67,8 @@ class Bench:
         expected = torch.tensor(
             [_expected(s, row) for s, row in zip(sequences, logits.tolist(), strict=True)]
         )
-        torch.testing.assert_close(
-            _probabilities(shaped), _probabilities(expected), rtol=1e-4, atol=1e-6
-        )
+        probabilities = (x.double().softmax(-1) for x in (shaped, expected))
+        torch.testing.assert_close(*probabilities, rtol=1e-4, atol=1e-6)
         batch = SamplingBatch.from_params(
             [s.sampling for s in sequences], [len(s.token_ids) for s in sequences]
         )
@@ -134,23 +124,16 @@ def test_rows_that_need_nothing_are_left_alone_and_cost_nothing() -> None:
     assert len(bench.shaper.seen) == 0, "no penalties, no table"
 
 
-def test_a_prompt_travels_once() -> None:
+def test_a_prompt_travels_once_with_the_tokens_that_were_drawn_elsewhere() -> None:
     book = ShapeBook()
-    sequence = _sequence([7] * 10, presence_penalty=1.0, logit_bias={1: 2.0})
-    first = book.plan([sequence], [10])
-    assert first is not None and first.setups[0].prompt_ids == [7] * 10
-    sequence.token_ids.append(3)
-    again = book.plan([sequence], [11])
-    assert again is not None and again.setups == [] and again.rows == first.rows
-
-
-def test_a_token_drawn_elsewhere_counts_as_an_output() -> None:
-    book = ShapeBook()
-    sequence = _sequence([7, 8], frequency_penalty=1.0)
+    sequence = _sequence([7, 8], presence_penalty=1.0, logit_bias={1: 2.0})
     sequence.token_ids.append(9)
-    plan = book.plan([sequence], [3])
-    assert plan is not None
-    assert (plan.setups[0].prompt_ids, plan.setups[0].output_ids) == ([7, 8], [9])
+    first = book.plan([sequence], [3])
+    assert first is not None
+    assert (first.setups[0].prompt_ids, first.setups[0].output_ids) == ([7, 8], [9])
+    sequence.token_ids.append(3)
+    again = book.plan([sequence], [4])
+    assert again is not None and again.setups == [] and again.rows == first.rows
 
 
 def test_state_rows_are_taken_back_from_what_no_longer_runs() -> None:

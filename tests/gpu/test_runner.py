@@ -4,7 +4,7 @@ One GPU; the small trained models where they are found, else dummy weights of sm
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,22 +67,30 @@ def tables_for(num_tokens: int) -> np.ndarray:
     return order.astype(np.int32).reshape(len(PROMPTS), width)
 
 
+def step_of(
+    parts: Sequence[Sequence[int]],
+    context_lens: Sequence[int],
+    sampling: SamplingParams = GREEDY,
+    **members: Any,
+) -> StepInput:
+    """The tokens of so many of PROMPTS' sequences, each of which draws."""
+    return StepInput(
+        token_ids=np.concatenate([np.array(part, np.int64) for part in parts]),
+        query_lens=np.array([len(part) for part in parts], np.int32),
+        context_lens=np.array(context_lens, np.int32),
+        block_tables=tables_for(160)[: len(parts)],
+        sample_rows=np.arange(len(parts), dtype=np.int32),
+        sampling=[sampling] * len(parts),
+        **members,
+    )
+
+
 def step_at(
     index: int, parts: list[list[int]], sampling: SamplingParams, *, is_masked: bool = False
 ) -> StepInput:
     """Step `index` of PROMPTS' continuation; the first one computes the prompts, else `parts`."""
-    parts = parts if index else PROMPTS
-    done = [len(prompt) + index - 1 if index else 0 for prompt in PROMPTS]
-    lens = np.array([len(part) for part in parts], np.int32)
-    return StepInput(
-        token_ids=np.concatenate([np.array(part, np.int64) for part in parts]),
-        query_lens=lens,
-        context_lens=np.array(done, np.int32) + lens,
-        block_tables=tables_for(160),
-        sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
-        sampling=[sampling] * len(PROMPTS),
-        is_masked=is_masked,
-    )
+    context_lens = [len(prompt) + index for prompt in PROMPTS]
+    return step_of(parts if index else PROMPTS, context_lens, sampling, is_masked=is_masked)
 
 
 DRAWN_BEFORE = [[-1 - row] for row in range(len(PROMPTS))]  # by the step before, which is under way
@@ -117,21 +125,15 @@ def assert_same_but_for_ties(
     assert is_clear.float().mean() > 0.3
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("name", SERVED)
-def test_flashinfer_in_graphs_continues_like_torch(name: str) -> None:
+def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(
+    name: str, backend: str
+) -> None:
     with runner_for(MODELS[name]) as runner:
         assert runner.graphs is not None
         tokens, logits = decode(runner, 24)
-    with runner_for(MODELS[name], attention_backend="torch", enforce_eager=True) as runner:
-        _, expected = decode(runner, 24, forced=tokens)
-    assert_same_but_for_ties(tokens, logits, expected)
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_graphs_equal_eager(name: str) -> None:
-    with runner_for(MODELS[name]) as runner:
-        tokens, logits = decode(runner, 24)
-    with runner_for(MODELS[name], enforce_eager=True) as runner:
+    with runner_for(MODELS[name], attention_backend=backend, enforce_eager=True) as runner:
         assert runner.graphs is None
         _, expected = decode(runner, 24, forced=tokens)
     assert_same_but_for_ties(tokens, logits, expected)
@@ -183,18 +185,12 @@ _BANS = [True, *[False] * (len(PROMPTS) - 1)]
 def test_launching_a_decode_step_waits_for_nothing(
     sampling: SamplingParams, shaped: bool, masked: bool, copies: list[tuple[int, int]]
 ) -> None:
-    def step(index: int, *, first: bool) -> StepInput:
-        ones = np.ones(len(PROMPTS), np.int32)
-        return StepInput(
-            token_ids=np.arange(5, dtype=np.int64) if first else -1 - np.arange(5, dtype=np.int64),
-            query_lens=ones,
-            context_lens=ones * (40 + index),
-            block_tables=tables_for(160),
-            sample_rows=np.arange(len(PROMPTS), dtype=np.int32),
-            sampling=[sampling] * len(PROMPTS),
-            shapes=StepShapes(_ROWS, _BANS, [_SETUP] if first else []) if shaped else None,
-            is_masked=masked,
-            copies=copies,
+    def step(index: int) -> StepInput:
+        parts = DRAWN_BEFORE if index else [[token] for token in range(len(PROMPTS))]
+        shapes = StepShapes(_ROWS, _BANS, [] if index else [_SETUP]) if shaped else None
+        context_lens = [40 + index] * len(PROMPTS)
+        return step_of(
+            parts, context_lens, sampling, shapes=shapes, is_masked=masked, copies=copies
         )
 
     with runner_for(MODELS[SERVED[0]]) as runner:
@@ -205,7 +201,7 @@ def test_launching_a_decode_step_waits_for_nothing(
             mode = "error" if index > 2 else "default"  # kernels are compiled by then
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                under_way.append(runner.launch(step(index, first=not index)))
+                under_way.append(runner.launch(step(index)))
                 if masked:
                     under_way[-1].draw(masks)
             finally:
@@ -231,37 +227,25 @@ def no_memory() -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def _step_of_one(token_ids: list[int], context_len: int, *, is_masked: bool = False) -> StepInput:
-    return StepInput(
-        token_ids=np.array(token_ids),
-        query_lens=np.array([len(token_ids)], np.int32),
-        context_lens=np.array([context_len], np.int32),
-        block_tables=tables_for(160)[:1],
-        sample_rows=np.zeros(1, np.int32),
-        sampling=[GREEDY],
-        is_masked=is_masked,
-    )
-
-
 def test_a_step_that_runs_out_of_memory_can_be_taken_again() -> None:
     with runner_for(MODELS[SERVED[0]]) as runner:
-        first = _step_of_one(PROMPTS[0], 70)
+        first = step_of(PROMPTS[:1], [70])
         expected = runner.execute(first).token_ids
-        expected += runner.execute(_step_of_one(expected, 71)).token_ids
+        expected += runner.execute(step_of([expected], [71])).token_ids
         under_way = runner.launch(first)
         with no_memory(), pytest.raises(StepFailed, match="OutOfMemoryError"):
-            runner.launch(_step_of_one(PROMPTS[3], 130))
+            runner.launch(step_of([PROMPTS[3]], [130]))
         drawn = under_way.result().token_ids  # what was launched before is as ever
-        assert drawn + runner.execute(_step_of_one(drawn, 71)).token_ids == expected
+        assert drawn + runner.execute(step_of([drawn], [71])).token_ids == expected
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_masks_that_run_out_of_memory_can_be_drawn_again(enforce_eager: bool) -> None:
     with runner_for(MODELS[SERVED[0]], enforce_eager=enforce_eager) as runner:
         masks = np.full((1, -(-runner.model_config.vocab_size // 32)), -1, np.int32)
-        drawn = runner.execute(_step_of_one(PROMPTS[0], 70)).token_ids
-        expected = runner.execute(_step_of_one(drawn, 71)).token_ids
-        step = _step_of_one(drawn, 71, is_masked=True)
+        drawn = runner.execute(step_of(PROMPTS[:1], [70])).token_ids
+        expected = runner.execute(step_of([drawn], [71])).token_ids
+        step = step_of([drawn], [71], is_masked=True)
         under_way = runner.launch(step)
         with no_memory(), pytest.raises(StepFailed, match="OutOfMemoryError"):
             under_way.draw(masks)
@@ -287,14 +271,8 @@ def test_draws_with_a_seed_are_those_of_the_cpu(name: str) -> None:
     drawn = []
     for device in ("cuda", "cpu"):
         with runner_for(MODELS[name], **options, device=device) as runner:
-            step = StepInput(
-                token_ids=np.array(PROMPTS[0]),
-                query_lens=np.array([70], np.int32),
-                context_lens=np.array([70], np.int32),
-                block_tables=tables_for(160)[:1],
-                sample_rows=np.zeros(1, np.int32),
-                sampling=[SamplingParams(temperature=0.9, top_p=0.9, seed=7, num_logprobs=3)],
-            )
+            params = SamplingParams(temperature=0.9, top_p=0.9, seed=7, num_logprobs=3)
+            step = step_of(PROMPTS[:1], [70], params)
             drawn.append([runner.execute(step).token_ids for _ in range(2)])
     assert drawn[0] == drawn[1]
     assert drawn[0][0] == drawn[0][1]
@@ -314,26 +292,7 @@ def test_the_pool_is_sized_from_what_is_free(name: str) -> None:
         assert size.num_blocks == budget // block_bytes
 
 
-@pytest.mark.parametrize("name", SERVED[:1])
-def test_a_gpu_that_is_not_there_is_named(name: str) -> None:
-    config = config_for(MODELS[name], devices=[77])
-    with pytest.raises(ValueError, match=r"GPU 77, but this machine has .*--devices"):
-        ModelRunner(config, load_config(MODELS[name]), Parallel(0, 1))
-
-
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
     with pytest.raises(MemoryTooSmall, match=r"GiB were left when 1024.00 GiB were missing; use"):
         with fitting("a whole", torch.device("cuda", 0), "use a half"):
             torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
-
-
-@pytest.mark.parametrize("name", SERVED[:1])
-def test_a_pool_larger_than_the_gpu_is_refused(name: str) -> None:
-    with runner_for(MODELS[name], kv_cache_bytes=2**42) as runner:
-        with pytest.raises(MemoryTooSmall, match=r"--kv-cache-bytes .*lower --kv-cache-bytes"):
-            size_pool(
-                runner.config,
-                block_bytes=runner.layout(2).block_bytes,
-                model_max_len=512,
-                free_bytes=kv_budget_bytes(runner),
-            )

@@ -21,15 +21,11 @@ class InvalidGeometry(ValueError):
 
 
 def check_weights(config: EngineConfig, model: ModelConfig, free_bytes: int | None = None) -> None:
-    """Refuses weights that the files do not have, or that no memory can hold: the sizes of all that
-    follows are the model's.
+    """Refuses weights that the files do not have (ModelLoadError), or that no memory can hold
+    (InvalidGeometry): the sizes of all that follows are the model's.
 
     Args:
         free_bytes: of this machine or container; None: what is free now.
-
-    Raises:
-        ModelLoadError: config.json contradicts the weights beside it.
-        InvalidGeometry: says how much memory there is, and what takes most of it.
     """
     elements, fix = num_elements(model), "use a smaller model, or a machine with more memory"
     if config.load_format != "dummy":
@@ -50,8 +46,7 @@ def check_weights(config: EngineConfig, model: ModelConfig, free_bytes: int | No
 
 
 def _elements_beside_files(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
-    """Elements of weights that cannot be used where the files are mapped on a CPU, and what helps
-    against them."""
+    """Elements of weights that cannot be used where files are mapped, and what helps."""
     stored = stored_elements(Path(config.model_dir))
     mapped = sum(stored[name] for name, dtype in _STORED.items() if dtype == config.dtype)
     copied, fix = stored.total() - mapped, "use --no-pack-weights"
@@ -84,10 +79,8 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
 
 
 def check_staging(config: EngineConfig, layout: KVLayout) -> None:
-    """Raises InvalidGeometry when the staging memory cannot hold two blocks of `layout`.
-
-    A peer's blocks may be larger still: the planner decides that, pull by pull.
-    """
+    """Raises InvalidGeometry when the staging memory cannot hold two blocks of `layout`. A peer's
+    may be larger still: the planner decides that, pull by pull."""
     least = least_staging_bytes(layout)
     if config.staging_bytes < least:
         raise InvalidGeometry(
@@ -98,11 +91,8 @@ def check_staging(config: EngineConfig, layout: KVLayout) -> None:
 
 
 def check_attention(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuses a model or options that no rank's attention backend would serve.
-
-    Raises:
-        UnsupportedPool: names the limit, what was found and which option helps.
-    """
+    """Raises UnsupportedPool, with the option that helps, where no rank's attention backend would
+    serve the model."""
     own = model.num_heads // config.tp
     for num_q_heads in sorted({own, own * config.dcp}):
         wanted = wanted_of(config, model, num_q_heads)
@@ -122,12 +112,8 @@ def wanted_of(config: EngineConfig, model: ModelConfig, num_q_heads: int) -> Wan
 
 
 def step_limits(config: EngineConfig, *, of_group: bool) -> StepLimits:
-    """The largest steps of a rank's attention backend.
-
-    Args:
-        of_group: for the heads of all ranks that share tokens, which only decodes attend with;
-            prompts then have a backend of their own.
-    """
+    """The largest steps of a rank's attention backend; `of_group`: of that for the heads of all
+    ranks that share tokens, which only decodes attend with."""
     seqs = config.max_num_seqs
     captures = not config.enforce_eager
     if of_group:

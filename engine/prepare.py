@@ -49,11 +49,7 @@ def prepare(
     model_dir: Path,
     address: Callable[[str], str],
 ) -> Prepared:
-    """What to start.
-
-    Args:
-        secret: the cluster's.
-        address: of a socket of this engine, by its name.
+    """What to start; `address` gives that of a socket of this engine, by its name.
 
     Raises:
         StartFailure, ValueError, OSError: options, model and machine do not go together.
@@ -145,11 +141,8 @@ def _request_defaults(settings: EngineSettings, model_dir: Path) -> GenerationCo
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """What of the file requests can say, too; nothing where there is no such file.
-
-    Raises:
-        ModelLoadError: a value that no request may have; names it, and how to do without.
-    """
+    """What of the file requests can say, too; nothing where there is no such file. Raises
+    ModelLoadError for a value that no request may have."""
     path = folder / "generation_config.json"
     try:
         found = json.loads(path.read_text("utf-8"))

@@ -90,14 +90,9 @@ class PendingStep(Protocol):
     """A launched step."""
 
     def draw(self, masks: Int32s) -> None:
-        """Has the tokens of a masked step drawn; to be called before anything else is launched.
-
-        Args:
-            masks: [R, ceil(V / 32)], bit t % 32 of word t // 32 set where a row may draw token t.
-
-        Raises:
-            StepFailed: they could not be; the step has ended, and is not asked for its result.
-        """
+        """Has the tokens of a masked step drawn, before anything else is launched; `masks` is
+        [R, ceil(V / 32)], bit t % 32 of word t // 32 set where a row may draw token t. Raises
+        StepFailed: the step has ended, and is not asked for its result."""
 
     def has_ended(self) -> bool:
         """Whether `result` would not wait."""
@@ -114,11 +109,7 @@ class Executor(Protocol):
         """Steps that may be under way when another is launched."""
 
     def launch(self, step: StepInput) -> PendingStep:
-        """Begins a step.
-
-        Raises:
-            StepFailed: it did not begin, and others still can.
-        """
+        """Begins a step. Raises StepFailed: it did not begin, and others still can."""
 
 
 def build_step(
@@ -126,11 +117,10 @@ def build_step(
     book: ShapeBook,
     copies: Sequenceable[CopyBlock] = (),
 ) -> StepInput:
-    """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences, `copies`
-    is what the scheduler wants copied first."""
+    """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences."""
     sequences = [item.sequence for item in scheduled]
-    starts = [item.start for item in scheduled]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
+    context_lens = query_lens + np.array([item.start for item in scheduled], dtype=np.int32)
     tokens: list[int] = []
     for item in scheduled:
         stop = item.start + item.num_tokens
@@ -141,7 +131,6 @@ def build_step(
     for row, sequence in enumerate(sequences):
         tables[row, : len(sequence.block_ids)] = sequence.block_ids
     drawing = [index for index, item in enumerate(scheduled) for _ in item.draws]
-    context_lens = np.array(starts, dtype=np.int32) + query_lens
     draws = [sequence for item in scheduled for sequence in item.draws]
     return StepInput(
         token_ids=np.array(tokens, dtype=np.int64),

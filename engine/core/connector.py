@@ -60,11 +60,8 @@ class KVConnector:
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         """The sequence ended with a token, its blocks still in hand. The connector takes another
-        reference on what it wants to keep of them; the core releases the sequence's own.
-
-        Returns:
-            kv_transfer_params for the answer, or None.
-        """
+        reference on what it wants to keep of them; the core releases the sequence's own. Returns
+        kv_transfer_params for the answer."""
         return None
 
     def on_abort(self, sequence: Sequence) -> bool:

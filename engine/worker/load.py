@@ -83,15 +83,8 @@ def load(
 def check_weights_fit(
     num_weights: int, free_bytes: int, total_bytes: int, config: EngineConfig, device: str
 ) -> None:
-    """Refuses a model before minutes are spent on loading what cannot fit.
-
-    Args:
-        num_weights: elements, of all ranks.
-        free_bytes, total_bytes: of the device's memory.
-
-    Raises:
-        MemoryTooSmall: says how much is missing and which option helps.
-    """
+    """Raises MemoryTooSmall before minutes are spent on loading what cannot fit; `num_weights` are
+    elements of all ranks."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     needed_bytes = num_weights // config.tp * dtype.itemsize  # at least: some are whole on each
     if needed_bytes <= free_bytes:
@@ -105,11 +98,7 @@ def check_weights_fit(
 
 
 def check_devices(config: EngineConfig) -> None:
-    """Every rank looks at all ranks' GPUs, before they wait for each other.
-
-    Raises:
-        ValueError: one is not there.
-    """
+    """Every rank looks at all ranks' GPUs, before they wait for each other. Raises ValueError."""
     if config.device != "cuda":
         return
     if not torch.cuda.is_available():

@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from attention.dcp import ContextParallelBackend
 from attention.registry import create_backend
 from engine.config import EngineConfig
 from engine.geometry import step_limits
-from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from model.base import CausalLM
@@ -33,12 +31,9 @@ class MemoryTooSmall(Exception):
     """The KV pool cannot hold one sequence; the message says what is missing and what helps."""
 
 
-@dataclass(frozen=True)
-class PoolSize:
-    """Blocks of a KV pool, the null block included, and the longest sequence it serves."""
-
-    num_blocks: int
-    max_model_len: int  # tokens
+class PoolSize(NamedTuple):
+    num_blocks: int  # of a KV pool, the null block included
+    max_model_len: int  # tokens of the longest sequence it serves
     explanation: str
 
 
@@ -55,15 +50,9 @@ def longest(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def make_memory(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: CausalLM,
-    layout: KVLayout,
-    device: torch.device,
+    config: EngineConfig, model_config: ModelConfig, model: CausalLM, pool: KVPool
 ) -> RankMemory:
-    """A pool of `layout`, and what reads it."""
     spec, context = model.attention_spec, model.parallel.context
-    pool = KVPool(layout, device, config.kv_scales)
 
     def make(over: KVPool, num_q_heads: int) -> AttentionBackend:
         return create_backend(
@@ -92,12 +81,8 @@ def make_memory(
 
 
 def free_gpu_bytes(device: torch.device, utilization: float, *, peak_bytes: int) -> int:
-    """Bytes of a GPU that KV may take. Negative where steps alone take more than they may.
-
-    Args:
-        utilization: part of the GPU's memory that this process may bring to use, 0 to 1.
-        peak_bytes: what torch had allocated at most, weights included, in the largest step.
-    """
+    """Bytes of a GPU that KV may take, negative where steps alone take more than they may.
+    `peak_bytes`, weights included, is what torch had allocated at most in the largest step."""
     free, total = torch.cuda.mem_get_info(device)
     # Taken outside torch's allocator: contexts, kernels, and other processes on this GPU.
     elsewhere = total - free - torch.cuda.memory_reserved(device)
@@ -106,15 +91,8 @@ def free_gpu_bytes(device: torch.device, utilization: float, *, peak_bytes: int)
 
 @contextmanager
 def fitting(what: str, device: torch.device, fix: str) -> Iterator[None]:
-    """Around what takes GPU memory at start.
-
-    Args:
-        what: that must fit, the subject of a sentence.
-        fix: which options help.
-
-    Raises:
-        MemoryTooSmall: it does not fit; says what is missing.
-    """
+    """Around what takes GPU memory at start: raises MemoryTooSmall with what is missing, and the
+    options that help (`fix`), where it does not fit. `what` is the subject of a sentence."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -132,9 +110,9 @@ def size_pool(
     """Decides the number of blocks from the options, or from what is free.
 
     Args:
-        block_bytes: bytes of one block on this rank.
-        model_max_len: longest sequence the model's positions allow, in tokens.
-        free_bytes: memory of the device that this rank may count on.
+        block_bytes: of one block on this rank.
+        model_max_len: tokens of the longest sequence that the model's positions allow.
+        free_bytes: of the device, for this rank to count on.
 
     Raises:
         MemoryTooSmall: not even one sequence of the wanted length fits.

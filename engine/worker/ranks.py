@@ -47,12 +47,7 @@ class RankLost(Exception):
 
 class OtherRanks:
     """The processes of an engine's other ranks, to tell what failed here from what failed because
-    one of them is gone. Those that cannot be watched are taken to live.
-
-    Args:
-        own: this rank.
-        processes: by rank.
-    """
+    one of them is gone. Those that cannot be watched are taken to live. `processes` are by rank."""
 
     def __init__(self, own: int, processes: Sequence[ProcessRecord | None]) -> None:
         self._watched: dict[int, tuple[int, Watched]] = {}
@@ -68,12 +63,9 @@ class OtherRanks:
                 logger.debug("rank %d: %s", rank, error)
 
     def blame(self, error: Exception) -> None:
-        """To be called when something has failed. A rank that is being torn down is waited for, so
-        that whoever started the ranks knows why it ended before this one ends of it.
-
-        Raises:
-            RankLost: from `error`; another rank has ended.
-        """
+        """To be called when something has failed: raises RankLost, from `error`, where another
+        rank has ended. One that is being torn down is waited for, so that whoever started the ranks
+        knows why it ended before this one ends of it."""
         if self._ended is not None:
             raise RankLost(f"rank {self._ended} has ended") from error
         started = time.monotonic()

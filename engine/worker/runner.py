@@ -24,6 +24,7 @@ from engine.worker.in_flight_step import LastSampledTokens, LaunchedStep
 from engine.worker.load import load, open_device
 from engine.worker.memory import RankMemory, fitting, longest, make_memory
 from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
 from kvcache.step_watch import StepWatch
 from model.config import ModelConfig
 from model.parallel import Parallel
@@ -69,8 +70,8 @@ class ModelRunner:
         return self.memory
 
     def make_memory(self, num_blocks: int) -> RankMemory:
-        layout = self.layout(num_blocks)
-        return make_memory(self.config, self.model_config, self.model, layout, self.device)
+        pool = KVPool(self.layout(num_blocks), self.device, self.config.kv_scales)
+        return make_memory(self.config, self.model_config, self.model, pool)
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:

@@ -159,6 +159,7 @@ def _dummy(kind: str, folder: Path) -> Path:
         **_SHAPES[kind],
         "architectures": [architecture],
         "model_type": "llama" if kind == "gqa" else "deepseek_v2",
+        "num_hidden_layers": 2,
         "max_position_embeddings": _CONTEXT,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,

@@ -172,7 +172,7 @@ class BlockAllocator:
     def release(self, blocks: Iterable[int]) -> None:
         """One use of each block less. Pass a sequence's blocks in order: the last ones, whose
         content helps the fewest others, are then the first to be evicted."""
-        for block in reversed(self._checked("release", blocks, self._is_used)):
+        for block in reversed(self._checked("release", blocks, lambda b: self._uses[b] > 0)):
             self._uses[block] -= 1
             self._settle(block)
 
@@ -184,7 +184,8 @@ class BlockAllocator:
 
     def end_lease(self, blocks: Iterable[int]) -> None:
         """One lease of each block less; order as for `release`."""
-        for block in reversed(self._checked("end the lease of", blocks, self._is_leased)):
+        ids = self._checked("end the lease of", blocks, lambda b: self._leases[b] > 0)
+        for block in reversed(ids):
             self._leases[block] -= 1
             self._settle(block)
 
@@ -196,24 +197,20 @@ class BlockAllocator:
 
     def received(self, blocks: Iterable[int]) -> None:
         """RECEIVING -> USED with one use."""
-        for block in self._checked("have received", blocks, self._is_receiving):
+        for block in self._moved("have received", blocks, BlockState.RECEIVING, BlockState.USED):
             self._uses[block] = 1
-            self._move(block, BlockState.USED)
 
     def cancel_receive(self, blocks: Iterable[int]) -> None:
         """RECEIVING -> FREE, once nothing can write to the blocks any more."""
-        for block in reversed(self._checked("cancel receiving", blocks, self._is_receiving)):
-            self._move(block, BlockState.FREE)
+        self._moved("cancel receiving", blocks, BlockState.RECEIVING, BlockState.FREE)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         """RECEIVING -> QUARANTINED: the transfer was given up but may still write (I7)."""
-        for block in self._checked("quarantine", blocks, self._is_receiving):
-            self._move(block, BlockState.QUARANTINED)
+        self._moved("quarantine", blocks, BlockState.RECEIVING, BlockState.QUARANTINED)
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
         """QUARANTINED -> FREE, once the last handle has ended."""
-        for block in reversed(self._checked("unquarantine", blocks, self._is_quarantined)):
-            self._move(block, BlockState.FREE)
+        self._moved("unquarantine", blocks, BlockState.QUARANTINED, BlockState.FREE)
 
     def mark_cached(self, block: int) -> None:
         """The prefix index has an entry for a USED or LEASED block from now on."""
@@ -222,7 +219,7 @@ class BlockAllocator:
 
     def unmark_cached(self, block: int) -> None:
         """The prefix index gave its entry up; a CACHED block becomes FREE."""
-        (block,) = self._checked("unmark as cached", (block,), self._cached.__getitem__)
+        (block,) = self._checked("unmark as cached", (block,), self.is_cached)
         self._cached[block] = False
         self._settle(block)
 
@@ -274,23 +271,19 @@ class BlockAllocator:
             raise BlockStateError(f"cannot {verb} {ids}: a block occurs twice")
         return ids
 
+    def _moved(
+        self, verb: str, blocks: Iterable[int], old: BlockState, new: BlockState
+    ) -> list[int]:
+        ids = self._checked(verb, blocks, lambda block: self._states[block] is old)
+        for block in reversed(ids):
+            self._move(block, new)
+        return ids
+
     def _holds_bytes(self, block: int) -> bool:
         return self._states[block] in _HOLDS_BYTES
 
-    def _is_used(self, block: int) -> bool:
-        return self._uses[block] > 0
-
-    def _is_leased(self, block: int) -> bool:
-        return self._leases[block] > 0
-
     def _is_exclusively_used(self, block: int) -> bool:
         return self._uses[block] == 1 and not self._leases[block] and not self._cached[block]
-
-    def _is_receiving(self, block: int) -> bool:
-        return self._states[block] is BlockState.RECEIVING
-
-    def _is_quarantined(self, block: int) -> bool:
-        return self._states[block] is BlockState.QUARANTINED
 
     def _is_markable(self, block: int) -> bool:
         return not self._cached[block] and bool(self._uses[block] or self._leases[block])

@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 _MAX_TOMBSTONES = 65536
 _TOMBSTONE_S = 600.0
@@ -47,8 +48,7 @@ class _Held:
     deadline: float
 
 
-@dataclass(frozen=True)
-class _Tombstone:
+class _Tombstone(NamedTuple):
     outcome: LeaseState
     attempt_id: str | None  # of the completion
     ended_at: float
@@ -67,9 +67,6 @@ class LeaseTable:
         self._deadlines: list[tuple[float, str]] = []  # a heap; renewed leases leave old entries
         self._ended: list[EndedLease] = []
         self.ended_counts = Counter[LeaseState]()  # since the start
-
-    def __repr__(self) -> str:
-        return f"<LeaseTable {len(self._held)} held, {len(self._ended)} to collect>"
 
     @property
     def num_held(self) -> int:
@@ -150,11 +147,6 @@ class LeaseTable:
             return LeaseState.HELD
         grave = self._tombstones.get(lease_id)
         return grave.outcome if grave else None
-
-    def held_blocks(self) -> list[int]:
-        """Blocks of held and uncollected leases, one entry for each lease that has them."""
-        held = [block for lease in self._held.values() for block in lease.block_ids]
-        return held + [block for lease in self._ended for block in lease.block_ids]
 
     def _end(self, lease_id: str, outcome: LeaseState, attempt_id: str | None, now: float) -> None:
         lease = self._held.pop(lease_id)

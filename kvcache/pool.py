@@ -126,12 +126,9 @@ def _allocate(nbytes: int, device: torch.device, shared: SharedMemory | None) ->
     """Zeroed uint8[nbytes]; the tensor keeps the mapping alive."""
     if device.type != "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        mapping = shared.mapping if shared else _anonymous(nbytes)
+        mapping = shared.mapping if shared else mmap.mmap(-1, nbytes, flags=flags)
     except OSError as error:
         raise MemoryError(f"a KV pool of {nbytes} bytes does not fit: {error}") from error
     return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
-
-
-def _anonymous(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

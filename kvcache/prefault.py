@@ -45,7 +45,7 @@ class Prefault:
         self._parts: Iterator[tuple[int, int]] = iter(())
         self._next: tuple[int, int] | None = None
         self._libc = ctypes.CDLL(None)
-        self._extend(-1)
+        self.reach(-1)
 
     @property
     def done(self) -> bool:
@@ -54,9 +54,6 @@ class Prefault:
 
     def reach(self, block_id: int) -> None:
         """Blocks up to this one are in use; those after it come next."""
-        self._extend(block_id)
-
-    def _extend(self, block_id: int) -> None:
         self._target = max(self._target, min(self._num_blocks, block_id + 1 + self._ahead))
 
     def step(self) -> None:
@@ -96,11 +93,8 @@ class PrefaultThread(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        while not self._stopping.wait(self._pause_s()):
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopping.wait(_LOOK_S if self._prefault.done else pause_s):
             self._prefault.reach(self._pool.highest_block)
             self._prefault.step()
-
-    def _pause_s(self) -> float:
-        if self._prefault.done:
-            return _LOOK_S
-        return _FIRST_PAUSE_S if self._pool.highest_block < 0 else _LATER_PAUSE_S
+            pause_s = _FIRST_PAUSE_S if self._pool.highest_block < 0 else _LATER_PAUSE_S

@@ -20,12 +20,12 @@ Who holds what:
   evicted first; the exception is the sequence of the point above, and when that publishes again,
   it publishes its own copies of whatever is missing.
 
-Publishing resumes at the deepest block of the sequence that is known, so a long decode hashes
-each of its tokens once. One thread owns an index, the allocator's.
+A cursor tells where publishing a sequence resumes, so a long decode hashes each of its tokens once.
+One thread owns an index, the allocator's.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvcache.blocks import BlockAllocator, BlockStateError, IntegrityError
 
@@ -44,17 +44,10 @@ class _Node:
         self.depth_blocks: int = 0 if parent is None else parent.depth_blocks + 1
         self.children: dict[bytes, _Node] = {}
 
-    @property
-    def is_root(self) -> bool:
-        return self.depth_blocks == 0
-
 
 class PrefixCursor:
-    """How far one sequence is published, kept by its owner between calls of `publish`.
-
-    It only saves work, and only where the sequence's blocks are copies of published ones. It
-    belongs to one sequence, whose tokens may grow but not change.
-    """
+    """How far one sequence is published, kept by its owner between calls of `publish`: it saves
+    work. The sequence's tokens may grow but not change."""
 
     __slots__ = ("_node",)
 
@@ -107,7 +100,6 @@ class PrefixIndex:
         self,
         token_ids: Sequence[int],
         block_ids: Sequence[int],
-        start_block: int = 0,
         *,
         cursor: PrefixCursor | None = None,
     ) -> None:
@@ -116,7 +108,6 @@ class PrefixIndex:
         Args:
             token_ids: tokens of the sequence from its start; at least all that `block_ids` hold.
             block_ids: the sequence's full blocks from its start, each in use or leased.
-            start_block: blocks before this one were published by an earlier call, or were hits.
             cursor: the sequence's own; see PrefixCursor.
 
         Raises:
@@ -128,7 +119,9 @@ class PrefixIndex:
                 f"{len(block_ids)} full blocks of {self.block_size} tokens cannot hold "
                 f"{len(token_ids)} tokens"
             )
-        node = self._resume(block_ids, start_block, cursor)
+        node = cursor._node if cursor is not None and cursor._node is not None else self._root
+        if node.block == _DROPPED or node.depth_blocks > len(block_ids):
+            node = self._root
         for at in range(node.depth_blocks, len(block_ids)):
             key = self._key(token_ids, at)
             child = node.children.get(key)
@@ -144,25 +137,6 @@ class PrefixIndex:
         """The token ids of full block number `at`, as bytes."""
         start = at * self.block_size
         return array("q", token_ids[start : start + self.block_size]).tobytes()
-
-    def _resume(
-        self, block_ids: Sequence[int], start_block: int, cursor: PrefixCursor | None
-    ) -> _Node:
-        """The deepest node that is known to stand for a prefix of this sequence."""
-        if cursor is not None and cursor._node is not None:
-            node = cursor._node
-            if node.block != _DROPPED and node.depth_blocks <= len(block_ids):
-                return node
-        for at in range(min(start_block, len(block_ids)) - 1, -1, -1):
-            found = self._nodes.get(block_ids[at])
-            if found is not None:
-                if found.depth_blocks != at + 1:
-                    raise BlockStateError(
-                        f"block {block_ids[at]} is number {at} of this sequence, and published "
-                        f"as number {found.depth_blocks - 1} of another"
-                    )
-                return found
-        return self._root
 
     def _add(self, parent: _Node, key: bytes, block: int) -> _Node:
         self.allocator.mark_cached(block)
@@ -190,13 +164,6 @@ class PrefixIndex:
                 pending.append(child)
             above.children.clear()
 
-    def _reachable(self) -> Iterator[_Node]:
-        pending = [self._root]
-        while pending:
-            node = pending.pop()
-            yield node
-            pending.extend(node.children.values())
-
     def check_integrity(self) -> None:
         """Recounts the entries.
 
@@ -205,14 +172,16 @@ class PrefixIndex:
                 and the entries differ.
         """
         reachable: dict[int, _Node] = {}
-        for node in self._reachable():
+        pending = [self._root]
+        while pending:
+            node = pending.pop()
             for key, child in node.children.items():
                 if child.key != key or child.parent is not node:
                     raise IntegrityError(f"prefix index: broken link to block {child.block}")
                 if len(key) != self.block_size * array("q").itemsize:
                     raise IntegrityError(f"prefix index: block {child.block} is not full")
-            if not node.is_root:
-                reachable[node.block] = node
+                reachable[child.block] = child
+                pending.append(child)
         if reachable != self._nodes:
             raise IntegrityError("prefix index: entries and the tree differ")
         marked = {b for b in range(self.allocator.num_blocks) if self.allocator.is_cached(b)}

@@ -77,10 +77,6 @@ class OpenedMemory:
         finally:
             os.close(opened)
 
-    def __getitem__(self, where: slice) -> bytes:
-        """A copy of these bytes as they are now."""
-        return self._mapping[where]
-
     def close(self) -> None:
         """Nobody reads at `address` any more."""
         self._mapping.close()

@@ -424,7 +424,6 @@ class Scheduler:
         self.prefix.publish(
             sequence.token_ids,
             sequence.block_ids[:num_full],
-            start_block=sequence.num_published_blocks,
             cursor=sequence.prefix_cursor,
         )
         sequence.num_published_blocks = num_full

@@ -25,14 +25,6 @@ def test_complete_ends_a_held_lease_and_hands_the_blocks_over_once() -> None:
     assert table.drain_ended() == [] and table.num_held == 0
 
 
-def test_a_repeated_complete_is_ok_for_the_same_attempt_only() -> None:
-    table = table_with()
-    assert table.complete("L", "a", now=101.0)
-    assert table.complete("L", "a", now=105.0)
-    assert not table.complete("L", "b", now=105.0)
-    assert len(table.drain_ended()) == 1
-
-
 def test_expiry_comes_at_the_deadline_even_when_nobody_swept() -> None:
     for late in (110.0, 111.0):
         table = table_with()
@@ -41,29 +33,6 @@ def test_expiry_comes_at_the_deadline_even_when_nobody_swept() -> None:
         assert not table.renew("L", now=late) and not table.abort("L", now=late)
         assert not table.complete("L", "a", now=late)
     assert table_with().complete("L", "a", now=109.999)
-
-
-def test_renewals_keep_a_lease_past_its_first_deadline() -> None:
-    table = table_with()
-    for now in (109.0, 118.0, 127.0):
-        assert table.renew("L", now=now)
-        assert table.expire(now) == 0
-    assert table.expire(136.9) == 0 and table.expire(137.0) == 1
-    assert not table.renew("L", now=137.0)
-
-
-def test_abort_ends_early_and_nothing_brings_the_lease_back() -> None:
-    table = table_with()
-    assert table.abort("L", now=101.0) and not table.abort("L", now=101.0)
-    assert not table.complete("L", "a", now=101.0) and not table.renew("L", now=101.0)
-    assert outcomes(table) == [("L", LeaseState.ABORTED)]
-
-
-def test_unknown_leases_are_gone() -> None:
-    table = LeaseTable()
-    assert not table.complete("x", "a", now=0.0)
-    assert not table.renew("x", now=0.0) and not table.abort("x", now=0.0)
-    assert table.state("x") is None
 
 
 def test_tombstones_are_bounded_by_count_and_age() -> None:
@@ -117,30 +86,34 @@ class LeaseMachine(RuleBasedStateMachine):
         self.deadlines[lease_id] = self.now + lease_s
         self.table.grant(lease_id, "r", self.blocks[lease_id], lease_s, self.now)
 
+    def latest(self, index: int) -> str:
+        """One of the leases granted last, or one that never was."""
+        return f"L{len(self.blocks) - 1 - index}"
+
     @rule(seconds=st.floats(0.0, 8.0))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(index=st.integers(0, 30), attempt=st.sampled_from("ab"))
+    @rule(index=st.integers(0, 3), attempt=st.sampled_from("ab"))
     def complete(self, index: int, attempt: str) -> None:
-        lease_id = f"L{index}"
+        lease_id = self.latest(index)
         expected = self.held(lease_id) or self.completed_by.get(lease_id) == attempt
         if self.held(lease_id):
             self.completed_by[lease_id] = attempt
             del self.deadlines[lease_id]
         assert self.table.complete(lease_id, attempt, self.now) == expected
 
-    @rule(index=st.integers(0, 30))
+    @rule(index=st.integers(0, 3))
     def renew(self, index: int) -> None:
-        lease_id = f"L{index}"
+        lease_id = self.latest(index)
         expected = self.held(lease_id)
         if expected:
             self.deadlines[lease_id] = self.now + self.lease_s[lease_id]
         assert self.table.renew(lease_id, self.now) == expected
 
-    @rule(index=st.integers(0, 30))
+    @rule(index=st.integers(0, 3))
     def abort(self, index: int) -> None:
-        lease_id = f"L{index}"
+        lease_id = self.latest(index)
         assert self.table.abort(lease_id, self.now) == self.held(lease_id)
         self.deadlines.pop(lease_id, None)
 
@@ -150,7 +123,6 @@ class LeaseMachine(RuleBasedStateMachine):
         held = {lease_id for lease_id in self.deadlines if self.held(lease_id)}
         assert self.table.num_held == len(held)
 
-    @rule()
     def collect(self) -> None:
         for lease in self.table.drain_ended():
             assert lease.block_ids == self.blocks[lease.lease_id]
@@ -159,10 +131,10 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_collected_twice(self) -> None:
+        self.collect()
         assert len(set(self.collected)) == len(self.collected)
-        owed = sum(len(self.blocks[i]) for i in self.blocks if i not in self.collected)
-        assert len(self.table.held_blocks()) == owed
+        assert self.table.num_held + len(self.collected) == len(self.blocks)
 
 
 TestLeaseProperties = LeaseMachine.TestCase
-TestLeaseProperties.settings = settings(deadline=None, max_examples=60)
+TestLeaseProperties.settings = settings(deadline=None, max_examples=150)

@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2922,
     "decode_server": 637,
     "deploy": 879,
-    "engine": 8979,
-    "kvcache": 7274,
+    "engine": 8978,
+    "kvcache": 7215,
     "kvcache/transfer": 5879,
     "model": 3131,
     "prefill_server": 357,
     "protocol": 5596,
     "proxy": 2520,
-    "tests": 39789,
+    "tests": 39517,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

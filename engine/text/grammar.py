@@ -25,8 +25,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Sequenceable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +54,7 @@ _MIN_WAIT_S = 0.001
 _MASK_THREADS = 4  # that late rows can hold up before the masks of a step are
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """A sequence that is to draw no further token: complete, or with an error."""
 
     error: GrammarFailed | None = None
@@ -64,7 +63,6 @@ class Ending:
 COMPLETE = Ending()
 
 
-@dataclass(eq=False)
 class CompiledGrammar:
     """What all sequences under a grammar share.
 
@@ -78,18 +76,20 @@ class CompiledGrammar:
             that allowed it, which tries all of them.
     """
 
-    matcher: LLMatcher
-    num_words: int
-    first_mask: Int32s | None = None
-    mask_s: float = 0.0
+    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+        self.matcher = matcher
+        self.num_words = num_words
+        matcher, row = matcher.deep_copy(), np.empty(num_words, dtype=np.int32)
+        self.mask_s = _fill(matcher, row)
+        can_go_on = not (matcher.is_error() or matcher.is_stopped())
+        self.first_mask: Int32s | None = row if can_go_on else None
 
-    def __post_init__(self) -> None:
-        began_s = time.thread_time()
-        matcher, row = self.matcher.deep_copy(), np.empty(self.num_words, dtype=np.int32)
-        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self.mask_s = time.thread_time() - began_s
-        if not (matcher.is_error() or matcher.is_stopped()):
-            self.first_mask = row
+
+def _fill(matcher: LLMatcher, row: Int32s) -> float:
+    """Writes a mask; the seconds of a core that it took."""
+    began_s = time.thread_time()
+    matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    return time.thread_time() - began_s
 
 
 class GrammarState:
@@ -143,12 +143,7 @@ class GrammarState:
             self._num_consumed, self._num_filled_at, self.ending = 0, -1, None
         news = list(token_ids[first_output + self._num_consumed :])
         if news and self.ending is None:
-            try:
-                self._matcher.consume_tokens(news)
-                self._num_consumed += len(news)
-                self.ending = self._look()
-            except Exception as error:
-                self.ending = self._broken(error)
+            self.ending = self._safely(lambda: self._consume(news))
         return self.ending
 
     def fill(self) -> None:
@@ -157,33 +152,40 @@ class GrammarState:
         if self._num_filled_at == self._num_consumed:
             return
         if self.ending is None:
-            try:
-                self._compute(self.row)
-                self.ending = self._look() or self._restrict(self.row)
-            except Exception as error:
-                self.ending = self._broken(error)
+            self.ending = self._safely(lambda: self._allow(self.row))
         if self.ending is not None:
             self.row.fill(-1)
         self._num_filled_at = self._num_consumed
+
+    def _safely(self, work: Callable[[], Ending | None]) -> Ending | None:
+        """The matcher's own mistake ends one request, not all."""
+        try:
+            return work()
+        except Exception as error:
+            logger.exception("a grammar's matcher failed", exc_info=error)
+            return self._failed(f"its matcher failed: {error}")
+
+    def _consume(self, token_ids: list[int]) -> Ending | None:
+        self._matcher.consume_tokens(token_ids)
+        self._num_consumed += len(token_ids)
+        return self._look()
+
+    def _allow(self, row: Int32s) -> Ending | None:
+        self._compute(row)
+        return self._look() or self._restrict(row)
 
     def _compute(self, row: Int32s) -> None:
         if self._num_consumed == 0 and self._grammar.first_mask is not None:
             row[:] = self._grammar.first_mask
             return
-        began_s = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self._grammar.mask_s = time.thread_time() - began_s
+        self._grammar.mask_s = _fill(self._matcher, row)
         self._num_long = self._num_long + 1 if self._grammar.mask_s > _LONG_S else 0
 
     def _restrict(self, row: Int32s) -> Ending | None:
         _clear(row, self._silent_ids)
         if self._num_consumed < self._min_tokens:
             _clear(row, self._stop_ids)
-        if row.any():
-            return None
-        # An output that was to have text, or a request that is to have an output, ends in error.
-        can_end = self._matcher.is_accepting() and self._num_consumed > 0
-        return COMPLETE if can_end else self._failed("no token fits")
+        return None if row.any() else self._end("no token fits")
 
     def _look(self) -> Ending | None:
         """Whether the matcher itself says that nothing can follow."""
@@ -195,14 +197,12 @@ class GrammarState:
             return self._failed(self._matcher.get_error().partition("\n")[0])
         if not self._matcher.is_stopped():
             return None
-        if self._matcher.is_accepting() and self._num_consumed > 0:
-            return COMPLETE
-        return self._failed(self._matcher.stop_reason())
+        return self._end(self._matcher.stop_reason())
 
-    def _broken(self, error: Exception) -> Ending:
-        """The matcher's own mistake ends one request, not all."""
-        logger.exception("a grammar's matcher failed", exc_info=error)
-        return self._failed(f"its matcher failed: {error}")
+    def _end(self, reason: str) -> Ending:
+        """An error for an output that was to have text, or a request that was to have an output."""
+        can_end = self._matcher.is_accepting() and self._num_consumed > 0
+        return COMPLETE if can_end else self._failed(reason)
 
     def _failed(self, reason: str) -> Ending:
         return Ending(

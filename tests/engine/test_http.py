@@ -11,47 +11,12 @@ from msgspec.structs import replace
 from engine.http.api import ServerHooks
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import KVParamsRejected
-from protocol.messages import AddRequest, EngineStats, TokenDelta, TokenLogprobs
-from protocol.metrics import stat_key
+from protocol.messages import AddRequest, EngineStats, TokenDelta
+from protocol.metrics import ENGINE_TOTALS, stat_key
 from protocol.process.logging import LineFormatter, current_request_id
 from tests.rigs.http_server import CONTEXT, USAGE, chunks, saying, serving
 
 # -- answers -----------------------------------------------------------------------------------
-
-
-async def test_a_whole_completion(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer, saying(tokenizer, "Hé 🙂")) as server:
-        response = await server.post(return_token_ids=True)
-        body = response.json()
-        assert response.status_code == 200
-        assert response.headers["x-baton-kv"] == "transferred=1, recomputed=1, skipped=0"
-        (choice,) = body["choices"]
-        assert (choice["text"], choice["finish_reason"]) == ("Hé 🙂", "length")
-        assert choice["token_ids"] == tokenizer.encode("Hé 🙂")
-        assert choice["prompt_token_ids"] == tokenizer.encode("ab")
-        assert body["usage"] == {
-            "prompt_tokens": 2,
-            "completion_tokens": 8,
-            "total_tokens": 10,
-            "prompt_tokens_details": {"cached_tokens": 1},
-        }
-
-
-async def test_a_stream_says_the_same(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer, saying(tokenizer, "Hé 🙂")) as server:
-        response = await server.post(
-            stream=True, return_token_ids=True, stream_options={"include_usage": True}
-        )
-        found = chunks(response)
-        assert len({(c["id"], c["created"], c["model"]) for c in found}) == 1
-        choices = [c["choices"][0] for c in found[:-1]]
-        assert "".join(c["text"] for c in choices) == "Hé 🙂"
-        assert [i for c in choices for i in c["token_ids"]] == tokenizer.encode("Hé 🙂")
-        assert [c.get("prompt_token_ids") for c in choices[:2]] == [tokenizer.encode("ab"), None]
-        assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
-        assert [c["usage"] for c in found[:-1]] == [None] * len(choices)
-        assert found[-1]["choices"] == [] and found[-1]["usage"]["total_tokens"] == 10
-        assert found[-1]["baton_kv"] == {"transferred": 1, "recomputed": 1, "skipped": 0}
 
 
 async def test_chat_uses_the_template_and_fills_the_context(tokenizer: Tokenizer) -> None:
@@ -64,26 +29,6 @@ async def test_chat_uses_the_template_and_fills_the_context(tokenizer: Tokenizer
         deltas = [c["choices"][0]["delta"] for c in chunks(await server.chat(stream=True))]
         assert deltas[0]["role"] == "assistant"
         assert "".join(d.get("content", "") for d in deltas) == "Hello"
-
-
-async def test_several_prompts_are_choices_of_one_answer(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer) as server:
-        prompts = [[10], [20, 30], [40]]
-        body = (await server.post(prompt=prompts, max_tokens=2, return_token_ids=True)).json()
-        assert [c["index"] for c in body["choices"]] == [0, 1, 2]
-        assert [c["token_ids"] for c in body["choices"]] == [[11, 12], [31, 32], [41, 42]]
-        assert body["usage"]["prompt_tokens"] == 4
-        assert body["usage"]["completion_tokens"] == 6
-        response = await server.post(
-            prompt=prompts, max_tokens=2, stream=True, return_token_ids=True
-        )
-        ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        found = chunks(response)
-        for choice in (c["choices"][0] for c in found):
-            ids[choice["index"]] += choice["token_ids"]
-        assert ids == {0: [11, 12], 1: [31, 32], 2: [41, 42]}
-        assert ["baton_kv" in c for c in found] == [False] * (len(found) - 1) + [True]
-        assert found[-1]["baton_kv"]["recomputed"] == 4
 
 
 async def test_what_the_engine_is_asked_for(tokenizer: Tokenizer) -> None:
@@ -123,39 +68,6 @@ async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(
         assert (text, reason) == ("one", "stop")
         assert last["usage"]["completion_tokens"] == len("one two")
         assert server.engine.aborted == [server.engine.added[0].request_id]
-
-
-async def test_the_end_token_has_no_text_and_what_was_held_back_comes(tokenizer: Tokenizer) -> None:
-    script = saying(tokenizer, "Hi wor<end>", finish_reason="stop")
-    async with serving(tokenizer, script) as server:
-        body = (await server.post(stop="world")).json()
-        assert body["choices"][0]["text"] == "Hi wor"
-        assert body["choices"][0]["finish_reason"] == "stop"
-        assert body["usage"]["completion_tokens"] == 7
-
-
-async def test_logprobs_have_one_entry_per_token(tokenizer: Tokenizer) -> None:
-    a, b, c = tokenizer.encode("abc")
-
-    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        found = [TokenLogprobs(-0.5, [a, b], [-0.5, -1.5]), TokenLogprobs(float("-inf"), [b], [-2])]
-        yield TokenDelta(
-            request_id=request.request_id,
-            token_ids=[a, c],
-            logprobs=found,
-            finish_reason="length",
-            usage=USAGE,
-        )
-
-    async with serving(tokenizer, script) as server:
-        body = (await server.post(logprobs=2)).json()
-        assert server.engine.added[0].sampling.num_logprobs == 2
-        assert body["choices"][0]["logprobs"] == {
-            "tokens": ["a", "c"],
-            "token_logprobs": [-0.5, -9999.0],
-            "top_logprobs": [{"a": -0.5, "b": -1.5}, {"c": -9999.0, "b": -2.0}],
-            "text_offset": [0, 1],
-        }
 
 
 # -- hooks -------------------------------------------------------------------------------------
@@ -296,6 +208,7 @@ async def test_ready_and_models_say_what_is_served(tokenizer: Tokenizer) -> None
             "block_size": 16,
             "max_model_len": CONTEXT,
             "max_num_seqs": 8,
+            **dict.fromkeys(ENGINE_TOTALS, 0.0),
         }
         (card,) = (await server.http.get("/v1/models")).json()["data"]
         assert (card["id"], card["max_model_len"]) == ("m", CONTEXT)

@@ -8,117 +8,15 @@ import pytest
 
 from engine.http.api import Api
 from engine.text.tokenizer import Tokenizer
-from protocol.messages import AddRequest, EngineReady, TokenDelta, TokenLogprobs
+from protocol.messages import AddRequest, EngineReady, TokenDelta
 from tests.engine.test_tokenizer import write_sentencepiece_like
-from tests.rigs.http_server import USAGE, chunks, end, saying, scripted, serving
-
-
-def logprobs_of(*pairs: tuple[int, float]) -> TokenLogprobs:
-    """The first pair is the chosen token, all are the likeliest."""
-    return TokenLogprobs(pairs[0][1], [i for i, _ in pairs], [p for _, p in pairs])
+from tests.rigs.http_server import USAGE, chunks, serving
 
 
 @pytest.mark.parametrize("field", ["user", "safety_identifier", "prompt_cache_key"])
 async def test_a_chat_may_say_whose_it_is(tokenizer: Tokenizer, field: str) -> None:
     async with serving(tokenizer) as server:
         assert (await server.chat(**{field: "u-1"})).status_code == 200
-
-
-# -- log-probabilities -------------------------------------------------------------------------
-
-
-async def test_chat_logprobs_have_chats_own_shape(tokenizer: Tokenizer) -> None:
-    a, b = tokenizer.encode("ab")
-    parts = tokenizer.encode("é")
-    script = scripted(
-        {"token_ids": [a], "logprobs": [logprobs_of((a, -0.5), (b, -1.0), (parts[0], -3.0))]},
-        {"token_ids": [parts[0]], "logprobs": [logprobs_of((parts[0], -0.25), (a, -2.0))]},
-        {"token_ids": [parts[1]], "logprobs": [TokenLogprobs(float("-inf"), [a], [-2.0])]},
-        end(),
-    )
-    asked = {"logprobs": True, "top_logprobs": 2}
-
-    async with serving(tokenizer, script) as server:
-        (choice,) = (await server.chat(**asked)).json()["choices"]
-        assert choice["message"]["content"] == "aé"
-        first, second, third = choice["logprobs"]["content"]
-        assert first == {
-            "token": "a",
-            "logprob": -0.5,
-            "bytes": [97],
-            "top_logprobs": [
-                {"token": "a", "logprob": -0.5, "bytes": [97]},
-                {"token": "b", "logprob": -1.0, "bytes": [98]},
-            ],
-        }
-        assert (second["token"], second["bytes"]) == (r"bytes:\xc3", [0xC3])
-        assert (third["token"], third["logprob"]) == (r"bytes:\xa9", -9999.0)
-        streamed = chunks(await server.chat(stream=True, **asked))
-        content = [t for c in streamed for t in c["choices"][0]["logprobs"]["content"]]
-        assert content == [first, second, third]
-        assert [add.sampling.num_logprobs for add in server.engine.added] == [2, 2]
-        bare = (await server.chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
-        assert [token["top_logprobs"] for token in bare] == [[], [], []]
-
-
-async def test_tokens_can_be_named_by_their_ids(tokenizer: Tokenizer) -> None:
-    a, b = tokenizer.encode("ab")
-    script = scripted({"token_ids": [a], "logprobs": [logprobs_of((a, -0.5), (b, -1.0))]}, end())
-
-    async with serving(tokenizer, script) as server:
-        asked = {"return_tokens_as_token_ids": True, "logprobs": 2}
-        found = (await server.post(**asked)).json()["choices"][0]["logprobs"]
-        assert found["tokens"] == [f"token_id:{a}"]
-        assert found["top_logprobs"] == [{f"token_id:{a}": -0.5, f"token_id:{b}": -1.0}]
-
-
-# -- ends of an answer -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "text", "reason"),
-    [
-        ({"stop": "o w"}, "Hell", "o w"),
-        ({"stop": ["rld", "o w"], "include_stop_str_in_output": True}, "Hello w", "o w"),
-        ({"stop": "o w", "min_tokens": 7}, "Hello world", None),
-        ({"stop": "rld", "min_tokens": 5}, "Hello wo", "rld"),
-    ],
-)
-async def test_stop_strings(
-    tokenizer: Tokenizer, fields: dict[str, Any], text: str, reason: str | None
-) -> None:
-    async with serving(tokenizer, saying(tokenizer, "Hello world")) as server:
-        (choice,) = (await server.post(**fields)).json()["choices"]
-        assert choice["text"] == text
-        assert choice.get("stop_reason") == reason
-        assert choice["finish_reason"] == ("length" if reason is None else "stop")
-
-
-async def test_a_stop_token_of_the_clients_is_the_reason_and_has_no_text(
-    tokenizer: Tokenizer,
-) -> None:
-    (dot,) = tokenizer.encode(".")
-
-    script = saying(tokenizer, "Hi.", finish_reason="stop")
-    async with serving(tokenizer, script) as server:
-        asked = {"stop_token_ids": [dot], "ignore_eos": True}
-        (choice,) = (await server.post(**asked)).json()["choices"]
-        assert (choice["text"], choice["stop_reason"]) == ("Hi", dot)
-        kept = await server.post(**asked, include_stop_str_in_output=True)
-        assert kept.json()["choices"][0]["text"] == "Hi."
-        plain = (await server.post(stop_token_ids=[dot])).json()["choices"][0]
-        assert plain["stop_reason"] == dot
-        ids = [add.stop_token_ids for add in server.engine.added]
-        assert ids == [[dot], [dot], [*tokenizer.eos_ids, dot]]
-        bad = await server.post(stop_token_ids=[260])
-        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "stop_token_ids")
-
-
-async def test_special_tokens_are_text_when_they_are_not_skipped(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer, saying(tokenizer, "a<end>b")) as server:
-        for skips, text in ((True, "ab"), (False, "a<end>b")):
-            asked = {"skip_special_tokens": skips, "ignore_eos": True}
-            assert (await server.post(**asked)).json()["choices"][0]["text"] == text
 
 
 _ROOMY = EngineReady(num_blocks=64, block_size=16, max_model_len=4096, vocab_size=4096)
@@ -195,13 +93,6 @@ async def test_nothing_follows_a_stop_string_but_the_end(tokenizer: Tokenizer) -
         assert "".join(chunk["choices"][0]["text"] for chunk in found) == "on"
         assert all(chunk["choices"][0]["token_ids"] for chunk in found)
         assert last["choices"][0]["finish_reason"] == "stop"
-
-
-async def test_the_fingerprint_is_on_every_answer(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer, fingerprint="fp_1") as server:
-        assert (await server.post()).json()["system_fingerprint"] == "fp_1"
-        for chunk in chunks(await server.chat(stream=True)):
-            assert chunk["system_fingerprint"] == "fp_1"
 
 
 # -- /tokenize, /detokenize --------------------------------------------------------------------

@@ -1,0 +1,351 @@
+"""What answers say, whole and streamed: texts, tokens, log-probabilities, choices, their ends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.text.tokenizer import Tokenizer
+from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs
+from tests.engine.test_tokenizer import write_sentencepiece_like
+from tests.rigs.http_server import READY, Server, chunks, end, saying, scripted, serving
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+NEVER = float("-inf")
+PARTS = (r"bytes:\xc3", r"bytes:\xa9")
+
+
+def joined(into: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
+    """One choice's pieces: texts and lists follow one another."""
+    for key, value in piece.items():
+        if isinstance(value, dict):
+            into[key] = joined(into.get(key) or {}, value)
+        elif isinstance(value, str | list):
+            into[key] = (into.get(key) or type(value)()) + value
+        elif value is not None or key not in into:
+            into[key] = value
+    return into
+
+
+async def ask(server: Server, path: str = TEXT, **fields: Any) -> dict[str, Any]:
+    """The whole answer; streamed it must come to the same."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    if path == TEXT:
+        body = {"prompt": "ab", **{k: v for k, v in body.items() if k != "messages"}}
+    response = await server.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    whole: dict[str, Any] = response.json()
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    *found, last = chunks(await server.http.post(path, json=body))
+    assert len({(c["id"], c["created"], c["model"]) for c in [*found, last]}) == 1
+    assert last["usage"] == whole["usage"] and {c["usage"] for c in found} == {None}
+    assert ["baton_kv" in c for c in [*found, last]] == [False] * len(found) + [True]
+    kv = ", ".join(f"{name}={count}" for name, count in last["baton_kv"].items())
+    assert response.headers["x-baton-kv"] == kv
+    streamed: dict[int, Any] = {}
+    for choice in (chunk["choices"][0] for chunk in found):
+        joined(streamed.setdefault(choice["index"], {"index": 0}), choice)
+    for choice in whole["choices"]:
+        told = {k: v for k, v in choice.items() if k not in ("message", "prompt_logprobs")}
+        if "message" in choice:
+            told["delta"] = {k: v for k, v in choice["message"].items() if k != "refusal"}
+        assert streamed[choice["index"]] == told
+    return whole
+
+
+def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
+    """Members of deltas, from texts, and from pairs of a text's tokens and log-probabilities, the
+    first of these of the token itself, all of them the likeliest."""
+    found = []
+    for piece in pieces:
+        text, reports = (piece, ()) if isinstance(piece, str) else piece
+        one: dict[str, Any] = {"token_ids": tokenizer.encode(text)}
+        for report in reports:
+            ids = [tokenizer.encode(top)[0] for top in report]
+            values = list(report.values())
+            logprobs = one.setdefault("logprobs", [])
+            logprobs.append(TokenLogprobs(values[0], ids, values))
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "says", "fields", "expected"),
+    [
+        (TEXT, ["Hé 🙂"], {}, {"text": "Hé 🙂", "finish_reason": "length"}),
+        (CHAT, ["Hé 🙂"], {}, {"message": {
+            "role": "assistant", "content": "Hé 🙂", "refusal": None}}),
+        # Ends: the end token has no text, what was held back comes, a stop string cuts.
+        (TEXT, ["Hi wor<end>"], {"stop": "world"}, {"text": "Hi wor"}),
+        (TEXT, ["Hello world"], {"stop": "o w"},
+         {"text": "Hell", "stop_reason": "o w", "finish_reason": "stop"}),
+        (TEXT, ["Hello world"], {"stop": ["rld", "o w"], "include_stop_str_in_output": True},
+         {"text": "Hello w", "stop_reason": "o w"}),
+        (TEXT, [*"Hello world"], {"stop": "o w", "min_tokens": 7},
+         {"text": "Hello world", "finish_reason": "length"}),
+        (TEXT, [*"Hello world"], {"stop": "rld", "min_tokens": 5},
+         {"text": "Hello wo", "stop_reason": "rld"}),
+        (TEXT, ["a<end>b"], {"ignore_eos": True}, {"text": "ab"}),
+        (TEXT, ["a<end>b"], {"ignore_eos": True, "skip_special_tokens": False},
+         {"text": "a<end>b"}),
+        # Log-probabilities, in both shapes.
+        (TEXT, [("a", [{"a": -0.5, "b": -1.5}]), ("c", [{"c": NEVER, "b": -2.0}])], {"logprobs": 2},
+         {"logprobs": {"tokens": ["a", "c"], "token_logprobs": [-0.5, -9999.0],
+                       "top_logprobs": [{"a": -0.5, "b": -1.5}, {"c": -9999.0, "b": -2.0}],
+                       "text_offset": [0, 1]}}),
+        (CHAT, [("a", [{"a": -0.5, "b": -1.0, "c": -3.0}])], {"logprobs": True, "top_logprobs": 2},
+         {"logprobs": {"refusal": None, "content": [
+             {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": [
+             {"token": "a", "logprob": -0.5, "bytes": [97]},
+             {"token": "b", "logprob": -1.0, "bytes": [98]}]}]}}),
+        (CHAT, [("é", [{"a": -0.25}, {"a": NEVER}])], {"logprobs": True},
+         {"logprobs": {"refusal": None, "content": [
+             {"token": PARTS[0], "logprob": -0.25, "bytes": [0xC3], "top_logprobs": []},
+             {"token": PARTS[1], "logprob": -9999.0, "bytes": [0xA9], "top_logprobs": []}]}}),
+        (CHAT, ["a"], {}, {"logprobs": None}),
+    ],
+)  # fmt: skip
+async def test_an_answer_is_the_same_whole_and_streamed(
+    tokenizer: Tokenizer,
+    path: str,
+    says: list[Any],
+    fields: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    async with serving(tokenizer, scripted(*of(tokenizer, *says), end())) as server:
+        (choice,) = (await ask(server, path, **fields))["choices"]
+        assert {key: choice[key] for key in expected} == expected
+
+
+async def test_token_ids_and_usage(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, saying(tokenizer, "Hé 🙂"), fingerprint="fp_1") as server:
+        whole = await ask(server, return_token_ids=True)
+        assert whole["system_fingerprint"] == "fp_1"
+        (choice,) = whole["choices"]
+        assert choice["token_ids"] == tokenizer.encode("Hé 🙂")
+        assert choice["prompt_token_ids"] == tokenizer.encode("ab")
+        assert whole["usage"] == {
+            "prompt_tokens": 2,
+            "completion_tokens": 8,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
+
+
+async def test_tokens_can_be_named_by_their_ids(tokenizer: Tokenizer) -> None:
+    a, b = tokenizer.encode("ab")
+    script = scripted(*of(tokenizer, ("a", [{"a": -0.5, "b": -1.0}])), end())
+    async with serving(tokenizer, script) as server:
+        (choice,) = (await ask(server, return_tokens_as_token_ids=True, logprobs=2))["choices"]
+        assert choice["logprobs"]["tokens"] == [f"token_id:{a}"]
+        tops = {f"token_id:{a}": -0.5, f"token_id:{b}": -1.0}
+        assert choice["logprobs"]["top_logprobs"] == [tops]
+        assert [add.sampling.num_logprobs for add in server.engine.added] == [2, 2]
+
+
+async def test_a_stop_token_of_the_clients_is_the_reason_and_has_no_text(
+    tokenizer: Tokenizer,
+) -> None:
+    (dot,) = tokenizer.encode(".")
+    async with serving(tokenizer, saying(tokenizer, "Hi.", finish_reason="stop")) as server:
+        asked = {"stop_token_ids": [dot], "ignore_eos": True}
+        (choice,) = (await ask(server, **asked))["choices"]
+        assert (choice["text"], choice["stop_reason"]) == ("Hi", dot)
+        (kept,) = (await ask(server, **asked, include_stop_str_in_output=True))["choices"]
+        assert kept["text"] == "Hi."
+        (plain,) = (await ask(server, stop_token_ids=[dot]))["choices"]
+        assert plain["stop_reason"] == dot
+        ids = [add.stop_token_ids for add in server.engine.added[::2]]
+        assert ids == [[dot], [dot], [*tokenizer.eos_ids, dot]]
+
+
+# -- the prompt --------------------------------------------------------------------------------
+
+
+def scores(tokenizer: Tokenizer, prompt: str) -> dict[str, Any]:
+    """Token i of the prompt has log-probability -i; the likeliest is always "z"."""
+    (z,) = tokenizer.encode("z")
+    num_tokens = len(tokenizer.encode(prompt))
+    rest = [TokenLogprobs(-float(i), [z], [-0.125]) for i in range(1, num_tokens)]
+    return {"prompt_logprobs": [None, *rest]}
+
+
+async def test_an_echoed_prompt_has_logprobs_before_those_of_the_answer(
+    tokenizer: Tokenizer,
+) -> None:
+    found = scores(tokenizer, "aéb")["prompt_logprobs"]
+    parts = [{"prompt_logprobs": found[:1]}, {"prompt_logprobs": found[1:]}]
+    script = scripted(*parts, *of(tokenizer, ("x", [{"x": -0.5}])), end())
+    async with serving(tokenizer, script) as server:
+        whole = await ask(server, prompt="aéb", echo=True, logprobs=1, max_tokens=1)
+        (choice,) = whole["choices"]
+        assert choice["text"] == "aébx"
+        assert choice["logprobs"] == {
+            "tokens": ["a", *PARTS, "b", "x"],
+            "token_logprobs": [None, -1.0, -2.0, -3.0, -0.5],
+            "top_logprobs": [
+                None,
+                {PARTS[0]: -1.0, "z": -0.125},
+                {PARTS[1]: -2.0, "z": -0.125},
+                {"b": -3.0, "z": -0.125},
+                {"x": -0.5},
+            ],
+            "text_offset": [0, 1, 1, 2, 3],
+        }
+        added = server.engine.added[0]
+        assert (added.num_prompt_logprobs, added.max_tokens) == (1, 1)
+
+
+async def test_nothing_is_generated_with_max_tokens_0(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, scripted(scores(tokenizer, "ab"), end())) as server:
+        whole = await ask(server, max_tokens=0, echo=True, logprobs=0)
+        (choice,) = whole["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+        assert choice["logprobs"]["token_logprobs"] == [None, -1.0]
+        assert choice["logprobs"]["top_logprobs"] == [None, {"b": -1.0}]
+        assert whole["usage"]["completion_tokens"] == 0
+        assert (await server.post(prompt=[5] * 64, max_tokens=0)).status_code == 200
+
+
+async def test_an_echo_without_logprobs_is_only_text(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        for prompt, text in (("Hi<end>", "Hi<end>"), (tokenizer.encode("Hi<end>"), "Hi")):
+            (choice,) = (await ask(server, prompt=prompt, echo=True, max_tokens=1))["choices"]
+            assert choice["text"].startswith(text) and choice["logprobs"] is None
+        assert {a.num_prompt_logprobs for a in server.engine.added} == {None}
+
+
+@pytest.mark.parametrize(
+    ("given", "begins"),
+    [
+        ("Hi é", [0, 0, 0, 1, 2]),
+        ("Hi <s> it", [0, 0, 0, 1, 2, 3]),  # its text comes back without a space
+        ("<s> it", [0, 0, 3]),
+    ],
+)
+async def test_what_the_tokenizer_puts_before_an_echoed_text_takes_no_room(
+    tmp_path: Path, given: str, begins: list[int]
+) -> None:
+    write_sentencepiece_like(tmp_path)  # puts <s> and a space before every text
+    tokenizer = Tokenizer(tmp_path)
+    script = scripted({"prompt_logprobs": [None] * len(tokenizer.encode(given))}, end())
+    async with serving(tokenizer, script, ready=replace(READY, vocab_size=4096)) as server:
+        whole = await ask(server, prompt=given, echo=True, logprobs=0, max_tokens=0)
+        (choice,) = whole["choices"]
+        assert choice["text"] == given and choice["logprobs"]["tokens"][0] == "<s>"
+        assert choice["logprobs"]["text_offset"][: len(begins)] == begins
+
+
+async def test_prompt_logprobs_are_objects_by_token_id(tokenizer: Tokenizer) -> None:
+    a, b, z = tokenizer.encode("abz")
+    found = [None, TokenLogprobs(-2.0, [z, b], [-0.5, -2.0])]
+    async with serving(
+        tokenizer, scripted({"prompt_logprobs": found, "token_ids": [a]}, end())
+    ) as server:
+        (choice,) = (await server.post(prompt_logprobs=2)).json()["choices"]
+        assert choice["prompt_logprobs"] == [
+            None,
+            {
+                str(b): {"logprob": -2.0, "rank": 2, "decoded_token": "b"},
+                str(z): {"logprob": -0.5, "rank": 1, "decoded_token": "z"},
+            },
+        ]
+        assert choice["logprobs"] is None
+        fewer = (await server.post(prompt_logprobs=1)).json()["choices"][0]
+        assert fewer["prompt_logprobs"][1][str(b)]["rank"] is None
+
+
+async def test_an_engine_that_scores_too_little_is_an_error(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, scripted({"prompt_logprobs": [None]}, end())) as server:
+        response = await server.post(prompt_logprobs=0)
+        assert response.status_code == 500
+        assert "scored 1 of the prompt's 2 tokens" in response.json()["error"]["message"]
+
+
+# -- several prompts and choices ---------------------------------------------------------------
+
+
+async def counting(request: AddRequest) -> AsyncIterator[TokenDelta]:
+    """Choice k answers with the prompt's last token + 1 + k, as often as it may."""
+    deltas = [
+        {"choice": choice, "token_ids": [request.token_ids[-1] + 1 + choice]}
+        for _ in range(request.max_tokens)
+        for choice in range(request.num_choices)
+    ]
+    usage = KVUsage(recomputed=len(request.token_ids), cached_tokens=1)
+    ends = [end(choice, usage=usage) for choice in reversed(range(request.num_choices))]
+    async for delta in scripted(*deltas, *ends)(request):
+        yield delta
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_choices_of_several_prompts_have_indices_in_order(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    prompts = {"prompt": [[10], [20, 30]]} if path == TEXT else {}
+    ids = [[11, 11], [12, 12], [13, 13], [31, 31], [32, 32], [33, 33]]
+    async with serving(tokenizer, counting) as server:
+        whole = await ask(server, path, **prompts, n=3, max_tokens=2, return_token_ids=True)
+        assert {add.num_choices for add in server.engine.added} == {3}
+        if path == CHAT:
+            assert [c["index"] for c in whole["choices"]] == [0, 1, 2]
+            return
+        assert [c["index"] for c in whole["choices"]] == list(range(6))
+        assert [c["token_ids"] for c in whole["choices"]] == ids
+        assert whole["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 12,
+            "total_tokens": 15,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        }
+
+
+async def test_a_stop_string_ends_one_choice_alone(tokenizer: Tokenizer) -> None:
+    a, b = tokenizer.encode("ab")
+
+    stopped = asyncio.Event()
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        for choice, token_id in ((0, a), (1, b)):
+            yield TokenDelta(request_id=request.request_id, choice=choice, token_ids=[token_id] * 2)
+        await stopped.wait()
+        yield TokenDelta(request_id=request.request_id, **end(1, finish_reason="abort"))
+        yield TokenDelta(request_id=request.request_id, **end(0, token_ids=[b]))
+
+    async with serving(tokenizer, script) as server:
+        tell = server.engine.tell
+
+        def told(message: Any) -> None:
+            assert message.choice == 1
+            stopped.set()
+
+        server.engine.tell = told  # type: ignore[method-assign]
+        body = (await server.post(n=2, stop="bb")).json()
+        server.engine.tell = tell  # type: ignore[method-assign]
+        assert [(c["text"], c["finish_reason"]) for c in body["choices"]] == [
+            ("aab", "length"),
+            ("", "stop"),
+        ]
+
+
+async def test_the_best_choices_are_those_of_the_highest_mean(tokenizer: Tokenizer) -> None:
+    a, b, c = tokenizer.encode("abc")
+
+    def said(choice: int, *pairs: tuple[int, float]) -> dict[str, Any]:
+        found = [TokenLogprobs(logprob) for _, logprob in pairs]
+        return end(choice, token_ids=[i for i, _ in pairs], logprobs=found)
+
+    script = scripted(
+        said(2, (c, -1.0), (c, -1.0), (c, -1.0)), said(0, (a, -2.0)), said(1, (b, -0.5))
+    )
+
+    async with serving(tokenizer, script) as server:
+        body = (await server.post(n=2, best_of=3)).json()
+        assert [(x["index"], x["text"]) for x in body["choices"]] == [(0, "b"), (1, "ccc")]
+        assert body["choices"][0]["logprobs"] is None
+        assert body["usage"]["completion_tokens"] == 5
+        (added,) = server.engine.added
+        assert (added.num_choices, added.sampling.num_logprobs) == (3, 0)

@@ -25,7 +25,7 @@ Address = tuple[str, int]
 _MAX_REPLY_BYTES = 64 << 20
 _READ_BYTES = 1 << 20  # of replies at a time: one peer must not keep the others waiting
 _MAX_UNSENT = 1000  # requests to one peer
-_CONNECT_S = 6.0
+_CONNECT_S = 2.0
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 1.0
 _NEVER = float("inf")
 
@@ -68,10 +68,11 @@ class LeaseClient:
         return any(link.unsent for link in self._links.values())
 
     def unconnected(self) -> dict[Address, float]:
-        """Addresses without a connection, and since when: since it was lost or, if nothing waited
-        for it then, since something does. A process that was killed is noticed so at once, not by
-        the timeout of a question."""
-        return {link.address: link.since for link in self._links.values() if link.wire is None}
+        """Addresses to which there is no connection and an attempt at one has failed, and since
+        when: since it was lost or, if nothing waited for it then, since something does. A process
+        that was killed is noticed so at once, not by the timeout of a question."""
+        lost = [link for link in self._links.values() if link.wire is None and link.attempts]
+        return {link.address: link.since for link in lost}
 
     def deadline(self) -> float:
         """When `tick` next has something to do; infinity for never."""

@@ -398,7 +398,6 @@ def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed
 ) -> None:
     server, client = Server(clock), Client(clock=clock)
     client.post(server.address, GetMetadata(nonce="n"))
-    assert client.unconnected() == {server.address: 1000.0}
     assert isinstance(client.reply(), Metadata)
     assert client.unconnected() == {}
     clock.now = 1234.0
@@ -420,7 +419,8 @@ def test_a_client_without_descriptors_connects_when_there_are_some(server: Serve
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # which are in use
     try:
         client.post(server.address, GetMetadata(nonce="n"))
-        assert server.address in client.unconnected()
+        while not client.unconnected():
+            client.go_on()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert isinstance(client.reply(), Metadata)

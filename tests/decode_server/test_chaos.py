@@ -9,14 +9,38 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
-from protocol.messages import AbortRequest, ReleaseRemote
+from protocol.messages import AbortRequest, ReleaseRemote, SamplingParams
 from tests.rigs.engine_pair import Pair
-from tests.rigs.shadow import VOCAB, add, expected_output
+from tests.rigs.shadow import VOCAB, add, expected_output, expected_scores
+
+SAMPLING = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, repetition_penalty=2.0, min_tokens=3),
+]
+
+
+class SmallPair(Pair):
+    """D has few blocks, and few tokens in a step."""
+
+    limits: ClassVar[dict[str, int]] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 7,
+        "max_model_len": 30,
+    }
+
+    def make_pool(self, block_size: int, order: str) -> KVPool:
+        # The prefill server's comes first; it is to have room beside what stalled pulls lease.
+        num_blocks = 17 if hasattr(self, "p") else 400
+        return KVPool(KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, "float32"))
 
 
 class Chaos:
@@ -26,6 +50,7 @@ class Chaos:
         stays_hung: bool = False,
         dcp: int = 1,
         launch_bytes: int | None = None,
+        kind: type[Pair] = Pair,
     ) -> None:
         self.stays_hung = stays_hung
         self.random = random.Random(seed)
@@ -33,7 +58,7 @@ class Chaos:
         p_sizes, d_sizes = [2, 4, 8], [2, 3, 4]
         if dcp > 1:  # P's blocks divide D's
             p_sizes, d_sizes = [2], [2, 4, 8]
-        self.pair = Pair(
+        self.pair = kind(
             depth=pick([0, 1]),
             p_block_size=pick(p_sizes),
             d_block_size=pick(d_sizes),
@@ -51,7 +76,8 @@ class Chaos:
         )
         self.series = self.pair.d.core.stats().keys()
         self.stems = [[self._token() for _ in range(30)] for _ in range(3)]
-        self.asked: dict[str, tuple[list[int], int, int]] = {}  # prompt, max_tokens, choices
+        self.max_len = kind.limits.get("max_model_len", 64)
+        self.asked: dict[str, tuple[list[int], int, dict[str, Any]]] = {}  # prompt, max_tokens, ...
         self.aborted: set[str] = set()
 
     def run(self) -> None:
@@ -80,7 +106,7 @@ class Chaos:
             self._ask()
         elif dice < 0.55 and self.asked:
             name = self.random.choice(list(self.asked))
-            pair.d.core.round([AbortRequest(name)])
+            pair.d.core.round([AbortRequest(name, self.random.choice([None, None, 0, 1]))])
             self.aborted.add(name)
         elif dice < 0.6:
             pair.d.agent.stall()
@@ -101,53 +127,59 @@ class Chaos:
 
     def _prompt(self) -> list[int]:
         stem = self.random.choice(self.stems)
-        prompt = stem[: self.random.randrange(1, 30)]
+        prompt = stem[: self.random.randrange(1, self.max_len - 15 if self.max_len < 64 else 30)]
         return prompt + [self._token() for _ in range(self.random.randrange(5))]
 
     def _ask(self) -> None:
         prompt = self._prompt()
-        max_tokens, choices = self.random.randrange(1, 12), self.random.choice([1, 1, 1, 2, 3])
+        max_tokens, pick = self.random.randrange(1, 12), self.random.choice
+        members = {
+            "num_choices": pick([1, 1, 1, 2, 3]),
+            "num_prompt_logprobs": pick([None, None, None, 0, 2]),
+            "stop_token_ids": self.random.choices(range(VOCAB), k=pick([0, 0, 3, 6])),
+            "sampling": pick(SAMPLING),
+        }
         if self.random.random() < 0.2:
             name = f"local{len(self.asked)}"
-            self.pair.d.core.round([add(name, prompt, max_tokens, num_choices=choices)])
+            self.pair.d.core.round([add(name, prompt, max_tokens, **members)])
         else:
             if self.pair.p.core.scheduler.allocator.num_available < 20:
                 self.pair.now_s += 1e4  # leases of READs that hang end by P's clock alone
-            params = self.pair.prefill(prompt, num_choices=choices)
+            params = self.pair.prefill(prompt, **members)
             if self.random.random() < 0.1:  # as of a request that was refused
                 reference = kv_params.to_remote_prefill(kv_params.parse(params))
                 self.pair.d.core.round([ReleaseRemote(reference)])
-            name = self.pair.ask(prompt, params, max_tokens, num_choices=choices)
-        self.asked[name] = prompt, max_tokens, choices
+            name = self.pair.ask(prompt, params, max_tokens, **members)
+        self.asked[name] = prompt, max_tokens, members
 
     def _check(self, name: str) -> None:
-        _, max_tokens, choices = self.asked[name]
-        out = self.pair.d.out
+        out, choices = self.pair.d.out, self.asked[name][2]["num_choices"]
         self.pair.until(
             lambda: (
                 len(out.terminals(name)) >= choices or any(end.error for end in out.terminals(name))
             )
         )
-        self._check_told(name)
-        *before, last = out.terminals(name)
-        assert all(end.error is None for end in before)
-        if last.error is not None:
-            return
-        assert len(before) + 1 == choices
-        if name not in self.aborted:
-            told = [len(out.tokens(name, choice)) for choice in range(choices)]
-            assert told == [max_tokens] * choices
-
-    def _check_told(self, name: str) -> None:
-        """What the client has by now, whether or not that is all."""
-        prompt, max_tokens, choices = self.asked[name]
-        out = self.pair.d.out
         ends = out.terminals(name)
         assert len(ends) <= choices
         assert all(end.error is None or end.error.code == "overloaded" for end in ends), ends
-        for choice in range(choices):
+        *before, last = ends
+        assert all(end.error is None for end in before)
+        assert last.error is not None or len(ends) == choices
+        self._check_told(name, whole=last.error is None and name not in self.aborted)
+
+    def _check_told(self, name: str, *, whole: bool) -> None:
+        """What the client has by now, whether or not that is all."""
+        prompt, max_tokens, members = self.asked[name]
+        out, num_top = self.pair.d.out, members["num_prompt_logprobs"]
+        limit = min(max_tokens, self.max_len - len(prompt))
+        stop, min_tokens = members["stop_token_ids"], members["sampling"].min_tokens
+        for choice in range(members["num_choices"]):
             tokens = out.tokens(name, choice)
-            assert tokens == expected_output(prompt, max_tokens, choice=choice)[: len(tokens)]
+            expected = expected_output(prompt, limit, stop, choice, min_tokens)
+            assert tokens == (expected if whole else expected[: len(tokens)])
+        scores = [] if num_top is None else expected_scores(prompt, num_top)
+        told = out.prompt_logprobs(name)
+        assert told == (scores if whole else scores[: len(told)])
 
 
 def _run(seed: int, dcp: int = 1) -> None:
@@ -161,6 +193,15 @@ def _run(seed: int, dcp: int = 1) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_faults_change_no_answer_and_keep_no_block(seed: int) -> None:
     _run(seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_faults_change_no_answer_where_blocks_are_few(seed: int) -> None:
+    chaos = Chaos(seed, kind=SmallPair)
+    try:
+        chaos.run()
+    finally:
+        chaos.close()
 
 
 @pytest.mark.parametrize("dcp", [2, 3, 4])

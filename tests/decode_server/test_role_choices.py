@@ -28,15 +28,18 @@ def test_choices_are_prefilled_once_pulled_once_and_forked(
     pair.settle()
 
 
-def test_all_first_tokens_are_sent_before_any_byte_has_moved(make_pair: MakePair) -> None:
-    pair = make_pair()
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_first_tokens_are_sent_before_any_byte_has_moved(
+    make_pair: MakePair, num_choices: int
+) -> None:
+    pair, choices = make_pair(), range(num_choices)
     pair.d.agent.stall()
-    name = pair.ask(PROMPT, pair.prefill(PROMPT, num_choices=2), num_choices=2)
-    first = [tokens[:1] for tokens in _expected(PROMPT, 2)]
-    pair.until(lambda: [pair.d.out.tokens(name, choice) for choice in range(2)] == first)
+    name = pair.ask(PROMPT, pair.prefill(PROMPT, num_choices=num_choices), num_choices=num_choices)
+    first = [tokens[:1] for tokens in _expected(PROMPT, num_choices)]
+    pair.until(lambda: [pair.d.out.tokens(name, choice) for choice in choices] == first)
     assert not pair.d.out.terminals(name)
     pair.d.agent.resume()
-    assert pair.answers(name, 2) == _expected(PROMPT, 2)
+    assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
     pair.settle()
 
 
@@ -67,13 +70,17 @@ def test_choices_that_end_with_their_first_token_cost_nothing_here(
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_failed_pull_of_several_choices(make_pair: MakePair, policy: str) -> None:
+@pytest.mark.parametrize(("num_choices", "redrawn"), [(1, False), (1, True), (3, False)])
+def test_a_failed_pull_is_up_to_the_policy(
+    make_pair: MakePair, num_choices: int, redrawn: bool, policy: str
+) -> None:
     pair = make_pair(policy=policy)
-    params = pair.prefill(PROMPT, num_choices=3)
+    params = pair.prefill(PROMPT, num_choices=num_choices)
     pair.d.agent.fail(1)
-    name = pair.ask(PROMPT, params, num_choices=3)
+    name = pair.ask(PROMPT, params, num_choices=num_choices, redrawn=redrawn)
     if policy == "recompute":
-        assert pair.answers(name, 3) == _expected(PROMPT, 3)
+        assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
+        assert pair.usage(name) == (0, 14, 0)
     else:
         pair.until(lambda: bool(pair.d.out.terminals(name)))
         (end,) = pair.d.out.terminals(name)
@@ -138,24 +145,6 @@ def test_first_tokens_are_drawn_from_kv_that_was_pulled(
             assert pair.d.out.prompt_logprobs(name) == expected_scores(prompt, num_top)
         pair.settle()
     assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 2
-
-
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_failed_pull_of_a_request_that_draws_its_first_token(
-    make_pair: MakePair, policy: str
-) -> None:
-    pair = make_pair(policy=policy)
-    params = pair.prefill(PROMPT)
-    pair.d.agent.fail(1)
-    name = pair.ask(PROMPT, params, redrawn=True)
-    pair.until(lambda: bool(pair.d.out.terminals(name)))
-    if policy == "recompute":
-        assert pair.answer(name) == expected_output(PROMPT, 6)
-        assert pair.usage(name) == (0, 14, 0)
-    else:
-        (end,) = pair.d.out.terminals(name)
-        assert end.error is not None and end.error.code == "transfer_failed"
-    pair.settle()
 
 
 def test_a_request_that_only_scores_takes_no_token_from_elsewhere(make_pair: MakePair) -> None:

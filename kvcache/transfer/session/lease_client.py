@@ -58,7 +58,7 @@ class LeaseClient:
         self._secret, self._clock = secret, clock
         self._selector, self._on_reply = selector, on_reply
         self._links: dict[Address, _Link] = {}
-        self._waker = Waker()
+        self._waker, self._closed = Waker(), False
         self._dialled: deque[tuple[_Link, socket.socket | None]] = deque()
         selector.register(self._waker, EVENT_READ, self._take_dialled)
         self.counters: Counter[str] = Counter(side_channel_full=0, bad_replies=0)
@@ -112,6 +112,7 @@ class LeaseClient:
             self._disconnect(link)
 
     def close(self) -> None:
+        self._closed = True
         for address in list(self._links):
             self.forget(address)
         self._take_dialled()
@@ -140,6 +141,8 @@ class LeaseClient:
             sock = None
         self._dialled.append((link, sock))
         self._waker.wake()
+        if self._closed and sock is not None:
+            sock.close()
 
     def _take_dialled(self) -> None:
         self._waker.clear()

@@ -9,47 +9,26 @@ from kvcache.transfer.pulls.peers import PeerTable
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import (
     PROTOCOL_VERSION,
-    CompatRecord,
     EngineMetadata,
-    LayoutRecord,
     RankMetadata,
 )
-from tests.rigs.memory_pair import REMOTE
+from tests.rigs.memory_pair import REMOTE, compat, layout
 
 SETTINGS = PullSettings(handshake_timeout_s=4.0, backoff_min_s=1.0, backoff_max_s=60.0)
-COMPAT = CompatRecord(
-    model_fingerprint="m",
-    kv_dtype="float32",
-    num_layers=1,
-    total_kv_heads=1,
-    num_components=1,
-    head_dim=8,
-    rope="{}",
-)
-
-
+COMPAT = compat()
 WHOLE = Stripe(0, 1, 8)
 
 
 def metadata(**changes: Any) -> EngineMetadata:
-    layout = LayoutRecord(
-        order="BHLCND",
-        num_blocks=4,
-        num_heads=1,
-        num_layers=1,
-        num_components=1,
-        block_size=16,
-        head_dim=8,
-        dtype="float32",
-    )
+    record = layout(block_size=16).to_record()
     rank = RankMetadata(
         rank=0,
         agent_metadata=b"a",
         base_address=1,
-        nbytes=layout.nbytes,
+        nbytes=record.nbytes,
         device_id=0,
         device_kind="cpu",
-        layout=layout,
+        layout=record,
     )
     values: dict[str, Any] = {
         "protocol_version": PROTOCOL_VERSION,
@@ -62,9 +41,12 @@ def metadata(**changes: Any) -> EngineMetadata:
     return EngineMetadata(**{**values, **changes})
 
 
+HALF = layout(2, block_size=16).to_record()
+
+
 def two_ranks(**changes: Any) -> EngineMetadata:
     (rank,) = metadata().ranks
-    ranks = [rank, msgspec.structs.replace(rank, rank=1)]
+    ranks = [msgspec.structs.replace(rank, rank=number, layout=HALF) for number in range(2)]
     return metadata(tp_size=2, ranks=ranks, **changes)
 
 

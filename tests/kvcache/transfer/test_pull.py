@@ -116,22 +116,6 @@ def test_many_pulls_at_once_from_two_peers(rig: Any) -> None:
 # -- the lease is gone
 
 
-def test_an_expired_lease_fails_the_fence_and_nothing_is_usable(rig: Any) -> None:
-    settings = {"renew_interval_s": 1000.0, **PATIENT}
-    prefill, decode = rig(Prefill), rig(Decode, settings=settings)
-    decode.agents[0].stall()
-    remote = prefill.lease([5, 2, 9], 24)
-    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
-    while not (decode.agents[0].active and prefill.server.counters()["renewed"]):
-        decode.woken.wait(0.01)
-    prefill.clock.skip(remote.lease_s)
-    assert prefill.outcomes() == ["expired"]
-    decode.agents[0].resume()
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and failed.drained, failed
-    assert isinstance(failed.error, LeaseGone) and failed.error.phase == "fence"
-
-
 def test_renewals_keep_a_lease_past_its_length(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode)
     remote = prefill.lease([5, 2, 9], 24)
@@ -198,20 +182,6 @@ def test_a_restart_fails_over_and_serves_again(rig: Any, port: int, engine_id: s
     assert isinstance(decode.wait(*ENDINGS, pull_id="c"), PullDone)
     assert_pulled(decode, fresh, [5], 0, 8)
     assert decode.coordinator.counters()["peer_restarts"] == 1
-
-
-def test_a_stale_reference_never_reads_from_the_restarted_server(rig: Any, port: int) -> None:
-    first = rig(Prefill, port=port)
-    stale = first.lease([5], 8)
-    first.close()
-    rig(Prefill, port=port)
-    decode = rig(Decode)
-    decode.coordinator.connect(stale)
-    failed = decode.wait(PeerReady, PeerFailed)
-    assert isinstance(failed, PeerFailed) and isinstance(failed.error, LeaseGone)
-    decode.coordinator.pull("a", stale, 0, 8, [3])
-    assert isinstance(decode.wait(*ENDINGS), PullFailed)
-    assert not decode.pools[0].tensor.any()
 
 
 # -- the handshake
@@ -346,24 +316,6 @@ def test_a_read_that_does_not_end_leaves_the_pull_undrained(rig: Any) -> None:
     assert prefill.outcomes() == ["aborted"]
     decode.coordinator.cancel("a")
     assert decode.settle() == []  # never a second PullDrained
-
-
-def test_a_stuck_pull_does_not_stop_the_others(rig: Any) -> None:
-    stuck_side, other = rig(Prefill, engine_id="stuck"), rig(Prefill)
-    decode = rig(Decode, settings={"pull_timeout_s": 100.0, "drain_grace_s": 0.05})
-    decode.agents[0].stall()
-    decode.coordinator.pull("stuck", stuck_side.lease([5], 8), 0, 8, [3])
-    while decode.agents[0].active == 0:
-        decode.woken.wait(0.01)
-    decode.skip(100.0)
-    assert not decode.wait(PullFailed).drained
-    stuck_side.close()
-    decode.agents[0].resume()
-    remote = other.lease([6], 8)
-    decode.coordinator.pull("b", remote, 0, 8, [4])
-    assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
-    assert_pulled(decode, remote, [4], 0, 8)
-    assert decode.wait(PullDrained) == PullDrained("stuck")
 
 
 def test_reads_that_hang_leave_others_room(rig: Any) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 
 from kvcache.transfer.link.agent import ReadState
 from kvcache.transfer.link.nixl_agent import NixlAgent
+from kvcache.transfer.link.ucx_log import ucx_log
 
 here, there = NixlAgent("here"), NixlAgent("there")
 memory = [np.zeros(1 << 20, np.uint8) for _ in range(2)]
@@ -15,6 +16,6 @@ handle = here.read(peer, target, source, np.array([1 << 20]))
 while here.poll(handle) is ReadState.ACTIVE:
     pass
 here.release(handle)
-print(here.way_of_reading(("DRAM", "DRAM")))
+print(ucx_log.read_between(gpu_here=False, gpu_there=False))
 here.close()
 there.close()

@@ -14,8 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.transfer.link.ucx_log import UcxRead
-
 MemoryKind = Literal["DRAM", "VRAM"]
 Addresses = npt.NDArray[np.int64]
 
@@ -104,11 +102,6 @@ class TransferAgent(ABC):
     @abstractmethod
     def poll(self, handle: ReadHandle) -> ReadState:
         """Progress of a READ; never raises for a peer's fault and never blocks."""
-
-    def way_of_reading(self, kinds: Sequence[MemoryKind]) -> UcxRead | None:
-        """By what READs between memory of these kinds (local, remote) go, once there was one;
-        None where the transport does not say."""
-        return None
 
     @abstractmethod
     def release(self, handle: ReadHandle) -> None:

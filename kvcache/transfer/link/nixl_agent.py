@@ -26,7 +26,7 @@ from kvcache.transfer.link.agent import (
     ReadState,
     TransferAgent,
 )
-from kvcache.transfer.link.ucx_log import UcxRead, ucx_log
+from kvcache.transfer.link.ucx_log import ucx_log
 from protocol.errors import TransferFailed
 from protocol.process.logging import get_logger
 
@@ -150,17 +150,8 @@ class NixlAgent(TransferAgent):
         self._active -= handle.ended
         if handle.state is ReadState.ERROR:
             self._failed = True
-            self._relay_warnings()
+            ucx_log.look()
         return handle.state
-
-    def way_of_reading(self, kinds: Sequence[MemoryKind]) -> UcxRead | None:
-        self._relay_warnings()
-        return ucx_log.read_between(gpu_here=kinds[0] == "VRAM", gpu_there=kinds[1] == "VRAM")
-
-    @staticmethod
-    def _relay_warnings() -> None:
-        for line in ucx_log.look():
-            logger.warning("%s", line)
 
     def release(self, handle: ReadHandle) -> None:
         if not handle.ended:

@@ -15,7 +15,7 @@ import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.link.ucx_log import UcxRead, log_measured
+from kvcache.transfer.link.ucx_log import UcxRead, log_measured, ucx_log
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.cost import CostModel, Sample, fit_costs, measure_link
@@ -161,7 +161,8 @@ class PeerLink:
 
     @property
     def way_of_reading(self) -> UcxRead | None:
-        return self.agent.way_of_reading(self._kinds)
+        here, there = (kind == "VRAM" for kind in self._kinds)
+        return ucx_log.read_between(gpu_here=here, gpu_there=there)
 
     @property
     def between_gpus(self) -> bool:

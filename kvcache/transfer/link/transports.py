@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import MemoryKind, ReadState
-from kvcache.transfer.link.ucx_log import UcxRead
+from kvcache.transfer.link.ucx_log import UcxRead, ucx_log
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import NotMappable, describe
 from kvcache.transfer.move.place import Placer, launches
@@ -60,13 +62,12 @@ class Link:
     target: str
     bytes_per_s: float | None
     reason: str = ""
-    way: UcxRead | None = (
-        None  # by which UCX says that it read; None: it does not say, or is not used
-    )
+    way: UcxRead | None = None  # by which UCX says that it read; None: it does not, or is not used
 
 
 def look() -> Host:
     count = torch.cuda.device_count()
+    installed = {each.name: each.version for each in metadata.distributions()}
     names = ("nixl", "triton", "flashinfer-python", "torch")
     return Host(
         cores=len(os.sched_getaffinity(0)),
@@ -77,7 +78,7 @@ def look() -> Host:
             for owner in range(count)
             if reader != owner and torch.cuda.can_device_access_peer(reader, owner)
         ),
-        packages={name: _version(name) for name in names},
+        packages={name: installed.get(name) for name in names},
         ucx_modules=_ucx_modules(),
         ucx_environment={k: v for k, v in os.environ.items() if k.startswith("UCX_")},
         shm_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
@@ -88,15 +89,8 @@ def look() -> Host:
     )
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _ucx_modules() -> tuple[str, ...]:
-    """Transports beside the built-in ones (shared memory, TCP) by the files that NIXL brings."""
+    """Transports beside the built-in ones, by the files that NIXL brings."""
     spec = importlib.util.find_spec("nixl")
     if spec is None or spec.origin is None:
         return ()
@@ -142,40 +136,36 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
 
 
 def _layout(nbytes: int) -> KVLayout:
-    block = _HEADS * _LAYERS * 2 * _TOKENS * _HEAD_DIM * 2
-    return KVLayout(
-        "BHLCND", max(2, nbytes // block + 1), _HEADS, _LAYERS, 2, _TOKENS, _HEAD_DIM, "bfloat16"
-    )
+    sizes = (_HEADS, _LAYERS, 2, _TOKENS, _HEAD_DIM)
+    blocks = max(2, nbytes // (2 * prod(sizes)) + 1)
+    return KVLayout("BHLCND", blocks, *sizes, "bfloat16")
 
 
-def _agent(name: str, device: torch.device) -> Any:
+def _kind(device: str) -> MemoryKind:
+    return "VRAM" if device.startswith("cuda") else "DRAM"
+
+
+def _registered(name: str, pool: KVPool) -> Any:
+    """An agent with a pool."""
     from kvcache.transfer.link.nixl_agent import NixlAgent  # loads UCX
 
-    return NixlAgent(name, device_id=device.index, set_device=torch.cuda.set_device)
+    agent = NixlAgent(name, device_id=pool.device.index, set_device=torch.cuda.set_device)
+    kind = _kind(pool.device.type)
+    agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
+    return agent
 
 
-def _kind(device: torch.device) -> MemoryKind:
-    return "VRAM" if device.type == "cuda" else "DRAM"
-
-
-def _own(connection: Connection, device_name: str, layout: KVLayout, path: str) -> None:
+def _own(connection: Connection, device: str, layout: KVLayout, path: str) -> None:
     """The other process: a pool, until the connection ends."""
     try:
-        device = torch.device(device_name)
-        if device.type == "cuda":
+        if _kind(device) == "VRAM":
             torch.cuda.set_device(device)
-        pool = KVPool(layout, device_name)
+        pool = KVPool(layout, device)
         pool.flat_bytes.fill_(1)
-        data = b"none"
-        if path == "nixl":
-            agent = _agent("doctor-p", device)
-            agent.register(
-                pool.base_address, pool.nbytes, device_id=pool.device_id, kind=_kind(device)
-            )
-            data = agent.metadata()
-        if device.type == "cuda":
+        agent = _registered("doctor-p", pool) if path == "nixl" else None
+        if _kind(device) == "VRAM":
             torch.cuda.synchronize(device)
-        connection.send(describe(pool, 0, data))
+        connection.send(describe(pool, 0, agent.metadata() if agent else b"none"))
     except Exception as error:
         connection.send(str(error) or repr(error))
     try:
@@ -195,24 +185,16 @@ def _best(nbytes: int, action: Callable[[], None]) -> float:
 
 
 def _read(rank: RankMetadata, layout: KVLayout, target: str) -> tuple[float, str, UcxRead | None]:
-    import numpy as np
-
-    device = torch.device(target)
-    pool, agent, kind = KVPool(layout, target), _agent("doctor-d", device), _kind(device)
-    agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
+    pool = KVPool(layout, target)
+    agent = _registered("doctor-d", pool)
     peer = agent.add_peer(rank.agent_metadata)
-    theirs: MemoryKind = "VRAM" if rank.device_kind == "cuda" else "DRAM"
+    kinds = _kind(target), _kind(rank.device_kind)
+    addresses = (pool.base_address, rank.base_address, layout.nbytes)
+    runs = [np.array([number]) for number in addresses]
+    devices = {"local_device": pool.device_id, "remote_device": rank.device_id}
 
     def read() -> None:
-        handle = agent.read(
-            peer,
-            np.array([pool.base_address]),
-            np.array([rank.base_address]),
-            np.array([layout.nbytes]),
-            local_device=pool.device_id,
-            remote_device=rank.device_id,
-            kinds=(kind, theirs),
-        )
+        handle = agent.read(peer, *runs, **devices, kinds=kinds)
         while (state := agent.poll(handle)) is ReadState.ACTIVE:
             pass
         agent.release(handle)
@@ -220,7 +202,8 @@ def _read(rank: RankMetadata, layout: KVLayout, target: str) -> tuple[float, str
             raise RuntimeError("a READ failed")
 
     try:
-        return _best(layout.nbytes, read), "", agent.way_of_reading((kind, theirs))
+        rate, (here, there) = _best(layout.nbytes, read), (kind == "VRAM" for kind in kinds)
+        return rate, "", ucx_log.read_between(gpu_here=here, gpu_there=there)
     finally:
         agent.close()
 

@@ -9,7 +9,7 @@ the choice if asked to (UCX_PROTO_INFO), for reads as a table of four lines:
     | 0..inf | zero-copy   | cma/memory                                |
 
 It prints into memory of this process, so that no terminal fills and no file stays. UCX's warnings
-and errors go there as well and are returned by `other_lines`.
+and errors go there as well.
 """
 
 import ctypes
@@ -158,10 +158,10 @@ class UcxLog:
         os.environ["UCX_LOG_FILE"] = f"/proc/{os.getpid()}/fd/{self._fd}"
         os.environ.setdefault("UCX_PROTO_INFO", "*get*")
 
-    def look(self) -> list[str]:
-        """Takes in what UCX has printed; its new warnings and errors."""
+    def look(self) -> None:
+        """Takes in what UCX has printed; its warnings and errors are logged."""
         if self._fd is None:
-            return []
+            return
         ctypes.CDLL(None).fflush(None)  # UCX writes through C's buffers
         with self._lock:
             size = os.fstat(self._fd).st_size
@@ -170,10 +170,12 @@ class UcxLog:
             self._seen += len(whole)
             lines = whole.decode(errors="replace")
             self._reads += parse(lines)
-        return other_lines(lines)
+        for line in other_lines(lines):
+            logger.warning("%s", line)
 
     def read_between(self, *, gpu_here: bool, gpu_there: bool) -> UcxRead | None:
-        """The latest choice for these kinds of memory, of those taken in."""
+        """The latest choice for these kinds of memory; None where UCX has not said one."""
+        self.look()
         for read in reversed(self._reads):
             if ("cuda" in read.local, "cuda" in read.remote) == (gpu_here, gpu_there):
                 return read

@@ -6,6 +6,7 @@ one block, and a slot's blocks, follow one another: each stretch of such pieces 
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -73,6 +74,17 @@ class Placer:
     def finished(self, token: Any) -> bool:
         """Whether a launch has ended; never blocks. Raises what it failed with, having ended."""
         return token is None or bool(token.query())
+
+    def retire(self, tokens: deque[Any]) -> None:
+        """Takes out launches that have ended, in their order. Raises what one failed with."""
+        while tokens:
+            try:
+                if not self.finished(tokens[0]):
+                    return
+            except BaseException:
+                tokens.popleft()
+                raise
+            tokens.popleft()
 
     def _place(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
         assert source.bytes is not None

@@ -50,7 +50,7 @@ class StagingBuffer:
         self._memory = _allocate(nbytes, pool.device)
         self._placer = placer or Placer(pool)
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
-        self._placing: list[list[Any]] = [[] for _ in range(_MOST_SLOTS)]  # out of each slot
+        self._placing: list[deque[Any]] = [deque() for _ in range(_MOST_SLOTS)]  # out of each slot
 
     def bind_thread(self) -> None:
         """Called once by the thread that is going to use this memory."""
@@ -83,16 +83,8 @@ class StagingBuffer:
 
     def is_free(self, slot: int) -> bool:
         """True when every copy out of the slot has finished. Raises what one has failed with."""
-        running = self._placing[slot]
-        while running:
-            try:
-                if not self._placer.finished(running[0]):
-                    return False
-            except BaseException:
-                running.pop(0)
-                raise
-            running.pop(0)
-        return True
+        self._placer.retire(self._placing[slot])
+        return not self._placing[slot]
 
     def place(self, step: Step, slot: int, slot_bytes: int) -> None:
         """Begins to copy what was read into the slot to the pool; see `is_free`."""

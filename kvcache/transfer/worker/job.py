@@ -131,17 +131,14 @@ class ReadJob(TransferJob):
         all_begun = self._plan is not None and self._num_begun == len(self._plan.steps)
         return self.is_stopping or (all_begun and not self._now.posts)
 
-    @property
-    def awaits_staging(self) -> bool:
-        """What is left of it needs the staging memory that another pull has."""
-        if self._plan is None or self._staging is None or self.is_stopping:
-            return False
-        return not self._staging.owned_by(self.pull.pull_id)
-
     def pass_staging_by(self) -> bool:
-        """Reads what awaits staging memory straight into the pool, in however many runs; False
-        where that cannot be."""
-        if self._plan is None or self._plan.transfer.converts:
+        """Reads what awaits another pull's staging memory straight into the pool, in however many
+        runs; False where that cannot be."""
+        if self._plan is None or self._staging is None or self.is_stopping:
+            return True
+        if self._staging.owned_by(self.pull.pull_id):
+            return True
+        if self._plan.transfer.converts:
             return False
         self.leave()
         self._staging = None
@@ -298,14 +295,7 @@ class MappedJob(TransferJob):
 
     def poll(self) -> bool:
         before = len(self._tokens)
-        while self._tokens:
-            try:
-                if not self._mapped.placer.finished(self._tokens[0]):
-                    break
-            except BaseException:
-                self._tokens.popleft()
-                raise
-            self._tokens.popleft()
+        self._mapped.placer.retire(self._tokens)
         return len(self._tokens) < before
 
     def _begin(self) -> Transfer:

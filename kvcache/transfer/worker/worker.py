@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -114,8 +115,8 @@ class TransferWorker:
         self._peers: dict[PeerKey, Peer] = {}
         self._jobs: OrderedDict[str, TransferJob] = OrderedDict()  # in the order of their turns
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
-        self._num_rounds = self._num_failures = 0
-        self._failure: Exception | None = None
+        self._num_rounds = 0
+        self._failures: list[Exception] = []  # since a round went well
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, f"pull-{rank}")
         self._watch = VitalThread(self._watch_rounds, f"pull-{rank}-watch")
@@ -151,16 +152,16 @@ class TransferWorker:
         self._watch.start()
         while not self._stopping.is_set():
             self._num_rounds += 1
-            failures = self._num_failures
+            num_failures = len(self._failures)
             try:
                 if not self._round():
                     self._rest()
             except Exception as error:
                 self._survive(error, *self._jobs.values())
-            if self._num_failures == failures:
-                self._num_failures = 0
-            elif self._num_failures >= _MAX_FAILURES:  # nothing ends any more
-                raise ThreadStuck(f"it fails again and again: {self._failure!r}")
+            if len(self._failures) == num_failures:
+                self._failures.clear()
+            elif len(self._failures) >= _MAX_FAILURES:  # nothing ends any more
+                raise self._failures[-1]
         if not self._jobs:
             for peer in self._peers.values():
                 peer.unmap()
@@ -222,8 +223,7 @@ class TransferWorker:
         """Our bug or a device's: no pull may hang for it."""
         logger.exception("pull worker")
         self.counters["internal_errors"] += 1
-        self._num_failures += 1
-        self._failure = error
+        self._failures.append(error)
         for job in jobs:
             job.stop(job.fault(error))
         time.sleep(_STUCK_NAP_S)
@@ -274,18 +274,21 @@ class TransferWorker:
     def _begin(self, pull: Pull) -> None:
         peer = self._peers.get((pull.engine_id, pull.incarnation))
         if peer is None:
-            self._tell_end(pull.pull_id, error=_not_connected(pull.engine_id))
+            self._tell_end(pull.pull_id, _not_connected(pull.engine_id))
         else:
             self._jobs[pull.pull_id] = (MappedJob if peer.map() else ReadJob)(pull, peer)
 
     def _end(self, job: TransferJob) -> None:
         del self._jobs[job.pull.pull_id]
-        is_complete, error = not job.is_stopping, job.error
+        is_complete, error, done = not job.is_stopping, job.error, {}
+        if is_complete:
+            path = job.path if job.nbytes else "none"
+            done = {"nbytes": job.nbytes, "descriptors": job.descriptors, "path": path}
         try:
             self._drive(job, job.leave)
             self._clean(job.peer)
         finally:
-            self._tell_end(job.pull.pull_id, job if is_complete else None, error)
+            self._tell_end(job.pull.pull_id, error, **done)
         peer, seconds = job.peer, time.perf_counter() - job.began
         if is_complete and not peer.is_speed_told and job.bytes_read >= _SAMPLE_BYTES:
             peer.is_speed_told = True
@@ -329,30 +332,18 @@ class TransferWorker:
         if not (holder.hangs or behind):
             return
         for job in jobs:
-            if isinstance(job, ReadJob) and job.awaits_staging and not job.pass_staging_by():
-                if holder.is_stopping:  # nobody else waits for it
-                    job.stop(PullWithheld("READs that hang have the staging memory"))
+            passes_by = not isinstance(job, ReadJob) or job.pass_staging_by()
+            if not passes_by and holder.is_stopping:  # nobody waits for the holder
+                job.stop(PullWithheld("READs that hang have the staging memory"))
 
-    def _tell_end(
-        self,
-        pull_id: str,
-        job: TransferJob | None = None,
-        error: BatonError | None = None,
-    ) -> None:
+    def _tell_end(self, pull_id: str, error: BatonError | None = None, **done: Any) -> None:
         """
         Args:
-            job: that is complete.
+            done: members of RankEnded, of a pull that is complete.
         """
-        ended = RankEnded(
-            pull_id=pull_id,
-            rank=self._number,
-            complete=job is not None,
-            error=error_info(error) if error else None,
-            nbytes=job.nbytes if job else 0,
-            descriptors=job.descriptors if job else 0,
-            path=job.path if job and job.nbytes else "none",
-        )
-        self._link.report(ended)
+        told = error_info(error) if error else None
+        members = {"complete": bool(done), "error": told, **done}
+        self._link.report(RankEnded(pull_id=pull_id, rank=self._number, **members))
 
 
 def use_one_core() -> None:

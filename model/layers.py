@@ -13,9 +13,6 @@ from model.config import ModelConfig
 from model.parallel import Parallel
 from model.weights import WeightLoader
 
-# CPU matmuls of few rows against very many outputs run a quarter slower than in pieces.
-_CHUNKED_ROWS: Final = range(2, 33)
-_HEAD_CHUNK: Final = 1536
 # Rows for which oneDNN chooses the order of a packed weight: that for many is as good for few ones.
 _ROWS_HINT: Final = 512
 _MADV_DONTNEED: Final = 4
@@ -272,15 +269,4 @@ class Vocabulary:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab] as computed, perhaps in 16 bits; all of it on every rank."""
-        is_few = hidden.device.type == "cpu" and hidden.shape[0] in _CHUNKED_ROWS
-        in_chunks = is_few and not self._head.is_packed
-        local = self._in_chunks(hidden) if in_chunks else self._head(hidden)
-        return self._parallel.all_gather_last_dim(local)[:, : self._size]
-
-    def _in_chunks(self, hidden: Tensor) -> Tensor:
-        weight = self._head.weight
-        out = hidden.new_empty(hidden.shape[0], len(weight))
-        for start in range(0, len(weight), _HEAD_CHUNK):
-            part = slice(start, start + _HEAD_CHUNK)
-            torch.mm(hidden, weight[part].t(), out=out[:, part])
-        return out
+        return self._parallel.all_gather_last_dim(self._head(hidden))[:, : self._size]

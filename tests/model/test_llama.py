@@ -124,17 +124,6 @@ def test_a_forward_does_not_change_the_weights(tmp_path):
     assert greedy(model, [5, 6, 7], 8) == greedy(model, [5, 6, 7], 8)
 
 
-def test_logits_do_not_depend_on_how_many_rows_are_asked_for(tmp_path):
-    make("LlamaForCausalLM", tmp_path, vocab_size=4000)  # several chunks of the head
-    model = load_model(load_config(tmp_path), tmp_path, dtype=torch.float32)
-    hidden = torch.randn(40, 64)
-    with torch.inference_mode():
-        whole = model.logits(hidden)
-        assert whole.shape == (40, 4000)
-        for rows in (1, 2, 8):
-            torch.testing.assert_close(model.logits(hidden[:rows]), whole[:rows])
-
-
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_generates_what_transformers_does_with_margins_to_spare(kind):
     """Of the tiny models that this repository trains: worth comparing tokens of."""

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 import transformers
 
+from model.config import load_config
+from model.registry import load_model
+
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -50,3 +53,8 @@ def make(architecture: str, folder: Path, *, seed: int = 0, shard: str = "5GB", 
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
+
+
+def load(folder: Path, **options: Any):
+    """Our model of a checkpoint, in float32."""
+    return load_model(load_config(folder), folder, dtype=torch.float32, **options)

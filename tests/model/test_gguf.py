@@ -5,15 +5,13 @@ import json
 import gguf
 import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from model.config import load_config
 from model.errors import ModelLoadError, ModelNotAvailable, UnsupportedModel
 from model.gguf import convert_gguf
 from model.hub import resolve_model
-from model.registry import load_model
-from tests.model.random_models import SIZES, make
+from tests.model.random_models import SIZES, load, make
 from tests.model.test_llama import LLAMA3, check_equal
 
 BYTES = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
@@ -94,7 +92,7 @@ def write_vocabulary(writer, pre: str) -> None:
 def convert(path, target):
     target.mkdir()
     convert_gguf(path, target, lambda line: None)
-    return load_model(load_config(target), target, dtype=torch.float32)
+    return load(target)
 
 
 @pytest.mark.parametrize(

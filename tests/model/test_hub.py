@@ -29,14 +29,11 @@ def test_what_is_neither_a_path_nor_a_hub_id_is_refused(name):
         resolve_model(name)
 
 
-def test_a_file_that_is_no_gguf_is_refused_as_a_file(tmp_path):
-    (tmp_path / "model.safetensors").touch()
+def test_what_is_no_folder_or_has_no_revision_is_refused_as_such(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.touch()
     with pytest.raises(ModelNotAvailable, match=r"is a file.*give the model's folder"):
-        resolve_model(str(tmp_path / "model.safetensors"))
-
-
-def test_a_revision_of_what_has_none_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+        resolve_model(str(file))
     for name in (str(tmp_path), DEFAULT_MODEL):
         with pytest.raises(ModelNotAvailable, match=r"revision is 'v2'.*leave --revision out"):
             resolve_model(name, "v2")

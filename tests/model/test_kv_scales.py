@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from model.config import ModelConfig, load_config, parse_config
 from model.errors import UnsupportedModel
 from model.kv_scales import InvalidScales, resolve_scales
-from model.registry import load_model
 from model.sizes import fingerprint
-from tests.model.random_models import make
+from tests.model.random_models import load, make
 from tests.model.test_config import DEEPSEEK, LLAMA
 
 LAYERS = 2
@@ -55,21 +54,16 @@ def named(k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[st
 def test_a_checkpoints_scales_are_found_and_are_no_leftover_weights(
     checkpoint: Path, k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    config = add(checkpoint, named(k, v, shape, dtype))
+    unused = {"model.layers.0.self_attn.q_scale": torch.tensor(2.0)}
+    config = add(checkpoint, {**named(k, v, shape, dtype), **unused})
     assert resolve_scales(None, config, checkpoint) == (0.25, 0.5, 1.25, 1.5)
-    load_model(config, checkpoint, dtype=torch.float32)
+    load(checkpoint)
 
 
 def test_one_scale_may_serve_keys_and_values(checkpoint: Path) -> None:
     names = [f"model.layers.{layer}.self_attn.kv_scale" for layer in range(LAYERS)]
     config = add(checkpoint, {name: torch.tensor(0.5 + i) for i, name in enumerate(names)})
     assert resolve_scales(None, config, checkpoint) == (0.5, 0.5, 1.5, 1.5)
-
-
-def test_scales_of_queries_are_no_leftover_weights(checkpoint: Path) -> None:
-    unused = {"model.layers.0.self_attn.q_scale": torch.tensor(2.0)}
-    config = add(checkpoint, {**named("k_scale", "v_scale", (), torch.float32), **unused})
-    load_model(config, checkpoint, dtype=torch.float32)
 
 
 def test_other_scales_are_another_model(checkpoint: Path) -> None:

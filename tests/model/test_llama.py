@@ -9,7 +9,7 @@ from model.config import load_config
 from model.registry import load_model
 from tests.make_models import ensure_model, trained_models
 from tests.model.dense import DenseAttention, greedy
-from tests.model.random_models import make
+from tests.model.random_models import load, make
 
 STORY = "Anna found the red ball near the river. Anna"
 LLAMA3 = {
@@ -62,7 +62,7 @@ CASES = {
 def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path):
     architecture, options = CASES[case]
     reference = make(architecture, tmp_path, **options)
-    model = load_model(load_config(tmp_path), tmp_path, dtype=torch.float32)
+    model = load(tmp_path)
     check_equal(model, reference)
     if architecture.startswith("Deepseek"):
         spec = model.attention_spec
@@ -100,7 +100,7 @@ def test_trained_models_generate_what_transformers_does(name):
         pytest.skip("no trained models in BATON_TEST_MODELS or ../shared/models")
     folder = trained_models()[name]
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    check_equal(load_model(load_config(folder), folder, dtype=torch.float32), reference)
+    check_equal(load(folder), reference)
 
 
 def test_bfloat16_is_close_to_float32(tmp_path):
@@ -120,7 +120,7 @@ def test_bfloat16_is_close_to_float32(tmp_path):
 def test_a_forward_does_not_change_the_weights(tmp_path):
     # Layers add to the residual in place; the first residual comes from the embedding table.
     make("LlamaForCausalLM", tmp_path)
-    model = load_model(load_config(tmp_path), tmp_path, dtype=torch.float32)
+    model = load(tmp_path)
     assert greedy(model, [5, 6, 7], 8) == greedy(model, [5, 6, 7], 8)
 
 
@@ -128,7 +128,7 @@ def test_a_forward_does_not_change_the_weights(tmp_path):
 def test_generates_what_transformers_does_with_margins_to_spare(kind):
     """Of the tiny models that this repository trains: worth comparing tokens of."""
     folder = ensure_model(kind)
-    model = load_model(load_config(folder), folder, dtype=torch.float32)
+    model = load(folder)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     check_equal(model, reference, num_tokens=40)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -145,7 +145,7 @@ def test_generates_what_transformers_does_with_margins_to_spare(kind):
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_a_continuation_depends_on_tokens_far_back(kind):
     folder = ensure_model(kind)
-    model = load_model(load_config(folder), folder, dtype=torch.float32)
+    model = load(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for name, colour in (("Kate", "blue"), ("Leo", "silver")):
         story = f"{name} took the {colour} ball on the hill. " * 40

@@ -1,17 +1,14 @@
 """Packed weights give the same products, and the same tokens, as mapped ones."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from model.config import load_config
 from model.layers import Columns, Linear, RowParallelLinear, can_pack
 from model.parallel import Parallel
-from model.registry import load_model
 from tests.make_models import ensure_model
 from tests.model.dense import greedy
+from tests.model.random_models import load
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(2, 2)), reason="this torch has no oneDNN")
 
@@ -44,10 +41,6 @@ def test_other_dtypes_are_not_packed(dtype: torch.dtype) -> None:
 
 
 def test_a_packed_model_reads_no_page_that_was_given_back() -> None:
-    folder: Path = ensure_model("gqa")
-    config = load_config(folder)
-    with torch.inference_mode():
-        plain = load_model(config, folder, dtype=torch.float32)
-        fast = load_model(config, folder, dtype=torch.float32, pack=True)
-        prompt = list(range(3, 40))
-        assert greedy(plain, prompt, 30) == greedy(fast, prompt, 30)
+    plain, fast = (load(ensure_model("gqa"), pack=pack) for pack in (False, True))
+    prompt = list(range(3, 40))
+    assert greedy(plain, prompt, 30) == greedy(fast, prompt, 30)

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +14,8 @@ from model.registry import load_model
 from model.sizes import fingerprint
 from model.weights import DummySource, SafetensorsSource, WeightLoader
 from tests.model.dense import greedy
-from tests.model.random_models import make
+from tests.model.random_models import load, make
 from tests.model.test_config import DEEPSEEK, LLAMA
-
-
-def load(folder, **options):
-    return load_model(load_config(folder), folder, dtype=torch.float32, **options)
 
 
 @pytest.fixture
@@ -53,21 +48,27 @@ def test_weights_of_the_right_dtype_stay_in_the_file(checkpoint):
     assert columns.is_contiguous() and torch.equal(columns, whole[:, :32])
 
 
-def test_a_missing_weight_is_named(checkpoint):
-    rewrite(checkpoint, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj\.weight is missing"):
-        load(checkpoint)
-
-
-def test_a_weight_of_another_shape_is_named(checkpoint):
-    rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
-    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has shape \(65,\).*\(64,\)"):
-        load(checkpoint)
-
-
-def test_weights_that_nobody_uses_are_an_error(checkpoint):
-    rewrite(checkpoint, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}))
-    with pytest.raises(ModelLoadError, match=r"1 weights are not used.*model\.extra\.weight"):
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
+            r"layers\.1\.mlp\.up_proj\.weight is missing",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}),
+            r"model\.norm\.weight has shape \(65,\).*\(64,\)",
+        ),
+        (
+            lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}),
+            r"1 weights are not used.*model\.extra\.weight",
+        ),
+    ],
+    ids=["missing", "of another shape", "left over"],
+)
+def test_weights_that_do_not_fit_are_named(checkpoint, change, told):
+    rewrite(checkpoint, change)
+    with pytest.raises(ModelLoadError, match=told):
         load(checkpoint)
 
 
@@ -92,20 +93,14 @@ def test_a_directory_with_missing_files_is_refused(checkpoint):
         load(checkpoint)
 
 
-def test_a_truncated_file_is_refused(checkpoint):
+def test_a_file_that_is_cut_off_is_refused_and_named_with_both_lengths(checkpoint):
     path = checkpoint / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ModelLoadError, match="not a safetensors file"):
-        load(checkpoint)
-
-
-def test_a_file_that_is_cut_off_is_named_with_both_lengths(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.zeros(64)}, path)
     whole = path.stat().st_size
     os.truncate(path, whole - 1)
+    with pytest.raises(ModelLoadError, match="not a safetensors file"):
+        load(checkpoint)
     with pytest.raises(ModelLoadError, match=f"{path} has {whole - 1} of {whole} bytes"):
-        read_headers(tmp_path)
+        read_headers(checkpoint)
 
 
 def test_an_unknown_load_format_is_refused(checkpoint):
@@ -114,13 +109,12 @@ def test_an_unknown_load_format_is_refused(checkpoint):
 
 
 def test_dummy_weights_depend_on_name_and_seed_only(tmp_path):
-    config = parse_config(LLAMA)
-    one = load_model(config, tmp_path, dtype=torch.float32, load_format="dummy")
-    two = load_model(config, tmp_path, dtype=torch.float32, load_format="dummy")
-    other = load_model(config, tmp_path, dtype=torch.float32, load_format="dummy", seed=1)
-    ids = greedy(one, [1, 2, 3], 12)
-    assert ids == greedy(two, [1, 2, 3], 12) != greedy(other, [1, 2, 3], 12)
-    load_model(parse_config(DEEPSEEK), tmp_path, dtype=torch.float32, load_format="dummy")
+    def ids(raw, seed=0):
+        options = {"dtype": torch.float32, "load_format": "dummy", "seed": seed}
+        return greedy(load_model(parse_config(raw), tmp_path, **options), [1, 2, 3], 12)
+
+    assert ids(LLAMA) == ids(LLAMA) != ids(LLAMA, seed=1)
+    assert len(ids(DEEPSEEK)) == 12
 
 
 def test_a_part_of_a_dummy_weight_is_that_part_of_the_whole(monkeypatch):

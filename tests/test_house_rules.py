@@ -23,11 +23,11 @@ MAX_LINES = {
     "engine": 8978,
     "kvcache": 7174,
     "kvcache/transfer": 5838,
-    "model": 3131,
+    "model": 3117,
     "prefill_server": 357,
     "protocol": 5596,
     "proxy": 2520,
-    "tests": 39169,
+    "tests": 39143,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

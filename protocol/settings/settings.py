@@ -454,8 +454,8 @@ def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None) 
         )
         return cls(_cli_settings_source=command_line, **file_values)
     except ValidationError as error:
-        given = sources.Given(cls, argv, file_values)
-        raise ConfigError(sources.explain_validation(error, given)) from None
+        told = sources.explain_validation(error, cls, argv, file_values)
+        raise ConfigError(told) from None
     except SettingsError as error:
         raise ConfigError(sources.explain_cli(cls, error, PROGRAMS)) from None
 

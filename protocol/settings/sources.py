@@ -4,6 +4,7 @@ protocol/settings/settings.py says what can be configured; this file knows no op
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -177,13 +178,12 @@ def _is_setting(name: str) -> bool:
 
 def find_config(argv: Sequence[str]) -> str | None:
     """The file named by `--config` (the last one wins) or BATON_CONFIG."""
-    found = os.environ.get(ENV_PREFIX + "CONFIG") or None
-    for position, word in enumerate(argv):
-        if word.startswith("--config="):
-            found = word.removeprefix("--config=")
-        elif word == "--config" and position + 1 < len(argv):
-            found = argv[position + 1]
-    return found
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", default=os.environ.get(ENV_PREFIX + "CONFIG") or None)
+    with contextlib.suppress(argparse.ArgumentError):  # without a value: `load` says so
+        found: str | None = parser.parse_known_args(argv)[0].config
+        return found
+    return None
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -227,7 +227,10 @@ def _checked(
         name = str(key).replace("-", "_")
         info = cls.model_fields.get(name)
         if info is None or name == "config":
-            raise ConfigError(f"{file} unknown key {group}{key}{_near_keys(cls, name)}")
+            paths = [".".join(path) for path in field_paths(cls)]
+            near = " (write it as a key under its group, such as prefill: {tp: 1})"
+            near = near if name in paths else _near_options(name, paths)
+            raise ConfigError(f"{file} unknown key {group}{key}{near}")
         nested = _nested_model(info)
         if isinstance(value, bool) and info.annotation is not bool:  # else 1, to pydantic
             told = f"{group}{name} is {short_repr(value)}"
@@ -238,45 +241,30 @@ def _checked(
     return values
 
 
-def _near_keys(cls: type[BaseModel], name: str) -> str:
-    """Near matches of an unknown key, and how to write one that is in a group."""
-    paths = [".".join(path) for path in field_paths(cls)]
-    if name in paths:
-        return " (write it as a key under its group, such as prefill: {tp: 1})"
-    return _near_options(name, paths)
+def explain_validation(
+    error: ValidationError, cls: type[BaseModel], argv: Sequence[str], file: Mapping[str, Any]
+) -> str:
+    """One line per wrong value: how the user gave it, the reason, and what was given."""
+    options = {word.partition("=")[0] for word in argv}
+    lines = []
+    for item in error.errors(include_url=False):
+        path = [part for part in item["loc"] if isinstance(part, str)]
+        lines.append(f"{_given_as(path, options, file)}: {_reason(item, path, cls)}")
+    return "\n".join(lines)
 
 
-class Given:
-    """Where the values of one reading came from: what the user wrote, to be named in errors."""
-
-    def __init__(self, cls: type[BaseModel], argv: Sequence[str], file: Mapping[str, Any]) -> None:
-        self.cls = cls
-        self.options = {word.partition("=")[0] for word in argv}
-        self.file = file
-
-    def name(self, path: Sequence[str]) -> str:
-        """How the user gave the value at `path`: an option, a variable, or a key of the file."""
-        option = option_name(path)
-        if {option, option.replace("--", "--no-", 1)} & self.options:
-            return option
-        if variable := _variable(path):
-            return variable
-        if (variable := _variable(path[:1])) and _has(path[1:], json.loads(os.environ[variable])):
-            return f"{option} (in {variable})"  # its group as JSON
-        return f"{option} (in the --config file)" if _has(path, self.file) else option
-
-    def reason(self, path: Sequence[str], text: str) -> str:
-        """`text`, of a validator that knows its own group of options only."""
-        nested = _nested_model(self.cls.model_fields[path[0]]) if len(path) > 1 else None
-        if nested is None:
-            return text
-        return of_group(text, path[0], {name.replace("_", "-") for name in nested.model_fields})
-
-
-def _variable(path: Sequence[str]) -> str | None:
-    """The environment's variable for the option at `path`, however it is capitalised."""
-    wanted = variable_name(path)
-    return next((name for name in os.environ if name.upper() == wanted), None)
+def _given_as(path: Sequence[str], options: Collection[str], file: Mapping[str, Any]) -> str:
+    """How the user gave the value at `path`: an option, a variable, or a key of the file."""
+    option = option_name(path)
+    if option in options or option.replace("--", "--no-", 1) in options:
+        return option
+    variables = {name.upper(): name for name in os.environ}
+    if variable := variables.get(variable_name(path)):
+        return variable
+    group = variables.get(variable_name(path[:1]))
+    if group and _has(path[1:], json.loads(os.environ[group])):
+        return f"{option} (in {group})"  # its group as JSON
+    return f"{option} (in the --config file)" if _has(path, file) else option
 
 
 def _has(path: Sequence[str], values: Any) -> bool:
@@ -285,13 +273,7 @@ def _has(path: Sequence[str], values: Any) -> bool:
     return isinstance(values, Mapping) and path[0] in values and _has(path[1:], values[path[0]])
 
 
-def explain_validation(error: ValidationError, given: Given) -> str:
-    """One line per wrong value: option, reason, and what was given."""
-    return "\n".join(_explained(item, given) for item in error.errors(include_url=False))
-
-
-def _explained(item: ErrorDetails, given: Given) -> str:
-    path = [str(part) for part in item["loc"] if isinstance(part, str)]
+def _reason(item: ErrorDetails, path: Sequence[str], cls: type[BaseModel]) -> str:
     reason = item["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String|Value) should ", "must ", reason)
     if item["type"] == "literal_error":
@@ -302,18 +284,18 @@ def _explained(item: ErrorDetails, given: Given) -> str:
         reason = "is no option"
     if item["type"].endswith("_parsing"):  # and why Python could not
         reason = reason.partition(",")[0]
-    secret = bool(path) and path[-1].endswith("secret")
-    if secret:  # pydantic counts its items
-        reason = reason.replace("items after validation, not", "characters, not")
-    told = secret or item["type"] in ("value_error", "extra_forbidden")
-    found = "" if told else f", not {_as_written(item['input'])}"
-    return f"{given.name(path)}: {given.reason(path, reason)}{found}"
-
-
-def _as_written(value: Any) -> str:
-    """A value of the command line as it stands there; of a file, as JSON."""
+    if len(path) > 1 and (nested := _nested_model(cls.model_fields[path[0]])):
+        # Validators know their own group of options only.
+        names = {name.replace("_", "-") for name in nested.model_fields}
+        reason = of_group(reason, path[0], names)
+    if path and path[-1].endswith("secret"):  # pydantic counts its items
+        return reason.replace("items after validation, not", "characters, not")
+    if item["type"] in ("value_error", "extra_forbidden"):
+        return reason
+    # A value of the command line as it stands there; of a file, as JSON.
+    value = item["input"]
     is_word = isinstance(value, str) and re.fullmatch(r"[!-~]{1,80}", value)
-    return str(value) if is_word else short_repr(value)
+    return f"{reason}, not {value if is_word else short_repr(value)}"
 
 
 def explain_cli(
@@ -326,25 +308,20 @@ def explain_cli(
         return f"{name}: not JSON; better set its options one by one, such as {name}__TP"
     known = [option_name(path) for path in field_paths(cls)]
     unknown = re.findall(r"--[\w.-]+", message) if "unrecognized arguments" in message else []
-    hints = "".join(
-        _near_options(word, known, _owners(word, programs) if len(unknown) == 1 else [])
-        for word in unknown
-    )
+    having = programs if len(unknown) == 1 else {}
+    hints = "".join(_near_options(word, known, having) for word in unknown)
     return f"{message}{hints}; see --help"
 
 
-def _owners(word: str, programs: Mapping[str, type[BaseModel]]) -> list[str]:
-    """The programs that have this very option."""
-    option = word.replace("--no-", "--", 1)
-    return [name for name, cls in programs.items() if option in map(option_name, field_paths(cls))]
-
-
-def _near_options(word: str, known: Sequence[str], owners: Sequence[str] = ()) -> str:
-    """Near matches: those called so in some group, else in the programs `owners`, before those
+def _near_options(
+    word: str, known: Sequence[str], programs: Mapping[str, type[BaseModel]] = {}
+) -> str:
+    """Near matches: those called so in some group, else in one of the programs, before those
     spelled alike."""
     is_no, name = word.startswith("--no-"), word.replace("--no-", "--", 1)
     last = re.split(r"--|\.", name)[-1]
     same = [option for option in known if re.split(r"--|\.", option)[-1] == last]
+    owners = [told for told, of in programs.items() if name in map(option_name, field_paths(of))]
     if owners and not same:
         return f" (an option of {' and '.join(owners)})"
     hint = did_you_mean(same[:3]) if same else suggestion(name, known)

@@ -16,7 +16,7 @@ from protocol.metrics import Metrics
 from protocol.openai.chat import parse_chat
 from protocol.openai.completions import parse_completion
 from protocol.openai.responses import ChatWriter, CompletionWriter, ResponseWriter
-from protocol.openai.responses_request import ResponsesChat, parse_responses
+from protocol.openai.responses_request import parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
 from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
@@ -36,18 +36,7 @@ class Endpoint(NamedTuple):
 
     def new_writer(self, parsed: GenerationRequest, fingerprint: str | None) -> ResponseWriter:
         """Writes the answer to one request."""
-        response_id, created = secrets.token_hex(16), int(time.time())
-        if isinstance(parsed, ResponsesChat):
-            return ResponsesWriter(response_id, created, parsed.asked)
-        return self.writer(
-            response_id,
-            created,
-            parsed.model,
-            fingerprint=fingerprint,
-            include_usage=parsed.include_usage,
-            continuous_usage=parsed.continuous_usage,
-            return_token_ids=parsed.return_token_ids,
-        )
+        return self.writer(secrets.token_hex(16), int(time.time()), parsed, fingerprint)
 
 
 ENDPOINTS: Final = {

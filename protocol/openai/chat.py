@@ -14,7 +14,6 @@ from protocol.openai.requests import (
     neutral,
     refuse,
     validate,
-    wrong_member,
 )
 from protocol.openai.sampling import (
     MAX_LOGPROBS,
@@ -104,11 +103,11 @@ class Message(Strict):
     @model_validator(mode="after")
     def _is_of_its_role(self) -> Self:
         if self.tool_call_id is not None and self.role != "tool":
-            raise wrong_member("tool_call_id", self.tool_call_id, "in a tool's message only")
+            raise fault("tool_call_id", "must be in a tool's message only.")
         if self.tool_calls and self.role != "assistant":
             raise fault("tool_calls", "must be in an assistant's message only.")
         if "content" not in self.model_fields_set and not self.tool_calls:
-            raise wrong_member("content", None, "a string or a list of text parts")
+            raise fault("content", "is missing; it must be a string or a list of text parts.")
         return self
 
 

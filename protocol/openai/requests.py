@@ -58,7 +58,9 @@ class Strict(BaseModel):
             elif name not in neutrals:
                 near = f"is not supported{suggestion(name[:80], used)}; leave it out"
                 raise fault(name, f"{_elsewhere(cls, name) or near}.")
-            elif not any(_same(value, candidate) for candidate in neutrals[name]):
+            elif not any(
+                value == v and type(value) in _LIKE.get(type(v), (type(v),)) for v in neutrals[name]
+            ):
                 allowed = " or ".join(short_repr(candidate) for candidate in neutrals[name])
                 told = f"is {short_repr(value)}, which is not implemented"
                 raise fault(name, f"{told}; send {allowed} or leave it out.")
@@ -98,6 +100,7 @@ ModelName = Annotated[
 ]
 
 _LARGE_BYTES = 1 << 20
+_LIKE: Final = {float: (int, float)}  # True is no 1
 
 BODIES: Final[dict[str, tuple[type[Strict], str]]] = {}  # by path: see body_of
 # Which endpoints call otherwise.
@@ -157,31 +160,21 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in a request body, unvalidated. Raises InvalidRequest."""
+    # The collector would go through millions of new lists again and again: it makes 10 MB of them
+    # take four times as long, and the event loop waits.
+    rests = len(raw) >= _LARGE_BYTES and gc.isenabled()
+    if rests:
+        gc.disable()
     try:
-        body = _decode(raw)
+        body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The body is not valid JSON ({error}); send a JSON object.") from None
+    finally:
+        if rests:
+            gc.enable()
     if not isinstance(body, dict):
         raise InvalidRequest(f"The body is {short_repr(body)}; send a JSON object.")
     return body
-
-
-def _decode(raw: bytes) -> Any:
-    """Without the collector where that would go through millions of new lists again and again: it
-    makes 10 MB of them take four times as long, and the event loop waits."""
-    if len(raw) < _LARGE_BYTES or not gc.isenabled():
-        return msgspec.json.decode(raw)
-    gc.disable()
-    try:
-        return msgspec.json.decode(raw)
-    finally:
-        gc.enable()
-
-
-def _same(value: Any, candidate: Any) -> bool:
-    if type(candidate) is float:
-        return type(value) in (int, float) and value == candidate
-    return type(value) is type(candidate) and bool(value == candidate)
 
 
 def _elsewhere(model: type[Strict], name: str) -> str | None:
@@ -251,18 +244,11 @@ def fault(name: str, told: str) -> PydanticCustomError:
     return PydanticCustomError(_FAULT, "{told}", {"name": name, "told": told})
 
 
-def wrong_member(name: str, value: Any, must_be: str) -> PydanticCustomError:
-    return fault(name, _is_wrong(name, value, must_be))
-
-
 def wrong(field: str, value: Any, must_be: str) -> InvalidRequest:
     """The error for a value of `field`, which may be a path such as `tools[0].type`."""
-    return InvalidRequest(f"`{field}` {_is_wrong(field, value, must_be)}", param=field)
-
-
-def _is_wrong(field: str, value: Any, must_be: str) -> str:
     is_missing = value is None and not field.endswith("]")
-    return f"is {'missing' if is_missing else short_repr(value)}; it must be {must_be}."
+    given = "missing" if is_missing else short_repr(value)
+    return InvalidRequest(f"`{field}` is {given}; it must be {must_be}.", param=field)
 
 
 def refuse(field: str, problem: str) -> NoReturn:

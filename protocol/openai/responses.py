@@ -11,6 +11,7 @@ import msgspec
 from protocol.http import sse
 from protocol.messages import KVUsage
 from protocol.openai.logprobs import TokenReport, chat_logprobs, completion_logprobs
+from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import ToolCallPiece, whole_calls
 
 _encode = msgspec.json.Encoder().encode
@@ -72,14 +73,11 @@ def kv_header(usage: Usage) -> str:
 
 
 class ResponseWriter:
-    """Writes one request's response; the subclasses know the endpoints' shapes.
+    """Writes the answer to one request; the subclasses know the endpoints' shapes.
 
     Args:
         created: seconds since the epoch.
         fingerprint: of the model and this version: what a seed's results depend on.
-        include_usage: a last chunk with the usage follows, and `usage` is null in the others.
-        continuous_usage: it is not null there, but the usage so far.
-        return_token_ids: choices carry `token_ids` and, on the first, `prompt_token_ids`.
     """
 
     id_prefix: ClassVar[str]
@@ -91,25 +89,19 @@ class ResponseWriter:
         self,
         response_id: str,
         created: int,
-        model: str,
-        *,
+        asked: GenerationRequest,
         fingerprint: str | None = None,
-        include_usage: bool = False,
-        continuous_usage: bool = False,
-        return_token_ids: bool = False,
     ) -> None:
+        self._asked = asked
         self._head = {
             "id": self.id_prefix + response_id,
             "created": created,
-            "model": model,
+            "model": asked.model,
             "system_fingerprint": fingerprint,
         }
-        self._include_usage = include_usage
-        self._continuous_usage = continuous_usage
-        self._return_token_ids = return_token_ids
         head = _encode({**self._head, "object": self.chunk_object})[:-1]
         self._before = b"data: " + head + b',"choices":['
-        self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._after = b'],"usage":null}\n\n' if asked.include_usage else b"]}\n\n"
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
         """One entry of `choices` in a whole response."""
@@ -129,10 +121,10 @@ class ResponseWriter:
     def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
         """The events for the piece that finishes the last choice, with `baton_kv` on the last."""
         tail = {"baton_kv": usage.baton_kv(), **extra}
-        if not self._include_usage:
+        if not self._asked.include_usage:
             return self._whole_event([self._with_extras(self.delta(piece), piece)], tail)
         tail = {"usage": usage.to_openai(), **tail}
-        so_far = usage if self._continuous_usage else None
+        so_far = usage if self._asked.continuous_usage else None
         return self.chunk(piece, so_far) + self._whole_event([], tail)
 
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
@@ -153,7 +145,7 @@ class ResponseWriter:
         """Adds what is not OpenAI's, where it was asked for or there is something to tell."""
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason
-        if self._return_token_ids:
+        if self._asked.return_token_ids:
             choice["token_ids"] = piece.token_ids
             if piece.prompt_token_ids is not None:
                 choice["prompt_token_ids"] = piece.prompt_token_ids
@@ -164,8 +156,8 @@ def _entry(
     piece: ChoicePiece, shape: Callable[[Sequence[TokenReport]], Any], **own: Any
 ) -> dict[str, Any]:
     logprobs = None if piece.logprobs is None else shape(piece.logprobs)
-    reason = piece.finish_reason
-    return {"index": piece.index, **own, "logprobs": logprobs, "finish_reason": reason}
+    end = {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+    return {"index": piece.index, **own, **end}
 
 
 class CompletionWriter(ResponseWriter):
@@ -215,10 +207,5 @@ def model_list(names: Sequence[str], created: int, max_model_len: int | None) ->
 
 def model_card(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
     """One entry of /v1/models; `max_model_len` in tokens, None until the engine said."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "baton",
-        "max_model_len": max_model_len,
-    }
+    about = {"object": "model", "created": created, "owned_by": "baton"}
+    return {"id": name, **about, "max_model_len": max_model_len}

@@ -14,9 +14,9 @@ from protocol.openai.requests import (
     Read,
     Strict,
     body_of,
+    fault,
     neutral,
     validate,
-    wrong_member,
 )
 from protocol.openai.sampling import (
     MAX_INT31,
@@ -71,7 +71,7 @@ class TextFormat(SchemaMembers):
     def _has_its_schema(self) -> Self:
         is_named = self.type == "json_schema"
         if is_named and self.name is None:
-            raise wrong_member("name", None, "a string")
+            raise fault("name", "is missing; it must be a string.")
         if not is_named and self.model_fields_set != {"type"}:
             raise ValueError("members of a schema")
         return self

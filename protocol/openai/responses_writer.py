@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.http import sse
 from protocol.openai.responses import ChoicePiece, ResponseWriter, Usage
-from protocol.openai.responses_request import ResponsesRequest
+from protocol.openai.responses_request import ResponsesChat
 
 _encode = msgspec.json.Encoder().encode
 
@@ -24,11 +24,12 @@ class ResponsesWriter(ResponseWriter):
     chunk_object = "response"
     end: ClassVar[bytes] = b""  # the last event says that it is the last
 
-    def __init__(self, response_id: str, created: int, asked: ResponsesRequest) -> None:
-        super().__init__(response_id, created, asked.model)
+    def __init__(
+        self, response_id: str, created: int, asked: ResponsesChat, fingerprint: str | None = None
+    ) -> None:
+        super().__init__(response_id, created, asked)
         self._place = {"item_id": "msg_" + response_id, "output_index": 0, "content_index": 0}
-        self._created = created
-        self._asked = asked
+        self._told = asked.asked
         self._text = ""
         self._num_events = 0
 
@@ -79,13 +80,13 @@ class ResponsesWriter(ResponseWriter):
     def _response(
         self, status: str, text: str | None = None, usage: Usage | None = None
     ) -> dict[str, Any]:
-        asked = self._asked
+        asked = self._told
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         given = asked.text.format if asked.text else None
         return {
             "id": self._head["id"],
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._head["created"],
             "status": status,
             "background": False,
             "error": None,

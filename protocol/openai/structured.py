@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai.requests import Read, Strict, wrong_member
+from protocol.openai.requests import Read, Strict, fault
 
 MAX_CHOICES = 1024
 
@@ -96,9 +96,9 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
-            raise wrong_member("json_schema", None, "an object with `name` and `schema`")
+            raise fault("json_schema", "is missing; it must be an object with `name` and `schema`.")
         if self.type != "json_schema" and self.json_schema is not None:
-            raise wrong_member("type", self.type, "json_schema")
+            raise fault("type", "must be json_schema beside `json_schema`.")
         return self
 
     def guided_at(self, where: str) -> GuidedDecoding | None:

@@ -97,7 +97,10 @@ class Tools:
 
 def read_tools(tools: OfferedTools, choice: ToolChoice, parallel: bool) -> Tools:
     """The tools of a request that offers these; None is "not given". Raises InvalidRequest."""
-    offered = tuple(_without_nulls(tool["function"]) for tool in tools or ())
+    functions = ({k: v for k, v in t["function"].items() if v is not None} for t in tools or ())
+    offered: tuple[dict[str, Any], ...] = tuple(
+        {"type": "function", "function": function} for function in functions
+    )
     names = [tool["function"]["name"] for tool in offered]
     for at, name in enumerate(names):
         if name in names[:at]:
@@ -116,11 +119,6 @@ def read_tools(tools: OfferedTools, choice: ToolChoice, parallel: bool) -> Tools
         must_be = "one of the tools: " + ", ".join(names[:20])
         raise wrong("tool_choice.function.name", named, must_be)
     return Tools(offered, "named", named, parallel)
-
-
-def _without_nulls(function: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in function.items() if value is not None}
-    return {"type": "function", "function": kept}
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import msgspec
 
 from protocol.http.sse import SSEParser
 from protocol.messages import KVUsage
+from protocol.openai.completions import CompletionRequest, parse_completion
 from protocol.openai.logprobs import TokenReport, TokenText
 from protocol.openai.responses import (
     ChatWriter,
@@ -23,13 +24,17 @@ from protocol.openai.tools import ToolCallPiece, whole_calls
 USAGE = Usage(7, 3, KVUsage(transferred=4, recomputed=1, skipped=2, cached_tokens=5))
 
 
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_completion({"model": "m", "prompt": "a", **fields})
+
+
 def events(data: bytes) -> list[dict[str, Any]]:
     return [json.loads(text) for _, text in SSEParser().feed(data)]
 
 
 def test_a_whole_completion_has_usage_and_extras() -> None:
     piece = ChoicePiece(0, "Hi", [4, 5], finish_reason="stop", prompt_token_ids=[1])
-    writer = CompletionWriter("x", 12, "m", return_token_ids=True)
+    writer = CompletionWriter("x", 12, completion(return_token_ids=True))
     body = json.loads(writer.full([piece], USAGE, {"kv_transfer_params": {"a": 1}}))
     assert body["id"] == "cmpl-x" and body["object"] == "text_completion" and body["created"] == 12
     choice = {"index": 0, "text": "Hi", "logprobs": None, "finish_reason": "stop"}
@@ -45,7 +50,7 @@ def test_a_whole_completion_has_usage_and_extras() -> None:
 
 
 def test_a_chat_stream_names_the_role_once_and_the_usage_last() -> None:
-    writer = ChatWriter("x", 12, "m", include_usage=True)
+    writer = ChatWriter("x", 12, completion(stream_options={"include_usage": True}))
     first, second = ChoicePiece(0, "Hi", first=True), ChoicePiece(0, "", finish_reason="length")
     chunks = events(writer.chunk(first) + writer.last_chunk(second, USAGE, {}))
     assert {(c["id"], c["created"], c["model"], c["object"]) for c in chunks} == {
@@ -61,7 +66,7 @@ def test_a_chat_stream_names_the_role_once_and_the_usage_last() -> None:
 
 
 def test_without_usage_the_last_chunk_is_the_one_that_finishes() -> None:
-    writer = CompletionWriter("x", 12, "m")
+    writer = CompletionWriter("x", 12, completion())
     (chunk,) = events(writer.last_chunk(ChoicePiece(0, "!", finish_reason="stop"), USAGE, {}))
     assert chunk["choices"][0]["text"] == "!" and "usage" not in chunk
     assert chunk["baton_kv"]["transferred"] == 4
@@ -102,7 +107,7 @@ def test_pieces_become_whole_calls() -> None:
 
 
 def responses_writer(**fields: Any) -> ResponsesWriter:
-    return ResponsesWriter("1", 5, parse_responses({"model": "m", "input": "a", **fields}).asked)
+    return ResponsesWriter("1", 5, parse_responses({"model": "m", "input": "a", **fields}))
 
 
 def test_events_of_a_stream() -> None:

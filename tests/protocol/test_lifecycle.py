@@ -60,13 +60,7 @@ def test_reports_arrive_in_order_and_exit_is_last(events: Events) -> None:
     assert events.next() == lifecycle.Ready(child, {"port": 12})
     assert events.next() == lifecycle.Exited(child, 0)
     assert child.returncode == 0
-
-
-def test_a_reported_failure_is_the_reason(events: Events) -> None:
-    child = events.spawn("lifecycle.report_failure('no such model'); sys.exit(1)")
-    assert events.next() == lifecycle.Failed(child, "no such model")
-    assert events.next() == lifecycle.Exited(child, 1)
-    assert child.reason() == "no such model"
+    assert lifecycle.terminate([child], grace_s=0.0)  # one that has ended is left alone
 
 
 def test_a_child_is_watched_and_reaped_whatever_becomes_of_its_reports(
@@ -82,25 +76,29 @@ def test_a_child_is_watched_and_reaped_whatever_becomes_of_its_reports(
     assert "cannot take Progress" in capfd.readouterr().err
 
 
-def test_the_last_line_is_the_reason_of_a_crash(
-    events: Events, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("body", "code", "reason"),
+    [
+        ("lifecycle.report_failure('no such model'); sys.exit(1)", 1, "no such model"),
+        ("raise ValueError('tp is 9')", 1, "ValueError: tp is 9 (exit status 1)"),
+        (
+            "import os; print('at work', flush=True); os.kill(os.getpid(), 9)",
+            -9,
+            "killed by SIGKILL, its last line: at work",
+        ),
+        ("print('at work')", 0, "somebody told it to (exit status 0)"),
+    ],
+)
+def test_an_end_has_a_reason(
+    body: str, code: int, reason: str, events: Events, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    child = events.spawn("raise ValueError('tp must divide 9')")
-    assert events.next() == lifecycle.Exited(child, 1)
-    assert child.reason() == "ValueError: tp must divide 9 (exit status 1)"
-    assert "child | ValueError: tp must divide 9" in capfd.readouterr().out
-
-
-def test_death_by_signal_is_named(events: Events) -> None:
-    child = events.spawn("import os; print('at work', flush=True); os.kill(os.getpid(), 9)")
-    assert events.next() == lifecycle.Exited(child, -9)
-    assert child.reason() == "killed by SIGKILL, its last line: at work"
-
-
-def test_an_end_in_order_is_not_explained_by_what_was_said_last(events: Events) -> None:
-    child = events.spawn("print('at work')")
-    assert events.next() == lifecycle.Exited(child, 0)
-    assert child.reason() == "somebody told it to (exit status 0)"
+    child = events.spawn(body)
+    if "report" in body:
+        assert events.next() == lifecycle.Failed(child, "no such model")
+    assert events.next() == lifecycle.Exited(child, code)
+    assert child.reason() == reason
+    if "raise" in body:
+        assert "child | ValueError: tp is 9" in capfd.readouterr().out
 
 
 def test_a_program_that_is_not_there_leaks_no_descriptor() -> None:
@@ -156,12 +154,6 @@ def test_one_that_ignores_sigterm_is_killed_and_reaped(events: Events) -> None:
         os.waitpid(child.pid, os.WNOHANG)
 
 
-def test_terminate_leaves_those_alone_that_have_ended(events: Events) -> None:
-    child = events.spawn("pass")
-    assert isinstance(events.next(), lifecycle.Exited)
-    assert lifecycle.terminate([child], grace_s=0.0)
-
-
 TREE = """
 import signal, sys
 sys.path.insert(0, {root!r})
@@ -173,7 +165,6 @@ if depth:
     import queue, os
     os.set_inheritable(fd, True)
     events = queue.SimpleQueue()
-    # the descriptor goes through by hand: spawn passes on none but its own
     import subprocess
     real = subprocess.Popen
     def popen(*args, pass_fds=(), **options):
@@ -213,11 +204,14 @@ def test_sigkill_of_the_launcher_ends_children_and_grandchildren(
         os.close(alive_read)
 
 
+@pytest.mark.parametrize("value", [None, ""])
 def test_a_process_started_by_hand_watches_and_reports_nothing(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    value: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(lifecycle.PARENT_FD, raising=False)
-    monkeypatch.delenv(lifecycle.READY_FD, raising=False)
+    for name in (lifecycle.PARENT_FD, lifecycle.READY_FD):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     assert not lifecycle.watch_parent()
     lifecycle.report_ready({"port": 1})
     lifecycle.report_failure("why")
@@ -256,13 +250,6 @@ def test_a_standard_stream_that_is_a_pipe_is_no_parents(variable: str, stream: i
     )
     assert ended.returncode == 2 and ended.stdout == b""
     assert ended.stderr.startswith(f'error: {variable} is "{stream}"'.encode())
-
-
-def test_an_empty_descriptor_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(lifecycle.READY_FD, "")
-    monkeypatch.setenv(lifecycle.PARENT_FD, "")
-    assert not lifecycle.watch_parent()
-    lifecycle.report_progress("loading")
 
 
 def test_stop_signals_count_and_are_restored() -> None:

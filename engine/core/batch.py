@@ -4,6 +4,7 @@ The scheduler's plan becomes flat host arrays; a rank derives positions and slot
 same arrays go through memory on rank 0 and as msgpack bytes to the other ranks.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from attention.base import AttentionBatch
 from engine.core.logits_processing import ShapeBook, StepShapes
-from engine.core.scheduler import CopyBlock, Scheduled
+from engine.core.scheduler import Scheduled
 from protocol.messages import SamplingParams, TokenLogprobs
 
 Int32s = npt.NDArray[np.int32]
@@ -115,7 +116,7 @@ class Executor(Protocol):
 def build_step(
     scheduled: Sequenceable[Scheduled],
     book: ShapeBook,
-    copies: Sequenceable[CopyBlock] = (),
+    copies: Iterable[tuple[int, int]] = (),
 ) -> StepInput:
     """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences."""
     sequences = [item.sequence for item in scheduled]
@@ -141,7 +142,7 @@ def build_step(
         sampling=[sequence.sampling for sequence in draws],
         shapes=book.plan(draws, context_lens[drawing].tolist()),
         is_masked=any(sequence.grammar is not None for sequence in draws),
-        copies=[(copy.source, copy.target) for copy in copies],
+        copies=list(copies),
         scores=_scores(scheduled),
     )
 

@@ -126,7 +126,7 @@ class EngineCore(CoreServices):
 
     def _step(self, scheduled: list[Scheduled]) -> None:
         try:
-            step = build_step(scheduled, self._shape_book, self.scheduler.copies())
+            step = build_step(scheduled, self._shape_book, self.scheduler.copies.values())
         except Exception as error:
             raise StepFailed(f"its arrays could not be made: {error!r}") from error
         self._flush()  # first tokens do not wait for the step

@@ -85,20 +85,6 @@ class Scheduled:
         return range(max(self.start + 1, len(sequence.prompt_logprobs)), stop)
 
 
-@dataclass(frozen=True)
-class CopyBlock:
-    """A parent's last block, which its prompt fills in part, for a choice that forked off it.
-    Both blocks have a use for the copy itself until the step that makes it has finished."""
-
-    source: int
-    target: int
-    child: Sequence
-
-    @property
-    def is_wanted(self) -> bool:
-        return self.child.phase is Phase.RUNNING and self.target in self.child.block_ids
-
-
 @dataclass
 class Plan:
     """One round of decisions."""
@@ -130,7 +116,9 @@ class Scheduler:
         self._num_launched_steps = 0
         self._num_finished_steps = 0
         self._deferred: list[tuple[int, list[int]]] = []  # step to finish, blocks to release
-        self._copies: list[CopyBlock] = []  # for the next step to make before anything else
+        # By choice that forked off: its parent's last block, which the prompt fills in part, and
+        # its own, for the next step to copy before anything else. Until then both are in use.
+        self.copies: dict[Sequence, tuple[int, int]] = {}
 
     @classmethod
     def of_blocks(cls, limits: SchedulerLimits, num_blocks: int, *, cached: bool) -> "Scheduler":
@@ -150,7 +138,6 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Decides the next step. An empty `scheduled` means nothing can be computed now."""
         plan = Plan(self.limits.max_num_batched_tokens)
-        self._forget_unwanted_copies()
         going_on = [s for s in self.running if not s.awaits_result(self.limits.max_model_len)]
         decoding = [s for s in going_on if s.is_decoding]
         prefilling = [s for s in going_on if not s.is_decoding]
@@ -354,22 +341,11 @@ class Scheduler:
         if rest:
             source, (target,) = parent.block_ids[num_full], self.allocator.allocate(1)
             self.allocator.share([source, target])
-            self._copies.append(CopyBlock(source, target, child))
+            self.copies[child] = source, target
             child.block_ids = [*child.block_ids, target]
         child.num_computed = parent.num_prompt_tokens
         child.num_published_blocks = min(parent.num_published_blocks, num_full)
         self._run(child)
-
-    def copies(self) -> list[CopyBlock]:
-        """What the next step that is launched copies before anything else."""
-        self._forget_unwanted_copies()
-        return self._copies
-
-    def _forget_unwanted_copies(self) -> None:
-        """Of choices that were aborted or preempted before their step came."""
-        for copy in [copy for copy in self._copies if not copy.is_wanted]:
-            self._copies.remove(copy)
-            self.allocator.release([copy.source, copy.target])
 
     # -- around a step -----------------------------------------------------------------------
 
@@ -385,9 +361,8 @@ class Scheduler:
                 sequence.num_awaited += 1
                 sequence.awaited_row = row
                 row += len(item.draws)
-        for copy in self._copies:
-            self._deferred.append((self._num_launched_steps, [copy.source, copy.target]))
-        self._copies = []
+        self._deferred += [(self._num_launched_steps, [*pair]) for pair in self.copies.values()]
+        self.copies = {}
 
     def step_finished(self) -> None:
         """The oldest launched step reads and writes no block any more, on any rank."""
@@ -444,6 +419,7 @@ class Scheduler:
 
     def _release_blocks(self, sequence: Sequence) -> None:
         """The blocks' uses end now, or with the last launched step that refers to them."""
+        self.allocator.release(self.copies.pop(sequence, ()))  # its step never came
         if sequence.last_step > self._num_finished_steps:
             self._deferred.append((sequence.last_step, sequence.block_ids))
         else:

@@ -20,7 +20,7 @@ class CoreServices(ABC):
 
     @abstractmethod
     def fail(self, sequence: Sequence, error: BatonError) -> None:
-        """Ends a sequence that holds no blocks with its one terminal event."""
+        """Ends a sequence that no pull writes to with its one terminal event."""
 
     @abstractmethod
     def wake(self) -> None:

@@ -110,7 +110,10 @@ class EngineCore(CoreServices):
         for sequence in list(self.grammars.compiling):
             self.enqueue(sequence)
         for sequence, error in self.grammars.returning():
-            self._return(sequence, error)
+            if error is not None:
+                self.fail(sequence, error)
+            elif reason := self._finish_reason(sequence):
+                self._end_choices([(sequence, reason)])
         if was_under_way and self.scheduler.may_preempt():
             self.finish_steps(0)
         plan = self.scheduler.schedule()
@@ -233,8 +236,6 @@ class EngineCore(CoreServices):
     def is_idle(self) -> bool:
         return not (self.sequences or self._launched)
 
-    # -- requests in -------------------------------------------------------------------------
-
     def _take(self, message: EngineInput) -> None:
         match message:
             case AddRequest():
@@ -287,28 +288,13 @@ class EngineCore(CoreServices):
         for choice in sequence.choices:
             self.grammars.forget(choice)
             choice.has_ended = True
-            if choice is not sequence and choice.phase in (Phase.WAITING, Phase.RUNNING):
+            if choice.phase in (Phase.WAITING, Phase.RUNNING):
                 self.scheduler.finish(choice)
             choice.phase = Phase.FINISHED
         self._output.error(sequence, error)
 
     def wake(self) -> None:
         self.transport.wake()
-
-    def _return(self, sequence: Sequence, error: GrammarFailed | None) -> None:
-        """A sequence sat out until it is known what its last token means to its grammar."""
-        reason = None if error else self._finish_reason(sequence)
-        if reason is not None:
-            self._end_choices([(sequence, reason)])
-        elif error is not None:
-            self._fail_queued(sequence, error)
-
-    def _fail_queued(self, sequence: Sequence, error: BatonError) -> None:
-        if sequence.phase in (Phase.WAITING, Phase.RUNNING):
-            self.scheduler.finish(sequence)
-        self.fail(sequence, error)
-
-    # -- a round's work ----------------------------------------------------------------------
 
     def _begin(self, plan: Plan) -> None:
         for sequence in plan.admitted:
@@ -354,12 +340,19 @@ class EngineCore(CoreServices):
         ]
         self.scheduler.fork_choices(sequence)
         for draw in draws:
-            self._tell(draw)
+            if draw.sequence.phase is Phase.FINISHED:
+                continue  # another choice's error has ended the request
+            if draw.error is not None:
+                self.fail(draw.sequence, draw.error)
+            elif draw.reason is None:
+                self._output.token(draw)
+            else:
+                self._end(draw)
         if sequence.request.max_tokens == 0 and self._finish_reason(sequence):
             self._end_choices([(choice, "length") for choice in sequence.choices])
 
     def _draw(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Draw:
-        """Appends what was drawn. A choice that ends with it is marked, and told of by `_tell`."""
+        """Appends what was drawn. A choice that ends with it is marked, and told of later."""
         if sequence.grammar is not None and sequence.grammar.ending is not None:
             sequence.has_ended = True  # nothing could be drawn: what was drawn all the same is void
             return Draw(sequence, None, None, "stop", sequence.grammar.ending.error)
@@ -371,16 +364,6 @@ class EngineCore(CoreServices):
         reason = self._finish_reason(sequence)
         sequence.has_ended = reason is not None
         return Draw(sequence, token_id, logprobs, reason)
-
-    def _tell(self, draw: Draw) -> None:
-        if draw.sequence.phase is Phase.FINISHED:
-            return  # another choice's error has ended the request
-        if draw.error is not None:
-            self._fail_queued(draw.sequence, draw.error)
-        elif draw.reason is None:
-            self._output.token(draw)
-        else:
-            self._end(draw)
 
     def _finish_reason(self, sequence: Sequence) -> str | None:
         return sequence.finish_reason(self.scheduler.limits.max_model_len)

@@ -1,8 +1,8 @@
 """The process of one rank: loads its shard, allocates its KV, then leads or follows.
 
 Started as `python -m <server>.connector --rank R` with the EngineConfig as JSON on its standard
-input (it holds the cluster secret, which does not belong on a command line). Rank 0 talks to the
-HTTP process and decides; the others execute what it sends. All watch their parent and end with it.
+input: it holds the cluster secret. Rank 0 talks to the HTTP process and decides; the others execute
+what it sends. All watch their parent and end with it.
 """
 
 import argparse

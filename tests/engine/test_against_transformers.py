@@ -20,7 +20,7 @@ from engine.sampling.sampling_batch import SamplingBatch
 from protocol.messages import AddRequest, SamplingParams, TokenLogprobs
 from tests.make_models import ensure_model
 from tests.rigs.engine_pair import RealPair
-from tests.rigs.shadow import MemoryTransport
+from tests.rigs.shadow import MemoryTransport, add
 
 PROMPT = [40, 77, 130, 5, 9, 33, 77, 130, 41, 60, 12, 200, 3, 77]
 
@@ -101,27 +101,15 @@ def pair() -> Iterator[RealPair]:
 
 
 Ask = Callable[[RealPair, AddRequest], MemoryTransport]
-
-
-def _alone(pair: RealPair, request: AddRequest) -> MemoryTransport:
-    return pair.decode_alone(request)
-
-
-def _through_both(pair: RealPair, request: AddRequest) -> MemoryTransport:
-    return pair.prefill_and_decode(request)
+_ASKS = [RealPair.decode_alone, RealPair.prefill_and_decode]
 
 
 def _request(num_choices: int = 1, max_tokens: int = 12, **members: Any) -> AddRequest:
     names = SamplingParams.__struct_fields__
     sampling = {name: members.pop(name) for name in names if name in members}
-    return AddRequest(
-        request_id="r",
-        token_ids=members.pop("prompt", PROMPT),
-        sampling=SamplingParams(**{"temperature": 0.0, "num_logprobs": 3, "seed": 11, **sampling}),
-        max_tokens=max_tokens,
-        num_choices=num_choices,
-        **members,
-    )
+    params = SamplingParams(**{"temperature": 0.0, "num_logprobs": 3, "seed": 11, **sampling})
+    prompt = members.pop("prompt", PROMPT)
+    return add("r", prompt, max_tokens, params, num_choices=num_choices, **members)
 
 
 REQUESTS = {
@@ -145,7 +133,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("ask", [_alone, _through_both])
+@pytest.mark.parametrize("ask", _ASKS)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_equals_the_definitions_over_transformers_logits(
     reference: Reference, pair: RealPair, ask: Ask, name: str
@@ -161,7 +149,7 @@ def test_equals_the_definitions_over_transformers_logits(
         reference.check_prompt(request, out.prompt_logprobs("r"))
 
 
-@pytest.mark.parametrize("ask", [_alone, _through_both])
+@pytest.mark.parametrize("ask", _ASKS)
 @pytest.mark.parametrize("min_tokens", [0, 1, 5])
 def test_min_tokens_ban_what_would_end_the_text(
     reference: Reference, pair: RealPair, ask: Ask, min_tokens: int

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
@@ -26,12 +27,15 @@ USAGE_SHAPE = {
     "total_tokens": int,
     "prompt_tokens_details": {"cached_tokens": int},
 }
-COMPLETION = {
+HEAD = {"created": int, "model": "m", "system_fingerprint": "fp_"}
+COMPLETION_CHUNK = {
+    **HEAD,
     "id": "cmpl-",
     "object": "text_completion",
-    "created": int,
-    "model": "m",
-    "system_fingerprint": "fp_",
+    "choices": [{"text": str, "index": 0, "logprobs": None, "finish_reason": ANY}],
+}
+COMPLETION = {
+    **COMPLETION_CHUNK,
     "choices": [{"text": str, "index": 0, "logprobs": None, "finish_reason": "length"}],
     "usage": USAGE_SHAPE,
 }
@@ -42,11 +46,9 @@ COMPLETION_LOGPROBS = {
     "text_offset": [int],
 }
 CHAT = {
+    **HEAD,
     "id": "chatcmpl-",
     "object": "chat.completion",
-    "created": int,
-    "model": "m",
-    "system_fingerprint": "fp_",
     "choices": [
         {
             "index": 0,
@@ -60,17 +62,13 @@ CHAT = {
 TOKEN = {"token": str, "logprob": float, "bytes": [int]}
 CHAT_LOGPROBS = {"content": [{**TOKEN, "top_logprobs": [TOKEN]}], "refusal": None}
 CHUNK = {
+    **HEAD,
     "id": "chatcmpl-",
     "object": "chat.completion.chunk",
-    "created": int,
-    "model": "m",
-    "system_fingerprint": "fp_",
     "choices": [{"index": 0, "delta": dict, "logprobs": None, "finish_reason": ANY}],
 }
-MODELS = {
-    "object": "list",
-    "data": [{"id": "m", "object": "model", "created": int, "owned_by": str}],
-}
+MODEL = {"id": "m", "object": "model", "created": int, "owned_by": str}
+MODELS = {"object": "list", "data": [MODEL]}
 ERROR = {"error": {"message": str, "type": "invalid_request_error", "param": str, "code": str}}
 
 
@@ -109,10 +107,8 @@ async def test_completions(tokenizer: Tokenizer) -> None:
         assert Completion.model_validate(body).choices[0].text == "hello"
         (choice,) = (await server.post(logprobs=2)).json()["choices"]
         assert_shape(choice["logprobs"], COMPLETION_LOGPROBS)
-        head = {k: v for k, v in COMPLETION.items() if k not in ("usage", "choices")}
-        one = {"text": str, "index": 0, "logprobs": None, "finish_reason": ANY}
         for chunk in chunks(await server.post(stream=True)):
-            assert_shape(chunk, {**head, "choices": [one]})
+            assert_shape(chunk, COMPLETION_CHUNK)
 
 
 async def test_chat(tokenizer: Tokenizer) -> None:
@@ -150,14 +146,8 @@ async def test_the_clients_streaming_helper(tokenizer: Tokenizer, num_choices: i
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         async for delta in hello(request):
             for choice in range(request.num_choices):
-                yield TokenDelta(
-                    request_id=delta.request_id,
-                    choice=choice,
-                    token_ids=delta.token_ids,
-                    logprobs=delta.logprobs,
-                    finish_reason=delta.finish_reason and "stop",
-                    usage=delta.usage,
-                )
+                reason = delta.finish_reason and "stop"
+                yield msgspec.structs.replace(delta, choice=choice, finish_reason=reason)
 
     async with serving(tokenizer, script) as server:
         url = f"{server.http.base_url}/v1"

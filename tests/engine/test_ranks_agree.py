@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.text.grammar import GrammarCompiler
-from protocol.messages import AddRequest, Grammar, SamplingParams, TokenLogprobs
+from protocol.messages import Grammar, SamplingParams, TokenLogprobs
 from tests.make_models import ensure_model
 from tests.rigs.rank_threads import Ranks, ranks
 from tests.rigs.shadow import (
@@ -22,35 +22,19 @@ from tests.rigs.shadow import (
 )
 
 BLOCKS, BLOCK_SIZE = 80, 4
+_SHAPED = SamplingParams(
+    temperature=1.2,
+    seed=5,
+    num_logprobs=2,
+    frequency_penalty=0.6,
+    repetition_penalty=1.3,
+    logit_bias={7: 3.0},
+)
+_PROMPTS = [(13 * at) % 200 for at in range(30)], [(7 * at * at) % 300 for at in range(33)]
 REQUESTS = [
-    AddRequest(
-        request_id="choices",
-        token_ids=[(13 * at) % 200 for at in range(30)],
-        sampling=SamplingParams(
-            temperature=1.2,
-            seed=5,
-            num_logprobs=2,
-            frequency_penalty=0.6,
-            repetition_penalty=1.3,
-            logit_bias={7: 3.0},
-        ),
-        max_tokens=10,
-        num_choices=3,
-        num_prompt_logprobs=2,
-    ),
-    AddRequest(
-        request_id="scored",
-        token_ids=[(7 * at * at) % 300 for at in range(33)],
-        sampling=SamplingParams(temperature=0.0),
-        max_tokens=0,
-        num_prompt_logprobs=0,
-    ),
-    AddRequest(
-        request_id="plain",
-        token_ids=[9, 8, 7],
-        sampling=SamplingParams(temperature=0.0, presence_penalty=1.0),
-        max_tokens=12,
-    ),
+    add("choices", _PROMPTS[0], 10, _SHAPED, num_choices=3, num_prompt_logprobs=2),
+    add("scored", _PROMPTS[1], 0, num_prompt_logprobs=0),
+    add("plain", [9, 8, 7], 12, SamplingParams(temperature=0.0, presence_penalty=1.0)),
 ]
 
 

@@ -10,9 +10,9 @@ import pytest
 from engine.text.grammar import GrammarCompiler, GrammarState
 from engine.text.tokenizer import Tokenizer
 from engine.worker.runner import ModelRunner
-from protocol.messages import AddRequest, Grammar, SamplingParams
+from protocol.messages import Grammar, SamplingParams
 from tests.gpu.test_runner import MODELS, PROMPTS, SERVED, runner_for, step_at
-from tests.rigs.shadow import masks_of
+from tests.rigs.shadow import add, masks_of
 
 pytestmark = pytest.mark.gpu
 
@@ -23,13 +23,8 @@ _NUM_STEPS = 24
 
 def _states(compiler: GrammarCompiler, stop: Sequence[int]) -> list[GrammarState | None]:
     """Every other sequence has a grammar."""
-    request = AddRequest(
-        request_id="a",
-        token_ids=[1],
-        sampling=SamplingParams(grammar=Grammar("regex", _PATTERN)),
-        max_tokens=_NUM_STEPS,
-        stop_token_ids=list(stop),
-    )
+    sampling = SamplingParams(grammar=Grammar("regex", _PATTERN))
+    request = add("a", [1], _NUM_STEPS, sampling, stop_token_ids=list(stop))
     return [compiler.state(request) if row % 2 == 0 else None for row in range(len(PROMPTS))]
 
 

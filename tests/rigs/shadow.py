@@ -260,10 +260,6 @@ class MemoryTransport:
         return [d for d in mine if d.finish_reason is not None or d.error is not None]
 
 
-class LocalRole(KVConnector):
-    """A role that never leases and never pulls."""
-
-
 def make_core(
     *,
     num_blocks: int = 32,
@@ -288,7 +284,7 @@ def make_core(
     _watch(allocator, executor)
     transport = MemoryTransport()
     core = EngineCore(
-        Scheduler(limits, allocator, prefix), executor, role or LocalRole(), transport
+        Scheduler(limits, allocator, prefix), executor, role or KVConnector(), transport
     )
     return core, executor, transport
 

@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2922,
     "decode_server": 637,
     "deploy": 879,
-    "engine": 8967,
+    "engine": 8927,
     "kvcache": 7174,
     "kvcache/transfer": 5838,
     "model": 3117,
     "prefill_server": 357,
     "protocol": 5544,
     "proxy": 2520,
-    "tests": 39098,
+    "tests": 39051,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

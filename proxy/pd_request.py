@@ -242,7 +242,7 @@ class PDRequest:
 
     def _count(self, path: str, reason: str) -> None:
         """Counts a request by the way it takes. A reason is one word: see Failure."""
-        self._metrics.inc("baton_proxy_requests", path=path, reason=reason)
+        self._upstreams.count(path, reason)
 
 
 def _is_beyond(answer: Response, own: int | None, context: int | None) -> bool:

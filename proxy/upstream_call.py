@@ -36,6 +36,7 @@ from proxy.upstream import (
 logger = get_logger(__name__)
 
 MAX_DELIVERIES = 2
+MANY_ALONE = 50
 GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
 CLOSE_TIMEOUT_S = 2.0
 
@@ -132,6 +133,7 @@ class Upstreams:
         self._upstream = upstream
         self._patience: dict[Server, set[asyncio.Timeout]] = {}  # of whom it keeps waiting
         self._giving_back: set[asyncio.Task[None]] = set()
+        self._num_alone = 0  # requests in a row that found no prefill server to take them
 
     async def run(
         self, call: UpstreamCall, trace: RequestTrace, unfit: Sequence[Server] = ()
@@ -183,6 +185,24 @@ class Upstreams:
             if not may_retry(kind, failures):
                 break
         raise LegFailed(message, failures[-1] if failures else None, answer)
+
+    def count(self, path: str, reason: str) -> None:
+        """Counts a request by the way it takes; warns when none is disaggregated any more, the
+        first time after `MANY_ALONE`, then each time after twice as many."""
+        self.metrics.inc("baton_proxy_requests", path=path, reason=reason)
+        if path == "pd":
+            self._num_alone = 0
+        if path != "decode_only" or reason == "placed":
+            return
+        self._num_alone += 1
+        times, rest = divmod(self._num_alone, MANY_ALONE)
+        ready = self.fleet.num_ready(Kind.PREFILL)
+        if ready and not rest and times.bit_count() == 1:
+            logger.warning(
+                "the last %d requests were not disaggregated (%s) though %d prefill servers are "
+                "ready; see decode_only in docs/operations.md",
+                self._num_alone, reason, ready,
+            )  # fmt: skip
 
     async def _attempt(self, server: Server, call: UpstreamCall) -> Leg:
         self.metrics.inc("baton_proxy_upstream_in_flight", 1, **server.labels)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.knowledge import BLOCK_BYTES, Knowledge, Totals, Work, ask_of
+from proxy.upstream_call import MANY_ALONE
 from tests.proxy.fakes import Call, Fake, Rig, decodes, prefills, until
 
 LONG = "some words that many have in common " * 200
@@ -88,6 +89,28 @@ async def test_whether_prompts_are_computed_elsewhere_may_be_fixed(policy: str) 
         num_prefills = 3 if policy == "always" else 0
         assert len(rig.prefill[0].calls) == num_prefills
         assert rig.decode_only("placed") == 3 - num_prefills
+
+
+async def test_it_is_told_when_nothing_is_disaggregated_any_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def plain(call: Call) -> None:
+        await call.answer(200, {"choices": []})
+
+    def warnings() -> list[str]:
+        told = [record.getMessage() for record in caplog.records]
+        return [text for text in told if "not disaggregated" in text]
+
+    async with Rig([Fake(plain)]) as rig:
+        for _ in range(2 * MANY_ALONE - 1):
+            await rig.complete()
+        assert len(warnings()) == 1 and "no_kv_params" in warnings()[0]
+        rig.prefill[0].behave = prefills
+        await rig.complete()
+        rig.prefill[0].behave = plain
+        for _ in range(MANY_ALONE):
+            await rig.complete()
+        assert len(warnings()) == 2
 
 
 def test_a_prompt_of_token_ids_and_one_of_text_are_cut_into_blocks_that_chain() -> None:

@@ -109,8 +109,9 @@ TABLE = (
          "Completions and renewals answered `gone`: the lease had ended or was never known."),
     # Proxy.
     Spec("baton_proxy_requests", "counter", "proxy",
-         "Requests by path (pd; decode_only: D computed the prompt, with reason `placed` by choice; "
-         "prefill: P's answer was the answer, as a score's or an error's) and why.", ("path", "reason")),
+         "Requests by path (pd; decode_only: D computed the prompt, with reason `placed` by "
+         "choice; prefill: P's answer was the answer, as a score's or an error's) and why.",
+         ("path", "reason")),
     Spec("baton_proxy_responses", "counter", "proxy",
          "Responses by HTTP status; broken: a stream that ended in an error.", ("status",)),
     Spec("baton_proxy_requests_in_progress", "gauge", "proxy", "Requests not yet answered."),

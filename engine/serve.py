@@ -17,7 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -47,12 +47,11 @@ _ENDING_S = 5.0  # for the processes of an engine that failed or hung up
 _KILLED = 130  # exit status, as of `baton up`
 _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
 
+Settings = PrefillSettings | DecodeSettings
 HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
 
 
-def run_server(
-    settings: PrefillSettings | DecodeSettings, *, role: str, module: str, hooks: HooksFactory
-) -> int:
+def run_server(settings: Settings, *, role: str, module: str, hooks: HooksFactory) -> int:
     """Serves until told to end. Returns the process's exit status.
 
     Args:
@@ -95,13 +94,7 @@ class _HttpServer(uvicorn.Server):
 class _Server:
     """One server, on the running event loop."""
 
-    def __init__(
-        self,
-        settings: PrefillSettings | DecodeSettings,
-        role: str,
-        module: str,
-        hooks: HooksFactory,
-    ) -> None:
+    def __init__(self, settings: Settings, role: str, module: str, hooks: HooksFactory) -> None:
         self.settings = settings
         self.role = role
         self.secret = cluster_secret(settings.cluster_secret)
@@ -109,7 +102,7 @@ class _Server:
         self.processes = EngineProcesses(module, self._engine_ended)
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[str] = self.loop.create_future()
-        self.stop = asyncio.Event()
+        self.stop: asyncio.Future[None] = self.loop.create_future()  # done: told to end
 
     async def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -125,11 +118,11 @@ class _Server:
 
     def _told_to_end(self) -> None:
         """The first signal asks for an end in order; the next one waits for nothing."""
-        if self.stop.is_set():
+        if self.stop.done():
             self.processes.kill()
             lifecycle.report_failure("told twice to end: killed")
             os._exit(_KILLED)
-        self.stop.set()
+        self.stop.set_result(None)
 
     def _engine_ended(self, reason: str) -> None:
         def tell() -> None:
@@ -139,13 +132,16 @@ class _Server:
         self.loop.call_soon_threadsafe(tell)
 
     async def _start_and_serve(self, listener: socket.socket) -> int:
-        model_dir = await self._or_stop(_in_daemon_thread(_RESOLVER, self._resolve_model))
+        settings = self.settings
+        progress = lifecycle.report_progress
+        resolve = partial(resolve_model, settings.model, settings.revision, progress=progress)
+        model_dir = await self._or_stop(_in_daemon_thread(resolve))
         prepared = prepare(self.settings, self.role, self.secret, model_dir, self.processes.address)
         client = EngineClient(prepared.config.http_address)
         await client.start()
         try:
             self.processes.start(prepared.config)
-            lifecycle.report_progress("loading the model")
+            progress("loading the model")
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
             api = Api(client, tokenizer, self.settings, self.hooks, fingerprint, prepared.defaults)
@@ -159,18 +155,11 @@ class _Server:
         finally:
             await client.close()
 
-    def _resolve_model(self) -> Path:
-        return resolve_model(
-            self.settings.model, self.settings.revision, progress=lifecycle.report_progress
-        )
-
     async def _or_stop(self, work: Any) -> Any:
         """Awaits `work`, unless the server is told to end or its engine dies first."""
         task = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(self.stop.wait())
-        await asyncio.wait({task, stopping, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, self.stop, self.failure}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            stopping.cancel()
             return task.result()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -200,9 +189,8 @@ class _Server:
         port = listener.getsockname()[1]
         logger.info("%s serves at http://%s:%d", self.role, self.settings.host, port)
         lifecycle.report_ready({"port": port, "side_channel_port": side_port})
-        stopping = asyncio.ensure_future(self.stop.wait())
         hung = asyncio.ensure_future(self._watch_for_hang(client))
-        ends: set[asyncio.Future[Any]] = {serving, stopping, self.failure}
+        ends: set[asyncio.Future[Any]] = {serving, self.stop, self.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         hung.cancel()
         server.should_exit = True  # accepts nothing more; open requests may finish for a while
@@ -210,7 +198,6 @@ class _Server:
         failed = self.failure.result() if self.failure.done() else None
         if failed is not None:
             client.fail(failed)  # the clients are told that, not that the server is ending
-            await asyncio.sleep(0)
         await client.close()  # every request still open gets its one error; the engine ends too
         await serving
         if failed is not None:
@@ -246,7 +233,7 @@ class _Server:
         self._engine_ended(reason)
 
 
-def _in_daemon_thread(name: str, work: Callable[[], Any]) -> asyncio.Future[Any]:
+def _in_daemon_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
     """Runs `work` where, unlike in an executor, nobody waits for it when this process ends."""
     done: Future[Any] = Future()
 
@@ -257,5 +244,5 @@ def _in_daemon_thread(name: str, work: Callable[[], Any]) -> asyncio.Future[Any]
         except Exception as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run, name=_RESOLVER, daemon=True).start()
     return asyncio.wrap_future(done)

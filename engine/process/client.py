@@ -6,7 +6,7 @@ give a script to play.
     submit([AddRequest, ...]) -> Subscription -> batches of TokenDeltas, one terminal each
 
 One subscription serves all prompts of a call, so several prompts need no tasks of their own.
-Everything here runs on one event loop; only `fail` may be called from another thread.
+Everything here runs on one event loop.
 """
 
 import asyncio
@@ -37,11 +37,6 @@ from protocol.process.logging import get_logger
 log = get_logger(__name__)
 
 
-def is_terminal(delta: TokenDelta) -> bool:
-    """Whether this is the one terminal event of its choice; an error is that of all choices."""
-    return delta.finish_reason is not None or delta.error is not None
-
-
 class Subscription:
     """The deltas of some requests, in batches of what has arrived since the last look.
 
@@ -56,28 +51,23 @@ class Subscription:
         # Those that keep their KV for an answer that has not been given yet.
         self._retaining = [request.request_id for request in requests if request.retain_kv]
         self._pending: list[TokenDelta] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     async def next_batch(self) -> list[TokenDelta]:
         """Waits for news; an empty list says that every request has ended and been read."""
         if not self._pending and self._open:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._news.clear()
+            await self._news.wait()
         batch, self._pending = self._pending, []
         return batch
 
     def deliver(self, delta: TokenDelta) -> None:
         """Called by the engine for each delta of an open request."""
         self._pending.append(delta)
-        if is_terminal(delta):
-            self._open[delta.request_id] -= 1
-            if delta.error is not None or not self._open[delta.request_id]:
-                del self._open[delta.request_id]
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._open[delta.request_id] -= delta.finish_reason is not None
+        if delta.error is not None or not self._open[delta.request_id]:  # the end of all choices
+            del self._open[delta.request_id]
+        self._news.set()
 
     def is_open(self, request_id: str) -> bool:
         """Whether more may come for a request."""
@@ -86,7 +76,7 @@ class Subscription:
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Asks the engine to end a request, or one choice of it; "abort" still comes of each."""
         if request_id in self._open:
-            self._engine.send_abort(request_id, choice)
+            self._engine.tell(AbortRequest(request_id, choice))
 
     def answered(self) -> None:
         """The client is told where the KV of these requests is, and may come for it."""
@@ -95,12 +85,9 @@ class Subscription:
     def close(self) -> None:
         """Forgets every request, aborts those that have not ended, and lets go of KV that nobody
         was told of. Idempotent."""
-        for request_id in self._open:
+        for request_id in dict.fromkeys([*self._open, *self._retaining]):
             self._engine.forget(request_id)
-            self._engine.send_abort(request_id)
-        for request_id in self._retaining:
-            if request_id not in self._open:
-                self._engine.send_abort(request_id)
+            self._engine.tell(AbortRequest(request_id))
         self._open.clear()
         self._retaining.clear()
         self._pending.clear()
@@ -115,7 +102,6 @@ class Engine(ABC):
         self.failure: str | None = None  # why the engine cannot go on
         self._subscriptions: dict[str, Subscription] = {}
         self._settled = asyncio.Event()  # ready or failed
-        self._loop: asyncio.AbstractEventLoop | None = None
         # Since the last look: it spoke, or was given work after having none.
         self._was_heard = False
 
@@ -137,13 +123,9 @@ class Engine(ABC):
     def _send(self, message: EngineInput) -> None:
         """Hands a message to the engine; raises EngineDied when nobody is there to take it."""
 
-    async def start(self) -> None:
-        """Begins to listen; call it on the event loop that the requests will run on."""
-        self._loop = asyncio.get_running_loop()
-
     async def close(self) -> None:
         """Stops listening and ends every open request with NoServerAvailable."""
-        self._fail("the server is shutting down", NoServerAvailable.code)
+        self.fail("the server is shutting down", NoServerAvailable.code)
 
     async def wait_ready(self, timeout_s: float) -> EngineReady:
         """Waits for the engine to say that it can serve.
@@ -181,10 +163,6 @@ class Engine(ABC):
             raise
         return subscription
 
-    def send_abort(self, request_id: str, choice: int | None = None) -> None:
-        """Asks for a request's end, or that of one of its choices."""
-        self.tell(AbortRequest(request_id, choice))
-
     def tell(self, message: EngineInput) -> None:
         """Sends what has no answer; to a dead engine there is nobody left to tell."""
         with contextlib.suppress(EngineDied):
@@ -199,14 +177,8 @@ class Engine(ABC):
         """Drops what may still come for a request."""
         self._subscriptions.pop(request_id, None)
 
-    def fail(self, reason: str) -> None:
-        """Ends every open request with EngineDied: the engine's process is gone. Thread-safe."""
-        if self._loop is None:
-            self._fail(reason)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._fail, reason)
-
-    def _fail(self, reason: str, code: str = EngineDied.code) -> None:
+    def fail(self, reason: str, code: str = EngineDied.code) -> None:
+        """Ends every open request: the engine's process is gone."""
         if self.failure is not None:
             return
         self.failure = reason
@@ -232,7 +204,7 @@ class Engine(ABC):
                 self.ready = message
                 self._settled.set()
             case EngineFailed(reason):
-                self._fail(reason)
+                self.fail(reason)
 
     def _deliver(self, delta: TokenDelta) -> None:
         subscription = self._subscriptions.get(delta.request_id)
@@ -262,7 +234,7 @@ class EngineClient(Engine):
         return self._hung_up or super().is_lost
 
     async def start(self) -> None:
-        await super().start()
+        """Begins to listen; call it on the event loop that the requests will run on."""
         self._server = await asyncio.start_unix_server(self._listen, self._path)
 
     async def close(self) -> None:
@@ -290,7 +262,7 @@ class EngineClient(Engine):
             self._hung_up = True  # who watches the engine's processes says why
         except Exception as error:
             log.exception("the engine's messages cannot be read")
-            self._fail(f"its messages cannot be read: {error}")
+            self.fail(f"its messages cannot be read: {error}")
         finally:
             self._disconnect()
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, closing
 from typing import Any
@@ -177,7 +176,7 @@ async def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder: Any
         assert await remote.receive() == Shutdown()  # and no second abort
 
 
-@pytest.mark.parametrize("how", ["message", "process", "thread", "garbage"])
+@pytest.mark.parametrize("how", ["message", "process", "garbage"])
 async def test_a_dead_engine_ends_every_open_request(socket_folder: Any, how: str) -> None:
     async with connected(socket_folder) as (client, remote):
         answers = [asyncio.create_task(collect(client, add(name))) for name in "ab"]
@@ -187,8 +186,6 @@ async def test_a_dead_engine_ends_every_open_request(socket_folder: Any, how: st
             await remote.send(EngineFailed("out of memory"))
         elif how == "process":
             client.fail("out of memory")
-        elif how == "thread":
-            threading.Thread(target=client.fail, args=("out of memory",)).start()
         else:
             await remote.send_raw(b"\xc1")
         for answer in answers:
@@ -266,7 +263,7 @@ async def test_a_request_that_ends_while_the_client_closes_tells_nobody(socket_f
         assert batch[0].error.code == "no_server_available", "it died of no request"
         while not closing.done():
             kept.close()
-            client.send_abort("a")
+            client.tell(AbortRequest("a"))
             await asyncio.sleep(0)
 
 

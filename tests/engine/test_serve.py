@@ -91,7 +91,7 @@ async def _serve(
 
 async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokenizer) -> None:
     server, engine = _serving(_EndingEngine())
-    server.stop.set()
+    server.stop.set_result(None)
     await engine.start()
     with bind("127.0.0.1", 0) as listener:
         code = await _serve(server, listener, tokenizer, engine)
@@ -104,7 +104,7 @@ async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
     tokenizer: Tokenizer,
 ) -> None:
     server, engine = _serving(_EndingEngine())
-    server.stop.set()
+    server.stop.set_result(None)
     await engine.start()
     engine.stats["baton_leases_held"] = 1.0
     with bind("127.0.0.1", 0) as listener:
@@ -129,7 +129,7 @@ async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
         head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n"
         writer.write(head + b"expect: 100-continue\r\n\r\n{")
         assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"  # it is being read
-        server.stop.set()
+        server.stop.set_result(None)
         answer = await reader.read()
         writer.close()
         assert await serving == 0

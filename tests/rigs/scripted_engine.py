@@ -75,6 +75,8 @@ class ScriptedEngine(Engine):
         if ready is not None:
             self._take(ready)
 
+    async def start(self) -> None: ...
+
     async def close(self) -> None:
         await super().close()
         for task in self._tasks.values():

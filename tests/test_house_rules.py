@@ -20,7 +20,7 @@ MAX_LINES = {
     "benchmarks": 2922,
     "decode_server": 637,
     "deploy": 879,
-    "engine": 8927,
+    "engine": 8886,
     "kvcache": 7174,
     "kvcache/transfer": 5838,
     "model": 3117,

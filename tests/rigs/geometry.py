@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +13,14 @@ from kvcache.layout import KVLayout
 from kvcache.transfer.link.agent import ReadState
 from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.block_copy import Transfer
-from kvcache.transfer.plan.cost import DEFAULT_COSTS
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.endpoint import Endpoint, heads_of
 from kvcache.transfer.plan.plan import Planner, TransferPlan
 from tests.rigs.memory_agent import MemoryAgent
 
 ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
 COSTS = DEFAULT_COSTS["cpu"]
+STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
 GARBAGE = -7.0
 NUMPY = {"float32": np.float32, "float16": np.float16}
 
@@ -78,20 +80,20 @@ class Case:
             dtype=side.dtype,
         )
 
-    def plan(self, d_rank: int, **options) -> TransferPlan:
-        options = {"costs": COSTS, "lease_hash": self.lease_hash} | options
-        costs, lease_hash = options.pop("costs"), options.pop("lease_hash")
+    def planner(self, d_rank: int, **options) -> Planner:
         ends = self.endpoints(self.d)[d_rank], self.endpoints(self.p)
-        planner = Planner(*ends, self.heads, **options)
-        tables = self.d.blocks, self.p.blocks
-        tokens = self.start, self.stop
-        return planner.plan(planner.take(tokens, *tables, lease_hash=lease_hash), costs)
+        return Planner(*ends, self.heads, **options)
 
-    def transfer(self, d_rank: int) -> Transfer:
-        ends = self.endpoints(self.d)[d_rank], self.endpoints(self.p)
-        planner = Planner(*ends, self.heads, convert=True)
+    def pull(self, planner: Planner) -> Transfer:
         tables = self.d.blocks, self.p.blocks
         return planner.take((self.start, self.stop), *tables, lease_hash=self.lease_hash)
+
+    def plan(self, d_rank: int, costs: CostModel = COSTS, **options) -> TransferPlan:
+        planner = self.planner(d_rank, **options)
+        return planner.plan(self.pull(planner), costs)
+
+    def transfer(self, d_rank: int) -> Transfer:
+        return self.pull(self.planner(d_rank, convert=True))
 
 
 def element_map(case: Case, side: Side, rank: int, tokens: np.ndarray) -> np.ndarray:
@@ -250,29 +252,32 @@ def leased_bytes(case: Case, rank: int) -> np.ndarray:
 DTYPES = st.sampled_from([("float32",) * 2, ("float32", "float16"), ("float16", "float32")])
 
 
-def check_plan(case: Case, d_rank: int, plan: TransferPlan, slot_bytes: int) -> None:
+def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) -> None:
     """Carried out, a plan brings what is wanted, changes nothing else, reads nothing that is not
-    leased, takes no larger slots, and says what it reads."""
+    leased, takes no larger slots than it says, and says what it reads."""
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
     pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
     for step in plan.steps:
-        if step.slot is None:
-            execute_reads(step.reads, sources, into)
-            continue
-        assert step.slot.nbytes <= slot_bytes
-        slot = np.full(step.slot.nbytes, 0xEE, np.uint8)
-        execute_reads(step.reads, sources, slot)
+        slot = None if step.slot is None else np.full(step.slot.nbytes, 0xEE, np.uint8)
+        execute_reads(step.reads, sources, into if slot is None else slot)
         for copy in step.copies:
             place(copy, torch.from_numpy(slot), pool, step.transfer.factors)
+        assert slot is None or slot.nbytes <= plan.slot_bytes
     np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
     reads = list(plan.reads)
     assert plan.descriptors == sum(len(read.lengths) for read in reads)
-    assert plan.bytes_read == sum(int(read.lengths.sum()) for read in reads)
+    assert plan.bytes_read == sum(read.nbytes for read in reads)
     for read in reads:
         leased = leased_bytes(case, read.remote_rank)
         for first, length in zip(read.remote_offsets, read.lengths, strict=True):
             assert leased[first : first + length].all()
+
+
+def staging_for(case: Case, blocks: int) -> int:
+    """Bytes of staging memory with room for some blocks, whatever a slot holds."""
+    sizes = (case.layout(case.p, rank).block_bytes for rank in range(case.p.tp))
+    return blocks * (max(sizes) + 64) * 2 * case.p.tp
 
 
 def with_dtypes(case: Case, p_dtype: str, d_dtype: str) -> Case:

@@ -1,6 +1,7 @@
 """Pulls over the mapped path, without a GPU: P's pools are in this process, numpy gathers."""
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,7 @@ from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, PATIENT, Decode, Prefill, expected
 from tests.rigs.memory_placer import MemoryPlacer
 
+PULLS = itertools.count()
 ENDINGS = (PullDone, PullFailed, PullDrained)
 
 
@@ -55,8 +57,17 @@ class Mappers:
         return MappedPath(self.made[-1], **self.options)
 
 
-def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, stop: int) -> None:
-    assert np.array_equal(decode.tokens(blocks, start, stop), expected(remote, start, stop))
+def pull(decode: Decode, prefill: Prefill, path: str | None = "mapped") -> Any:
+    """A pull's ending, once the bytes are checked; path None: it is to fail."""
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.pull(f"pull-{next(PULLS)}", remote, 0, 24, [3, 1, 7])
+    ending = decode.wait(*ENDINGS)
+    if path is None:
+        assert isinstance(ending, PullFailed) and ending.drained
+        return ending.error
+    assert isinstance(ending, PullDone) and ending.path == path, ending
+    assert np.array_equal(decode.tokens([3, 1, 7], 0, 24), expected(remote, 0, 24))
+    return ending
 
 
 GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -79,7 +90,7 @@ def test_any_geometry_is_mapped(rig: Any, p: dict[str, Any], d: dict[str, Any]) 
     assert isinstance(done, PullDone), done
     assert (done.path, done.descriptors) == ("mapped", 0)
     assert done.nbytes == sum(19 * each.token_bytes for each in decode.layouts)
-    assert_pulled(decode, remote, [3, 1, 7], 3, 22)
+    assert np.array_equal(decode.tokens([3, 1, 7], 3, 22), expected(remote, 3, 22))
     assert (decode.tokens([3, 1, 7], 0, 3) == 0).all()
     assert prefill.outcomes() == ["completed"]
 
@@ -89,10 +100,7 @@ def test_a_pull_goes_on_when_there_is_room_again(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode, make_mapped=mappers)
     (mapper,) = mappers.made
     mapper.rooms = [0, 0, 1, 0, 1 << 20, 0]
-    remote = prefill.lease([5, 2, 9], 24)
-    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+    pull(decode, prefill)
     assert mapper.rooms == [0]  # one block, then the rest
 
 
@@ -111,10 +119,7 @@ def test_blocks_larger_than_the_room_are_launched_one_by_one(
 
     monkeypatch.setattr(mapper, "launch", noted)
     mapper.rooms = [1] * 9
-    remote = prefill.lease([5, 2, 9], 24)
-    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+    pull(decode, prefill)
     assert set(counts) == {1}
 
 
@@ -126,7 +131,7 @@ def test_block_sizes_may_differ(rig: Any, p_size: int, d_size: int) -> None:
     blocks = [8, 3, 1, 7, 2][: -(-37 // d_size)]
     decode.coordinator.pull("a", remote, 0, 37, blocks)
     assert decode.wait(*ENDINGS).path == "mapped"
-    assert_pulled(decode, remote, blocks, 0, 37)
+    assert np.array_equal(decode.tokens(blocks, 0, 37), expected(remote, 0, 37))
 
 
 def test_the_dtype_is_converted_on_the_way(rig: Any) -> None:
@@ -146,21 +151,15 @@ def without_offer(metadata: EngineMetadata) -> EngineMetadata:
 
 def test_a_peer_that_cannot_be_mapped_is_read_by_the_agent(rig: Any) -> None:
     prefill, decode = rig(Prefill, edit=without_offer), rig(Decode, make_mapped=Mappers())
-    remote = prefill.lease([5, 2, 9], 24)
-    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
-    assert decode.wait(*ENDINGS).path == "direct"
-    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+    pull(decode, prefill, "direct")
 
 
 def test_a_pinned_mapped_path_refuses_what_it_cannot_map(rig: Any) -> None:
     prefill = rig(Prefill, edit=without_offer)
     decode = rig(Decode, make_mapped=Mappers(required=True))
-    decode.coordinator.pull("a", prefill.lease([5, 2, 9], 24), 0, 24, [3, 1, 7])
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and failed.drained
-    assert isinstance(failed.error, PeerIncompatible)
-    assert "offers no memory to map" in str(failed.error)
-    assert "--transfer auto" in str(failed.error)
+    error = pull(decode, prefill, None)
+    assert isinstance(error, PeerIncompatible)
+    assert "offers no memory to map" in str(error) and "--transfer auto" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -190,19 +189,13 @@ def test_an_offer_survives_the_wire(rig: Any) -> None:
 def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig: Any) -> None:
     mappers = Mappers()
     prefill, decode = rig(Prefill), rig(Decode, make_mapped=mappers, settings=PATIENT)
-    decode.coordinator.pull("a", prefill.lease([5, 2], 16), 0, 16, [3, 1])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    pull(decode, prefill)
     (mapper,) = mappers.made
     mapper.fail_launches = True
-    decode.coordinator.pull("b", prefill.lease([5, 2], 16), 0, 16, [3, 1])
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed.error, TransferFailed) and failed.drained
+    assert isinstance(pull(decode, prefill, None), TransferFailed)
     assert mapper.mapped == []
     mapper.fail_launches = False
-    remote = prefill.lease([5, 2], 16)
-    decode.coordinator.pull("c", remote, 0, 16, [3, 1])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert_pulled(decode, remote, [3, 1], 0, 16)
+    pull(decode, prefill)
 
 
 def test_a_peer_whose_mapping_fails_of_itself_is_read_by_the_agent(
@@ -210,11 +203,7 @@ def test_a_peer_whose_mapping_fails_of_itself_is_read_by_the_agent(
 ) -> None:
     monkeypatch.setattr(MemoryPlacer, "open", lambda *args: 1 / 0)
     prefill, decode = rig(Prefill), rig(Decode, make_mapped=Mappers())
-    remote = prefill.lease([5, 2], 16)
-    decode.coordinator.pull("a", remote, 0, 16, [3, 1])
-    done = decode.wait(*ENDINGS)
-    assert isinstance(done, PullDone) and done.path == "direct"
-    assert_pulled(decode, remote, [3, 1], 0, 16)
+    pull(decode, prefill, "direct")
 
 
 def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(
@@ -254,10 +243,7 @@ def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig: Any, port: i
     assert mapper.mapped == [first.pools[0].base_address]
     first.server.close()
     second = rig(Prefill, port=port)
-    remote = second.lease([4, 3], 16)
-    decode.coordinator.pull("b", remote, 0, 16, [3, 1])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert_pulled(decode, remote, [3, 1], 0, 16)
+    pull(decode, second)
     assert mapper.mapped == [second.pools[0].base_address]
     decode.coordinator.pull("c", stale, 0, 16, [3, 1])
     assert isinstance(decode.wait(*ENDINGS).error, LeaseGone | PeerUnreachable)
@@ -268,8 +254,7 @@ def test_a_peer_that_dies_idle_is_unmapped(rig: Any) -> None:
     mappers = Mappers()
     prefill = rig(Prefill)
     decode = rig(Decode, make_mapped=mappers, settings={"connection_timeout_s": 0.2})
-    decode.coordinator.pull("a", prefill.lease([5, 2], 16), 0, 16, [3, 1])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    pull(decode, prefill)
     (mapper,) = mappers.made
     prefill.server.close()
     assert mapper.unmapped.wait(20)
@@ -287,17 +272,12 @@ def test_a_host_that_cannot_compile_the_kernel_says_so_and_reads_by_the_agent(
     rig: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = rig(Prefill), rig(Decode, make_mapped=without_compiler)
-    remote = prefill.lease([5, 2], 16)
-    decode.coordinator.pull("a", remote, 0, 16, [3, 1])
-    assert decode.wait(*ENDINGS).path == "direct"
-    assert_pulled(decode, remote, [3, 1], 0, 16)
+    pull(decode, prefill, "direct")
     assert "not every kernel that places KV can be compiled" in caplog.text
 
 
 def test_a_pinned_mapped_path_refuses_all_peers_where_no_kernel_can_be_compiled(rig: Any) -> None:
     prefill = rig(Prefill)
     decode = rig(Decode, make_mapped=functools.partial(without_compiler, required=True))
-    decode.coordinator.pull("a", prefill.lease([5, 2], 16), 0, 16, [3, 1])
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and isinstance(failed.error, PeerIncompatible)
-    assert "the kernel that places KV" in str(failed.error)
+    error = pull(decode, prefill, None)
+    assert isinstance(error, PeerIncompatible) and "the kernel that places KV" in str(error)

@@ -11,70 +11,50 @@ from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import PlanError
 from tests.rigs.geometry import (
     DTYPES,
+    STAGE_ALL,
     Case,
     Side,
     cases,
     check_plan,
-    execute_reads,
     fewest_descriptors,
-    garbage,
-    memory_of,
+    staging_for,
     with_dtypes,
 )
 
+PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=1000)
+MANY = settings(PROPERTY, max_examples=10_000)
+
 
 def check_direct(case: Case, d_rank: int) -> None:
-    plan = case.plan(d_rank)
-    sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
-    into = garbage(case, case.d, d_rank)
-    execute_reads(plan.reads, sources, into)
-    np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
-    assert plan.descriptors == sum(len(read.lengths) for read in plan.reads)
-    assert plan.descriptors == fewest_descriptors(case, d_rank)
-    moved = sum(int(read.lengths.sum()) for read in plan.reads)
-    assert moved == plan.bytes_read == plan.useful_bytes
+    plan = case.plan(d_rank % case.d.tp)
+    check_plan(case, d_rank % case.d.tp, plan)
+    assert plan.path == "direct" and plan.bytes_read == plan.useful_bytes
+    assert plan.descriptors == fewest_descriptors(case, d_rank % case.d.tp)
 
 
-PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=1000)
+def check_staged(case: Case, d_rank: int, staging_blocks: int, dtypes: tuple[str, str]) -> None:
+    case, d_rank = with_dtypes(case, *dtypes), d_rank % case.d.tp
+    staging = staging_for(case, staging_blocks)
+    plan = case.plan(d_rank, STAGE_ALL, staging_bytes=staging, convert=True)
+    check_plan(case, d_rank, plan)
+    assert plan.slot_bytes <= staging // 2
+    wanted = case.d.kept(d_rank, np.arange(case.start, case.stop))
+    assert plan.path == "staged" or dtypes[0] == dtypes[1] or not len(wanted)
 
 
-@PROPERTY
-@given(cases(), st.integers(0, 7))
-def test_direct_plans_are_exact_and_minimal(case: Case, d_rank: int) -> None:
-    check_direct(case, d_rank % case.d.tp)
+DIRECT = given(cases(), st.integers(0, 7))
+STAGED = given(cases(), st.integers(0, 7), st.integers(1, 6), DTYPES)
 
 
-def check_staged(case: Case, d_rank: int, staging_blocks: int) -> str:
-    block_bytes = max(case.layout(case.p, rank).block_bytes for rank in range(case.p.tp))
-    staging = staging_blocks * (block_bytes + 64) * 2 * case.p.tp
-    costs = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
-    plan = case.plan(d_rank, costs=costs, staging_bytes=staging, convert=True)
-    check_plan(case, d_rank, plan, staging // 2)
-    return plan.path
-
-
-@PROPERTY
-@given(cases(), st.integers(0, 7), st.integers(1, 6), DTYPES)
-def test_staged_plans_are_exact_and_stay_in_the_lease(case, d_rank, staging_blocks, dtypes) -> None:
-    case = with_dtypes(case, *dtypes)
-    d_rank %= case.d.tp
-    path = check_staged(case, d_rank, staging_blocks)
-    if len(case.d.kept(d_rank, np.arange(case.start, case.stop))) and dtypes[0] != dtypes[1]:
-        assert path == "staged"
+@pytest.mark.parametrize("law", [DIRECT(check_direct), STAGED(check_staged)])
+def test_plans_are_exact_stay_in_the_lease_and_are_minimal_if_direct(law) -> None:
+    PROPERTY(law)()
 
 
 @pytest.mark.slow
-@settings(PROPERTY, max_examples=10_000)
-@given(cases(), st.integers(0, 7), st.integers(1, 6), DTYPES)
-def test_staged_plans_are_exact_in_many_draws(case, d_rank, staging_blocks, dtypes) -> None:
-    check_staged(with_dtypes(case, *dtypes), d_rank % case.d.tp, staging_blocks)
-
-
-@pytest.mark.slow
-@settings(PROPERTY, max_examples=10_000)
-@given(cases(), st.integers(0, 7))
-def test_direct_plans_are_exact_and_minimal_in_many_draws(case: Case, d_rank: int) -> None:
-    check_direct(case, d_rank % case.d.tp)
+@pytest.mark.parametrize("law", [DIRECT(check_direct), STAGED(check_staged)])
+def test_so_are_they_in_many_draws(law) -> None:
+    MANY(law)()
 
 
 def simple(p: Side, d: Side, **changes) -> Case:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.move.peer_memory import bytes_at
 from kvcache.transfer.move.place import Placer
@@ -19,16 +21,18 @@ from tests.kvcache.transfer.test_plan import PROPERTY, scattered, side, simple
 from tests.rigs.geometry import (
     DTYPES,
     GARBAGE,
+    STAGE_ALL,
     Case,
     Side,
     cases,
+    check_plan,
     execute_reads,
     memory_of,
+    staging_for,
     with_dtypes,
 )
 from tests.rigs.memory_placer import MemoryPlacer, place_units
 
-STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
 TOKENS = 4096
 BLOCK_BYTES = 16 * 8 * 2 * 2 * 4 * 4  # of P
 BETWEEN_GPUS = CostModel(1e-7, 1e9, 4e9)
@@ -81,23 +85,10 @@ def test_steps_are_worked_out_when_they_are_wanted() -> None:
 @settings(PROPERTY, max_examples=300)
 @given(cases(), st.integers(0, 7), st.integers(1, 6), DTYPES)
 def test_the_kernel_places_chunks_where_torch_does(case, d_rank, staging_blocks, dtypes) -> None:
-    case = with_dtypes(case, *dtypes)
-    d_rank %= case.d.tp
-    block_bytes = max(case.layout(case.p, rank).block_bytes for rank in range(case.p.tp))
-    room = staging_blocks * (block_bytes + 64) * 2 * case.p.tp
+    case, d_rank = with_dtypes(case, *dtypes), d_rank % case.d.tp
+    room = staging_for(case, staging_blocks)
     plan = case.plan(d_rank, costs=STAGE_ALL, staging_bytes=room, convert=True)
-    pool = garbage_pool(case, d_rank)
-    into = pool.tensor.view(-1).numpy()
-    sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
-    for step in plan.steps:
-        if step.slot is None:
-            execute_reads(step.reads, sources, into)
-            continue
-        slot = np.full(step.slot.nbytes, 0xEE, np.uint8)
-        execute_reads(step.reads, sources, slot)
-        for copy in step.copies:
-            place_units(copy, torch.from_numpy(slot), pool.tensor, step.transfer.factors)
-    np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
+    check_plan(case, d_rank, plan, place_units)
 
 
 def garbage_pool(case: Case, d_rank: int) -> KVPool:
@@ -152,3 +143,38 @@ def test_the_slot_of_a_copy_that_fails_is_free() -> None:
     with pytest.raises(RuntimeError):
         staging.place(Step(replace(step.transfer, factors=(1.0,)), step.slot), 0, size)  # too few
     assert staging.is_free(0)
+
+
+NBYTES = 64 << 20
+POOL = KVPool(KVLayout("BHLCND", 2, 1, 1, 1, 16, 8, "float32"))
+
+
+def resident_bytes(address: int) -> int:
+    """Of the mapping that holds this address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            low, high = (int(end, 16) for end in words[0].split("-"))
+            inside = low <= address < high
+        elif inside and words[0] == "Rss:":
+            return int(words[1]) * 1024
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def test_it_begins_on_a_huge_page_and_is_not_resident_before_it_is_used() -> None:
+    staging = StagingBuffer(NBYTES, POOL)
+    assert staging.base_address % (2 << 20) == 0
+    assert resident_bytes(staging.base_address) < NBYTES // 4
+    assert [staging.num_slots(NBYTES // parts) for parts in (2, 3, 100)] == [2, 3, 4]
+
+
+def test_more_than_there_is_is_refused_naming_it() -> None:
+    with pytest.raises(ValueError, match=r"staging_bytes is 1152921504606846976 .* use a lower"):
+        StagingBuffer(1 << 60, POOL)
+
+
+def test_a_pool_is_not_resident_before_it_is_used() -> None:
+    pool = KVPool(KVLayout("BHLCND", 64, 8, 16, 2, 16, 64, "float32"))
+    assert pool.nbytes == NBYTES
+    assert resident_bytes(pool.base_address) < NBYTES // 4

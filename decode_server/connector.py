@@ -11,15 +11,14 @@ according to the events they left. A sequence's id is the id of its pull.
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
-from engine.process.transport import EngineTransport
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
-from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.place import Placer
+from kvcache.transfer.move.cuda_placer import placer_for
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
@@ -326,12 +325,9 @@ def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:
     """The mapped path, unless `--transfer nixl` pins the other one."""
     if transfer == "nixl":
         return None
-    required, pool, stepping = transfer == "mapped", context.pool, context.stepping
-    if pool.device.type == "cuda":
-        placer = CudaPlacer(pool, busy=lambda: stepping.busy)
-        placer.compile(convert=context.config.kv_convert)
-        return MappedPath(placer, required=required)
-    return MappedPath(Placer(pool), required=required)
+    busy, convert = lambda: context.stepping.busy, context.config.kv_convert
+    placer = placer_for(context.pool, busy=busy, convert=convert)
+    return MappedPath(placer, required=transfer == "mapped")
 
 
 def _staging_bytes(config: EngineConfig) -> int | None:
@@ -362,7 +358,7 @@ class DecodeConnectorFactory(ConnectorFactory):
         )
 
     def make_connector(
-        self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
+        self, context: RankContext, metadata: EngineMetadata, wake: Callable[[], None]
     ) -> KVConnector:
         config = context.config
         settings = PullSettings(
@@ -376,7 +372,7 @@ class DecodeConnectorFactory(ConnectorFactory):
             context.compat,
             config.cluster_secret,
             settings=settings,
-            on_event=transport.wake,
+            on_event=wake,
             convert=config.kv_convert,
             dcp=config.dcp,
             block_size=config.block_size,

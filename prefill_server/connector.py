@@ -6,13 +6,13 @@ this role grants leases and, each round, gives the blocks of ended ones back to 
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
-from engine.process.transport import EngineTransport
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
 from kvcache.transfer.link.agent import MemoryKind
@@ -147,7 +147,7 @@ class PrefillConnectorFactory(ConnectorFactory):
         return _Readable(context)
 
     def make_connector(
-        self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
+        self, context: RankContext, metadata: EngineMetadata, wake: Callable[[], None]
     ) -> KVConnector:
         config = context.config
         leases = LeaseServer(
@@ -155,7 +155,7 @@ class PrefillConnectorFactory(ConnectorFactory):
             config.side_channel_port,
             metadata,
             config.cluster_secret,
-            on_event=transport.wake,
+            on_event=wake,
             bind_host=config.side_channel_host,
         )
         leases.start()

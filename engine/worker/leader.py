@@ -65,7 +65,7 @@ def _build(
         dcp_size=config.dcp,
         ranks=rank.metadata,
     )
-    connector = factory.make_connector(rank.context, metadata, transport)
+    connector = factory.make_connector(rank.context, metadata, transport.wake)
     core = EngineCore(
         Scheduler.of_blocks(limits, rank.num_blocks, cached=config.enable_prefix_caching),
         RankExecutor(rank.runner, links),

@@ -1,12 +1,12 @@
 """What a server adds to the ranks of its engine: a service on each, a connector on rank 0."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector
-from engine.process.transport import EngineTransport
 from kvcache.pool import KVPool
 from kvcache.step_watch import StepWatch
 from kvcache.transfer.link.agent import TransferAgent
@@ -47,6 +47,6 @@ class ConnectorFactory(ABC):
 
     @abstractmethod
     def make_connector(
-        self, context: RankContext, metadata: EngineMetadata, transport: EngineTransport
+        self, context: RankContext, metadata: EngineMetadata, wake: Callable[[], None]
     ) -> KVConnector:
-        """Called on rank 0, after `make_service`."""
+        """Called on rank 0, after `make_service`. `wake`, from any thread, has the core poll."""

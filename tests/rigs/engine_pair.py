@@ -107,11 +107,12 @@ class _Placer(MemoryPlacer):
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
-        self.num_failing = 0
+        self.num_failing = self.num_failed = 0
 
     def launch(self, *args: Any) -> Any:
         if self.num_failing:
             self.num_failing -= 1
+            self.num_failed += 1
             raise RuntimeError("a launch failed")
         return super().launch(*args)
 

@@ -255,3 +255,16 @@ class CudaPlacer(Placer):
         from kvcache.transfer.move.place_kernel import launch  # needs Triton
 
         launch(*kind, self._num_programs, *numbers)
+
+
+def placer_for(pool: KVPool, *, busy: Callable[[], bool], convert: bool) -> Placer:
+    """The kernel's on a GPU, compiled for all that a peer may have; torch's elsewhere.
+
+    Args:
+        busy, convert: as of CudaPlacer and its `compile`.
+    """
+    if pool.device.type == "cpu":
+        return Placer(pool)
+    placer = CudaPlacer(pool, busy=busy)
+    placer.compile(convert=convert)
+    return placer

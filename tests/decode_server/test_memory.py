@@ -23,7 +23,7 @@ MODEL: Any = SimpleNamespace(max_position=256)
     [
         (DecodeConnectorFactory(), {"transfer": "auto"}, 300 - 64 - 4),
         (DecodeConnectorFactory(), {"transfer": "nixl"}, 300 - 64 - 4),
-        (DecodeConnectorFactory(), {"transfer": "mapped"}, 300),  # stages nothing
+        (DecodeConnectorFactory(), {"transfer": "mapped"}, 300 - 4),  # stages nothing
         (PrefillConnectorFactory(), {}, 300),
     ],
 )

@@ -18,7 +18,7 @@ CROWDED = {"model": 18}  # folders that have more for now; only ever lowered
 MAX_LINES = {
     "attention": 2458,
     "benchmarks": 2922,
-    "decode_server": 637,
+    "decode_server": 633,
     "deploy": 879,
     "engine": 8886,
     "kvcache": 7174,
@@ -27,7 +27,7 @@ MAX_LINES = {
     "prefill_server": 357,
     "protocol": 5544,
     "proxy": 2520,
-    "tests": 38935,
+    "tests": 38932,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

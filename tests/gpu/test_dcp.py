@@ -5,29 +5,21 @@ import pytest
 import torch
 
 from attention.base import AttentionBackend
+from attention.registry import create_backend
 from kvcache.pool import KVPool
 from tests.attention.test_dcp import SCALE, Bench, Setting, check_growing_sequences
 
 pytestmark = pytest.mark.gpu
 
 
-def make_gqa(pool: KVPool, num_q_heads: int) -> AttentionBackend:
-    from attention.flashinfer_backend import FlashInferBackend
-
-    head_dim = pool.layout.head_dim
-    return FlashInferBackend(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=SCALE)
-
-
-def make_mla(pool: KVPool, num_q_heads: int) -> AttentionBackend:
-    from attention.flashinfer_mla import FlashInferMLABackend
-
-    head_dim = pool.layout.head_dim
-    return FlashInferMLABackend(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=SCALE)
+def make(pool: KVPool, num_q_heads: int) -> AttentionBackend:
+    heads = {"num_q_heads": num_q_heads, "head_dim": pool.layout.head_dim}
+    return create_backend("flashinfer", pool, **heads, scale=SCALE)
 
 
 _GPU = {"dtype": torch.bfloat16, "device": "cuda", "block_size": 16, "tolerance": 3e-2}
-_GQA = Setting(make_gqa, head_dim=128, **_GPU)
-_MLA = Setting(make_mla, head_dim=576, latent_dim=512, **_GPU)
+_GQA = Setting(make, head_dim=128, **_GPU)
+_MLA = Setting(make, head_dim=576, latent_dim=512, **_GPU)
 _BENCHES = {
     "a shared KV head": ((2, 1, 8, 2), _GQA),
     "KV heads for each rank": ((2, 4, 8, 2), _GQA),

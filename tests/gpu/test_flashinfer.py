@@ -4,7 +4,7 @@ One GPU. Rows of the pool that no test wrote are NaN, so whatever a kernel reads
 own tokens shows.
 """
 
-import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,6 @@ from attention.base import AttentionBackend, AttentionBatch
 from attention.flashinfer_workspace import Workspace, WorkspaceTooSmall, workspace_of
 from attention.registry import create_backend
 from attention.support import StepLimits
-from attention.torch_backend import TorchBackend
 from kvcache.layout import NAMED_ORDERS
 from kvcache.pool import KVPool
 from tests.attention.test_torch_backend import (
@@ -39,19 +38,14 @@ def gpu_shape(**sizes: object) -> Shape:
 
 
 def make(shape: Shape, pool: KVPool, **options: object) -> AttentionBackend:
-    from attention.flashinfer_backend import FlashInferBackend
-
-    return FlashInferBackend(
-        pool,
-        num_q_heads=shape.num_q_heads,
-        head_dim=shape.head_dim,
-        scale=1 / math.sqrt(shape.head_dim),
-        **options,
-    )
+    heads = {"num_q_heads": shape.num_q_heads, "head_dim": shape.head_dim}
+    return create_backend("flashinfer", pool, **heads, scale=shape.head_dim**-0.5, **options)
 
 
-def is_hopper() -> bool:
-    return torch.cuda.get_device_capability()[0] == 9
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("fa3 needs a Hopper GPU")
 
 
 @pytest.mark.parametrize("prefill", ["fa2", "fa3"])
@@ -59,10 +53,10 @@ def is_hopper() -> bool:
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("order", NAMED_ORDERS)
 def test_mixed_steps_equal_the_reference(
-    order: str, block_size: int, head_dim: int, prefill: str
+    order: str, block_size: int, head_dim: int, prefill: str, request: pytest.FixtureRequest
 ) -> None:
-    if prefill == "fa3" and not is_hopper():
-        pytest.skip("fa3 needs a Hopper GPU")
+    if prefill == "fa3":
+        request.getfixturevalue("hopper")
     shape = gpu_shape(order=order, block_size=block_size, head_dim=head_dim)
     lens = [70, 300, 17, 1, 40]
     seqs = make_sequences(shape, lens)
@@ -73,13 +67,8 @@ def test_mixed_steps_equal_the_reference(
     for spans in (firsts, [lasts[3], *seconds], lasts):
         check_step(backend, shape, seqs, spans, num_padding=3, tolerance=TOLERANCE)
     # Decodes before, between and after chunks of prompts.
-    check_step(
-        backend,
-        shape,
-        seqs,
-        [lasts[0], lasts[1], (2, 8, 17), lasts[4], lasts[3]],
-        tolerance=TOLERANCE,
-    )
+    mixed = [lasts[0], lasts[1], (2, 8, 17), lasts[4], lasts[3]]
+    check_step(backend, shape, seqs, mixed, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (14, 2)])
@@ -91,13 +80,12 @@ def test_any_ratio_of_query_to_kv_heads(num_q_heads: int, num_kv_heads: int) -> 
     check_step(backend, shape, seqs, [(0, 89, 90), (1, 59, 60)], tolerance=TOLERANCE)
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(8, 2), (4, 4), (8, 1), (2, 1)])
 def test_long_new_prompts_read_the_keys_and_values_of_the_step(
     num_q_heads: int, num_kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_hopper():
-        pytest.skip("fa3 needs a Hopper GPU")
     monkeypatch.setattr("attention.flashinfer_backend._FRESH_TOKENS_OF_EACH", 550)
     shape = gpu_shape(
         num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=300
@@ -128,9 +116,8 @@ def new_prompts(backend: AttentionBackend) -> list[int]:
     return [part.stop - part.start for part in backend._parts if part.is_fresh]
 
 
+@pytest.mark.usefixtures("hopper")
 def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not is_hopper():
-        pytest.skip("fa3 needs a Hopper GPU")
     monkeypatch.setattr("attention.flashinfer_backend._FRESH_TOKENS_OF_EACH", 512)
     shape = gpu_shape(num_blocks=300)
     seqs = make_sequences(shape, [600, 530, 700])
@@ -147,9 +134,8 @@ def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch: pytest.Mon
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.usefixtures("hopper")
 def test_prompts_read_from_the_pool_or_not_give_the_same() -> None:
-    if not is_hopper():
-        pytest.skip("fa3 needs a Hopper GPU")
     shape = gpu_shape(num_blocks=300)
     seqs = make_sequences(shape, [900])
     outs = []
@@ -169,10 +155,8 @@ def test_log_sum_exp_is_that_of_the_torch_backend(num_tokens: int) -> None:
         [(0, num_tokens, num_tokens + 1), (1, 32, 33), (2, 4, 5)],
     ]
     pool = make_pool(shape)
-    ours, plain = (
-        make(shape, pool),
-        TorchBackend(pool, num_q_heads=8, head_dim=128, scale=128**-0.5),
-    )
+    heads = {"num_q_heads": 8, "head_dim": 128}
+    ours, plain = make(shape, pool), create_backend("torch", pool, **heads, scale=128**-0.5)
     for step in spans:
         batch = make_batch(shape, seqs, step)
         q, k, v = (
@@ -231,17 +215,22 @@ def test_long_contexts_among_short_ones_are_cut_in_a_captured_step(num_seqs: int
     replayed.check(rows[::-1])
 
 
+def in_graph(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of the call, which has run once before, and its result."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = call()
+    return graph, out
+
+
 class _Captured:
     """A step of `num_rows` single tokens in a graph, captured with one sequence in it."""
 
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        shape: Shape,
-        seqs: object,
-        num_rows: int,
-        first: tuple[int, int],
-    ) -> None:
+    def __init__(self, backend, shape: Shape, seqs, num_rows: int, first: tuple[int, int]) -> None:
         self.backend, self.shape, self.seqs, self.num_rows = backend, shape, seqs, num_rows
         backend.reserve_captured(num_rows, 80)
         heads = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
@@ -249,13 +238,7 @@ class _Captured:
             torch.zeros(num_rows, n, 128, dtype=torch.bfloat16, device="cuda") for n in heads
         ]
         backend.plan_captured(_decode_batch(shape, seqs, [first]), num_rows)
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            backend.forward(0, *self.static)
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream):
-            self.out = backend.forward(0, *self.static)
+        self.graph, self.out = in_graph(lambda: backend.forward(0, *self.static))
 
     def check(self, rows: list[tuple[int, int]]) -> None:
         """Replays a step of (sequence, position); each row equals the reference."""
@@ -368,13 +351,7 @@ def test_latent_attention_is_that_of_the_torch_backend(order: str, num_heads: in
 def test_what_the_kernels_lack_is_refused(sizes: dict[str, object], message: str) -> None:
     shape = gpu_shape(**sizes)
     with pytest.raises(ValueError, match=message):
-        create_backend(
-            "flashinfer",
-            make_pool(shape),
-            num_q_heads=8,
-            head_dim=shape.head_dim,
-            scale=0.1,
-        )
+        make(shape, make_pool(shape))
 
 
 def test_slots_are_written_where_the_layout_says() -> None:

@@ -1,7 +1,5 @@
 """KV in FP8 on a GPU: stored and read as the torch backend does, captured, and what is refused."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from attention.base import AttentionBackend
 from attention.registry import create_backend
 from kvcache import fp8
 from kvcache.pool import KVPool
+from model.config import load_config
 from tests.attention.test_torch_backend import (
     NUM_LAYERS,
     Sequences,
@@ -18,6 +17,7 @@ from tests.attention.test_torch_backend import (
     make_sequences,
     with_lse,
 )
+from tests.gpu.test_flashinfer import in_graph
 from tests.gpu.test_runner import MODELS, SERVED, assert_same_but_for_ties, decode, runner_for
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +47,11 @@ def rows_of(seqs: Sequences, layer: int, spans: list[tuple[int, int, int]]) -> l
     ]
 
 
+def assert_same_pools(*backends: AttentionBackend) -> None:
+    stored = [fp8.numbers(each.pool.tensor, torch.float32).nan_to_num(1e9) for each in backends]
+    assert torch.equal(*stored)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("order", "block_size"), [("BHLCND", 64), ("LBCNHD", 16), ("LCBHND", 16)])
 def test_flashinfer_stores_and_reads_what_torch_does(
@@ -67,8 +72,7 @@ def test_flashinfer_stores_and_reads_what_torch_does(
             (out, lse), (expected, expected_lse) = results
             torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=TOLERANCE)
             torch.testing.assert_close(lse, expected_lse, atol=2e-2, rtol=2e-2)
-    stored = [fp8.numbers(each.pool.tensor, torch.float32).nan_to_num(1e9) for each in backends]
-    assert torch.equal(*stored)
+    assert_same_pools(*backends)
 
 
 def test_a_long_new_prompt_reads_what_is_stored_of_it() -> None:
@@ -92,10 +96,7 @@ def test_a_long_new_prompt_reads_what_is_stored_of_it() -> None:
         torch.testing.assert_close(outs[0], outs[1], atol=1e-2, rtol=1e-2)
     if torch.cuda.get_device_capability()[0] == 9:
         assert [part.is_fresh for part in ours._parts] == [False, True]
-    stored = [
-        fp8.numbers(each.pool.tensor, torch.float32).nan_to_num(1e9) for each in (ours, plain)
-    ]
-    assert torch.equal(*stored)
+    assert_same_pools(ours, plain)
 
 
 def test_a_captured_step_reads_the_scales_too() -> None:
@@ -109,13 +110,7 @@ def test_a_captured_step_reads_the_scales_too() -> None:
     batch, rows = make_batch(shape, seqs, spans), rows_of(seqs, 0, spans)
     captured.reserve_captured(len(spans), 32)
     captured.plan_captured(batch, len(spans))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        captured.forward(0, *rows)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = captured.forward(0, *rows)
+    graph, out = in_graph(lambda: captured.forward(0, *rows))
     out.zero_()
     captured.plan_captured(batch, len(spans))
     graph.replay()
@@ -125,7 +120,7 @@ def test_a_captured_step_reads_the_scales_too() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SERVED if "mla" not in name][:1])
 def test_a_model_in_graphs_continues_like_torch(name: str) -> None:
-    layers = _num_layers(MODELS[name])
+    layers = load_config(MODELS[name]).num_layers
     options = {"kv_cache_dtype": "float8_e4m3fn", "kv_scales": [0.03] * 2 * layers}
     with runner_for(MODELS[name], **options) as runner:
         assert runner.graphs is not None
@@ -134,12 +129,6 @@ def test_a_model_in_graphs_continues_like_torch(name: str) -> None:
     with runner_for(MODELS[name], **torch_options) as runner:
         _, expected = decode(runner, 24, forced=tokens)
     assert_same_but_for_ties(tokens, logits, expected)
-
-
-def _num_layers(folder: Path) -> int:
-    from model.config import load_config
-
-    return load_config(folder).num_layers
 
 
 @pytest.mark.parametrize(

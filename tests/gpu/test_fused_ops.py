@@ -38,19 +38,10 @@ def test_rms_norm_of_rows_and_of_heads(rows: int) -> None:
         assert_close(fused_ops.rms_norm(x, weight, 1e-5), expected)
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position": 8192,
-        },
-    ],
-)
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position": 8192}
+
+
+@pytest.mark.parametrize("scaling", [{}, _LLAMA3])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_rotation_in_place_is_that_of_the_cpu(dim: int, scaling: dict[str, object]) -> None:
     config = RopeConfig(dim=dim, theta=500000.0, **scaling)

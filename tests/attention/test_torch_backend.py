@@ -16,6 +16,7 @@ from kvcache.layout import NAMED_ORDERS, KVLayout
 from kvcache.pool import KVPool
 
 NUM_LAYERS = 2
+Span = tuple[int, int, int]  # a sequence, its first token of a step, past its last
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,9 @@ class Shape:
 
 def make_pool(shape: Shape) -> KVPool:
     """A pool in which every row that no test wrote is NaN, the null block included."""
-    pool = KVPool(
-        KVLayout(
-            order=shape.order,
-            num_blocks=shape.num_blocks,
-            num_heads=shape.num_kv_heads,
-            num_layers=NUM_LAYERS,
-            num_components=shape.num_components,
-            block_size=shape.block_size,
-            head_dim=shape.head_dim,
-            dtype=shape.dtype,
-        ),
-        shape.device,
-    )
+    heads = (shape.num_blocks, shape.num_kv_heads, NUM_LAYERS, shape.num_components)
+    sizes = (*heads, shape.block_size, shape.head_dim)
+    pool = KVPool(KVLayout(shape.order, *sizes, shape.dtype), shape.device)
     pool.tensor.fill_(float("nan"))
     return pool
 
@@ -98,9 +89,8 @@ def with_lse(
 
 
 def make_batch(
-    shape: Shape, seqs: Sequences, spans: list[tuple[int, int, int]], num_padding: int = 0
+    shape: Shape, seqs: Sequences, spans: list[Span], num_padding: int = 0
 ) -> AttentionBatch:
-    """spans: (sequence, first token, past the last token) of each entry of the step."""
     width = max(len(table) for table in seqs.tables) + 1
     tables = np.zeros((len(spans), width), np.int32)
     slots = []
@@ -119,11 +109,7 @@ def make_batch(
 
 
 def run_step(
-    backend: TorchBackend,
-    shape: Shape,
-    seqs: Sequences,
-    spans: list[tuple[int, int, int]],
-    num_padding: int = 0,
+    backend, shape: Shape, seqs: Sequences, spans: list[Span], num_padding: int = 0
 ) -> list[torch.Tensor]:
     """One step through all layers; the output of each span as [L, n, Hq, D]."""
     backend.plan(make_batch(shape, seqs, spans, num_padding))
@@ -167,12 +153,7 @@ def _each_head(shape: Shape, kv: torch.Tensor) -> torch.Tensor:
 
 
 def check_step(
-    backend: TorchBackend,
-    shape: Shape,
-    seqs: Sequences,
-    spans: list[tuple[int, int, int]],
-    num_padding: int = 0,
-    tolerance: float = 2e-6,
+    backend, shape: Shape, seqs: Sequences, spans: list[Span], num_padding=0, tolerance=2e-6
 ) -> None:
     outs = run_step(backend, shape, seqs, spans, num_padding)
     for span, out in zip(spans, outs, strict=True):
@@ -180,30 +161,36 @@ def check_step(
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("decode", ["sparse", "gather"])
+def check_steps(backend: TorchBackend, shape: Shape, seqs: Sequences, *steps, **options) -> None:
+    for spans in steps:
+        check_step(backend, shape, seqs, spans, **options)
+
+
+both_ways = pytest.mark.parametrize("decode", ["sparse", "gather"])
+
+
+@both_ways
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("order", NAMED_ORDERS)
 def test_mixed_steps_equal_the_reference(order: str, block_size: int, decode: str) -> None:
     shape = Shape(order=order, block_size=block_size)
     seqs = make_sequences(shape, [11, 3, 17, 1])
     backend = make_backend(shape, make_pool(shape), decode)
-    check_step(backend, shape, seqs, [(0, 0, 10), (1, 0, 2)])
-    check_step(backend, shape, seqs, [(0, 10, 11), (2, 0, 7), (3, 0, 1), (1, 2, 3)])
-    check_step(backend, shape, seqs, [(2, 7, 16)], num_padding=2)
-    check_step(backend, shape, seqs, [(2, 16, 17)], num_padding=3)
+    mixed = [(0, 10, 11), (2, 0, 7), (3, 0, 1), (1, 2, 3)]
+    check_steps(backend, shape, seqs, [(0, 0, 10), (1, 0, 2)], mixed)
+    check_steps(backend, shape, seqs, [(2, 7, 16)], [(2, 16, 17)], num_padding=3)
 
 
-@pytest.mark.parametrize("decode", ["sparse", "gather"])
+@both_ways
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (14, 2)])
 def test_any_ratio_of_query_to_kv_heads(num_q_heads: int, num_kv_heads: int, decode: str) -> None:
     shape = Shape(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     seqs = make_sequences(shape, [9, 6])
     backend = make_backend(shape, make_pool(shape), decode)
-    check_step(backend, shape, seqs, [(0, 0, 8), (1, 0, 5)])
-    check_step(backend, shape, seqs, [(0, 8, 9), (1, 5, 6)])
+    check_steps(backend, shape, seqs, [(0, 0, 8), (1, 0, 5)], [(0, 8, 9), (1, 5, 6)])
 
 
-@pytest.mark.parametrize("decode", ["sparse", "gather"])
+@both_ways
 def test_lengths_far_apart_share_a_step(decode: str) -> None:
     shape = Shape(block_size=8, num_blocks=400)
     lens = [1500, 2, 40, 41, 300, 1, 290]
@@ -220,8 +207,8 @@ def test_contexts_of_several_chunks() -> None:
     seqs = make_sequences(shape, lens)
     backend = make_backend(shape, make_pool(shape), "sparse")
     run_step(backend, shape, seqs, [(i, 0, n - 1) for i, n in enumerate(lens)])
-    check_step(backend, shape, seqs, [(i, n - 1, n) for i, n in enumerate(lens)])
-    check_step(backend, shape, seqs, [(2, 1499, 1500)])
+    lasts = [(i, n - 1, n) for i, n in enumerate(lens)]
+    check_steps(backend, shape, seqs, lasts, [(2, 1499, 1500)])
 
 
 @settings(deadline=None, max_examples=15)
@@ -290,7 +277,7 @@ def test_a_step_writes_its_own_slots_only() -> None:
             assert rows[~written].isnan().all()
 
 
-@pytest.mark.parametrize("decode", ["sparse", "gather"])
+@both_ways
 def test_inputs_may_be_slices_of_one_projection(decode: str) -> None:
     shape = Shape()
     seqs = make_sequences(shape, [6, 4])
@@ -310,9 +297,8 @@ def test_half_precision(dtype: str) -> None:
     shape = Shape(dtype=dtype)
     seqs = make_sequences(shape, [30, 12])
     backend = make_backend(shape, make_pool(shape))
-    check_step(backend, shape, seqs, [(0, 0, 20), (1, 0, 11)], tolerance=2e-2)
-    check_step(backend, shape, seqs, [(0, 20, 29), (1, 11, 12)], tolerance=2e-2)
-    check_step(backend, shape, seqs, [(0, 29, 30)], num_padding=1, tolerance=2e-2)
+    steps = ([(0, 0, 20), (1, 0, 11)], [(0, 20, 29), (1, 11, 12)], [(0, 29, 30)])
+    check_steps(backend, shape, seqs, *steps, num_padding=1, tolerance=2e-2)
 
 
 @pytest.mark.gpu
@@ -326,8 +312,8 @@ def test_on_a_gpu(order: str, dtype: str, tolerance: float) -> None:
     backend = make_backend(shape, make_pool(shape))
     firsts = [(i, 0, n // 2) for i, n in enumerate(lens) if n > 1]
     seconds = [(i, n // 2, n - 1) for i, n in enumerate(lens) if n > 1]
-    for spans in (firsts, seconds, [(i, n - 1, n) for i, n in enumerate(lens)]):
-        check_step(backend, shape, seqs, spans, num_padding=3, tolerance=tolerance)
+    lasts = [(i, n - 1, n) for i, n in enumerate(lens)]
+    check_steps(backend, shape, seqs, firsts, seconds, lasts, num_padding=3, tolerance=tolerance)
 
 
 def test_a_cache_of_another_dtype_than_the_queries() -> None:
@@ -347,7 +333,7 @@ def test_a_cache_of_another_dtype_than_the_queries() -> None:
         )
 
 
-@pytest.mark.parametrize("decode", ["sparse", "gather"])
+@both_ways
 def test_log_sum_exp(decode: str) -> None:
     shape = Shape()
     seqs = make_sequences(shape, [9, 5])

@@ -6,13 +6,8 @@ P is one process, D another one for each rank. Pulls go through the servers' own
 workers and side channel, from the order until the fence was passed, out of P's mapped memory or
 over NIXL (`--paths mapped,nixl`). Blocks are scattered unless a row says fresh; what arrives is
 compared with what was sent. Beside them in the same run: the plain copy between the two devices,
-what bare NIXL does with the same runs in the same order, and the field's scheme (one descriptor
-for each layer, component and block of the smaller size, or token where heads cut token-major
-blocks; given equal runs and no copy afterwards).
-
-Between GPUs (`--devices 0,1`) `--decode` runs a synthetic decode step (the matrices and the KV of
-64 sequences of an 8B model, as a CUDA graph) beside the pulls, so that each one's cost to the
-other is seen. The last line is one JSON document.
+and what bare NIXL does with the same runs in the same order. GPUs are P's and those of D
+(`--devices 0,1`). The last line is one JSON document.
 """
 
 import argparse
@@ -23,31 +18,37 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import torch
 
-from benchmarks.transfer_bare import BareReader, Wanted, field_reads, planned_reads
-from benchmarks.transfer_decode import Decode, Setup, loop_ms_on
+from benchmarks.transfer_decode import Decode, Setup, loop_ms_beside, loop_ms_on
 from benchmarks.transfer_prefill import (
     Case,
     Prefill,
     Remote,
     Side,
     Size,
+    kind_of,
+    new_agent,
     synchronize,
     use_device,
 )
 from kvcache.layout import NAMED_ORDERS
-from kvcache.step_watch import StepWatch
+from kvcache.transfer.link.agent import ReadState
+from kvcache.transfer.plan.block_copy import ReadDescriptors
+from kvcache.transfer.plan.cost import DEFAULT_COSTS
+from kvcache.transfer.plan.plan import Planner
 from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
 
 DEFAULT = "BHLCND"
+Wanted = tuple[list[list[ReadDescriptors]], int]  # READs of each rank of D, bytes of its memory
 MIXED = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
 GEOMETRIES = {  # tp and block size of P and of D
     "same": ((1, 64), (1, 64)),
@@ -57,10 +58,7 @@ GEOMETRIES = {  # tp and block size of P and of D
     "64->16": ((1, 64), (1, 16)),
 }
 SHORT_TOKENS = 128
-FIELD_CASE = Case("TP 1->2", Side(DEFAULT, 1, 16, 1), Side(DEFAULT, 2, 16, 2))
-FIELD = "the field's"
 _QUIET = 1.3  # a processor is, whose loop takes no longer than this many of the fastest one's
-Span = tuple[float, float]  # of time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,65 @@ def cases(device: str, path: str) -> Iterator[Case]:
         yield _case("64->16", "64->16", fresh=True)
         yield _case("per layer", "same", "LBCHND", fresh=True)
         yield _case("per layer", "same", "LBCHND")
+
+
+# -- bare NIXL
+
+
+class BareReader:
+    """Reads into memory on a rank's device."""
+
+    def __init__(self, setup: Setup, rank: int, nbytes: int, metadata: EngineMetadata) -> None:
+        device = setup.device(rank)
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._device, self._kind = torch.device(device).index or 0, kind_of(device)
+        self._agent, self._metadata = new_agent("bare", device), metadata
+        address = self._memory.data_ptr()
+        self._agent.register(address, nbytes, device_id=self._device, kind=self._kind)
+        self._name = cache(lambda rank: self._agent.add_peer(metadata.ranks[rank].agent_metadata))
+        self.thread = ThreadPoolExecutor(1, initializer=self._agent.bind_thread)
+
+    def read(self, reads: list[ReadDescriptors]) -> None:
+        handles = [
+            self._agent.read(
+                self._name(read.remote_rank),
+                read.local_offsets + self._memory.data_ptr(),
+                read.remote_offsets + self._metadata.ranks[read.remote_rank].base_address,
+                read.lengths,
+                local_device=self._device,
+                remote_device=self._metadata.ranks[read.remote_rank].device_id,
+                kinds=(self._kind, self._kind),
+            )
+            for read in reads
+        ]
+        while any(self._agent.poll(handle) is ReadState.ACTIVE for handle in handles):
+            pass
+        for handle in handles:
+            if handle.state is not ReadState.DONE:
+                raise RuntimeError("a READ failed")
+            self._agent.release(handle)
+
+    def close(self) -> float:
+        """Ends it; what a loop of Python took on its thread's processor, in ms."""
+        loop_ms = loop_ms_beside(self.thread.submit(threading.get_native_id).result())
+        self.thread.shutdown()
+        self._agent.close()
+        return loop_ms
+
+
+def planned_reads(setup: Setup, case: Case) -> Wanted:
+    """The plan's own runs in its own order, for each rank of D; bytes of memory they want."""
+    size = setup.size
+    each, nbytes = [], setup.staging_bytes
+    for local in case.d.endpoints(size):
+        nbytes = max(nbytes, local.layout.nbytes)
+        ends = local, case.p.endpoints(size)
+        planner = Planner(*ends, size.heads, staging_bytes=setup.staging_bytes)
+        blocks = case.d.blocks(size), case.p.blocks(size)
+        costs = DEFAULT_COSTS[torch.device(setup.device(0)).type]
+        plan = planner.plan(planner.take((0, size.tokens), *blocks), costs)
+        each.append(list(plan.reads))
+    return each, nbytes
 
 
 # -- pulls
@@ -232,11 +289,6 @@ def measure_short(bench: Bench, path: str) -> list[Row]:
         decode.close()
 
 
-def measure_field(bench: Bench, case: Case) -> list[Row]:
-    metadata: EngineMetadata = bench.prefill.call("open", case.p)
-    return [bench.bare(case, FIELD, metadata, field_reads(bench.setup("nixl"), case), 2)]
-
-
 def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
     """The plain copy from one device to the other, eight in a row."""
     a = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=source)
@@ -253,107 +305,6 @@ def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
     return nbytes / statistics.median(seconds[1:]) / 1e9
 
 
-# -- beside a decode batch
-
-
-class DecodeStep:
-    """What a decode step of an 8B model costs a GPU: 64 sequences of 1,088 tokens, bf16."""
-
-    BATCH, CONTEXT, LAYERS = 64, 1088, 32
-
-    def __init__(self, device: str) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        options: Any = {"dtype": torch.bfloat16, "device": device}
-        shapes = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
-        self.weights = [
-            [torch.randn(shape, **options) for shape in shapes] for _ in range(self.LAYERS)
-        ]
-        self.keys = [torch.randn(self.BATCH, 8, self.CONTEXT, 128, **options) for _ in range(4)]
-        self.queries = torch.randn(self.BATCH, 8, 4, 128, **options)
-        self.wide = torch.randn(self.BATCH, 14336, **options)
-        self.hidden = torch.randn(self.BATCH, 4096, **options)
-        with torch.cuda.stream(self.stream):
-            self._step()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self._step()
-        torch.cuda.synchronize(device)
-
-    def _step(self) -> None:
-        for layer, (qkv, out, up, down) in enumerate(self.weights):
-            self.hidden @ qkv
-            keys, values = self.keys[layer % 4], self.keys[(layer + 1) % 4]
-            scores = torch.softmax(self.queries @ keys.transpose(-1, -2), -1)
-            scores @ values
-            self.hidden @ out
-            self.hidden @ up
-            self.wide @ down
-
-    def run(self, stepping: StepWatch, until: Callable[[], bool]) -> list[Span]:
-        """Steps, one after the other, as a server's engine: when each began and ended."""
-        spans = []
-        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self.stream):
-            while not until():
-                started = time.perf_counter()
-                stepping.launching()
-                self.graph.replay()
-                ended.record()
-                stepping.launched(ended.query)
-                ended.synchronize()
-                spans.append((started, time.perf_counter()))
-        return spans
-
-
-def measure_decode(bench: Bench, case: Case, path: str) -> dict[str, Any]:
-    """Steps alone, steps while pulls follow one another, and those pulls."""
-    _, decode = bench.open(case, path)
-    step = DecodeStep(bench.devices[0])
-    leases = [bench.lease() for _ in range(40)]
-    pulls: list[Span] = []
-    decode.pull(leases.pop())  # warms up
-
-    def pull_each() -> None:
-        for lease in leases:
-            seconds, _ = decode.pull(lease)
-            pulls.append((time.perf_counter() - seconds, time.perf_counter()))
-
-    try:
-        deadline = time.perf_counter() + 0.6
-        alone = step.run(decode.first.stepping, lambda: time.perf_counter() > deadline)[5:]
-        thread = threading.Thread(target=pull_each)
-        for other in decode.others:  # the first one has its own steps
-            other.call("count_as_busy")
-        thread.start()
-        beside = step.run(decode.first.stepping, lambda: not thread.is_alive())
-        thread.join()
-    finally:
-        decode.close()
-    base_s = statistics.mean(stop - start for start, stop in alone)
-    seen = [stop - start for start, stop in beside]
-    during = [s for s, span in zip(seen, beside, strict=True) if _overlap_s(span, pulls) > s / 2]
-    found = {
-        "path": path,
-        "case": case.name,
-        "step_ms": base_s * 1e3,
-        "slower": statistics.mean(seen) / base_s - 1,
-        "slower_during_pulls": statistics.mean(during or seen) / base_s - 1,
-        "steps_during_pulls": len(during) / len(seen),
-        "pull_ms": statistics.median(stop - start for start, stop in pulls[2:]) * 1e3,
-    }
-    slower = f"{found['slower_slowerpulls']:+.1%} during pulls"
-    shares = f"{found['steps_slowerpulls']:.0%} of the steps; all steps {found['slower']:+.1%}"
-    print(f"decode beside {path}, {case.name}: step of {found['step_ms']:.2f} ms {slower} "
-          f"({shares}), pulls of {found['pull_ms']:.2f} ms", flush=True)  # fmt: skip
-    return found
-
-
-def _overlap_s(span: Span, others: list[Span]) -> float:
-    """How long any of `others`, which follow one another, lay in `span`."""
-    start, stop = span
-    return sum(max(0.0, min(stop, b) - max(start, a)) for a, b in others)
-
-
 # -- the run
 
 
@@ -362,37 +313,13 @@ def print_table(rows: list[Row]) -> None:
           "tries", *rows, sep="\n", flush=True)  # fmt: skip
 
 
-def print_bounds(rows: list[Row], ceiling: float) -> None:
-    """The field's scheme beside ours, and what no copy between these devices can beat."""
-    for theirs in (row for row in rows if row.path == FIELD):
-        ours = [
-            f"{row.path} {theirs.milliseconds / row.milliseconds:.1f} x as fast"
-            for row in rows
-            if row.case == theirs.case and row is not theirs
-        ]
-        ours.append(f"the plain copy {ceiling / theirs.gb_per_s:.1f} x")
-        took = f"{theirs.milliseconds:.1f} ms by the field's scheme"
-        print(f"{theirs.case}: {took}; {', '.join(ours)}", flush=True)
-
-
-def run(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Fills `bench.rows`; what a decode step beside the pulls costs."""
-    decode: list[dict[str, Any]] = []
-    paths = args.paths.split(",")
-    for path in paths:
-        chosen = [case for case in cases(args.device, path) if args.only in case.name]
-        for case in chosen:
-            bench.measure(case.name, partial(measure_case, bench, case, path))
+def run(bench: Bench, args: argparse.Namespace) -> None:
+    """Fills `bench.rows`."""
+    for path in args.paths.split(","):
+        for case in cases(args.device, path):
+            if args.only in case.name:
+                bench.measure(case.name, partial(measure_case, bench, case, path))
         bench.measure(f"{SHORT_TOKENS} tokens", partial(measure_short, bench, path))
-        for case in chosen if args.decode else ():
-            with bench.attempt(f"decode beside {path}, {case.name}"):
-                decode.append(measure_decode(bench, case, path))
-    against = [FIELD_CASE] if "nixl" in paths else []
-    if args.device == "cpu":
-        against = [case for case in cases("cpu", "nixl") if args.only in case.name]
-    for case in against:
-        bench.measure(f"{case.name}, {FIELD}", partial(measure_field, bench, case))
-    return decode
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -411,14 +338,13 @@ def main(argv: list[str] | None = None) -> int:
     told = (args.staging_bytes, args.repeat, args.tries, ceiling, fastest_ms)
     bench = Bench(prefill, size, tuple(targets), *told)
     try:
-        decode = run(bench, args)
+        run(bench, args)
     finally:
         prefill.close()
     print_table(bench.rows)
-    print_bounds(bench.rows, ceiling)
     name = torch.cuda.get_device_name(targets[0]) if args.device == "cuda" else "cpu"
     rows = [asdict(row) for row in bench.rows]
-    figures = {"device": name, "copy_gb_per_s": ceiling, "rows": rows, "decode": decode}
+    figures = {"device": name, "copy_gb_per_s": ceiling, "rows": rows}
     print(json.dumps(figures))
     return 1 if bench.num_failed else 0
 
@@ -437,7 +363,6 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--only", default="", help="cases whose name contains this")
     add("--tries", type=int, default=1, help="of a row, for quiet processors")
     add("--devices", default="0,1", help="GPU of P and GPUs of D's ranks")
-    add("--decode", action="store_true", help="also beside a decode batch")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     args.layers = args.layers or (32 if cuda else 16)
@@ -450,8 +375,6 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--tokens {args.tokens} is no multiple of 64")
     if cuda and "," not in args.devices:
         parser.error(f"--devices {args.devices} names one GPU; give P's and those of D, as in 0,1")
-    if args.decode and not cuda:
-        parser.error("--decode needs --device cuda")
     return args
 
 

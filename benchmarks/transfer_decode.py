@@ -21,7 +21,6 @@ from benchmarks.transfer_prefill import (
     new_agent,
     use_device,
 )
-from kvcache.step_watch import StepWatch
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
@@ -53,9 +52,8 @@ class DecodeRank:
         device = setup.device(rank)
         use_device(device)
         self._memory = RankMemory(side, setup.size, rank, device)
-        self.stepping = StepWatch()
         pool = self._memory.pool
-        placer = Placer(pool) if device == "cpu" else CudaPlacer(pool, busy=self._is_busy)
+        placer = Placer(pool) if device == "cpu" else CudaPlacer(pool)
         self._worker = TransferWorker(
             rank,
             side.tp,
@@ -65,21 +63,13 @@ class DecodeRank:
             address,
             staging_bytes=None if setup.mapped else setup.staging_bytes,
             mapped=MappedPath(placer, required=True) if setup.mapped else None,
-            busy=self._is_busy,
         )
         self._worker.start()
         self.is_filled, self.close = self._memory.is_filled, self._worker.close
 
-    def _is_busy(self) -> bool:
-        return self.stepping.busy
-
     def loop_ms(self) -> float:
         """Of the processors that the pull thread and the calling one are on, the slower's."""
         return max(map(loop_ms_beside, (self._worker.native_id, threading.get_native_id())))
-
-    def count_as_busy(self) -> None:
-        """As a rank whose steps follow one another."""
-        self.stepping.launched(lambda: False)
 
 
 class Decode:
@@ -104,15 +94,15 @@ class Decode:
             on_event=self._woken.set,
         )
         self._coordinator.start()
-        self.others = [Remote(DecodeRank, r, side, setup, address) for r in range(1, side.tp)]
-        self.first = DecodeRank(0, side, setup, address)
+        self._others = [Remote(DecodeRank, r, side, setup, address) for r in range(1, side.tp)]
+        self._first = DecodeRank(0, side, setup, address)
         self.of_ranks("is_filled")  # all are there
         allow_short_naps()
 
     def of_ranks(self, method: str) -> list[Any]:
         """What DecodeRank's method says on every rank."""
-        others = (other.call(method) for other in self.others)
-        return [getattr(self.first, method)(), *others]
+        others = (other.call(method) for other in self._others)
+        return [getattr(self._first, method)(), *others]
 
     def connect(self, remote: RemotePrefill) -> None:
         self._coordinator.connect(remote)
@@ -154,8 +144,8 @@ class Decode:
 
     def close(self) -> None:
         self._coordinator.close()
-        self.first.close()
-        for other in self.others:
+        self._first.close()
+        for other in self._others:
             other.close()
 
 

@@ -17,7 +17,7 @@ CROWDED = {"model": 18}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2458,
-    "benchmarks": 2922,
+    "benchmarks": 2741,
     "decode_server": 633,
     "deploy": 879,
     "engine": 8886,
@@ -27,7 +27,7 @@ MAX_LINES = {
     "prefill_server": 357,
     "protocol": 5544,
     "proxy": 2520,
-    "tests": 38932,
+    "tests": 38863,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

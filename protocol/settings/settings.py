@@ -357,7 +357,18 @@ class DecodeSettings(DecodeOptions, EngineSettings):
     port: Port = 8200
 
 
-class ProxySettings(ListenOptions, BatonSettings):
+class RoutingOptions(_Options):
+    routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
+    """servers get requests by what they have cached and to do; by that alone; in turn"""
+    disaggregate: Literal["always", "auto", "never"] = "always"
+    """auto: a decode server computes a prompt where that is sooner; never: it always does"""
+    itl_target_s: Seconds = 0.025
+    """time between tokens that disaggregate=auto keeps (s)"""
+    prefix_blocks: int = Field(1_000_000, ge=0, le=100_000_000)
+    """prefixes remembered, in blocks of 1 KiB of prompt text, about 200 bytes of memory each"""
+
+
+class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     """The proxy: one OpenAI-compatible endpoint in front of prefill and decode servers."""
 
     port: Port = 8000
@@ -373,14 +384,6 @@ class ProxySettings(ListenOptions, BatonSettings):
     """longest connect to a server (s)"""
     read_timeout_s: Seconds = 600.0
     """longest silence of a server (s)"""
-    routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
-    """servers get requests by what they have cached and to do; by that alone; in turn"""
-    disaggregate: Literal["always", "auto", "never"] = "always"
-    """auto: a decode server computes a prompt where that is sooner; never: it always does"""
-    itl_target_s: Seconds = 0.025
-    """time between tokens that disaggregate=auto keeps (s)"""
-    prefix_blocks: int = Field(1_000_000, ge=0, le=100_000_000)
-    """prefixes remembered, in blocks of 1 KiB of prompt text, about 200 bytes of memory each"""
     log_level: LogLevel = "info"
 
 
@@ -407,7 +410,7 @@ class DecodeGroup(DecodeOptions, _Group):
     """The decode servers of a local cluster."""
 
 
-class UpSettings(ModelOptions, ListenOptions, BatonSettings):
+class UpSettings(ModelOptions, ListenOptions, RoutingOptions, BatonSettings):
     """A local cluster: prefill servers, decode servers and the proxy on this machine."""
 
     port: Port = 8000

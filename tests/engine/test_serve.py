@@ -6,6 +6,8 @@ import errno
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +75,15 @@ class _EndingEngine(ScriptedEngine):
             await asyncio.sleep(0)
 
 
-def _serving(engine: _EndingEngine, **options: Any) -> tuple[_Server, _EndingEngine]:
-    """A server on the running loop, without processes."""
+@asynccontextmanager
+async def _made(engine: _EndingEngine, **options: Any) -> AsyncIterator[tuple[_Server, Any]]:
+    """A server on the running loop, without processes, and the socket that it is to listen on."""
     options = {"port": 0, "cluster_secret": _SECRET, **options}
     settings = PrefillSettings(_cli_parse_args=[], **options)
-    server = _Server(settings, "prefill", "-", lambda secret: ServerHooks())
-    engine.server = server
-    return server, engine
+    server = engine.server = _Server(settings, "prefill", "-", lambda secret: ServerHooks())
+    with bind("127.0.0.1", 0) as listener:
+        yield server, listener
+    server.processes.stop(1.0)
 
 
 async def _serve(
@@ -90,39 +94,32 @@ async def _serve(
 
 
 async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokenizer) -> None:
-    server, engine = _serving(_EndingEngine())
-    server.stop.set_result(None)
-    await engine.start()
-    with bind("127.0.0.1", 0) as listener:
-        code = await _serve(server, listener, tokenizer, engine)
-    assert server.failure.done()
-    server.processes.stop(1.0)
-    assert code == 0
+    engine = _EndingEngine()
+    async with _made(engine) as (server, listener):
+        server.stop.set_result(None)
+        assert await _serve(server, listener, tokenizer, engine) == 0
+        assert server.failure.done()
 
 
 async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
     tokenizer: Tokenizer,
 ) -> None:
-    server, engine = _serving(_EndingEngine())
-    server.stop.set_result(None)
-    await engine.start()
-    engine.stats["baton_leases_held"] = 1.0
-    with bind("127.0.0.1", 0) as listener:
+    engine = _EndingEngine()
+    async with _made(engine) as (server, listener):
+        server.stop.set_result(None)
+        engine.stats["baton_leases_held"] = 1.0
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
         ended, _ = await asyncio.wait({serving}, timeout=0.5)
-        was_kept = not ended and engine.healthy
+        assert not ended and engine.healthy
         engine.stats["baton_leases_held"] = 0.0
-        code = await serving
-    server.processes.stop(1.0)
-    assert (was_kept, code) == (True, 0)
+        assert await serving == 0
 
 
 async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server, engine = _serving(_EndingEngine(), shutdown_grace_s=1.0)
-    await engine.start()
-    with bind("127.0.0.1", 0) as listener:
+    engine = _EndingEngine()
+    async with _made(engine, shutdown_grace_s=1.0) as (server, listener):
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
         listener.listen()
         reader, writer = await asyncio.open_connection(*listener.getsockname())
@@ -133,7 +130,6 @@ async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
         answer = await reader.read()
         writer.close()
         assert await serving == 0
-    server.processes.stop(1.0)
     assert b"HTTP/1.1 503" in answer and b'"code":"no_server_available"' in answer
     assert "Traceback" not in caplog.text
 
@@ -142,13 +138,11 @@ async def test_an_engine_that_failed_and_does_not_end_is_given_up(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.serve._ENDING_S", 0.05)
-
-    server, engine = _serving(_EndingEngine())
-    await engine.start()
-    engine.say(EngineFailed("rank 0 lost its device"))
-    with bind("127.0.0.1", 0) as listener, pytest.raises(StartFailure, match="lost its device"):
-        await _serve(server, listener, tokenizer, engine)
-    server.processes.stop(1.0)
+    engine = _EndingEngine()
+    async with _made(engine) as (server, listener):
+        engine.say(EngineFailed("rank 0 lost its device"))
+        with pytest.raises(StartFailure, match="lost its device"):
+            await _serve(server, listener, tokenizer, engine)
 
 
 class _Watched(_EndingEngine):
@@ -173,11 +167,10 @@ async def test_only_silence_without_a_break_is_a_hang(
     silences: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.serve._ENDING_S", 0.0)
-    server, engine = _serving(_Watched(silences), hang_timeout_s=0.01)  # four looks
-    await engine.start()
-    await server._watch_for_hang(engine)
-    assert told in await server.failure
-    server.processes.stop(1.0)
+    engine = _Watched(silences)
+    async with _made(engine, hang_timeout_s=0.01) as (server, _):  # four looks
+        await server._watch_for_hang(engine)  # type: ignore[arg-type]
+        assert told in await server.failure
 
 
 def test_gpus_are_not_named_to_a_server_on_the_cpu() -> None:
@@ -205,52 +198,40 @@ async def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
 
     monkeypatch.setattr("engine.prepare._has_gpu", lambda: has_gpu)
     options = {"model": str(ensure_model("gqa")), "device": device}
-
-    server, _ = _serving(_EndingEngine(), attention_backend="flashinfer", **options)
-    monkeypatch.setattr(server.processes, "start", start)
-    with bind("127.0.0.1", 0) as listener, pytest.raises(refusal):
-        await server._start_and_serve(listener)
-    server.processes.stop(1.0)
-
-
-async def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(ensure_model("gqa") / name)
-
-    server, _ = _serving(_EndingEngine(), model=str(tmp_path), device="cpu")
-    monkeypatch.setattr(server.processes, "start", lambda config: None)  # never ready
-    with bind("127.0.0.1", 0) as listener, pytest.raises(ValueError, match=r"tokenizer\.json"):
-        await server._start_and_serve(listener)
-    server.processes.stop(1.0)
-
-
-async def test_a_side_channel_port_that_is_taken_is_refused_before_ranks_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with bind("127.0.0.1", 0) as taken, bind("127.0.0.1", 0) as listener:
-        taken.listen()
-        options = {"model": str(ensure_model("gqa")), "device": "cpu"}
-        port = taken.getsockname()[1]
-        server, _ = _serving(_EndingEngine(), side_channel_port=port, **options)
-        monkeypatch.setattr(server.processes, "start", lambda config: None)
-        with pytest.raises(CannotListen, match="use another --side-channel-port"):
+    made = _made(_EndingEngine(), attention_backend="flashinfer", **options)
+    async with made as (server, listener):
+        monkeypatch.setattr(server.processes, "start", start)
+        with pytest.raises(refusal):
             await server._start_and_serve(listener)
-        server.processes.stop(1.0)
+
+
+@pytest.mark.parametrize("wrong", ["tokenizer", "port"])
+async def test_what_is_wrong_is_told_before_weights_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
+) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        options: dict[str, Any] = {"model": str(ensure_model("gqa")), "device": "cpu"}
+        told = "use another --side-channel-port"
+        if wrong == "port":
+            options["side_channel_port"] = taken.getsockname()[1]
+        else:
+            for name in ("config.json", "model.safetensors"):
+                (tmp_path / name).symlink_to(ensure_model("gqa") / name)
+            options["model"], told = str(tmp_path), r"tokenizer\.json"
+        async with _made(_EndingEngine(), **options) as (server, listener):
+            monkeypatch.setattr(server.processes, "start", lambda config: None)  # never ready
+            with pytest.raises((CannotListen, ValueError), match=told):
+                await server._start_and_serve(listener)
 
 
 async def test_open_requests_are_told_why_the_engine_died(tokenizer: Tokenizer) -> None:
-    server, engine = _serving(_EndingEngine(hang))
-    await engine.start()
-    with bind("127.0.0.1", 0) as listener:
+    engine = _EndingEngine(hang)
+    async with _made(engine) as (server, listener):
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
-        async with httpx.AsyncClient(
-            base_url=url, timeout=30, trust_env=False, verify=False
-        ) as http:
-            model = server.settings.model
-            body = {"model": model, "prompt": "ab"}
+        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+            body = {"model": server.settings.model, "prompt": "ab"}
             asking = asyncio.create_task(http.post("/v1/completions", json=body))
             while not engine.added:
                 await asyncio.sleep(0.01)
@@ -258,7 +239,6 @@ async def test_open_requests_are_told_why_the_engine_died(tokenizer: Tokenizer) 
             answer = await asking
         with pytest.raises(StartFailure, match="killed by SIGKILL"):
             await serving
-    server.processes.stop(1.0)
     assert answer.status_code == 503
     assert "killed by SIGKILL" in answer.json()["error"]["message"]
 

@@ -140,41 +140,51 @@ def test_blanks_do_not_go_on_for_ever(compiler: GrammarCompiler, tokenizer: Toke
     assert len(outputs) > 2 and allowed(compiler, state)
 
 
-def test_an_end_token_only_where_the_text_is_complete(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
+_END = 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "stop", "min_tokens", "said", "expected"),
+    [
+        # An end token may be drawn only where the text is complete, and where it ends requests.
+        ("choice", '["a", "ab"]', "", 0, "", "a"),
+        ("choice", '["a", "ab"]', "", 0, "a", "b$"),
+        ("choice", '["a", "ab"]', "", 0, "ab", COMPLETE),  # without one, as nothing can follow
+        ("regex", "a+", None, 0, "a", "a"),
+        ("regex", "[ab]?", None, 0, "a", COMPLETE),
+        # min_tokens bars the stop tokens unless nothing else is left.
+        ("regex", "ab?", "b", 2, "a", COMPLETE),
+        ("regex", "a[bc]?", "b", 2, "a", "c"),
+        ("choice", '["a"]', "", 0, "b", GrammarFailed),
+        ("regex", "a?", "a", 1, "", GrammarFailed),  # the text has not begun
+    ],
+)
+def test_what_may_follow_and_how_a_text_ends(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    kind: GrammarKind,
+    text: str,
+    stop: str | None,
+    min_tokens: int,
+    said: str,
+    expected: Any,
 ) -> None:
-    state = compiler.state(request("choice", json.dumps(["a", "ab"])))
-    assert 2 not in allowed(compiler, state)
-    assert state.follow(tokenizer.encode("a"), 0) is None
-    assert 2 in allowed(compiler, state)
-
-
-def test_a_text_that_cannot_go_on_is_complete_without_an_end_token(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
-    state = compiler.state(request("choice", json.dumps(["a", "ab"])))
-    assert state.follow(tokenizer.encode("ab"), 0) is COMPLETE
-
-
-def test_ignoring_the_end_tokens_goes_on_while_the_grammar_can(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
-    state = compiler.state(request("regex", "a+", stop=()))
-    assert state.follow(tokenizer.encode("a"), 0) is None
-    assert 2 not in allowed(compiler, state)
-
-
-def test_min_tokens_bars_the_stop_tokens_unless_nothing_else_is_left(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
-    stop = (2, *tokenizer.encode("b"))
-    state = compiler.state(request("regex", "ab?", stop=stop, min_tokens=2))
-    assert state.follow(tokenizer.encode("a"), 0) is None
-    assert len(allowed(compiler, state)) == VOCAB, "what is drawn here is void"
-    assert state.ending is COMPLETE
-    longer = compiler.state(request("regex", "a[bc]?", stop=stop, min_tokens=2))
-    longer.follow(tokenizer.encode("a"), 0)
-    assert allowed(compiler, longer) == set(tokenizer.encode("c"))
+    """`expected` has the tokens that may be drawn, the end token as $, or the ending."""
+    stop_ids = () if stop is None else (_END, *tokenizer.encode(stop))
+    state = compiler.state(request(kind, text, stop=stop_ids, min_tokens=min_tokens))
+    state.follow(tokenizer.encode(said), 0)
+    found = allowed(compiler, state)
+    if isinstance(expected, str):
+        assert state.ending is None
+        shown = {"$" if i == _END else tokenizer.decode([i]) for i in found}
+        assert {one for one in shown if len(one) == 1} == set(expected)
+        return
+    assert len(found) == VOCAB, "what is drawn here is void"
+    assert state.ending is not None
+    if expected is COMPLETE:
+        assert state.ending is COMPLETE
+    else:
+        assert isinstance(state.ending.error, expected)
 
 
 def test_a_state_is_a_function_of_the_outputs(
@@ -192,24 +202,6 @@ def test_a_state_is_a_function_of_the_outputs(
     taken_back.follow(outputs, 2)
     masks = [allowed(compiler, state) for state in (steps, at_once, taken_back)]
     assert masks[0] == masks[1] == masks[2] != set()
-
-
-def test_a_token_that_breaks_the_grammar_is_an_error(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
-    state = compiler.state(request("choice", '["a"]'))
-    ending = state.follow(tokenizer.encode("b"), 0)
-    assert ending is not None and isinstance(ending.error, GrammarFailed)
-    assert len(allowed(compiler, state)) == VOCAB
-
-
-def test_a_text_that_no_token_spells_is_an_error_not_a_hang(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
-    """Only end tokens are left by min_tokens, and the text has not begun."""
-    state = compiler.state(request("regex", "a?", stop=(2, *tokenizer.encode("a")), min_tokens=1))
-    allowed(compiler, state)
-    assert state.ending is not None and isinstance(state.ending.error, GrammarFailed)
 
 
 def test_compiling_happens_elsewhere_and_once(model_dir: Path) -> None:

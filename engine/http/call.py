@@ -7,7 +7,6 @@ error; a later failure ends the stream with an error event and no [DONE].
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -143,27 +142,18 @@ class HttpRequestState:
     def events(self, pieces: list[ChoicePiece]) -> bytes:
         """The stream's bytes for some pieces, through [DONE] when they are the last."""
         last = len(pieces) - 1 if self.done else -1
+        shows_tokens = self._parsed.return_token_ids or self._parsed.wants_logprobs
         parts: list[bytes] = []
         for position, piece in enumerate(pieces):
             self._num_told += len(piece.token_ids)
+            shows_all = shows_tokens and piece.token_ids  # none after a stop string
             if position == last:
                 usage, extra = self._finish(piece.finish_reason)
                 parts.append(self._writer.last_chunk(piece, usage, extra) + self._writer.end)
-            elif self._tells_something(piece):
-                parts.append(self._writer.chunk(piece, self._usage_so_far()))
+            elif shows_all or piece.text or piece.tool_calls or piece.first or piece.finish_reason:
+                so_far = self._usage(self._num_told) if self._parsed.continuous_usage else None
+                parts.append(self._writer.chunk(piece, so_far))
         return b"".join(parts)
-
-    def _usage_so_far(self) -> Usage | None:
-        """Up to the piece at hand, where a client wants it: others may have arrived with it."""
-        if not self._parsed.continuous_usage:
-            return None
-        return msgspec.structs.replace(self._usage(), completion_tokens=self._num_told)
-
-    def _tells_something(self, piece: ChoicePiece) -> bool:
-        if piece.text or piece.tool_calls or piece.first or piece.finish_reason:
-            return True
-        shows_tokens = self._parsed.return_token_ids or self._parsed.wants_logprobs
-        return shows_tokens and bool(piece.token_ids)  # none after a stop string
 
     def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:
         usage = self._usage()
@@ -176,12 +166,14 @@ class HttpRequestState:
         firsts = [prompt.choices[0].final for prompt in self._prompts.values()]
         return [final for final in firsts if final is not None]
 
-    def _usage(self) -> Usage:
-        """Of every candidate, returned or not; a prompt counts once."""
+    def _usage(self, num_told: int | None = None) -> Usage:
+        """Of every candidate, returned or not; a prompt counts once. In a stream it is that up to
+        the piece at hand: others may have arrived with it."""
         prompts = self._prompts.values()
+        num_tokens = sum(c.num_tokens for prompt in prompts for c in prompt.choices)
         return Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
-            completion_tokens=sum(c.num_tokens for prompt in prompts for c in prompt.choices),
+            completion_tokens=num_tokens if num_told is None else num_told,
             kv=add_kv([final.usage for final in self._finals() if final.usage is not None]),
         )
 

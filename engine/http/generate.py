@@ -97,22 +97,15 @@ async def _start(
     try:  # all else is made while the engine has begun
         stats.accepted(sum(len(add.token_ids) for add in adds))
         writer = endpoint.new_writer(parsed, api.fingerprint)
-        prompts = _prompts(api, parsed, adds)
+        how, n = api.settings.tool_call_parser, parsed.num_candidates
+        prompts = {
+            add.request_id: PromptGeneration(parsed, add, text, api.tokenizer, at * n, how)
+            for at, (add, text) in enumerate(zip(adds, given_texts(parsed), strict=True))
+        }
     except BaseException:
         subscription.close()
         raise
     return HttpRequestState(api.hooks, parsed, writer, prompts, subscription, stats)
-
-
-def _prompts(
-    api: Api, parsed: GenerationRequest, adds: list[AddRequest]
-) -> dict[str, PromptGeneration]:
-    how, n = api.settings.tool_call_parser, parsed.num_candidates
-    given = zip(adds, given_texts(parsed), strict=True)
-    return {
-        add.request_id: PromptGeneration(parsed, add, text, api.tokenizer, at * n, how)
-        for at, (add, text) in enumerate(given)
-    }
 
 
 async def _engine_requests(
@@ -123,13 +116,8 @@ async def _engine_requests(
     num_bytes: int,
     receive: Receive,
 ) -> list[AddRequest]:
-    """One for each prompt.
-
-    Args:
-        behind: the client's own request, where `parsed` is its prefill leg: the decode server
-            must not refuse after the prefill.
-        context: of the decode server that `behind` is for.
-        num_bytes: of the body.
+    """One for each prompt. Where `parsed` is a prefill leg, the decode server of this `context`
+    must not refuse the request `behind` it after the prefill.
 
     Raises:
         BatonError: this server cannot do what is asked; says why.
@@ -141,8 +129,10 @@ async def _engine_requests(
     if all_guided := guided_decodings(parsed):
         async with cancelled_on_disconnect(receive):
             await api.grammars.check(all_guided)
-    prompts = _handed_over(api, parsed)
-    if prompts is None:
+    told = api.hooks.tokenized(parsed.kv_transfer_params)
+    if told is not None and told[0] == text_digest(parsed, api.tokenizer):
+        prompts = [told[1]]  # which a prefill server made of this very text
+    else:
         prompts = await api.texts.tokenize(parsed, num_bytes, ready.max_model_len)
     for ids in prompts:
         check_token_ids(ids, ready.vocab_size, prompt_param(parsed))
@@ -153,14 +143,6 @@ async def _engine_requests(
     lengths = [len(ids) + token_limit(asked, len(ids), room, default) for ids in prompts]
     check_size(parsed, lengths, room, api.settings.max_num_seqs)
     return api.hooks.prepare(parsed, _adds(api, parsed, prompts, ready), ready)
-
-
-def _handed_over(api: Api, parsed: GenerationRequest) -> list[list[int]] | None:
-    """The ids that a prefill server made of this very text, if it told them."""
-    told = api.hooks.tokenized(parsed.kv_transfer_params)
-    if told is None or told[0] != text_digest(parsed, api.tokenizer):
-        return None
-    return [told[1]]
 
 
 def _adds(

@@ -115,11 +115,11 @@ class EngineProcesses:
             self._children.append(child)
 
     def _on_event(self, event: lifecycle.Event) -> None:
-        if isinstance(event, lifecycle.Exited):
-            with self._lock:
-                if self._stopping:
-                    return
-                self._stopping = True
+        if not isinstance(event, lifecycle.Exited):
+            return
+        with self._lock:
+            was_stopping, self._stopping = self._stopping, True
+        if not was_stopping:
             self._on_failure(f"engine process {event.child.name}: {event.child.reason()}")
 
     def kill(self) -> None:

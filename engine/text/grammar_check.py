@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 
@@ -100,12 +99,13 @@ class GrammarChecker:
         if not count and sum(held for _, held in self._held.values()) + nbytes > MAX_HELD_BYTES:
             raise Overloaded("Open requests' schemas and grammars fill the memory; try again soon.")
         self._held[key] = count + 1, nbytes
-        return partial(self._let_go, key)
 
-    def _let_go(self, key: bytes) -> None:
-        count, nbytes = self._held.pop(key)
-        if count > 1:
-            self._held[key] = count - 1, nbytes
+        def let_go() -> None:
+            count, nbytes = self._held.pop(key)
+            if count > 1:
+                self._held[key] = count - 1, nbytes
+
+        return let_go
 
     async def check(self, all_guided: Sequence[GuidedDecoding]) -> None:
         """Returns if all can be used. To be cancelled when nobody wants to know any more.

@@ -75,7 +75,9 @@ class Tokenizer:
         self._longest_bytes = _longest_token_bytes(self._tokenizer)
         self.eos_ids = self._find_eos_ids(folder)
         self.chat_template = find_chat_template(folder, config)
-        self._anchor = self._find_anchor() if self.token_bytes is None else []
+        plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
+        # A token that is plain text wherever it stands, or none.
+        self._anchor = list(itertools.islice(plain, 1)) if self.token_bytes is None else []
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -147,11 +149,6 @@ class Tokenizer:
         both: str = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
         return both[len(self._tokenizer.decode(self._anchor)) :].encode()
 
-    def _find_anchor(self) -> list[int]:
-        """A token that is plain text wherever it stands, or none."""
-        plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
-        return list(itertools.islice(plain, 1))
-
     def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
         """The ids that end a generation: generation_config, else config, else the tokenizer's."""
         for name in ("generation_config.json", "config.json"):
@@ -206,17 +203,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _content(token: Any) -> str | None:
-    """A special token is written as a string or as an object with `content`."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
-
-
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by name, the seven usual ones first; templates know them by these names."""
-    extra = [name for name in config if name.endswith("_token") and name not in _SPECIAL_NAMES]
-    named = {name: _content(config.get(name)) for name in (*_SPECIAL_NAMES, *extra)}
-    return {name: content for name, content in named.items() if content is not None}
+    """Special tokens by name, the seven usual ones first; templates know them by these names. Each
+    is written as a string or as an object with `content`."""
+    named = {
+        name: config.get(name) for name in (*_SPECIAL_NAMES, *config) if name.endswith("_token")
+    }
+    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _add_missing(

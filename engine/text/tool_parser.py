@@ -59,8 +59,7 @@ def create_tool_parser(
     """A parser for one answer, None where it can have no calls; see `tool_syntax`."""
     if tools.mode == "none":
         return None
-    mode = tools.mode
-    return ToolParser(tools, tool_syntax(option, template) if mode == "auto" else mode)
+    return ToolParser(tools, tool_syntax(option, template) if tools.mode == "auto" else tools.mode)
 
 
 class _NoCall(Exception):
@@ -104,8 +103,6 @@ class ToolParser:
             self._begin_call(self._tools.name or "")
         return self._parsed
 
-    # -- the forms -----------------------------------------------------------------------------
-
     def _read_hermes(self) -> _Reader[None]:
         """Objects between tags, text around them."""
         while True:
@@ -148,8 +145,6 @@ class ToolParser:
             self._at = len(self._text)
             yield from self._peek()
 
-    # -- characters and tags -------------------------------------------------------------------
-
     def _peek(self) -> _Reader[str]:
         """The next character, once there is one."""
         while self._at == len(self._text):
@@ -165,8 +160,7 @@ class ToolParser:
         return char
 
     def _tag(self, tag: str, before: str = _BLANKS) -> _Reader[bool]:
-        """Whether a tag comes next, behind any of the characters `before`; all that is read is held
-        back."""
+        """Whether a tag comes next, behind any of `before`; all that is read is held back."""
         num_found = 0
         while num_found < len(tag):
             char = yield from self._peek()
@@ -182,8 +176,6 @@ class ToolParser:
         """What is held back has become content."""
         self._parsed.content += "".join(self._held)
         self._held = []
-
-    # -- a call --------------------------------------------------------------------------------
 
     def _call(self) -> _Reader[bool]:
         """Reads a JSON object {"name": ..., "arguments" or "parameters": ...}; whether it was a

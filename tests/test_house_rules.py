@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2741,
     "decode_server": 633,
     "deploy": 879,
-    "engine": 8886,
+    "engine": 8846,
     "kvcache": 7174,
     "kvcache/transfer": 5838,
     "model": 3117,
     "prefill_server": 357,
     "protocol": 5544,
     "proxy": 2520,
-    "tests": 38863,
+    "tests": 38838,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -113,6 +113,7 @@ class ReadJob(TransferJob):
         self._num_begun = 0  # of the plan's steps
         self._now = _Posting(deque(), 0)
         self._reads: list[tuple[ReadHandle, _Posting]] = []  # active
+        self._done: list[ReadHandle] = []  # released while nobody waits for that
         self._placing: list[int] = []  # slots
         self._moved_s = 0.0  # when a READ was posted or ended last
 
@@ -140,7 +141,7 @@ class ReadJob(TransferJob):
             return True
         if self._plan.transfer.converts:
             return False
-        self.leave()
+        self._staging.leave(self.pull.pull_id)
         self._staging = None
         return True
 
@@ -152,6 +153,13 @@ class ReadJob(TransferJob):
     def leave(self) -> None:
         if self._staging is not None:
             self._staging.leave(self.pull.pull_id)
+        self._release()
+
+    def _release(self) -> None:
+        while self._done:
+            handle = self._done.pop()
+            if self._link is not None and not self._link.is_closing:
+                self._link.agent.release(handle)
 
     def post(self) -> bool:
         if self.is_stopping:
@@ -181,6 +189,7 @@ class ReadJob(TransferJob):
         self._reads.append((handle, now))
         self._moved_s = time.monotonic()
         throttle.posted(post.nbytes, now_s, staged=now.step is not None)
+        self._release()
         return True
 
     def poll(self) -> bool:
@@ -248,8 +257,7 @@ class ReadJob(TransferJob):
             link.active -= 1
             if posting.step is not None and not (posting.posts or posting.active):
                 self._place(posting.step, posting.slot)
-        if not link.is_closing:
-            link.agent.release(handle)
+        self._done.append(handle)
 
     def _place(self, step: Step, slot: int) -> None:
         assert self._staging is not None

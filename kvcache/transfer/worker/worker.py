@@ -280,15 +280,18 @@ class TransferWorker:
 
     def _end(self, job: TransferJob) -> None:
         del self._jobs[job.pull.pull_id]
-        is_complete, error, done = not job.is_stopping, job.error, {}
-        if is_complete:
+        is_complete, error = not job.is_stopping, job.error
+        if is_complete:  # first of all: the fence waits for it
             path = job.path if job.nbytes else "none"
-            done = {"nbytes": job.nbytes, "descriptors": job.descriptors, "path": path}
+            self._tell_end(
+                job.pull.pull_id, nbytes=job.nbytes, descriptors=job.descriptors, path=path
+            )
         try:
             self._drive(job, job.leave)
             self._clean(job.peer)
         finally:
-            self._tell_end(job.pull.pull_id, error, **done)
+            if not is_complete:
+                self._tell_end(job.pull.pull_id, error)
         peer, seconds = job.peer, time.perf_counter() - job.began
         if is_complete and not peer.is_speed_told and job.bytes_read >= _SAMPLE_BYTES:
             peer.is_speed_told = True

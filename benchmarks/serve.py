@@ -24,13 +24,14 @@ import uvloop
 from benchmarks.load import (
     FIRST_TOKEN_ID,
     WORDS,
+    Endpoint,
     Objective,
+    Timeline,
     arrivals_s,
     drawn,
     figures,
     table,
 )
-from benchmarks.openai_stream import Endpoint, Timeline
 
 _PERSON = {
     "type": "object",

@@ -21,13 +21,13 @@ from benchmarks import serve
 from benchmarks.load import (
     WORDS,
     Objective,
+    Timeline,
     arrivals_s,
     drawn,
     figures,
     table,
     union_s,
 )
-from benchmarks.openai_stream import Timeline
 
 
 def timeline(due: float, *token_at: float, **members: Any) -> Timeline:

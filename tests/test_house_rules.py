@@ -17,7 +17,7 @@ CROWDED = {"model": 18}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2458,
-    "benchmarks": 2741,
+    "benchmarks": 2733,
     "decode_server": 633,
     "deploy": 879,
     "engine": 8846,

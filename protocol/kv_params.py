@@ -52,6 +52,7 @@ _Bits = Annotated[int, Meta(ge=0, lt=1 << 32)]  # of a float32, see float_bits
 _TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _T = TypeVar("_T")
 _Tokens = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
+_Size = Meta(min_length=1, max_length=_MAX_TOKENS)
 _Text = Annotated[str, Meta(min_length=1, max_length=128)]
 _Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
@@ -77,9 +78,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     remote_engine_id: _Text
     remote_request_id: Annotated[str, Meta(min_length=1, max_length=1024)]
     # Exactly those that hold remote_num_tokens.
-    remote_block_ids: Annotated[
-        list[Annotated[int, Meta(ge=0, le=1 << 32)]], Meta(min_length=1, max_length=_MAX_TOKENS)
-    ]
+    remote_block_ids: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 32)]], _Size]
     remote_host: Annotated[str, Meta(min_length=1, max_length=255)]  # of the side channel
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     tp_size: Annotated[int, Meta(ge=1, le=4096)]
@@ -97,15 +96,11 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     # One per choice.
     first_tokens: Annotated[list[FirstTokenBits], Meta(min_length=1, max_length=_MAX_CHOICES)]
     # One per prompt token, None for the first; None altogether when nobody asked.
-    prompt_logprobs: (
-        Annotated[list[LogprobBits | None], Meta(min_length=1, max_length=_MAX_TOKENS)] | None
-    ) = None
+    prompt_logprobs: Annotated[list[LogprobBits | None], _Size] | None = None
     # Of a prompt that came as text: what was tokenized, and the result (text_encoder.py).
     text_digest: _Digest | None = None
     # Not signed: prompt_digest vouches for them.
-    prompt_token_ids: (
-        Annotated[list[_TokenId], Meta(min_length=1, max_length=_MAX_TOKENS)] | None
-    ) = None
+    prompt_token_ids: Annotated[list[_TokenId], _Size] | None = None
     # CRC-16s of the signed members, in this order: which of them somebody altered. Not signed.
     checksums: Annotated[str, Meta(max_length=128)] | None = None
     signature: _Digest

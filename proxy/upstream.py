@@ -24,7 +24,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from protocol.errors import InvalidRequest
-from protocol.http.countdown import Countdown
+from protocol.http.connections import Countdown
 
 Headers = Sequence[tuple[bytes, bytes]]
 

@@ -25,15 +25,7 @@ import msgspec
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from protocol.errors import (
-    BatonError,
-    InvalidRequest,
-    Overloaded,
-    PayloadTooLarge,
-    RequestTimeout,
-    TargetTooLong,
-)
-from protocol.http.countdown import Countdown
+from protocol import errors
 from protocol.process.logging import request_context
 from protocol.settings.settings import ListenOptions
 
@@ -45,6 +37,7 @@ MAX_DROPPED_BYTES = 1 << 28  # of a body whose request is answered
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope
 _LAST_LOOK_S = 0.1
+_PARTS = 4  # of a countdown
 _PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
@@ -76,10 +69,10 @@ def bounded_protocol(options: ListenOptions, beside_bytes: int = 0) -> type[Http
     return type("BoundedHttp", (_BoundedHttp,), members)
 
 
-def refusal(scope: Mapping[str, Any]) -> BatonError | None:
+def refusal(scope: Mapping[str, Any]) -> errors.BatonError | None:
     """Why a request of this ASGI scope is not to be served whatever it asks for. What has come of
     its body by then is not all of it."""
-    error: BatonError | None = _known(scope).get("refusal")
+    error: errors.BatonError | None = _known(scope).get("refusal")
     return error
 
 
@@ -120,7 +113,7 @@ async def read_body(
         parts.append(message.get("body", b""))
         num_bytes += len(parts[-1])
         if num_bytes > limit_bytes:
-            raise PayloadTooLarge(
+            raise errors.PayloadTooLarge(
                 f"the body has more than {limit_bytes} bytes; send less at once (--max-body-bytes)"
             )
         more = message.get("more_body", False)
@@ -141,6 +134,37 @@ def cors_options(origins: Sequence[str]) -> dict[str, Any]:
     }
 
 
+class Countdown:
+    """Calls back when `timeout_s` are over, unless cancelled before.
+
+    After the process was stopped, or a long turn of its event loop, a timer is due before anybody
+    has looked whether the answer came meanwhile. So the time is over after a number of parts of it,
+    between any two of which the loop has looked; a last part that was late is repeated once.
+    """
+
+    __slots__ = ("_callback", "_left", "_loop", "_part_s", "_timer")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, timeout_s: float, callback: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._part_s = timeout_s / _PARTS
+        self._callback = callback
+        self._left = _PARTS
+        self._timer = loop.call_later(self._part_s, self._part_is_over)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _part_is_over(self) -> None:
+        self._left -= 1
+        is_late = self._loop.time() > self._timer.when() + self._part_s
+        if self._left > 0 or (self._left == 0 and is_late):
+            self._timer = self._loop.call_later(self._part_s, self._part_is_over)
+        else:
+            self._callback()
+
+
 class _Unfinished:
     """The bodies that are not all there yet, over all connections."""
 
@@ -157,7 +181,9 @@ class _Unfinished:
         while self._total_bytes > self._limit_bytes:
             first = next(iter(self._bytes))
             self.remove(first)
-            first.give_up(Overloaded("too many requests are being sent at once; send it again"))
+            first.give_up(
+                errors.Overloaded("too many requests are being sent at once; send it again")
+            )
 
     def remove(self, connection: "_BoundedHttp") -> None:
         self._total_bytes -= self._bytes.pop(connection, 0)
@@ -224,18 +250,20 @@ class _BoundedHttp(HttpToolsProtocol):
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = not self.expect_100_continue
 
-    def _fault(self) -> BatonError | None:
+    def _fault(self) -> errors.BatonError | None:
         """What is wrong with the head that has come."""
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
-            return InvalidRequest(f"the request has {num_hosts} headers `Host`; send one")
+            return errors.InvalidRequest(f"the request has {num_hosts} headers `Host`; send one")
         if len(self.url) > MAX_TARGET_BYTES:
             sent = f"path and query have {len(self.url)} bytes"
-            return TargetTooLong(f"{sent}, the limit is {MAX_TARGET_BYTES} bytes")
+            return errors.TargetTooLong(f"{sent}, the limit is {MAX_TARGET_BYTES} bytes")
         declared = next((int(v) for name, v in self.headers if name == b"content-length"), 0)
         limit = self.options.max_body_bytes
         if declared > limit + self.beside_bytes:
-            return PayloadTooLarge(f"the body has {declared} bytes, the limit is {limit} bytes")
+            return errors.PayloadTooLarge(
+                f"the body has {declared} bytes, the limit is {limit} bytes"
+            )
         return None
 
     def on_body(self, body: bytes) -> None:
@@ -267,7 +295,7 @@ class _BoundedHttp(HttpToolsProtocol):
             if self.cycle.response_complete:
                 self.unfinished.remove(self)
 
-    def give_up(self, error: BatonError) -> None:
+    def give_up(self, error: errors.BatonError) -> None:
         """The rest of the body that is being sent is not waited for: `error` is the answer."""
         self._is_given_up = True
         _known(self.scope)["refusal"] = error
@@ -356,7 +384,7 @@ class _BoundedHttp(HttpToolsProtocol):
         if self._in_body and not self.cycle.response_started and not self._is_given_up:
             self._keeps_alive = self.cycle.keep_alive = False
             due = f"{self._piece_limit} bytes or the rest in {self.options.client_timeout_s:g} s"
-            self.give_up(RequestTimeout(f"the body comes too slowly; send {due}"))
+            self.give_up(errors.RequestTimeout(f"the body comes too slowly; send {due}"))
         elif not self.transport.is_closing():
             self.transport.close()
 
@@ -384,7 +412,7 @@ def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Appli
 
 
 def _bad_request(message: str, request_id: str) -> bytes:
-    body = msgspec.json.encode(InvalidRequest(message).to_openai())
+    body = msgspec.json.encode(errors.InvalidRequest(message).to_openai())
     lines = (
         b"HTTP/1.1 400 Bad Request",
         b"content-type: application/json",

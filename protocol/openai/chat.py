@@ -6,15 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 import msgspec
 from pydantic import ConfigDict, Field, model_validator
 
-from protocol.openai.requests import (
-    Read,
-    Strict,
-    body_of,
-    fault,
-    neutral,
-    refuse,
-    validate,
-)
+from protocol.openai.requests import Read, Strict, fault, neutral, refuse, validate
 from protocol.openai.sampling import (
     MAX_LOGPROBS,
     GenerationRequest,
@@ -121,8 +113,10 @@ Messages = Annotated[
 ]
 
 
-@body_of("/v1/chat/completions", "Answers a conversation.")
 class ChatRequest(GenerationRequest):
+    endpoint = "/v1/chat/completions"
+    summary = "Answers a conversation."
+
     messages: Messages
     logprobs: Switch = False
     top_logprobs: int = integer(0, 0, MAX_LOGPROBS)

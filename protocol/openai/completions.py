@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from protocol.openai.requests import body_of, neutral, refuse, validate
+from protocol.openai.requests import neutral, refuse, validate
 from protocol.openai.sampling import (
     MAX_CHOICES,
     MAX_INT31,
@@ -35,8 +35,10 @@ def _check_prompt(prompt: Any) -> Any:
     raise ValueError("prompt")
 
 
-@body_of("/v1/completions", "Continues texts.")
 class CompletionRequest(GenerationRequest):
+    endpoint = "/v1/completions"
+    summary = "Continues texts."
+
     prompt: Annotated[
         Any,
         BeforeValidator(_check_prompt),

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from protocol.openai import responses_request, tokenize  # noqa: F401  # all are in BODIES then
-from protocol.openai.requests import BODIES
+from protocol.openai.requests import BODIES, Strict
 from protocol.version import VERSION
 
 Schema = dict[str, Any]
@@ -54,11 +54,11 @@ class _Untitled(GenerateJsonSchema):
 
 def document() -> Schema:
     """The OpenAPI 3.1 document as JSON types."""
-    models: list[type[BaseModel]] = [Error, *(model for model, _ in BODIES.values())]
+    models: list[type[BaseModel]] = [Error, *BODIES.values()]
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF, schema_generator=_Untitled
     )
-    paths: Schema = {path: {"post": _operation(*body)} for path, body in BODIES.items()}
+    paths: Schema = {path: {"post": _operation(body)} for path, body in BODIES.items()}
     paths |= {path: {"get": _read(path, summary)} for path, summary in _GETS.items()}
     return {
         "openapi": "3.1.0",
@@ -82,7 +82,7 @@ def _read(path: str, summary: str) -> Schema:
     return operation
 
 
-def _operation(model: type[BaseModel], summary: str) -> Schema:
+def _operation(model: type[Strict]) -> Schema:
     kinds: Schema = {"application/json": {}}
     if "stream" in model.model_fields:
         kinds["text/event-stream"] = {}
@@ -92,7 +92,7 @@ def _operation(model: type[BaseModel], summary: str) -> Schema:
         responses[status] = {"description": description, "content": error}
     body = {"schema": {"$ref": _REF.format(model=model.__name__)}}
     return {
-        "summary": summary,
+        "summary": model.summary,
         "requestBody": {"required": True, "content": {"application/json": body}},
         "responses": responses,
     }

@@ -25,6 +25,8 @@ from protocol.errors import InvalidRequest
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
+BODIES: Final[dict[str, type["Strict"]]] = {}  # of all endpoints
+
 
 class Strict(BaseModel):
     """No unknown member, no conversion between types, no NaN; a null means "not given".
@@ -32,15 +34,22 @@ class Strict(BaseModel):
     A subclass may say in its `model_config` that other members are allowed.
 
     Attributes:
-        endpoint: of a whole body: the path that it is sent to, see body_of.
+        endpoint: of a whole body: the path that it is sent to.
+        summary: what that does.
         must_be: how error messages call an object of this class.
         told_whole: what is wrong in such an object is told of all of it.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     endpoint: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
     must_be: ClassVar[str] = "an object"
     told_whole: ClassVar[bool] = False
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        if "summary" in vars(cls):
+            BODIES[cls.endpoint] = cls
 
     @model_validator(mode="before")
     @classmethod
@@ -102,24 +111,12 @@ ModelName = Annotated[
 _LARGE_BYTES = 1 << 20
 _LIKE: Final = {float: (int, float)}  # True is no 1
 
-BODIES: Final[dict[str, tuple[type[Strict], str]]] = {}  # by path: see body_of
 # Which endpoints call otherwise.
 _ALIKE: Final = (
     {"prompt", "messages", "input"},
     {"max_tokens", "max_completion_tokens", "max_output_tokens"},
     {"response_format", "text"},
 )
-
-
-def body_of(path: str, summary: str) -> Callable[[type[Model]], type[Model]]:
-    """Marks the class of the bodies that are sent to `path`; `summary` says what that does."""
-
-    def mark(model: type[Model]) -> type[Model]:
-        model.endpoint = path
-        BODIES[path] = (model, summary)
-        return model
-
-    return mark
 
 
 class _Neutral:
@@ -182,7 +179,7 @@ def _elsewhere(model: type[Strict], name: str) -> str | None:
     path, used = model.endpoint, used_fields(model)
     if alike := sorted(set().union(*(names for names in _ALIKE if name in names)) & used):
         return f"is called `{alike[0]}` at {path}; send that"
-    having = sorted(other for other, (body, _) in BODIES.items() if name in used_fields(body))
+    having = sorted(other for other, body in BODIES.items() if name in used_fields(body))
     if not path or not having:
         return None
     return f"is not a parameter of {path} but of {' and '.join(having)}; leave it out"

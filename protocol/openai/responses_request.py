@@ -9,15 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from protocol.openai.chat import ChatRequest, joined
-from protocol.openai.requests import (
-    ModelName,
-    Read,
-    Strict,
-    body_of,
-    fault,
-    neutral,
-    validate,
-)
+from protocol.openai.requests import ModelName, Read, Strict, fault, neutral, validate
 from protocol.openai.sampling import (
     MAX_INT31,
     GenerationConfig,
@@ -97,9 +89,11 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
 _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 
 
-@body_of("/v1/responses", "Answers a text or a conversation.")
 class ResponsesRequest(Strict):
     """What a client sends. A field's description ends its error message: "must be ..."."""
+
+    endpoint = "/v1/responses"
+    summary = "Answers a text or a conversation."
 
     model: ModelName = ""
     input: Annotated[list[dict[str, Any]], Read(str | _Items, _as_messages)] = Field(

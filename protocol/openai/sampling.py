@@ -215,17 +215,12 @@ class GenerationRequest(SamplingFields, StructuredFields):
 
     def sampling(self, seed: int) -> SamplingParams:
         """How to draw the tokens; `seed` is the client's or one that the server drew."""
-        return SamplingParams(
-            temperature=self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
-            top_p=self.top_p,
-            top_k=max(self.top_k, 0),
-            min_p=self.min_p,
-            seed=seed,
-            num_logprobs=self.num_logprobs,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
-            min_tokens=self.min_tokens,
-            grammar=self.guided.grammar if self.guided else None,
-        )
+        shared = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
+        own = {
+            "temperature": self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
+            "top_k": max(self.top_k, 0),
+            "seed": seed,
+            "num_logprobs": self.num_logprobs,
+            "grammar": self.guided.grammar if self.guided else None,
+        }
+        return SamplingParams(**{name: getattr(self, name) for name in shared} | own)

@@ -34,14 +34,6 @@ def _of_schema(schema: dict[str, Any] | str) -> Grammar:
     return Grammar("json_schema", json.dumps(found, ensure_ascii=False))
 
 
-def _of_choices(choices: list[str]) -> Grammar:
-    return Grammar("choice", json.dumps(choices, ensure_ascii=False))
-
-
-def _of_switch(is_on: bool) -> Grammar | None:
-    return Grammar("json_object") if is_on else None
-
-
 _Text = Annotated[str, Field(min_length=1)]
 _Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 JsonSchema = Annotated[
@@ -56,13 +48,18 @@ Regex = Annotated[
 ]
 Choice = Annotated[
     Grammar | None,
-    Read(_Choices, _of_choices),
+    Read(_Choices, lambda of: Grammar("choice", json.dumps(of, ensure_ascii=False))),
     Field(description=f"a list of 1 to {MAX_CHOICES} strings"),
 ]
 LarkGrammar = Annotated[
     Grammar | None,
     Read(_Text, partial(Grammar, "grammar")),
     Field(description="a grammar in Lark or GBNF form, a string"),
+]
+JsonObject = Annotated[
+    Grammar | None,
+    Read(bool, lambda is_on: Grammar("json_object") if is_on else None),
+    Field(description="true or false"),
 ]
 FormatType = Annotated[
     Literal["text", "json_object", "json_schema"],
@@ -115,9 +112,7 @@ class StructuredOutputs(Strict):
     regex: Regex = None
     choice: Choice = None
     grammar: LarkGrammar = None
-    json_object: Annotated[Grammar | None, Read(bool, _of_switch)] = Field(
-        None, description="true or false"
-    )
+    json_object: JsonObject = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:

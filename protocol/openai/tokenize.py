@@ -7,14 +7,16 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protocol.openai.chat import ChatRequest, Messages
 from protocol.openai.completions import CompletionRequest
-from protocol.openai.requests import ModelName, Strict, body_of, refuse, validate
+from protocol.openai.requests import ModelName, Strict, refuse, validate
 from protocol.openai.sampling import GenerationRequest, Switch, Text, Variables
 from protocol.short_repr import short_repr
 
 
-@body_of("/tokenize", "The token ids of a text or a conversation.")
 class TokenizeRequest(Strict):
     """Either `prompt` or `messages`."""
+
+    endpoint = "/tokenize"
+    summary = "The token ids of a text or a conversation."
 
     model: ModelName = ""
     prompt: Text = None
@@ -27,8 +29,10 @@ class TokenizeRequest(Strict):
     chat_template_kwargs: Variables = Field({})
 
 
-@body_of("/detokenize", "The text of token ids.")
 class DetokenizeRequest(Strict):
+    endpoint = "/detokenize"
+    summary = "The text of token ids."
+
     model: ModelName = ""
     # Checked by hand: pydantic takes half a second for millions of ids, and all streams wait.
     tokens: Annotated[

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import Overloaded, TransferFailed
 from protocol.http import sse
-from protocol.http.connections import read_body
-from protocol.http.countdown import Countdown
+from protocol.http.connections import Countdown, read_body
 
 
 def parse(data: bytes) -> list[tuple[str, str]]:

@@ -143,7 +143,8 @@ class Knowledge:
             load.prompts += 1
         load.running += generates
         load.held += ask.tokens * generates
-        most = None if load.capacity is None else int(load.capacity / ask.block_tokens)
+        size = ask.block_tokens or 1.0  # a body without a prompt is for the server to refuse
+        most = None if load.capacity is None else int(load.capacity / size)
         self._prefixes.add(load.index, ask.hashes, most)
         return Work(load, ask, computes, generates, takes_s, load.free_at - load.late_s)
 

@@ -25,9 +25,9 @@ MAX_LINES = {
     "kvcache/transfer": 5838,
     "model": 3117,
     "prefill_server": 357,
-    "protocol": 5544,
+    "protocol": 5497,
     "proxy": 2520,
-    "tests": 38838,
+    "tests": 38832,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

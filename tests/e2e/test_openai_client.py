@@ -51,84 +51,62 @@ def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
         client.models.retrieve("gpt-17")
 
 
+def _complete(client: openai.OpenAI, prompt: Any = _PROMPT, **members: Any) -> Any:
+    return client.completions.create(**_GREEDY, prompt=prompt, extra_body=_PAST_THE_END, **members)
+
+
+def _chat(client: openai.OpenAI, **members: Any) -> Any:
+    return client.chat.completions.create(**{**_GREEDY, "messages": _MESSAGES, **members})
+
+
 def test_a_completion_has_transformers_text_and_exact_usage(
     client: openai.OpenAI, tiny_reference: Reference
 ) -> None:
-    answer = client.completions.create(
-        **_GREEDY, prompt=_PROMPT, max_tokens=24, extra_body=_PAST_THE_END
-    )
+    answer = _complete(client, max_tokens=24)
     (choice,) = answer.choices
     assert choice.text == _text(tiny_reference, _PROMPT, 24)
     assert (choice.index, choice.finish_reason) == (0, "length")
     assert (answer.object, answer.model) == ("text_completion", MODEL)
     num_prompt = len(tiny_reference.tokenizer(_PROMPT).input_ids)
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == num_prompt
-    assert answer.usage.completion_tokens == 24
-    assert answer.usage.total_tokens == num_prompt + 24
-
-
-def test_a_completion_has_16_tokens_by_default(client: openai.OpenAI) -> None:
-    answer = client.completions.create(**_GREEDY, prompt=_PROMPT, extra_body=_PAST_THE_END)
-    assert answer.usage is not None and answer.usage.completion_tokens == 16
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt, 24)
+    assert usage.total_tokens == num_prompt + 24
+    assert _complete(client).usage.completion_tokens == 16  # by default
 
 
 def test_a_streamed_completion_joins_to_the_whole_one(
     client: openai.OpenAI, tiny_reference: Reference
 ) -> None:
-    chunks = list(
-        client.completions.create(
-            **_GREEDY,
-            prompt=_PROMPT,
-            max_tokens=24,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=_PAST_THE_END,
-        )
-    )
-    *told, last = chunks
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *told, last = _complete(client, max_tokens=24, **with_usage)
     assert "".join(chunk.choices[0].text for chunk in told) == _text(tiny_reference, _PROMPT, 24)
     assert len(told) > 12, "tokens come as they are made"
     assert [c.choices[0].finish_reason for c in told[-2:]] == [None, "length"]
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert last.choices == [] and last.usage is not None
-    assert last.usage.completion_tokens == 24
+    assert {chunk.id for chunk in told} == {last.id}
+    assert last.choices == [] and last.usage.completion_tokens == 24
     assert all(chunk.usage is None for chunk in told)
 
 
-def test_several_prompts_and_prompts_of_ids(
+def test_several_prompts_as_texts_as_ids_and_streamed(
     client: openai.OpenAI, tiny_reference: Reference
 ) -> None:
     prompts = [_PROMPT, "Leo found the golden key", "Ida"]
     expected = [_text(tiny_reference, prompt, 8) for prompt in prompts]
     ids = [tiny_reference.tokenizer(prompt).input_ids for prompt in prompts]
     for given in (prompts, ids):
-        answer = client.completions.create(
-            **_GREEDY, prompt=given, max_tokens=8, extra_body=_PAST_THE_END
-        )
+        answer = _complete(client, given, max_tokens=8)
         assert [choice.index for choice in answer.choices] == [0, 1, 2]
         assert [choice.text for choice in answer.choices] == expected
-        assert answer.usage is not None
         assert answer.usage.prompt_tokens == sum(map(len, ids))
         assert answer.usage.completion_tokens == 24
-    (one,) = client.completions.create(
-        **_GREEDY, prompt=ids[0], max_tokens=8, extra_body=_PAST_THE_END
-    ).choices
+    (one,) = _complete(client, ids[0], max_tokens=8).choices
     assert one.text == expected[0]
-
-
-def test_several_prompts_streamed(client: openai.OpenAI, tiny_reference: Reference) -> None:
-    prompts = [_PROMPT, "Leo found the golden key"]
-    texts = {0: "", 1: ""}
-    reasons = {}
-    for chunk in client.completions.create(
-        **_GREEDY, prompt=prompts, max_tokens=8, stream=True, extra_body=_PAST_THE_END
-    ):
+    texts, reasons = ["", "", ""], {}
+    for chunk in _complete(client, prompts, max_tokens=8, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
-    assert texts == {i: _text(tiny_reference, p, 8) for i, p in enumerate(prompts)}
-    assert reasons == {0: "length", 1: "length"}
+    assert texts == expected and reasons == dict.fromkeys(range(3), "length")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -139,27 +117,17 @@ def test_a_stop_string_ends_the_text_before_it(
     whole = _text(tiny_reference, _PROMPT, 60)
     stops = [stop] if isinstance(stop, str) else stop
     ends = [whole.index(one) for one in stops if one in whole]
-    answer = client.completions.create(
-        **_GREEDY,
-        prompt=_PROMPT,
-        max_tokens=60,
-        stop=stop,
-        stream=stream,
-        extra_body=_PAST_THE_END,
-    )
+    answer = _complete(client, max_tokens=60, stop=stop, stream=stream)
     choices = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == whole[: min(ends, default=None)]
     assert choices[-1].finish_reason == ("stop" if ends else "length")
 
 
 def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
-    answer = client.completions.create(**_GREEDY, prompt=_PROMPT, max_tokens=5, logprobs=3)
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.tokens is not None and logprobs.token_logprobs is not None
-    assert logprobs.top_logprobs is not None
-    assert "".join(logprobs.tokens) == answer.choices[0].text
-    for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+    (choice,) = _complete(client, max_tokens=5, logprobs=3).choices
+    assert "".join(choice.logprobs.tokens) == choice.text
+    told = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+    for chosen, top in zip(*told, strict=True):
         assert chosen == max(top.values()) <= 0, "greedy takes the likeliest"
         assert len(top) >= 3
 
@@ -168,32 +136,25 @@ def test_a_chat_is_the_template_and_a_greedy_generate(
     client: openai.OpenAI, tiny_reference: Reference
 ) -> None:
     ids, text = _answer(tiny_reference, 120)
-    answer = client.chat.completions.create(**_GREEDY, messages=_MESSAGES, max_tokens=120)
+    answer = _chat(client, max_tokens=120)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", text)
     ended = ids[-1] == tiny_reference.tokenizer.eos_token_id
     assert choice.finish_reason == ("stop" if ended else "length")
-    assert answer.usage is not None and answer.usage.completion_tokens == len(ids)
-    assert answer.object == "chat.completion"
+    assert (answer.object, answer.usage.completion_tokens) == ("chat.completion", len(ids))
 
 
 def test_a_streamed_chat_joins_to_the_whole_one(
     client: openai.OpenAI, tiny_reference: Reference
 ) -> None:
     ids, text = _answer(tiny_reference, 30)
-    *told, last = client.chat.completions.create(
-        **_GREEDY,
-        messages=_MESSAGES,
-        max_completion_tokens=30,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *told, last = _chat(client, max_completion_tokens=30, **with_usage)
     deltas = [chunk.choices[0].delta for chunk in told]
     assert "".join(delta.content or "" for delta in deltas) == text
     assert [delta.role for delta in deltas if delta.role] == ["assistant"]
     assert told[-1].choices[0].finish_reason in ("stop", "length")
-    assert last.choices == [] and last.usage is not None
-    assert last.usage.completion_tokens == len(ids)
+    assert last.choices == [] and last.usage.completion_tokens == len(ids)
 
 
 def test_the_clients_streaming_helper_follows_a_chat(
@@ -213,20 +174,16 @@ def test_the_clients_streaming_helper_follows_a_chat(
 def test_a_chat_without_a_limit_may_fill_the_context(
     client: openai.OpenAI, tiny_reference: Reference
 ) -> None:
+    def messages(num_words: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "ball " * num_words}]
+
     def count(num_words: int) -> int:
-        messages = [{"role": "user", "content": "ball " * num_words}]
-        ids = tiny_reference.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
-        return len(ids)
+        template = tiny_reference.tokenizer.apply_chat_template
+        asked = messages(num_words)
+        return len(template(asked, add_generation_prompt=True, return_dict=False))
 
     num_words = int(4060 / (count(1001) - count(1)) * 1000)
-    answer = client.chat.completions.create(
-        **_GREEDY,
-        messages=[{"role": "user", "content": "ball " * num_words}],
-        extra_body=_PAST_THE_END,
-    )
-    assert answer.usage is not None
+    answer = _chat(client, messages=messages(num_words), extra_body=_PAST_THE_END)
     assert answer.usage.prompt_tokens == count(num_words) < 4096
     assert answer.usage.total_tokens == 4096
     assert answer.choices[0].finish_reason == "length"
@@ -235,51 +192,27 @@ def test_a_chat_without_a_limit_may_fill_the_context(
 def test_a_seed_repeats_a_draw_and_seeds_differ(
     client: openai.OpenAI, tiny_cluster: Cluster
 ) -> None:
+    shape = {"temperature": 1.5, "top_p": 0.95}
+
     def draw(seed: int) -> str:
-        return (
-            client.completions.create(
-                model=MODEL,
-                prompt=_PROMPT,
-                max_tokens=30,
-                temperature=1.5,
-                top_p=0.95,
-                seed=seed,
-                extra_body={**_PAST_THE_END, "top_k": 40},
-            )
-            .choices[0]
-            .text
-        )
+        extra = {**_PAST_THE_END, "top_k": 40}
+        asked: Any = {"model": MODEL, "prompt": _PROMPT, "max_tokens": 30, **shape}
+        answer = client.completions.create(**asked, seed=seed, extra_body=extra)
+        return str(answer.choices[0].text)
 
     drawn = [draw(seed) for seed in range(4)]
     assert len(set(drawn)) == 4
     assert [draw(seed) for seed in range(4)] == drawn
-    alone = complete(
-        tiny_cluster.decode[0].url,
-        _PROMPT,
-        30,
-        temperature=1.5,
-        top_p=0.95,
-        top_k=40,
-        seed=2,
-    )
+    alone = complete(tiny_cluster.decode[0].url, _PROMPT, 30, **shape, top_k=40, seed=2)
     assert alone.text == drawn[2]
 
 
 def test_values_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        **_GREEDY,
-        messages=_MESSAGES,
-        max_tokens=3,
-        n=1,
-        presence_penalty=0,
-        frequency_penalty=0.0,
-        logprobs=False,
-        tools=[],
-        user="somebody",
-        response_format={"type": "text"},
-        extra_body={"min_tokens": 1, "skip_special_tokens": True, "include_reasoning": True},
-    )
-    assert answer.usage is not None and answer.usage.completion_tokens == 3
+    neutral: dict[str, Any] = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0}
+    neutral |= {"logprobs": False, "tools": [], "user": "somebody"}
+    extra = {"min_tokens": 1, "skip_special_tokens": True, "include_reasoning": True}
+    plain = {"response_format": {"type": "text"}, "extra_body": extra}
+    assert _chat(client, max_tokens=3, **neutral, **plain).usage.completion_tokens == 3
 
 
 def test_errors_become_the_clients_classes(client: openai.OpenAI) -> None:
@@ -287,15 +220,10 @@ def test_errors_become_the_clients_classes(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-17", prompt="x")
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError, match="temperature") as bad_value:
-        client.chat.completions.create(model=MODEL, messages=_MESSAGES, temperature=7)
+        _chat(client, temperature=7)
     assert bad_value.value.param == "temperature"
     with pytest.raises(openai.BadRequestError, match="tools") as unsupported:
-        client.chat.completions.create(
-            model=MODEL,
-            messages=_MESSAGES,
-            stream=True,
-            tools=[{"type": "function", "function": {}}],
-        )
+        _chat(client, stream=True, tools=[{"type": "function", "function": {}}])
     assert unsupported.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model=MODEL, prompt=[5] * 4096)
@@ -361,9 +289,7 @@ def test_a_client_that_closes_its_stream_aborts_the_request(
     decode = tiny_cluster.decode[0]
     aborted = 'baton_requests_total{endpoint="completions",outcome="abort"}'
     before = decode.metrics().get(aborted, 0)
-    stream = client.completions.create(
-        **_GREEDY, prompt=_PROMPT, max_tokens=3900, stream=True, extra_body=_PAST_THE_END
-    )
+    stream = _complete(client, max_tokens=3900, stream=True)
     next(iter(stream))
     stream.close()
     wait_until(lambda: decode.metrics().get(aborted, 0) == before + 1)
@@ -374,14 +300,12 @@ def test_a_client_that_closes_its_stream_aborts_the_request(
 def test_servers_expose_the_metrics_of_the_docs_and_no_others(
     client: openai.OpenAI, tiny_cluster: Cluster
 ) -> None:
-    client.completions.create(**_GREEDY, prompt=_PROMPT, max_tokens=2)
+    _complete(client, max_tokens=2)
     proxy, *servers = (_families(server) for server in tiny_cluster.servers())
+    origins = {"proxy": ("proxy", "any"), "server": ("server", "engine", "any")}
     docs = {
-        origin: {(s.name, s.kind): s for s in TABLE if s.origin in origins}
-        for origin, origins in (
-            ("proxy", ("proxy", "any")),
-            ("server", ("server", "engine", "any")),
-        )
+        name: {(s.name, s.kind): s for s in TABLE if s.origin in those}
+        for name, those in origins.items()
     }
     assert proxy == docs["proxy"].keys()
     together = set().union(*servers)
@@ -429,10 +353,9 @@ def test_a_response_has_the_chats_text_and_usage(
 
 
 def test_a_stream_of_a_response_has_every_event_and_ends(client: openai.OpenAI) -> None:
-    whole = client.responses.create(model=MODEL, input=_INPUT, max_output_tokens=9, temperature=0)
-    with client.responses.stream(
-        model=MODEL, input=_INPUT, max_output_tokens=9, temperature=0
-    ) as stream:
+    asked: Any = {**_GREEDY, "input": _INPUT, "max_output_tokens": 9}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
         events = list(stream)
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert len(deltas) > 3 and "".join(deltas) == whole.output_text

@@ -85,12 +85,15 @@ def lite(tiny_cluster: Cluster) -> dict[str, Any]:
 
 
 def test_langchain_chats(chat: Callable[..., Any], answer: str) -> None:
-    message = chat().invoke(_LANGCHAIN_MESSAGES)
+    message = chat(logprobs=True, top_logprobs=2).invoke(_LANGCHAIN_MESSAGES)
     assert message.content == answer
     assert message.response_metadata["finish_reason"] in ("stop", "length")
     assert message.response_metadata["model_name"] == MODEL
     assert message.usage_metadata["input_tokens"] > 10
     assert message.usage_metadata["output_tokens"] <= _LIMIT
+    told = message.response_metadata["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in told).startswith(answer)
+    assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in told)
 
 
 def test_langchain_streams_with_usage(chat: Callable[..., Any], answer: str) -> None:
@@ -116,22 +119,9 @@ def test_langchain_batches_and_streams_asynchronously(
     assert text == answer
 
 
-def test_langchain_reads_logprobs(chat: Callable[..., Any], answer: str) -> None:
-    message = chat(logprobs=True, top_logprobs=2).invoke(_LANGCHAIN_MESSAGES)
-    told = message.response_metadata["logprobs"]["content"]
-    assert "".join(entry["token"] for entry in told).startswith(answer)
-    assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in told)
-
-
 def test_langchain_completes_texts(tiny_cluster: Cluster, continuation: str) -> None:
-    model = langchain_openai.OpenAI(
-        base_url=f"{tiny_cluster.url}/v1",
-        api_key="unused",
-        model=MODEL,
-        temperature=0,
-        max_tokens=_LIMIT,
-        max_retries=0,
-    )
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": _LIMIT, "max_retries": 0}
+    model = langchain_openai.OpenAI(base_url=f"{tiny_cluster.url}/v1", api_key="unused", **asked)
     assert model.invoke(_PROMPT, stop=["."]) == continuation
     assert "".join(model.stream(_PROMPT, stop=["."])) == continuation
     assert model.batch([_PROMPT] * 3, stop=["."]) == [continuation] * 3

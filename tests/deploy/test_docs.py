@@ -22,12 +22,7 @@ from protocol.openai.completions import parse_completion
 from protocol.openai.requests import used_fields
 from protocol.openai.responses_request import ResponsesRequest
 from protocol.settings.settings import PROGRAMS, UpSettings, load
-from protocol.settings.sources import (
-    MACHINE_VARIABLES,
-    field_paths,
-    option_name,
-    variable_name,
-)
+from protocol.settings.sources import MACHINE_VARIABLES, field_paths, option_name, variable_name
 from proxy import errors as proxy_errors
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -218,10 +218,7 @@ def test_the_costs_of_the_link_decide_the_path(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (
-            ["--decode.tp=3"],
-            "decode server: tp is 3; use a divisor or a multiple of the 4",
-        ),
+        (["--decode.tp=3"], "decode server: tp is 3; use a divisor or a multiple of the 4"),
         (["--decode.dtype=bfloat16"], "bfloat16"),
         (["--prefill.dtype=float8_e4m3fn"], "float8_e4m3fn on the peer"),
         (["--hit-tokens=2000"], "hit_tokens is 2000"),

@@ -204,11 +204,7 @@ def check_cell(
     for case, reply, right in zip(cases, replies, expected, strict=True):
         assert_alike(reply, right)
         hit = case.on_decode // d.tokens_per_block * d.tokens_per_block
-        assert reply.kv == {
-            "transferred": len(case.prompt) - hit,
-            "recomputed": 0,
-            "skipped": hit,
-        }
+        assert reply.kv == {"transferred": len(case.prompt) - hit, "recomputed": 0, "skipped": hit}
     for server in (prefiller, decoder):
         wait_until(server.all_blocks_home)
     # However many ranks read from however many: one lease, completed once.

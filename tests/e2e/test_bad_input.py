@@ -87,10 +87,7 @@ _REFUSED_BY_DECODE_ALONE = {
         _completion(prompt_logprobs=1, stream=True),
         ["prompt_logprobs", "stream"],
     ),
-    "unknown stream option": (
-        _chat(stream_options={"usage": True}),
-        ["stream_options.usage"],
-    ),
+    "unknown stream option": (_chat(stream_options={"usage": True}), ["stream_options.usage"]),
 }
 _REFUSED_LENGTHS = {
     "ids longer than the context": (_completion(prompt=[7] * 5000), ["prompt", "5000", "4096"]),

@@ -48,8 +48,27 @@ class Ball(pydantic.BaseModel):
     is_round: bool
 
 
+_FORMAT: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "it", "schema": _SCHEMA, "strict": True},
+}
+
+
 def _on(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120)
+
+
+def _chat(client: openai.OpenAI, **members: Any) -> Any:
+    """The only choice of an answer."""
+    asked = {"model": MODEL, "messages": _MESSAGES, "max_tokens": 500, **members}
+    (choice,) = client.chat.completions.create(**asked).choices
+    return choice
+
+
+def _complete(client: openai.OpenAI, demand: dict[str, Any], **members: Any) -> Any:
+    asked: Any = {"model": MODEL, "prompt": "Anna found", "max_tokens": 30, **members}
+    extra = {"structured_outputs": demand, **asked.pop("extra", {})}
+    return client.completions.create(**asked, extra_body=extra)
 
 
 def test_a_pydantic_model_is_parsed(client: openai.OpenAI) -> None:
@@ -66,20 +85,11 @@ def test_any_answer_that_ends_with_stop_validates(
 ) -> None:
     """A model of nonsense says anything that the schema allows. The same through
     prefill and decode as on the decode server alone."""
-    options: Any = {
-        "model": MODEL,
-        "messages": _MESSAGES,
-        "max_tokens": 500,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "it", "schema": _SCHEMA, "strict": True},
-        },
-    }
 
     def ask(number: int) -> tuple[str, str | None]:
         asked = client if number < 8 else alone
-        answer = asked.chat.completions.create(**options, seed=number % 8)
-        return answer.choices[0].finish_reason, answer.choices[0].message.content
+        choice = _chat(asked, response_format=_FORMAT, seed=number % 8)
+        return choice.finish_reason, choice.message.content
 
     with _on(tiny_cluster.decode[0].url) as alone, ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(ask, range(16)))
@@ -101,66 +111,42 @@ def test_any_answer_that_ends_with_stop_validates(
     ],
 )
 def test_completions_match(client: openai.OpenAI, demand: dict[str, Any], matches: str) -> None:
-    body = {"structured_outputs": demand}
     for seed in range(3):
-        answer = client.completions.create(
-            model=MODEL, prompt="Anna found", max_tokens=30, seed=seed, extra_body=body
-        )
+        answer = _complete(client, demand, seed=seed)
         assert re.fullmatch(matches, answer.choices[0].text)
         assert answer.choices[0].finish_reason == "stop"
 
 
 def test_every_choice_matches_by_itself(client: openai.OpenAI, tiny_cluster: Cluster) -> None:
-    options: Any = {
-        "model": MODEL,
-        "prompt": "Anna found",
-        "max_tokens": 30,
-        "n": 4,
-        "seed": 3,
-        "extra_body": {"structured_outputs": {"regex": "[a-z]{2,8}( [a-z]{2,8}){0,3}[.]"}},
-    }
+    demand = {"regex": "[a-z]{2,8}( [a-z]{2,8}){0,3}[.]"}
     with _on(tiny_cluster.decode[0].url) as alone:
-        answers = [asked.completions.create(**options) for asked in (client, alone)]
+        answers = [_complete(asked, demand, n=4, seed=3) for asked in (client, alone)]
     both = [[(c.text, c.finish_reason) for c in answer.choices] for answer in answers]
     assert both[0] == both[1] and len(set(both[0])) > 1
     for text, reason in both[0]:
         if reason == "stop":
-            assert re.fullmatch("[a-z]{2,8}( [a-z]{2,8}){0,3}[.]", text)
+            assert re.fullmatch(demand["regex"], text)
 
 
 def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model=MODEL,
-        prompt="Anna found",
-        max_tokens=40,
-        temperature=0,
-        frequency_penalty=2,
-        extra_body={"structured_outputs": {"regex": "[ab]{1,40}"}, "min_tokens": 12},
-    )
+    shape = {"max_tokens": 40, "temperature": 0, "frequency_penalty": 2}
+    answer = _complete(client, {"regex": "[ab]{1,40}"}, **shape, extra={"min_tokens": 12})
     (choice,) = answer.choices
     assert re.fullmatch("[ab]{1,40}", choice.text) and {"a", "b"} <= set(choice.text)
     assert answer.usage is not None and answer.usage.completion_tokens >= 12
 
 
-def test_what_cannot_be_satisfied_within_max_tokens_ends_with_length(
-    client: openai.OpenAI,
-) -> None:
-    body = {"structured_outputs": {"regex": "[a-z]{500}"}}
-    answer = client.completions.create(model=MODEL, prompt="Anna", max_tokens=7, extra_body=body)
+def test_what_cannot_be_satisfied_within_max_tokens_ends_with_length(client: openai.OpenAI) -> None:
+    answer = _complete(client, {"regex": "[a-z]{500}"}, max_tokens=7)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None and answer.usage.completion_tokens == 7
 
 
 def test_what_never_ends_compiling_is_refused_beside_others(client: openai.OpenAI) -> None:
     endless = {"type": "integer", "multipleOf": 4_999_999}
-    extra = {"structured_outputs": {"json": endless}}
     with ThreadPoolExecutor() as pool:
-        hostile = pool.submit(
-            lambda: client.completions.create(model=MODEL, prompt="a", extra_body=extra)
-        )
-        good = client.completions.create(
-            model=MODEL, prompt="a", extra_body={"structured_outputs": {"choice": ["a key"]}}
-        )
+        hostile = pool.submit(_complete, client, {"json": endless})
+        good = _complete(client, {"choice": ["a key"]})
         assert good.choices[0].text == "a key"
         with pytest.raises(openai.BadRequestError, match="grammar-timeout-s") as refused:
             hostile.result()
@@ -177,8 +163,7 @@ def test_required_tools_are_called_and_streamed_the_same(client: openai.OpenAI) 
         "max_tokens": 500,
         "seed": 5,
     }
-    answer = client.chat.completions.create(**options)
-    (choice,) = answer.choices
+    choice = _chat(client, **options)
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     (call,) = choice.message.tool_calls or []
     assert call.type == "function"
@@ -196,26 +181,15 @@ def test_required_tools_are_called_and_streamed_the_same(client: openai.OpenAI) 
 
 
 def test_a_named_tool_gets_its_arguments_and_the_answer_goes_on(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=_MESSAGES,
-        tools=[_TOOL, _OTHER],
-        tool_choice={"type": "function", "function": {"name": "look_up"}},
-        max_tokens=500,
-        seed=1,
-    )
-    message = answer.choices[0].message
+    named = {"type": "function", "function": {"name": "look_up"}}
+    message = _chat(client, tools=[_TOOL, _OTHER], tool_choice=named, seed=1).message
     (call,) = message.tool_calls or []
     assert call.type == "function" and call.function.name == "look_up"
     jsonschema.validate(json.loads(call.function.arguments), _SCHEMA)
     told: Any = {"role": "tool", "tool_call_id": call.id, "content": "It is red."}
-    follow_up = client.chat.completions.create(
-        model=MODEL,
-        messages=[*_MESSAGES, message.to_dict(), told],
-        tools=[_TOOL],
-        max_tokens=5,
-    )
-    assert follow_up.choices[0].finish_reason in ("stop", "length", "tool_calls")
+    messages = [*_MESSAGES, message.to_dict(), told]
+    follow_up = _chat(client, messages=messages, tools=[_TOOL], max_tokens=5)
+    assert follow_up.finish_reason in ("stop", "length", "tool_calls")
 
 
 @pytest.mark.slow
@@ -223,24 +197,12 @@ def test_tensor_parallel_servers_answer_the_same(
     tiny_cluster: Cluster, client: openai.OpenAI
 ) -> None:
     """Masks are made on rank 0 and sent to the others."""
-    options: Any = {
-        "model": MODEL,
-        "messages": _MESSAGES,
-        "max_tokens": 80,
-        "presence_penalty": 0.5,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "it", "schema": _SCHEMA},
-        },
-    }
+    options: Any = {"max_tokens": 80, "presence_penalty": 0.5, "response_format": _FORMAT}
     two = ("--tp", "2")
     with (
         cluster(tiny_cluster.model, prefill_argv=two, decode_argv=two) as pair,
         _on(pair.url) as wide,
     ):
         for seed in range(3):
-            answers = [
-                asked.chat.completions.create(**options, seed=seed).choices[0].message.content
-                for asked in (client, wide)
-            ]
-            assert answers[0] == answers[1]
+            answers = [_chat(asked, **options, seed=seed) for asked in (client, wide)]
+            assert answers[0].message.content == answers[1].message.content

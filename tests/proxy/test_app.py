@@ -12,17 +12,7 @@ from protocol.metrics import SPECS
 from protocol.process import logging as baton_logging
 from proxy.app import ProxyApp
 from proxy.pd_request import PDRequest
-from tests.proxy.fakes import (
-    Call,
-    Fake,
-    Rig,
-    answers,
-    decodes,
-    drops,
-    fails,
-    prefills,
-    until,
-)
+from tests.proxy.fakes import Call, Fake, Rig, answers, decodes, drops, fails, prefills, until
 
 
 @pytest.mark.parametrize(

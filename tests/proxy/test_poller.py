@@ -112,9 +112,7 @@ def test_what_came_while_the_loop_was_busy_is_not_late(
 
 
 @pytest.mark.parametrize("make_loop", LOOPS)
-def test_what_does_not_come_is_late(
-    make_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
+def test_what_does_not_come_is_late(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     async def test() -> None:
         with pytest.raises(TimeoutError):
             async with within(0.02):

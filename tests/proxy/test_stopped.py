@@ -39,9 +39,7 @@ class _Stopped:
         self.port: int = info["port"]
 
     @contextlib.asynccontextmanager
-    async def connection(
-        self,
-    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             yield reader, writer

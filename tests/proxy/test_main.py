@@ -1,25 +1,49 @@
-"""`python -m proxy` as a process."""
+"""`python -m proxy` as a process; one that is stopped for longer than its timeouts, as a suspended
+machine stops it: what came meanwhile is no later than if it had been awake."""
 
+import asyncio
+import contextlib
 import queue
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
+import pytest
 
 from protocol.process import lifecycle
+from tests import stopping
+from tests.proxy.fakes import Call, Fake, decodes
+
+TIMEOUT_S = 0.5
+STOPPED_S = 3 * TIMEOUT_S
+_BODY = b'{"prompt": "x", "stream": true}'
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+_HEAD += b"Content-Length: %d\r\n" % len(_BODY)
+# As `python -m proxy`, but that idle connections end soon.
+_PROXY = f"""
+import sys
+from proxy import __main__ as main
+main.KEEP_ALIVE_S = {TIMEOUT_S}
+sys.exit(main.main(sys.argv[1:]))
+"""
 
 
-def start(*argv: str) -> tuple[lifecycle.Child, "queue.Queue[lifecycle.Event]"]:
-    events: queue.Queue[lifecycle.Event] = queue.Queue()
-    command = [sys.executable, "-m", "proxy", *argv]
-    return lifecycle.spawn(command, name="proxy", on_event=events.put), events
+Events = queue.Queue[lifecycle.Event]
+
+
+def start(*argv: str, command: tuple[str, ...] = ("-m", "proxy")) -> tuple[lifecycle.Child, Events]:
+    events = Events()
+    argv = (sys.executable, *command, "--port", "0", *argv)
+    return lifecycle.spawn(argv, name="proxy", on_event=events.put), events
 
 
 def test_it_reports_its_port_serves_and_ends_with_a_signal() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    child, events = start("--port", "0", "--prefill", nobody, "--decode", nobody)
+    child, events = start("--prefill", nobody, "--decode", nobody)
     try:
         ready = events.get(timeout=60)
         assert isinstance(ready, lifecycle.Ready)
@@ -31,30 +55,109 @@ def test_it_reports_its_port_serves_and_ends_with_a_signal() -> None:
             assert client.post("/v1/completions", json={}).status_code == 503
         child.signal(signal.SIGTERM)
         ended = events.get(timeout=60)
-        assert isinstance(ended, lifecycle.Exited)
-        assert ended.returncode == 0
+        assert isinstance(ended, lifecycle.Exited) and ended.returncode == 0
     finally:
         child.kill()
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+@pytest.mark.parametrize(("lacks", "status"), [("a port", 1), ("--decode", 2)])
+def test_it_says_what_it_cannot_start_without(lacks: str, status: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        child, events = start("--port", str(port), "--decode", "http://127.0.0.1:1")
-        failed = events.get(timeout=60)
-        assert isinstance(failed, lifecycle.Failed)
-        assert str(port) in failed.reason
-        ended = events.get(timeout=60)
-        assert isinstance(ended, lifecycle.Exited)
-        assert ended.returncode == 1
-        assert child.failure == failed.reason
-
-
-def test_a_proxy_without_a_decode_server_could_answer_nothing() -> None:
-    _, events = start("--port", "0", "--prefill", "http://127.0.0.1:1")
-    failed = events.get(timeout=60)
+        port = str(taken.getsockname()[1])
+        argv = ("--decode", "http://127.0.0.1:1", "--port", port)
+        child, events = start(*(argv if status == 1 else ("--prefill", "http://127.0.0.1:1")))
+        failed, ended = events.get(timeout=60), events.get(timeout=60)
     assert isinstance(failed, lifecycle.Failed)
-    assert "--decode" in failed.reason
-    ended = events.get(timeout=60)
-    assert isinstance(ended, lifecycle.Exited)
-    assert ended.returncode == 2
+    assert (port if status == 1 else lacks) in failed.reason
+    assert isinstance(ended, lifecycle.Exited) and ended.returncode == status
+    assert child.failure == failed.reason
+
+
+class _Stopped:
+    """A proxy of its own process before one decode server, and when it stands still."""
+
+    def __init__(self, child: lifecycle.Child, info: dict[str, Any]) -> None:
+        self.child = child
+        self.url: str = info["url"]
+        self.port: int = info["port"]
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+    @contextlib.asynccontextmanager
+    async def standing_still(self) -> AsyncIterator[None]:
+        """Stops it for longer than its timeouts; what the block does reaches it meanwhile."""
+        await asyncio.to_thread(stopping.send, self.child.pid, signal.SIGSTOP)
+        try:
+            yield
+            await asyncio.sleep(STOPPED_S)
+        finally:
+            stopping.send(self.child.pid, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def proxy_of(fake: Fake, *options: str) -> AsyncIterator[_Stopped]:
+    fake.start()
+    child, events = start("--decode", fake.url, *options, command=("-c", _PROXY))
+    try:
+        ready = await asyncio.to_thread(events.get, timeout=60)
+        assert isinstance(ready, lifecycle.Ready)
+        proxy = _Stopped(child, ready.info)
+        async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, verify=False) as client:
+            while (await client.get("/ready")).status_code != 200:
+                pass
+        yield proxy
+    finally:
+        child.kill()
+        await fake.stop()
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["its head", "its end"])
+async def test_an_answer_that_came_meanwhile_is_relayed(begun: bool) -> None:
+    asked, go_on, sent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def waits(call: Call) -> None:
+        if begun:
+            await call.start()
+            await call.write(b'data: {"text": "one"}\n\n')
+        asked.set()
+        await go_on.wait()
+        if not begun:
+            await call.start()
+        await call.write(b"data: [DONE]\n\n", more=False)
+        sent.set()
+
+    options = ("--read-timeout-s", str(TIMEOUT_S))
+    async with proxy_of(Fake(waits), *options) as proxy, proxy.connection() as (reader, writer):
+        writer.write(_HEAD + b"\r\n" + _BODY)
+        await asked.wait()
+        told = await reader.readuntil(b"one") if begun else b""
+        async with proxy.standing_still():
+            go_on.set()
+            await sent.wait()
+        told += await reader.read()
+        assert b"data: [DONE]" in told, told
+
+
+async def test_a_request_whose_rest_came_meanwhile_is_answered() -> None:
+    options = ("--client-timeout-s", str(TIMEOUT_S))
+    async with proxy_of(Fake(decodes), *options) as proxy, proxy.connection() as (reader, writer):
+        writer.write(_HEAD + b"Expect: 100-continue\r\n\r\n")
+        await reader.readuntil(b"100 Continue\r\n\r\n")
+        async with proxy.standing_still():
+            writer.write(_BODY)
+        assert b"data: [DONE]" in await reader.read()
+
+
+async def test_a_request_that_came_meanwhile_on_an_idle_connection_is_answered() -> None:
+    async with proxy_of(Fake(decodes)) as proxy, proxy.connection() as (reader, writer):
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"baton_build_info")
+        async with proxy.standing_still():
+            writer.write(_HEAD + b"\r\n" + _BODY)
+        assert b"data: [DONE]" in await reader.read()

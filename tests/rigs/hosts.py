@@ -89,8 +89,9 @@ class Hosts:
 
     def close(self) -> None:
         for server in self._servers:
-            for pid in server.engine_pids():  # unshare's child: it hears no SIGTERM itself
-                os.kill(pid, signal.SIGTERM)
+            if not server.child.exited.is_set():
+                for pid in server.engine_pids():  # unshare's child: it hears no SIGTERM itself
+                    os.kill(pid, signal.SIGTERM)
         for server in self._servers:
             if not server.child.exited.wait(20):
                 server.child.kill()

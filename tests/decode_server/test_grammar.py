@@ -69,45 +69,29 @@ def told() -> tuple[list[int], int, str]:
     return next(one for one in texts if one[2].isascii() and one[2].isalnum())
 
 
+@pytest.mark.parametrize("lease_ends", [False, True])
 def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(
-    waiting: Waiting, told: tuple[list[int], int, str]
+    waiting: Waiting, told: tuple[list[int], int, str], lease_ends: bool
 ) -> None:
     prompt, token, text = told
     name = waiting.ask(prompt, Grammar("choice", json.dumps([text])))
+    if lease_ends:  # meanwhile
+        waiting.pair.now_s += 1e6
+        waiting.pair.until(waiting.pair.p.blocks_home)
     waiting.go_on.set()
     assert waiting.end(name) == ([token], "stop", None)
-    assert waiting.pair.usage(name) == (0, 0, 0)
+    assert lease_ends or waiting.pair.usage(name) == (0, 0, 0)
     waiting.pair.settle()
 
 
-def test_a_lease_that_ends_meanwhile_changes_nothing(
-    waiting: Waiting, told: tuple[list[int], int, str]
-) -> None:
-    prompt, token, text = told
-    name = waiting.ask(prompt, Grammar("choice", json.dumps([text])))
-    waiting.pair.now_s += 1e6
-    waiting.pair.until(waiting.pair.p.blocks_home)
-    waiting.go_on.set()
-    assert waiting.end(name) == ([token], "stop", None)
-    waiting.pair.settle()
-
-
-def test_a_first_token_that_the_grammar_refuses_is_one_error(
-    waiting: Waiting, told: tuple[list[int], int, str]
+@pytest.mark.parametrize(("regex", "is_sent"), [("[!]+", True), ("[!", False)])
+def test_a_grammar_that_refuses_the_first_token_or_has_a_mistake_gives_the_lease_back(
+    waiting: Waiting, told: tuple[list[int], int, str], regex: str, is_sent: bool
 ) -> None:
     prompt, token, _ = told
-    name = waiting.ask(prompt, Grammar("regex", "[!]+"))
+    name = waiting.ask(prompt, Grammar("regex", regex))
     waiting.go_on.set()
-    assert waiting.end(name) == ([token], None, "grammar_failed")
-    waiting.pair.settle()
-
-
-def test_a_grammar_with_a_mistake_gives_the_lease_back(
-    waiting: Waiting, told: tuple[list[int], int, str]
-) -> None:
-    name = waiting.ask(told[0], Grammar("regex", "[!"))
-    waiting.go_on.set()
-    assert waiting.end(name) == ([], None, "grammar_failed")
+    assert waiting.end(name) == ([token] * is_sent, None, "grammar_failed")
     waiting.pair.settle()
 
 

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,12 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import PullDone, PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
 from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import LeaseGone, PeerUnreachable
-from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import DEADLINE_S, PATIENT, Decode, Prefill, expected
+from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, PATIENT, Decode, Prefill, expected
 from tests.rigs.process_pair import Child
-
-ENDINGS = (PullDone, PullFailed, PullDrained)
 
 
 class GatedMapper(Placer):
@@ -48,25 +44,12 @@ class Gate:
         return MappedPath(mapper, required=True)
 
 
-@pytest.fixture
-def close() -> Iterator[Callable[[Any], Any]]:
-    made: list[Any] = []
-
-    def keep(side: Any) -> Any:
-        made.append(side)
-        return side
-
-    yield keep
-    for side in reversed(made):
-        side.close()
-
-
 @pytest.mark.parametrize("how", ["expired", "aborted"])
-def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(close: Any, how: str) -> None:
+def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig: Any, how: str) -> None:
     gate = Gate()
-    prefill = close(Prefill(MemoryAgent))
+    prefill = rig(Prefill)
     settings = {"renew_interval_s": 1000.0, **PATIENT}
-    decode = close(Decode(MemoryAgent, make_mapped=gate.mapped, settings=settings))
+    decode = rig(Decode, make_mapped=gate.mapped, settings=settings)
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert gate.launched.wait(DEADLINE_S)
@@ -81,10 +64,10 @@ def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(close: Any, how:
     assert isinstance(failed.error, LeaseGone)
 
 
-def test_of_two_readers_one_may_use_what_both_have_read(close: Any) -> None:
-    prefill = close(Prefill(MemoryAgent))
+def test_of_two_readers_one_may_use_what_both_have_read(rig: Any) -> None:
+    prefill = rig(Prefill)
     gates = [Gate(), Gate()]
-    readers = [close(Decode(MemoryAgent, make_mapped=gate.mapped)) for gate in gates]
+    readers = [rig(Decode, make_mapped=gate.mapped) for gate in gates]
     remote = prefill.lease([5], 8)
     for reader, gate in zip(readers, gates, strict=True):
         reader.coordinator.pull("a", remote, 0, 8, [3])
@@ -98,11 +81,11 @@ def test_of_two_readers_one_may_use_what_both_have_read(close: Any) -> None:
     assert isinstance(failed, PullFailed) and isinstance(failed.error, LeaseGone), failed
 
 
-def test_bytes_of_a_killed_peer_are_not_used(close: Any) -> None:
+def test_bytes_of_a_killed_peer_are_not_used(rig: Any) -> None:
     """Its pool is mapped here: every byte comes."""
-    gate, prefill = Gate(), close(Child("prefill"))
+    gate, prefill = Gate(), rig(Child, "prefill")
     settings = {"connection_timeout_s": 0.3, **PATIENT}
-    decode = close(Decode(MemoryAgent, make_mapped=gate.mapped, settings=settings))
+    decode = rig(Decode, make_mapped=gate.mapped, settings=settings)
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert gate.launched.wait(DEADLINE_S)
@@ -113,10 +96,10 @@ def test_bytes_of_a_killed_peer_are_not_used(close: Any) -> None:
     assert isinstance(failed.error, PeerUnreachable)
 
 
-def test_the_fence_waits_for_a_stopped_peer_to_go_on(close: Any) -> None:
-    gate, prefill = Gate(), close(Child("prefill"))
+def test_the_fence_waits_for_a_stopped_peer_to_go_on(rig: Any) -> None:
+    gate, prefill = Gate(), rig(Child, "prefill")
     settings = {"fence_timeout_s": 60.0, "connection_timeout_s": 60.0}
-    decode = close(Decode(MemoryAgent, make_mapped=gate.mapped, settings=settings))
+    decode = rig(Decode, make_mapped=gate.mapped, settings=settings)
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert gate.launched.wait(DEADLINE_S)

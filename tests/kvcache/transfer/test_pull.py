@@ -267,20 +267,6 @@ def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig: Any, port
     assert decode.wait(*ENDINGS).error is failed.error
 
 
-def test_a_failed_handshake_is_tried_again_after_the_back_off(rig: Any, port: int) -> None:
-    settings = {"handshake_timeout_s": 0.2, "backoff_min_s": 0.01}
-    prefill, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
-    remote = prefill.lease([5], 8)
-    prefill.server.close()
-    decode.coordinator.connect(remote)
-    assert isinstance(decode.wait(PeerReady, PeerFailed), PeerFailed)
-    rig(Prefill, port=port, incarnation=remote.incarnation)
-    while True:
-        decode.coordinator.connect(remote)
-        if isinstance(decode.wait(PeerReady, PeerFailed), PeerReady):
-            break
-
-
 # -- reads that fail or do not end
 
 

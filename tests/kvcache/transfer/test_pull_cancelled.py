@@ -11,19 +11,6 @@ from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import ENDINGS, PATIENT, Decode, Prefill, nixl_agent
 
 
-def test_cancel_before_the_pull_begins_ends_the_lease(rig: Any) -> None:
-    prefill, decode = rig(Prefill), rig(Decode)
-    remote = prefill.lease([5], 8)
-    decode.coordinator.hold("a", remote)
-    decode.coordinator.cancel("a")
-    assert decode.wait(*ENDINGS) == PullDrained("a")
-    assert prefill.outcomes() == ["aborted"]
-    decode.coordinator.pull("a", remote, 0, 8, [3])
-    decode.coordinator.cancel("a")
-    assert decode.settle() == []
-    assert not decode.pools[0].tensor.any()
-
-
 def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig: Any) -> None:
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
     prefill, decode = rig(Prefill), rig(Decode, limits=limits)

@@ -18,12 +18,13 @@ from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
-from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import PullDone, PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
 from kvcache.transfer.worker.peer import MappedPath
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (
     DEADLINE_S,
+    ENDINGS,
     HEADS,
     PATIENT,
     SECRET,
@@ -34,7 +35,6 @@ from tests.rigs.memory_pair import (
 )
 from tests.rigs.process_pair import Child, digest
 
-ENDINGS = (PullDone, PullFailed, PullDrained)
 BLOCKS = 2048  # 48 MiB of this geometry
 TOKENS = (BLOCKS - 1) * 8
 

@@ -1,4 +1,4 @@
-"""A TransferAgent inside one process: for tests and for engines that share an address space.
+"""A TransferAgent inside one process.
 
 Bytes move when a READ is polled, not when it is posted, so a stalled READ delivers late, as a
 network does when its peer was stopped and continued. `stall`, `resume` and `fail` steer that.
@@ -12,28 +12,14 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
-from kvcache.transfer.link.agent import (
-    Addresses,
-    MemoryKind,
-    ReadHandle,
-    ReadState,
-    TransferAgent,
-)
+from kvcache.transfer.link.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
 from protocol.errors import TransferFailed
 
 _living: dict[str, "MemoryAgent"] = {}  # by unique name: what a network is to real agents
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True)
-class _Runs:
-    local: list[int]
-    remote: list[int]
-    lengths: list[int]
-
-    @property
-    def but_last(self) -> "_Runs":
-        return _Runs(self.local[:-1], self.remote[:-1], self.lengths[:-1])
+_Runs = list[tuple[int, int, int]]  # local and remote address, bytes
 
 
 @dataclass
@@ -119,9 +105,11 @@ class MemoryAgent(TransferAgent):
     ) -> ReadHandle:
         if peer not in self._peers:
             raise TransferFailed(f"peer {peer} is not known")
-        runs = _Runs(local_addresses.tolist(), remote_addresses.tolist(), lengths.tolist())
-        _require_inside(self._regions, runs.local, runs.lengths, "local")
-        _require_inside(self._peers[peer], runs.remote, runs.lengths, "remote")
+        rows = local_addresses.tolist(), remote_addresses.tolist(), lengths.tolist()
+        runs: _Runs = list(zip(*rows, strict=True))
+        for local, remote, length in runs:
+            _require_inside(self._regions, local, length, "local")
+            _require_inside(self._peers[peer], remote, length, "remote")
         self._count(1)
         return ReadHandle(peer, ReadState.ACTIVE, runs)
 
@@ -138,7 +126,7 @@ class MemoryAgent(TransferAgent):
             network.failing = max(0, network.failing - 1)
             handle.state = ReadState.ERROR
             if not gone:
-                network.late.append((self, handle.key.but_last))
+                network.late.append((self, handle.key[:-1]))
         else:
             _copy(handle.key)
             handle.state = ReadState.DONE
@@ -166,14 +154,11 @@ class MemoryAgent(TransferAgent):
         self._count(-self._mine)
 
 
-def _require_inside(
-    regions: list[tuple[int, int]], addresses: list[int], lengths: list[int], side: str
-) -> None:
-    for address, length in zip(addresses, lengths, strict=True):
-        if not any(a <= address and address + length <= a + n for a, n in regions):
-            raise TransferFailed(f"{length} bytes at {side} address {address} are not registered")
+def _require_inside(regions: list[tuple[int, int]], address: int, length: int, side: str) -> None:
+    if not any(a <= address and address + length <= a + n for a, n in regions):
+        raise TransferFailed(f"{length} bytes at {side} address {address} are not registered")
 
 
 def _copy(runs: _Runs) -> None:
-    for local, remote, length in zip(runs.local, runs.remote, runs.lengths, strict=True):
+    for local, remote, length in runs:
         ctypes.memmove(local, remote, length)

@@ -19,13 +19,7 @@ os.environ.setdefault("UCX_LOG_LEVEL", "error")
 # UCX keeps registrations of freed memory without bound otherwise, and grows.
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 
-from kvcache.transfer.link.agent import (
-    Addresses,
-    MemoryKind,
-    ReadHandle,
-    ReadState,
-    TransferAgent,
-)
+from kvcache.transfer.link.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.link.ucx_log import ucx_log
 from protocol.errors import TransferFailed
 from protocol.process.logging import get_logger
@@ -156,9 +150,7 @@ class NixlAgent(TransferAgent):
     def release(self, handle: ReadHandle) -> None:
         if not handle.ended:
             raise RuntimeError(f"released an active READ from {handle.peer}")
-        request, handle.key = handle.key, None
-        if request is not None:
-            _quietly(self._agent.releaseXferReq, request)
+        _quietly(self._agent.releaseXferReq, handle.key)
 
     def close(self) -> None:
         if self._agent is None:
@@ -170,8 +162,6 @@ class NixlAgent(TransferAgent):
             for region in self._regions:
                 _quietly(agent.deregisterMem, region, [self._backend])
         del agent  # the last reference: UCX's sockets, queues and threads are gone with it
-        self._peers.clear()
-        self._regions.clear()
 
 
 def _descriptors(kind: MemoryKind, addresses: Addresses, lengths: Addresses, device: int) -> Any:

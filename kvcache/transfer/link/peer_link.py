@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.link.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.link.ucx_log import UcxRead, log_measured, ucx_log
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import ReadDescriptors
@@ -109,18 +109,17 @@ class PeerLink:
         reformat_bytes_per_s: float,
     ) -> None:
         self.is_connecting = True  # as a system may for minutes after it has failed
-        self.is_ready = False
-        self.is_closed = False
+        self.is_ready = self.is_closed = False
         self.costs: CostModel | None = None
         self.deadline = time.monotonic() + here.connect_timeout_s
         self.active = 0
         self.agent: TransferAgent = here.prototype  # until there is one
         self._error: BatonError | None = None
-        self._here = here
-        self._metadata = metadata
-        self._ranks = ranks
-        self._probes = probes
-        self._reformat_bytes_per_s = reformat_bytes_per_s
+        self._here, self._metadata, self._ranks = here, metadata, ranks
+        self._probes, self._reformat_bytes_per_s = probes, reformat_bytes_per_s
+        on_gpu = metadata.ranks[0].device_kind == "cuda"
+        self._kinds: tuple[MemoryKind, MemoryKind] = here.kind, "VRAM" if on_gpu else "DRAM"
+        self.between_gpus = self._kinds == ("VRAM", "VRAM")
         self._names: dict[int, str] = {}  # of the server's agents, by rank
         self._closing = threading.Event()
         name = f"link-{metadata.engine_id}"
@@ -143,10 +142,9 @@ class PeerLink:
     def read(self, read: ReadDescriptors, base_address: int) -> ReadHandle:
         """Posts a READ; local offsets count from `base_address`. Raises as the agent's."""
         remote = self._metadata.ranks[read.remote_rank]
-        local: Addresses = read.local_offsets + base_address
         return self.agent.read(
             self._names[read.remote_rank],
-            local,
+            read.local_offsets + base_address,
             read.remote_offsets + remote.base_address,
             read.lengths,
             local_device=self._here.device_id,
@@ -155,18 +153,9 @@ class PeerLink:
         )
 
     @property
-    def _kinds(self) -> tuple[MemoryKind, MemoryKind]:
-        on_gpu = self._metadata.ranks[0].device_kind == "cuda"
-        return self._here.kind, "VRAM" if on_gpu else "DRAM"
-
-    @property
     def way_of_reading(self) -> UcxRead | None:
         here, there = (kind == "VRAM" for kind in self._kinds)
         return ucx_log.read_between(gpu_here=here, gpu_there=there)
-
-    @property
-    def between_gpus(self) -> bool:
-        return self._kinds == ("VRAM", "VRAM")
 
     def close(self, error: BatonError | None = None) -> None:
         """Begins to end it, as it has failed or nobody needs it: `is_closed` when nothing that it
@@ -186,11 +175,10 @@ class PeerLink:
         try:
             agent = self.agent = self._here.prototype.another()
             self._connect(agent)
-            self.is_connecting = False
             self.is_ready = True
         except Exception as error:  # NIXL's share no base class
-            self.is_connecting = False
             self._error = self._unreachable(str(error) or repr(error))
+        self.is_connecting = False
         self._here.wake()
         self._closing.wait()
         try:

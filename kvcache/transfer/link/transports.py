@@ -1,8 +1,5 @@
-"""What this machine offers to move KV between two servers on it, and how fast each way is.
-
-`look` changes nothing; `measure` moves bytes, out of a process of its own, through the same agent
-and placers as the servers.
-"""
+"""What this machine offers to move KV between two servers on it, and how fast each way is, through
+the agent and the placers of the servers."""
 
 import importlib.util
 import multiprocessing
@@ -13,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import permutations
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,18 +64,14 @@ class Link:
 
 
 def look() -> Host:
-    count = torch.cuda.device_count()
+    gpus = range(torch.cuda.device_count())
+    pairs, can_read = permutations(gpus, 2), torch.cuda.can_device_access_peer
     installed = {each.name: each.version for each in metadata.distributions()}
     names = ("nixl", "triton", "flashinfer-python", "torch")
     return Host(
         cores=len(os.sched_getaffinity(0)),
-        gpus=tuple(torch.cuda.get_device_name(index) for index in range(count)),
-        peer_access=tuple(
-            (reader, owner)
-            for reader in range(count)
-            for owner in range(count)
-            if reader != owner and torch.cuda.can_device_access_peer(reader, owner)
-        ),
+        gpus=tuple(torch.cuda.get_device_name(index) for index in gpus),
+        peer_access=tuple(pair for pair in pairs if can_read(*pair)),
         packages={name: installed.get(name) for name in names},
         ucx_modules=_ucx_modules(),
         ucx_environment={k: v for k, v in os.environ.items() if k.startswith("UCX_")},
@@ -107,7 +101,7 @@ def _ptrace_scope() -> int:
 
 
 def measure(path: str, source: str, target: str, nbytes: int) -> Link:
-    """Moves about `nbytes` out of a pool of another process, three times; the best counts.
+    """Moves about `nbytes` out of a pool of another process.
 
     Args:
         path: "mapped" or "nixl".

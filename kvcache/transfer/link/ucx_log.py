@@ -31,7 +31,6 @@ _TITLE = re.compile(r"remote memory read by ucp_get\S*.* into (?P<local>.+) from
 _RANGE = re.compile(r"^\d\S*\.\.\S+$")
 _CONFIGURATION = re.compile(r"(?P<where>self|intra-node|inter-node) cfg#\d+")
 _RDMA = ("rc", "dc", "ud", "srd", "gga")  # of verbs and EFA, whatever follows: rc_mlx5, dc_x
-_NETWORKS = Path("/sys/class/infiniband")
 
 GPU_FIX = (
     "Let both servers see both GPUs (no CUDA_VISIBLE_DEVICES that hides one; containers of one "
@@ -62,38 +61,25 @@ class UcxRead:
     def __str__(self) -> str:
         return f"{self.transport} ({self.how})"
 
-    @property
-    def between_gpus(self) -> bool:
-        return "cuda" in self.local and "cuda" in self.remote
-
-    @property
-    def _names(self) -> list[str]:
-        return re.findall(r"([a-z][a-z0-9_]*)/", self.transport)
-
-    @property
-    def uses_rdma(self) -> bool:
-        return any(name.split("_")[0] in _RDMA for name in self._names)
-
     def warning(self, *, has_rdma: bool) -> str | None:
-        """What is wrong with it and the fix, where the machine has something faster.
-
-        Args:
-            has_rdma: there are InfiniBand, RoCE or EFA devices.
-        """
-        if self.between_gpus and "cuda_ipc" not in self._names and not self.uses_rdma:
+        """What is wrong with it and the fix, where the machine has something faster."""
+        names = re.findall(r"([a-z][a-z0-9_]*)/", self.transport)
+        between_gpus = "cuda" in self.local and "cuda" in self.remote
+        uses_rdma = any(name.split("_")[0] in _RDMA for name in names)
+        if between_gpus and "cuda_ipc" not in names and not uses_rdma:
             fix = RDMA_FIX if self.where == "inter-node" else GPU_FIX
             if self.where != "inter-node" or has_rdma:
                 return f"UCX reads between GPUs by {self}, through host memory. {fix}"
-        if "tcp" in self._names and self.where == "intra-node" and not self.between_gpus:
+        if "tcp" in names and self.where == "intra-node" and not between_gpus:
             return f"UCX reads between processes of one host by {self}. {HOST_FIX}"
-        if "tcp" in self._names and has_rdma:
+        if "tcp" in names and has_rdma:
             return f"UCX reads by {self} though there are RDMA devices. {RDMA_FIX}"
         return None
 
 
 def has_rdma() -> bool:
     """There are InfiniBand, RoCE or EFA devices."""
-    return _NETWORKS.is_dir() and any(_NETWORKS.iterdir())
+    return any(Path("/sys/class/infiniband").glob("*"))
 
 
 def parse(text: str) -> list[UcxRead]:
@@ -122,11 +108,7 @@ def other_lines(text: str) -> list[str]:
 def log_measured(
     engine_id: str, costs: CostModel, way: UcxRead | None, *, between_gpus: bool
 ) -> None:
-    """After NIXL's link to a peer was measured at first contact.
-
-    Args:
-        way: by which UCX says that it reads; None: it does not say, and the rate must do.
-    """
+    """After a link was measured. Where UCX does not say how it reads, the rate must do."""
     logger.info("prefill server %s: NIXL by %s, %s", engine_id, way or "an untold way", costs)
     warning = None
     if way is not None:

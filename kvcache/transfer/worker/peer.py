@@ -1,5 +1,4 @@
-"""One prefill engine, as a rank's transfer thread knows it: its geometry, its memory as mapped
-here or the link to it, and plans of pulls from it."""
+"""One prefill engine, as a rank's transfer thread knows it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

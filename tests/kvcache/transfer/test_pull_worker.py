@@ -16,12 +16,10 @@ from kvcache.transfer.pulls.messages import (
     AddPeer,
     Pull,
     RankEnded,
-    RankFailing,
     StopPull,
     pull_command,
 )
 from kvcache.transfer.worker import worker as pull_worker
-from kvcache.transfer.worker.job import ReadJob
 from kvcache.transfer.worker.peer import Peer
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
@@ -149,59 +147,6 @@ def test_a_thread_that_cannot_begin_is_missed(monkeypatch: pytest.MonkeyPatch) -
     rank.worker.start()
     rank.worker._thread.join(DEADLINE_S)
     assert [type(args.thread) for args in ended] == [VitalThread]
-    rank.close()
-
-
-def test_an_end_is_told_and_its_peer_let_go_whatever_the_leaving_fails_with(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who failed is connected to anew once nobody uses the old connection: it must not count for
-    ever as used."""
-    agent = MemoryAgent()
-    prefill, rank = rig(Prefill), Rank(agent)
-    rank.start()
-    rank.link.send(AddPeer(prefill.metadata))
-    leave = ReadJob.leave
-
-    def broken(job: ReadJob) -> None:
-        leave(job)
-        raise RuntimeError("it cannot leave")
-
-    monkeypatch.setattr(ReadJob, "leave", broken)
-    agent.fail()
-    rank.link.send(order(prefill, "a"))
-    assert isinstance(rank.report(), RankFailing)
-    ended = rank.report()
-    assert isinstance(ended, RankEnded) and not ended.complete
-    monkeypatch.undo()
-    for pull_id in ("b", "c"):
-        rank.link.send(order(prefill, pull_id))
-        ended = rank.report()
-        assert isinstance(ended, RankEnded) and ended.complete
-    rank.close()
-
-
-def test_who_could_not_be_made_keeps_staging_memory_from_no_other(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill = rig(Prefill, order="LBCNHD")
-    rank = Rank(staging_bytes=1 << 18, costs=DEFAULT_COSTS["cuda"])
-    rank.start()
-    rank.link.send(AddPeer(prefill.metadata))
-    begin = ReadJob._begin
-
-    def broken(*args: Any) -> None:
-        begin(*args)
-        raise RuntimeError("it cannot begin")
-
-    monkeypatch.setattr(ReadJob, "_begin", broken)
-    rank.link.send(order(prefill, "a"))
-    ended = rank.report()
-    assert isinstance(ended, RankEnded) and ended.error is not None
-    monkeypatch.undo()
-    rank.link.send(order(prefill, "b"))
-    ended = rank.report()
-    assert isinstance(ended, RankEnded) and (ended.complete, ended.path) == (True, "staged")
     rank.close()
 
 

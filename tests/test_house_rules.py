@@ -21,13 +21,13 @@ MAX_LINES = {
     "decode_server": 633,
     "deploy": 879,
     "engine": 8846,
-    "kvcache": 7174,
-    "kvcache/transfer": 5838,
+    "kvcache": 7151,
+    "kvcache/transfer": 5815,
     "model": 3117,
     "prefill_server": 357,
     "protocol": 5497,
     "proxy": 2520,
-    "tests": 38595,
+    "tests": 38518,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

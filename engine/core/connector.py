@@ -1,6 +1,5 @@
 """What the two servers do differently with a sequence's KV; everything else is the same engine."""
 
-from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 from engine.core.scheduler import Scheduler
@@ -9,20 +8,17 @@ from protocol.errors import BatonError
 from protocol.messages import EngineInput, RemotePrefill, TokenDelta
 
 
-class CoreServices(ABC):
+class CoreServices(Protocol):
     """What a connector may ask of the engine core; all calls from the core's own thread."""
 
     scheduler: Scheduler
 
-    @abstractmethod
     def enqueue(self, sequence: Sequence) -> None:
         """The sequence may be scheduled from now on."""
 
-    @abstractmethod
     def fail(self, sequence: Sequence, error: BatonError) -> None:
         """Ends a sequence that no pull writes to with its one terminal event."""
 
-    @abstractmethod
     def wake(self) -> None:
         """Makes the core take another round; callable from any thread."""
 

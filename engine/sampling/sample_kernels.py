@@ -101,23 +101,13 @@ def _search(  # type: ignore[no-untyped-def]
 
 @_jit_any_alignment  # type: ignore[untyped-decorator, unused-ignore]
 def _threshold(  # type: ignore[no-untyped-def]
-    logits,
-    largest,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    keys,
-    scaled,
-    stride,
-    vocab,
-    TILE: tl.constexpr,
+    logits, largest, temperature, top_k, top_p, min_p, keys, work, stride, vocab, TILE: tl.constexpr
 ):
-    """Each row's key of the smallest allowed value, int32."""
+    """Each row's key of the smallest allowed value, int32; `work` is [S, V] to write to."""
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
     most = tl.program_id(0) * 0 + 0x7FFFFFFF
-    top, of_row = tl.load(largest + row), scaled + row * vocab
+    top, of_row = tl.load(largest + row), work + row * vocab
     k, p, floor = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
     if heat > 0:
         if (k > 0) | (p < 1):

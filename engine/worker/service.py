@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector

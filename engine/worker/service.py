@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
-from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector

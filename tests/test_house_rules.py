@@ -20,7 +20,7 @@ MAX_LINES = {
     "benchmarks": 2733,
     "decode_server": 633,
     "deploy": 879,
-    "engine": 8846,
+    "engine": 8832,
     "kvcache": 7151,
     "kvcache/transfer": 5815,
     "model": 3117,

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.pool import TORCH_DTYPES, KVPool
+from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import LONG_RUN_BYTES, CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.move.place import Placer, launches
@@ -61,6 +62,45 @@ def emulated(transfer: Transfer, sources: list[KVPool], target: KVPool) -> torch
     return into.view(-1).view(torch.uint8)
 
 
+def check(
+    case: Case, d_rank: int, make: Callable[[KVPool], Placer], launch_bytes: int = 1 << 30
+) -> None:
+    """A placer does what the kernel's arithmetic says."""
+    d_rank %= case.d.tp
+    sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
+    target = random_pool(case, case.d, d_rank, 99)
+    transfer = case.transfer(d_rank)
+    wanted = emulated(transfer, sources, target)
+    placer = make(target)
+    placer.bind_thread()
+    memories = [Memory(pool.base_address, pool.flat_bytes) for pool in sources]
+    torch.cuda.synchronize()  # placers have streams of their own
+    tokens = [
+        placer.launch(copy, memories[copy.owner], transfer.factors)
+        for copy in launches(transfer.copies(), launch_bytes)
+    ]
+    torch.cuda.synchronize()
+    assert all(map(placer.finished, tokens))
+    assert torch.equal(target.flat_bytes.cpu(), wanted)
+
+
+def by_kernel(pool: KVPool) -> Placer:
+    return CudaPlacer(pool, num_programs=5)
+
+
+def by_engines(pool: KVPool) -> Placer:
+    return CudaPlacer(pool, long_run_bytes=0)
+
+
+def without_compiler(pool: KVPool) -> Placer:
+    placer = CudaPlacer(pool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "triton", None)
+        patch.delitem(sys.modules, "kvcache.transfer.move.place_kernel", raising=False)
+        placer.compile(convert=True)
+    return placer
+
+
 @PROPERTY
 @given(
     cases(),
@@ -71,92 +111,43 @@ def emulated(transfer: Transfer, sources: list[KVPool], target: KVPool) -> torch
     st.booleans(),
 )
 def test_the_kernel_does_what_its_arithmetic_says(
-    case: Case,
-    d_rank: int,
-    dtypes: tuple[str, str],
-    chunk_bytes: int,
-    widen: int,
-    is_scaled: bool,
+    case: Case, d_rank: int, dtypes: Any, launch_bytes: int, widen: int, is_scaled: bool
 ) -> None:
     p, d = (dataclasses.replace(s, dtype=t) for s, t in zip((case.p, case.d), dtypes, strict=True))
     if is_scaled and p.dtype == "float8_e4m3fn":  # some of these products exceed what FP8 holds
         scales = tuple(0.5 + 100.0 * i for i in range(case.layers * case.components))
         p = dataclasses.replace(p, scales=scales)
     case = dataclasses.replace(case, p=p, d=d, head_dim=case.head_dim * widen)
-    d_rank %= case.d.tp
-    sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
-    target = random_pool(case, case.d, d_rank, 99)
-    wanted = emulated(case.transfer(d_rank), sources, target)
-    place_on_gpu(case, d_rank, sources, target, chunk_bytes)
-    assert torch.equal(target.flat_bytes.cpu(), wanted)
+    check(case, d_rank, by_kernel, launch_bytes)
 
 
 @PROPERTY
 @given(cases(), st.integers(0, 7), st.integers(1, 100_000), st.sampled_from([1, 4, 64]))
 def test_copy_engines_do_what_the_kernel_does(
-    case: Case, d_rank: int, chunk_bytes: int, widen: int
+    case: Case, d_rank: int, launch_bytes: int, widen: int
 ) -> None:
-    p, d = (dataclasses.replace(s, order=case.p.order) for s in (case.p, case.d))
-    case = dataclasses.replace(case, p=p, d=d, head_dim=case.head_dim * widen)
-    d_rank %= case.d.tp
-    sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
-    target = random_pool(case, case.d, d_rank, 99)
-    wanted = emulated(case.transfer(d_rank), sources, target)
-    place_on_gpu(case, d_rank, sources, target, chunk_bytes, long_run_bytes=0)
-    assert torch.equal(target.flat_bytes.cpu(), wanted)
-
-
-def place_on_gpu(
-    case: Case,
-    d_rank: int,
-    sources: list[KVPool],
-    target: KVPool,
-    launch_bytes: int,
-    long_run_bytes: int = LONG_RUN_BYTES,
-) -> None:
-    transfer = case.transfer(d_rank)
-    placer = CudaPlacer(target, num_programs=5, long_run_bytes=long_run_bytes)
-    placer.bind_thread()
-    place_all(transfer, sources, placer, launch_bytes)
-
-
-def place_all(transfer: Transfer, sources: list[KVPool], placer: Placer, launch_bytes: int) -> None:
-    memories = [Memory(pool.base_address, pool.flat_bytes) for pool in sources]
-    torch.cuda.synchronize()  # placers have streams of their own
-    tokens = [
-        placer.launch(copy, memories[copy.owner], transfer.factors)
-        for copy in launches(transfer.copies(), launch_bytes)
-    ]
-    torch.cuda.synchronize()
-    assert all(map(placer.finished, tokens))
+    d = dataclasses.replace(case.d, order=case.p.order)
+    case = dataclasses.replace(case, d=d, head_dim=case.head_dim * widen)
+    check(case, d_rank, by_engines, launch_bytes)
 
 
 @settings(PROPERTY, max_examples=20)
-@given(cases(), st.integers(0, 7), st.sampled_from(PAIRS))
-def test_torch_does_what_the_kernel_does(case: Case, d_rank: int, dtypes: tuple[str, str]) -> None:
-    """Where there is no compiler for the kernel."""
+@given(
+    cases(), st.integers(0, 7), st.sampled_from(PAIRS), st.sampled_from([Placer, without_compiler])
+)
+def test_torch_does_what_the_kernel_does(
+    case: Case, d_rank: int, dtypes: tuple[str, str], make: Callable[[KVPool], Placer]
+) -> None:
     p, d = (dataclasses.replace(s, dtype=t) for s, t in zip((case.p, case.d), dtypes, strict=True))
-    case = dataclasses.replace(case, p=p, d=d)
-    d_rank %= case.d.tp
-    sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
-    target = random_pool(case, case.d, d_rank, 99)
-    transfer = case.transfer(d_rank)
-    wanted = emulated(transfer, sources, target)
-    place_all(transfer, sources, Placer(target), 1 << 30)
-    assert torch.equal(target.flat_bytes.cpu(), wanted)
+    check(dataclasses.replace(case, p=p, d=d), d_rank, make)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_a_latent_cache_of_every_dtype(source: str, target: str) -> None:
-    p = Side(2, "BHLCND", 64, (3, 1, 2), 4, source)
+    p = Side(2, "BHLCND", 64, (3, 1, 2), 4, source)  # copies of one head
     d = Side(1, "LBCNHD", 16, tuple(range(11, -1, -1)), 12, target)
     case = Case(p, d, heads=1, layers=5, components=1, head_dim=576, start=17, stop=190)
-    sources = [random_pool(case, p, 0, 5), random_pool(case, p, 1, 5)]  # copies of one head
-    into = random_pool(case, d, 0, 6)
-    wanted = emulated(case.transfer(0), sources, into)
-    place_on_gpu(case, 0, sources, into, 1 << 20)
-    assert torch.equal(into.flat_bytes.cpu(), wanted)
-    assert TORCH_DTYPES[target] == into.tensor.dtype
+    check(case, 0, by_kernel, 1 << 20)
 
 
 # -- pulls out of another process
@@ -209,8 +200,18 @@ DEVICES = [
 ]
 
 
-def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, stop: int) -> None:
-    assert np.array_equal(decode.tokens(blocks, start, stop), expected(remote, start, stop))
+def assert_pulls(
+    decode: Decode,
+    prefill: Any,
+    start: int = 0,
+    stop: int = 24,
+    blocks: tuple[int, ...] = (3, 1, 7),
+) -> None:
+    remote, into = prefill.lease([5, 2, 9], stop), list(blocks)
+    decode.coordinator.pull(f"pull {start} to {stop}", remote, start, stop, into)
+    done = decode.wait(*ENDINGS)
+    assert isinstance(done, PullDone) and done.path == "mapped", done
+    assert np.array_equal(decode.tokens(into, start, stop), expected(remote, start, stop))
 
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)
@@ -231,24 +232,14 @@ def test_a_pull_out_of_another_process(
 ) -> None:
     prefill = prefill_on(source, made, **p)
     decode = decode_on(target, made, **d)
-    remote = prefill.lease([5, 2, 9], 22)
-    blocks = [3, 1, 7][: -(-22 // decode.layouts[0].block_size)]
-    decode.coordinator.pull("a", remote, 3, 22, blocks)
-    done = decode.wait(*ENDINGS)
-    assert isinstance(done, PullDone), done
-    assert done.path == "mapped"
-    assert_pulled(decode, remote, blocks, 3, 22)
+    assert_pulls(decode, prefill, 3, 22, (3, 1, 7)[: -(-22 // decode.layouts[0].block_size)])
 
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)
 def test_a_pool_of_this_process_needs_no_handle(made: list[Any], source: str, target: str) -> None:
     prefill = Prefill(lambda: nixl("P", source), device=source)
     made.append(prefill)
-    decode = decode_on(target, made)
-    remote = prefill.lease([5, 2, 9], 24)
-    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
-    assert decode.wait(*ENDINGS).path == "mapped"
-    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+    assert_pulls(decode_on(target, made), prefill)
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -294,11 +285,7 @@ def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
     assert {"pull-18", "pull-19"} <= {ending.pull_id for ending in failed}
     slack = 16 << 20
     assert until(lambda: torch.cuda.mem_get_info(source)[0] >= free_before - slack)
-    successor = prefill_on(source, made)
-    remote = successor.lease([5, 2, 9], 24)
-    decode.coordinator.pull("next", remote, 0, 24, [3, 1, 7])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+    assert_pulls(decode, prefill_on(source, made))
 
 
 @pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
@@ -316,8 +303,4 @@ def test_a_peer_that_frees_its_memory_under_a_copy_harms_nobody(
     prefill.ask(free=True)
     for _ in leases[1:]:
         decode.wait(*ENDINGS)  # any ending: a lease that P breaks is worth nothing
-    successor = prefill_on(source, made)
-    remote = successor.lease([5, 2, 9], 24)
-    decode.coordinator.pull("next", remote, 0, 24, [3, 1, 7])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+    assert_pulls(decode, prefill_on(source, made))

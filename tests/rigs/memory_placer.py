@@ -10,14 +10,7 @@ import torch
 
 from kvcache import fp8
 from kvcache.pool import TORCH_DTYPES, KVPool
-from kvcache.transfer.move.cuda_placer import (
-    AXIS_PARAMETERS,
-    FIRST_AXIS,
-    NUM_PARAMETERS,
-    kind_of,
-    piece_units,
-    units_of,
-)
+from kvcache.transfer.move.cuda_placer import NUM_PARAMETERS, kind_of, piece_units, units_of
 from kvcache.transfer.move.peer_memory import Memory, NotMappable, bytes_at, offered
 from kvcache.transfer.move.place import ALL_BYTES, Placer
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
@@ -33,7 +26,7 @@ def locate(copy: BlockCopy, factors: Factors) -> tuple[IntArray, IntArray, npt.N
     number = np.arange(len(copy.sources) * of_piece, dtype=np.int64)
     number, source = _divide(number, p[:3])
     target, factor = source, np.zeros_like(number)
-    for axis in range(FIRST_AXIS, NUM_PARAMETERS, AXIS_PARAMETERS):
+    for axis in range(3, NUM_PARAMETERS, 6):
         number, index = _divide(number, p[axis : axis + 3])
         source = source + index * p[axis + 3]
         target = target + index * p[axis + 4]

@@ -35,8 +35,7 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 UNIT_BYTES = 16  # what a thread moves at once, at most
-FIRST_AXIS, AXIS_PARAMETERS = 3, 6
-NUM_PARAMETERS = FIRST_AXIS + 4 * AXIS_PARAMETERS  # before the factors, if any
+NUM_PARAMETERS = 3 + 4 * 6  # before the factors, if any
 MAX_UNITS = (1 << 31) - 1  # of one launch: their numbers are 32-bit
 NUM_PROGRAMS = 48  # thread blocks of one launch: more are hardly faster, and leave less to others
 LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel

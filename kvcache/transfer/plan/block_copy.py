@@ -33,8 +33,7 @@ class Side(NamedTuple):
     """A sequence's blocks in one paged memory, as a copy sees them."""
 
     layout: KVLayout
-    blocks: IntArray  # i64, from block `first` of the sequence on
-    first: int = 0
+    blocks: IntArray  # i64, the block table from token 0 of the sequence on
     head: int = 0  # the first one copied, counted in this memory
     base: int = 0  # bytes to the memory's first block
 
@@ -42,10 +41,8 @@ class Side(NamedTuple):
         """Bytes to tokens of the sequence: to the first head's first element in layer 0."""
         strides = self.layout.byte_strides
         ordinals, within = np.divmod(tokens, self.layout.block_size)
-        blocks = self.blocks[ordinals - self.first]
-        start = self.base + self.head * strides["H"]
-        places: IntArray = blocks * strides["B"] + within * strides["N"] + start
-        return places
+        places: IntArray = self.blocks[ordinals] * strides["B"] + within * strides["N"]
+        return places + (self.base + self.head * strides["H"])
 
 
 class BlockCopy(NamedTuple):

@@ -95,16 +95,12 @@ def measure_link(
         most_bytes: of the long runs.
         read: carries out one of `room`; local offsets count from its start.
     """
-    few = short_read(remote, room)
+    few, nbytes = short_read(remote, room), _FIRST_BYTES
     read(few)  # connects, and makes memory resident
-    short = read(few)
-    nbytes = min(_FIRST_BYTES, most_bytes)
-    long = read(long_read(remote, room, nbytes))
-    while long.seconds < _ENOUGH_S and nbytes < most_bytes:
-        nbytes = min(nbytes * _GROWTH, most_bytes)
-        long = read(long_read(remote, room, nbytes))
-    if long.seconds < _ENOUGH_S:  # that was the first use of some of the memory
-        long = read(long_read(remote, room, nbytes))
+    short, long = read(few), read(long_read(remote, room, min(nbytes, most_bytes)))
+    while long.seconds < _ENOUGH_S and nbytes < most_bytes * _GROWTH:  # the last one twice: it was
+        nbytes *= _GROWTH  # the first use of some of the memory
+        long = read(long_read(remote, room, min(nbytes, most_bytes)))
     return long, short
 
 

@@ -24,11 +24,8 @@ IntArray = npt.NDArray[np.int64]
 
 
 def scale_factors(source: "Endpoint", target: "Endpoint") -> tuple[float, ...] | None:
-    """What stored elements are multiplied by on their way to a pool of other scales.
-
-    Returns:
-        A factor for each layer and component, layers outermost; None where nothing changes.
-    """
+    """What stored elements are multiplied by on their way to a pool of other scales, by layer and
+    component, layers outermost; None where nothing changes."""
     count = max(len(source.scales), len(target.scales))
     of_source, of_target = (end.scales or (1.0,) * count for end in (source, target))
     factors = tuple(theirs / ours for theirs, ours in zip(of_source, of_target, strict=True))

@@ -66,7 +66,6 @@ _MANY_SLOTS = 4
 _LAST_CHUNK_S = 0.1e-3
 # A cut run costs no less between GPUs, whatever a probe's few runs say.
 _LEAST_RUN_S = 3e-6
-_LOOKED_AT = 8  # blocks at either end of a table
 _SECONDS = attrgetter("seconds")
 _MAX_DECISIONS = 1024  # kept; there are a few dozen kinds of pulls from a peer
 
@@ -119,8 +118,7 @@ class Step:
         """Local offsets count from the base of the slot, or of the pool."""
         if self.slot is None:
             return descriptors(self.transfer.copies())
-        blocks = np.arange(len(self.transfer.remote_ordinals))
-        return descriptors(_into(self.slot, self.transfer, self.whole, blocks))
+        return descriptors(_into(self.slot, self.transfer, self.whole, self._slot_blocks))
 
     @cached_property
     def copies(self) -> tuple[BlockCopy, ...]:
@@ -128,13 +126,17 @@ class Step:
         if self.slot is None:
             return ()
         transfer, found = self.transfer, list[BlockCopy]()
-        ordinals = transfer.remote_ordinals
-        blocks = np.arange(len(ordinals))
         for group, (heads, layout, base) in zip(transfer.groups, self.slot.memories, strict=True):
-            source = Side(layout, blocks, ordinals.start, group.heads.start - heads.start, base)
+            source = Side(layout, self._slot_blocks, group.heads.start - heads.start, base)
             target = transfer.target(group)
             found += cut(0, source, target, len(group.heads), transfer.tokens)
         return tuple(found)
+
+    @property
+    def _slot_blocks(self) -> IntArray:
+        """The sequence's block table of the slot."""
+        ordinals = self.transfer.remote_ordinals
+        return np.arange(-ordinals.start, len(ordinals))
 
     @property
     def bytes_read(self) -> int:
@@ -155,11 +157,10 @@ def _read_tokens(transfer: Transfer, whole: bool) -> range:
 
 
 def _into(slot: Slot, transfer: Transfer, whole: bool, blocks: IntArray) -> Iterator[BlockCopy]:
-    """READs into blocks of a slot, from the transfer's first one on."""
+    """READs into blocks of a slot."""
     tokens = _read_tokens(transfer, whole)
     for group, (heads, layout, base) in zip(transfer.groups, slot.memories, strict=True):
-        target = Side(layout, blocks, transfer.remote_ordinals.start, base=base)
-        yield from transfer.copies_from(group, heads, target, tokens)
+        yield from transfer.copies_from(group, heads, Side(layout, blocks, base=base), tokens)
 
 
 class Estimate(NamedTuple):
@@ -225,13 +226,13 @@ def _estimate(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int
     slot, borders = _chunks(transfer, way, costs, staging_bytes)
     chunks = len(borders) - 1
     # As if all were read into one slot with a gap between the chunks, which no run crosses.
-    ordinals = np.arange(borders[0], borders[-1])
+    ordinals, length = np.arange(borders[-1]), borders[-1] - borders[0]
     blocks = ordinals - borders[0] + np.searchsorted(borders[1:], ordinals, side="right")
     heads = _heads(transfer, way.wider)
-    one = slot_of(transfer.remote[0].layout, heads, len(ordinals) + chunks)
+    one = slot_of(transfer.remote[0].layout, heads, length + chunks)
     number = count_descriptors(_into(one, transfer, way.whole, blocks))
     nbytes = len(_read_tokens(transfer, way.whole)) * slot.token_bytes
-    last_share = (borders[-1] - borders[-2]) / len(ordinals)
+    last_share = (borders[-1] - borders[-2]) / length
     place_s = transfer.useful_bytes / costs.reformat_bytes_per_s
     seconds = costs.staged_s(costs.read_s(number, nbytes), place_s, chunks, last_share)
     return Estimate(way, number, nbytes, seconds)
@@ -327,7 +328,7 @@ class _Decision(NamedTuple):
     """What was decided for a pull, and holds for those like it."""
 
     ways: tuple[Way | None, ...]  # None: direct. Several: of whole blocks, then of the ends
-    seconds: float  # of a token, where it is kept
+    seconds_per_token: float
     reason: str
 
 
@@ -414,7 +415,7 @@ class Planner:
         """
         if not transfer.tokens:
             return TransferPlan("direct", transfer, (), 0.0, "there is nothing to read")
-        ways, seconds, reason = self._decide(transfer, costs)
+        ways, seconds_per_token, reason = self._decide(transfer, costs)
         spans = [transfer] if len(ways) == 1 else self._split(transfer)
         found = tuple(
             step
@@ -422,7 +423,7 @@ class Planner:
             for step in steps(span, way, costs, self._staging_bytes or 0)
         )
         path: Path = "direct" if not any(ways) else "mixed" if None in ways else "staged"
-        return TransferPlan(path, transfer, found, seconds, reason)
+        return TransferPlan(path, transfer, found, seconds_per_token * len(transfer.tokens), reason)
 
     def _split(self, transfer: Transfer) -> list[Transfer]:
         """The tokens in blocks that both sides want whole, then those before and after them; only
@@ -452,12 +453,13 @@ class Planner:
         ends = start % self._period, stop % self._period
         kind = (*ends, length, _neighbours(ours), _neighbours(theirs))
         if kind not in self._decisions:
-            found = self._weigh(transfer, costs)
-            self._decisions[kind] = found._replace(seconds=found.seconds / len(transfer.tokens))
-        found = self._decisions[kind]
-        return found._replace(seconds=found.seconds * len(transfer.tokens))
+            parts, reason = self._weigh(transfer, costs)
+            seconds = sum(map(_SECONDS, parts)) / len(transfer.tokens)
+            self._decisions[kind] = _Decision(tuple(part.way for part in parts), seconds, reason)
+        return self._decisions[kind]
 
-    def _weigh(self, transfer: Transfer, costs: CostModel) -> _Decision:
+    def _weigh(self, transfer: Transfer, costs: CostModel) -> tuple[list[Estimate], str]:
+        """The cheapest way, in one or several parts, and the reason."""
         room = self._staging_bytes
         if transfer.converts:
             if room is None:
@@ -466,14 +468,14 @@ class Planner:
                 )
             ours, theirs = self._local.layout.dtype, self._remote[0].layout.dtype
             other = "" if transfer.factors is None else " of other scales"
-            return _decision([cheapest(transfer, costs, room)], f"{theirs} becomes {ours}{other}")
+            return [cheapest(transfer, costs, room)], f"{theirs} becomes {ours}{other}"
         straight = direct(transfer, costs)
         if room is None:
-            return _decision([straight], "there is no staging memory")
+            return [straight], "there is no staging memory"
         try:
             staged = cheapest(transfer, costs, room)
         except PlanError as error:  # the peer's blocks are large: slow is better than not
-            return _decision([straight], str(error))
+            return [straight], str(error)
         options = [[straight], [staged]]
         body, *ends = self._split(transfer)
         if ends:  # a part of a block may be many short runs where the whole block is one
@@ -482,16 +484,9 @@ class Planner:
         best = min(options, key=lambda parts: sum(map(_SECONDS, parts)))
         names = {"direct": straight, "staged": staged}.items()
         others = [f"{name} would read {part}" for name, part in names if best != [part]]
-        return _decision(best, "; ".join(others))
-
-
-def _decision(parts: list[Estimate], reason: str) -> _Decision:
-    return _Decision(tuple(part.way for part in parts), sum(map(_SECONDS, parts)), reason)
+        return best, "; ".join(others)
 
 
 def _neighbours(blocks: IntArray) -> int:
-    """At how many ends of a table some blocks seem to follow one another: exactness would take
-    longer than most plans differ by."""
-    reach = min(_LOOKED_AT, len(blocks)) - 1
-    ends: list[int] = blocks[[0, reach, -1 - reach, -1]].tolist() if reach > 0 else []
-    return sum(last - first == reach for first, last in zip(ends[::2], ends[1::2], strict=True))
+    """How many blocks follow the one before, in quarters."""
+    return int(4 * np.mean(np.diff(blocks) == 1)) if len(blocks) > 1 else 0

@@ -21,13 +21,13 @@ MAX_LINES = {
     "decode_server": 633,
     "deploy": 879,
     "engine": 8832,
-    "kvcache": 7151,
-    "kvcache/transfer": 5815,
+    "kvcache": 7135,
+    "kvcache/transfer": 5799,
     "model": 3117,
     "prefill_server": 357,
     "protocol": 5497,
     "proxy": 2520,
-    "tests": 38518,
+    "tests": 38494,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -68,24 +68,6 @@ def test_a_views_element_lies_where_the_layout_says(order: str, dtype: str) -> N
     )
 
 
-@pytest.mark.parametrize("order", NAMED_ORDERS)
-def test_views_share_the_allocation_and_have_the_promised_shapes(order: str) -> None:
-    pool = KVPool(replace(BASE, order=order))
-    storage = pool.flat_bytes.untyped_storage().data_ptr()
-    assert pool.tensor.shape == pool.layout.shape and pool.tensor.is_contiguous()
-    assert pool.canonical.shape == (3, 2, 3, 2, 4, 5)
-    for layer in range(3):
-        assert pool.view(layer).shape == (3, 2, 2, 4, 5)
-        assert pool.view(layer).untyped_storage().data_ptr() == storage
-        for component in range(2):
-            assert pool.component(layer, component).shape == (3, 2, 4, 5)
-            same = pool.view(layer)[:, component]
-            assert pool.component(layer, component).data_ptr() == same.data_ptr()
-            assert pool.component(layer, component).stride() == same.stride()
-            strides = dict(zip("BHND", same.stride(), strict=True))
-            assert strides == {axis: pool.layout.strides[axis] for axis in "BHND"}
-
-
 def test_latent_pools_have_one_component_and_one_head() -> None:
     pool = KVPool(replace(BASE, num_heads=1, num_components=1, head_dim=9))
     assert pool.component(2, 0).shape == (3, 1, 4, 9)

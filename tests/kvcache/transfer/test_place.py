@@ -67,16 +67,20 @@ def placed(step: Step, p: Endpoint, d: Endpoint, lead: int = 0) -> torch.Tensor:
     return canonical(pool, d)
 
 
+def assert_placed(p: Endpoint, d: Endpoint, values: torch.Tensor, lead: int = 0, **options) -> None:
+    """Four blocks of 4 tokens of P become blocks 2 and 0, of 8 tokens, of D."""
+    found = placed(one_step(p, d, 16, [2, 0], **options), p, d, lead)[[2, 0]]
+    wanted = values.to(getattr(torch, d.layout.dtype)).reshape(2, 8, 2, 2, 2, 4)
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
 @pytest.mark.parametrize("p_dtype, d_dtype", [p for p in product(DTYPES, DTYPES) if len({*p}) > 1])
 def test_conversion_is_that_of_torch(p_dtype: str, d_dtype: str) -> None:
     p, d = endpoint("LBCNHD", 4, 4, p_dtype), endpoint("BHLCND", 8, 3, d_dtype)
-    step = one_step(p, d, 16, [2, 0], convert=True)
-    expected = canonical(filled(p), p).to(getattr(torch, d_dtype)).reshape(2, 8, 2, 2, 2, 4)
-    found = placed(step, p, d)[[2, 0]]
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert_placed(p, d, canonical(filled(p), p), convert=True)
 
 
 FP8 = "float8_e4m3fn"
@@ -95,22 +99,17 @@ THEIRS, OURS = (0.5, 1.0, 300.0, 0.25), (2.0, 1.0, 0.001, 0.1)  # the third is c
 )
 def test_elements_change_their_scale_by_layer_and_component(p: Any, d: Any, factors: Any) -> None:
     source, target = endpoint("LBCNHD", 4, 4, *p), endpoint("BHLCND", 8, 3, *d)
-    step = one_step(source, target, 16, [2, 0], convert=True)
     values = canonical(filled(source), source).float()  # [block, N, H, L, C, D]
     scaled = values * torch.tensor(factors).view(2, 2, 1)
     if d[0] == FP8:
         scaled = scaled.clamp(-448, 448)
-    wanted = scaled.to(getattr(torch, d[0])).float().reshape(2, 8, 2, 2, 2, 4)
-    assert torch.equal(placed(step, source, target)[[2, 0]].float(), wanted)
+    assert_placed(source, target, scaled, convert=True)
 
 
 def test_equal_scales_move_the_bytes_as_they_are() -> None:
     p, d = endpoint("LBCNHD", 4, 4, FP8, OURS), endpoint("BHLCND", 8, 3, FP8, OURS)
-    step = one_step(p, d, 16, [2, 0])
-    assert step.transfer.factors is None
-    wanted = canonical(filled(p), p).reshape(2, 8, 2, 2, 2, 4)
-    found = placed(step, p, d)[[2, 0]]
-    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert one_step(p, d, 16, [2, 0]).transfer.factors is None
+    assert_placed(p, d, canonical(filled(p), p))
 
 
 def test_other_scales_are_refused_unless_told_to_convert() -> None:
@@ -122,9 +121,7 @@ def test_other_scales_are_refused_unless_told_to_convert() -> None:
 @pytest.mark.parametrize("lead", [0, 2, 4, 8])
 def test_a_slot_may_start_anywhere_that_suits_its_elements(lead: int) -> None:
     p, d = endpoint("LBCNHD", 4, 4, "bfloat16"), endpoint("BHLCND", 8, 3, "bfloat16")
-    step = one_step(p, d, 16, [2, 0])
-    expected = canonical(filled(p), p).reshape(2, 8, 2, 2, 2, 4)
-    assert torch.equal(placed(step, p, d, lead)[[2, 0]], expected)
+    assert_placed(p, d, canonical(filled(p), p), lead)
 
 
 @pytest.mark.parametrize(

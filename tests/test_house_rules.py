@@ -27,7 +27,7 @@ MAX_LINES = {
     "prefill_server": 357,
     "protocol": 5497,
     "proxy": 2520,
-    "tests": 38494,
+    "tests": 38449,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

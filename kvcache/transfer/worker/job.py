@@ -40,15 +40,16 @@ class TransferJob(ABC):
     waits = False
 
     def __init__(self, pull: Pull, peer: Peer) -> None:
-        self.pull, self.peer = pull, peer
+        self.pull, self.pull_id, self.peer = pull, pull.pull_id, peer
         self.began = time.perf_counter()
+        self._active: deque[Any] = deque()  # READs or launches, oldest first
         self.is_stopping = self.is_failure_told = False
         self.error: BatonError | None = None
 
     @property
-    @abstractmethod
     def active(self) -> int:
         """READs or launches that have not ended."""
+        return len(self._active)
 
     @property
     @abstractmethod
@@ -57,7 +58,7 @@ class TransferJob(ABC):
 
     @abstractmethod
     def post(self) -> bool:
-        """Begins, or begins one more piece; whether it did.
+        """Begins, or begins one more piece; whether it did. Not once it stops.
 
         Raises:
             BatonError: the pull cannot be carried out.
@@ -112,22 +113,18 @@ class ReadJob(TransferJob):
         self._slot_bytes = 0
         self._num_begun = 0  # of the plan's steps
         self._now = _Posting(deque(), 0)
-        self._reads: list[tuple[ReadHandle, _Posting]] = []  # active
+        self._active: deque[tuple[ReadHandle, _Posting]]
         self._done: list[ReadHandle] = []  # released while nobody waits for that
         self._placing: list[int] = []  # slots
         self._moved_s = 0.0  # when a READ was posted or ended last
 
     @property
-    def active(self) -> int:
-        return len(self._reads)
-
-    @property
     def still_s(self) -> float:
-        return time.monotonic() - self._moved_s if self._reads else 0.0
+        return time.monotonic() - self._moved_s if self._active else 0.0
 
     @property
     def ended(self) -> bool:
-        if self.waits or self._reads or self._placing:
+        if self.waits or self._active or self._placing:
             return False
         all_begun = self._plan is not None and self._num_begun == len(self._plan.steps)
         return self.is_stopping or (all_begun and not self._now.posts)
@@ -137,22 +134,22 @@ class ReadJob(TransferJob):
         runs; False where that cannot be."""
         if self._plan is None or self._staging is None or self.is_stopping:
             return True
-        if self._staging.owned_by(self.pull.pull_id):
+        if self._staging.owned_by(self.pull_id):
             return True
         if self._plan.transfer.converts:
             return False
-        self._staging.leave(self.pull.pull_id)
+        self._staging.leave(self.pull_id)
         self._staging = None
         return True
 
     def stop(self, error: BatonError | None = None) -> None:
         if self._link is not None and not self.is_stopping:
-            self._link.active -= len(self._reads)  # they take none of what others may have
+            self._link.active -= len(self._active)  # they take none of what others may have
         super().stop(error)
 
     def leave(self) -> None:
         if self._staging is not None:
-            self._staging.leave(self.pull.pull_id)
+            self._staging.leave(self.pull_id)
         self._release()
 
     def _release(self) -> None:
@@ -162,8 +159,6 @@ class ReadJob(TransferJob):
                 self._link.agent.release(handle)
 
     def post(self) -> bool:
-        if self.is_stopping:
-            return False
         link = self._link or self.peer.connect()
         if link is None:
             return False
@@ -186,7 +181,7 @@ class ReadJob(TransferJob):
             raise
         now.active += 1
         link.active += 1
-        self._reads.append((handle, now))
+        self._active.append((handle, now))
         self._moved_s = time.monotonic()
         throttle.posted(post.nbytes, now_s, staged=now.step is not None)
         self._release()
@@ -199,9 +194,9 @@ class ReadJob(TransferJob):
         if link.is_closing:
             if not self.is_stopping:
                 self.stop(link.error)
-            ended = list(self._reads) if link.is_closed else []
+            ended = list(self._active) if link.is_closed else []
         else:
-            for read in self._reads:
+            for read in self._active:
                 state = link.agent.poll(read[0])
                 if state is ReadState.DONE:
                     ended.append(read)
@@ -224,7 +219,7 @@ class ReadJob(TransferJob):
         if not self._slot_bytes:
             self._staging = None
         elif self._staging is not None:
-            self._staging.enter(self.pull.pull_id)
+            self._staging.enter(self.pull_id)
 
     def _next(self) -> _Posting | None:
         """The READs of the next step; None while there is no room for them."""
@@ -237,8 +232,8 @@ class ReadJob(TransferJob):
             posting = _Posting(deque(), self.peer.rank.pool.base_address)
         else:
             slot = index % staging.num_slots(self._slot_bytes)
-            filling = any(active.slot == slot for _, active in self._reads)
-            if filling or slot in self._placing or not staging.owned_by(self.pull.pull_id):
+            filling = any(active.slot == slot for _, active in self._active)
+            if filling or slot in self._placing or not staging.owned_by(self.pull_id):
                 return None
             reads = step.reads
             posting = _Posting(deque(), staging.base_address + slot * self._slot_bytes, step, slot)
@@ -250,19 +245,16 @@ class ReadJob(TransferJob):
     def _end(self, link: PeerLink, read: tuple[ReadHandle, _Posting]) -> None:
         """Nothing is written for it any more."""
         handle, posting = read
-        self._reads.remove(read)
+        self._done.append(handle)
+        self._active.remove(read)
         posting.active -= 1
         self._moved_s = time.monotonic()
         if not self.is_stopping:
             link.active -= 1
-            if posting.step is not None and not (posting.posts or posting.active):
-                self._place(posting.step, posting.slot)
-        self._done.append(handle)
-
-    def _place(self, step: Step, slot: int) -> None:
-        assert self._staging is not None
-        self._placing.append(slot)
-        self._staging.place(step, slot, self._slot_bytes)
+            is_read = not (posting.posts or posting.active)
+            if is_read and posting.step is not None and self._staging is not None:
+                self._placing.append(posting.slot)
+                self._staging.place(posting.step, posting.slot, self._slot_bytes)
 
 
 class MappedJob(TransferJob):
@@ -276,16 +268,11 @@ class MappedJob(TransferJob):
         self._mapped = peer.rank.mapped
         self._transfer: Transfer | None = None
         self._pending: deque[BlockCopy] = deque()
-        self._tokens: deque[Any] = deque()  # of launches
-
-    @property
-    def active(self) -> int:
-        return len(self._tokens)
 
     @property
     def ended(self) -> bool:
         has_begun = self._transfer is not None
-        return not self._tokens and (self.is_stopping or (has_begun and not self._pending))
+        return not self._active and (self.is_stopping or (has_begun and not self._pending))
 
     def fault(self, error: Exception) -> BatonError:
         if self._transfer is None:
@@ -294,17 +281,15 @@ class MappedJob(TransferJob):
         return TransferFailed(f"gathering mapped KV failed: {error!r}")
 
     def post(self) -> bool:
-        if self.is_stopping:
-            return False
         transfer, posted = self._transfer or self._begin(), False
-        while self._pending and len(self._tokens) < MAX_LAUNCHES and self._launch(transfer):
+        while self._pending and len(self._active) < MAX_LAUNCHES and self._launch(transfer):
             posted = True
         return posted
 
     def poll(self) -> bool:
-        before = len(self._tokens)
-        self._mapped.placer.retire(self._tokens)
-        return len(self._tokens) < before
+        before = len(self._active)
+        self._mapped.placer.retire(self._active)
+        return len(self._active) < before
 
     def _begin(self) -> Transfer:
         peer, mapped = self.peer, self._mapped
@@ -332,5 +317,5 @@ class MappedJob(TransferJob):
         if fitting < len(copy.sources):
             self._pending.appendleft(copy.part(fitting, len(copy.sources) - fitting))
             copy = copy.part(0, fitting)
-        self._tokens.append(placer.launch(copy, self.peer.memories[copy.owner], factors))
+        self._active.append(placer.launch(copy, self.peer.memories[copy.owner], factors))
         return True

@@ -7,7 +7,7 @@ stops within one post. A READ that does not end keeps its pull here until it doe
 import faulthandler
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -111,7 +111,7 @@ class TransferWorker:
         )
         if costs is not None:
             logger.info("every link, as configured: %s", costs)
-        self._commands: deque[Command] = deque()  # not yet obeyed
+        self._commands: list[Command] = []  # not yet obeyed
         self._peers: dict[PeerKey, Peer] = {}
         self._jobs: OrderedDict[str, TransferJob] = OrderedDict()  # in the order of their turns
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
@@ -183,13 +183,13 @@ class TransferWorker:
         """Obeys, posts at most one piece, polls, ends what has ended; whether anything happened."""
         self._commands += self._link.receive()
         while self._commands:
-            self._obey(self._commands.popleft())
+            self._obey(self._commands.pop(0))
         happened = self._post_one()
         for job in list(self._jobs.values()):
             happened |= self._drive(job, job.poll)
             if job.error is not None and job.active and not job.is_failure_told:
                 job.is_failure_told = True
-                failing = RankFailing(job.pull.pull_id, self._number, error_info(job.error))
+                failing = RankFailing(job.pull_id, self._number, error_info(job.error))
                 self._link.report(failing)
             if job.ended:
                 self._end(job)
@@ -204,7 +204,7 @@ class TransferWorker:
 
     def _post_one(self) -> bool:
         for pull_id, job in list(self._jobs.items()):
-            if self._drive(job, job.post):
+            if not job.is_stopping and self._drive(job, job.post):
                 self.counters["posts"] += isinstance(job, ReadJob)
                 self._jobs.move_to_end(pull_id)  # pulls take turns
                 return True
@@ -247,8 +247,12 @@ class TransferWorker:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Pull():
-                self._begin(command)
+            case Pull(pull_id, engine_id, incarnation):
+                if puller := self._peers.get((engine_id, incarnation)):
+                    kind = MappedJob if puller.map() else ReadJob
+                    self._jobs[pull_id] = kind(command, puller)
+                else:
+                    self._tell_end(pull_id, _not_connected(engine_id))
             case StopPull(pull_id):
                 if pull_id in self._jobs:
                     self._jobs[pull_id].stop()
@@ -271,27 +275,18 @@ class TransferWorker:
                     self._refuse(dropped, _not_connected(engine_id))
                     self._clean(dropped)
 
-    def _begin(self, pull: Pull) -> None:
-        peer = self._peers.get((pull.engine_id, pull.incarnation))
-        if peer is None:
-            self._tell_end(pull.pull_id, _not_connected(pull.engine_id))
-        else:
-            self._jobs[pull.pull_id] = (MappedJob if peer.map() else ReadJob)(pull, peer)
-
     def _end(self, job: TransferJob) -> None:
-        del self._jobs[job.pull.pull_id]
+        del self._jobs[job.pull_id]
         is_complete, error = not job.is_stopping, job.error
         if is_complete:  # first of all: the fence waits for it
             path = job.path if job.nbytes else "none"
-            self._tell_end(
-                job.pull.pull_id, nbytes=job.nbytes, descriptors=job.descriptors, path=path
-            )
+            self._tell_end(job.pull_id, nbytes=job.nbytes, descriptors=job.descriptors, path=path)
         try:
             self._drive(job, job.leave)
             self._clean(job.peer)
         finally:
             if not is_complete:
-                self._tell_end(job.pull.pull_id, error)
+                self._tell_end(job.pull_id, error)
         peer, seconds = job.peer, time.perf_counter() - job.began
         if is_complete and not peer.is_speed_told and job.bytes_read >= _SAMPLE_BYTES:
             peer.is_speed_told = True

@@ -93,10 +93,6 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # CACHED, first to go first
 
-    def __repr__(self) -> str:
-        states = " ".join(f"{state.name}={n}" for state, n in self.counts().items() if n)
-        return f"BlockAllocator({states})"
-
     @property
     def capacity(self) -> int:
         """Blocks that can ever be allocated: all but the null block."""
@@ -282,11 +278,11 @@ class BlockAllocator:
     def _holds_bytes(self, block: int) -> bool:
         return self._states[block] in _HOLDS_BYTES
 
+    def _is_markable(self, block: int) -> bool:
+        return not self._cached[block] and self._holds_bytes(block)
+
     def _is_exclusively_used(self, block: int) -> bool:
         return self._uses[block] == 1 and not self._leases[block] and not self._cached[block]
-
-    def _is_markable(self, block: int) -> bool:
-        return not self._cached[block] and bool(self._uses[block] or self._leases[block])
 
     def _describe(self, block: int) -> str:
         return (
@@ -306,8 +302,10 @@ class BlockAllocator:
         recount = {state: owned.count(state) for state in BlockState}
         if recount != self.counts():
             raise IntegrityError(f"I1: counted {recount}, recorded {self.counts()}")
-        self._check_list("free list", self._free, BlockState.FREE)
-        self._check_list("evictable list", list(self._evictable), BlockState.CACHED)
+        for listed, state in ((self._free, BlockState.FREE), (self._evictable, BlockState.CACHED)):
+            expected = [b for b in range(1, self.num_blocks) if self._states[b] is state]
+            if sorted(listed) != expected:
+                raise IntegrityError(f"I2: {sorted(listed)} are listed as {state.name}: {expected}")
 
     def _check_block(self, block: int) -> None:
         uses, leases, state = self._uses[block], self._leases[block], self._states[block]
@@ -321,8 +319,3 @@ class BlockAllocator:
                 raise IntegrityError(f"I2: two owners of {self._describe(block)}")
         elif state is not self._derived(block):
             raise IntegrityError(f"I2: state contradicts counts: {self._describe(block)}")
-
-    def _check_list(self, name: str, listed: list[int], state: BlockState) -> None:
-        expected = {b for b in range(1, self.num_blocks) if self._states[b] is state}
-        if len(listed) != len(expected) or set(listed) != expected:
-            raise IntegrityError(f"I2: {name} does not hold exactly the {state.name} blocks")

@@ -60,9 +60,6 @@ class KVPool:
         self._layers = by_layer.unbind(0)
         self._components = [view.unbind(1) for view in self._layers]
 
-    def __repr__(self) -> str:
-        return f"KVPool({self.layout}, device={str(self.device)!r}, nbytes={self.nbytes})"
-
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes

@@ -5,9 +5,7 @@
 
 A node stands for one exact sequence of tokens, from the first one on: its parent stands for the
 tokens before, its key is the bytes of its own block's token ids, and lookups compare keys in full.
-So a hit is exact by construction. A chain of hashes would have to be compared with the stored
-tokens at every hit anyway, and with the stored tokens of all its parents too, because a parent can
-be evicted and its hash taken over by other tokens; here there is no hash to collide.
+So a hit is exact by construction; there is no hash to collide.
 
 Who holds what:
 

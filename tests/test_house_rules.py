@@ -21,7 +21,7 @@ MAX_LINES = {
     "decode_server": 633,
     "deploy": 879,
     "engine": 8832,
-    "kvcache": 7115,
+    "kvcache": 7103,
     "kvcache/transfer": 5779,
     "model": 3117,
     "prefill_server": 357,

@@ -124,17 +124,12 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         altered = [name for (name, text), sum_ in pairs if _checksum(text) != sum_]
         if len(told) != len(texts):
             altered = ["checksums"]
+        why = "who signed the object has another cluster secret (give all servers one "
+        why += "BATON_CLUSTER_SECRET)"
         if altered:
-            reject(
-                "signature",
-                f"does not match: {', '.join(altered)} changed between the prefill server and this "
-                "one (whatever relays kv_transfer_params must leave their values alone)",
-            )
-        reject(
-            "signature",
-            "does not match: who signed the object has another cluster secret (give all servers "
-            "one BATON_CLUSTER_SECRET)",
-        )
+            why = f"{', '.join(altered)} changed between the prefill server and this one (whatever "
+            why += "relays kv_transfer_params must leave their values alone)"
+        reject("signature", f"does not match: {why}")
 
     def _signed_texts(self) -> dict[str, bytes]:
         """Each signed member in a normal form, which is JSON without fractions."""
@@ -151,8 +146,8 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """The object for the response body: JSON types only."""
-        values = msgspec.to_builtins(self)
-        return {"do_remote_decode": False, "do_remote_prefill": True, **values}
+        orders = {"do_remote_decode": False, "do_remote_prefill": True}
+        return {**orders, **msgspec.to_builtins(self)}
 
 
 def _mac(texts: Sequence[bytes], secret: bytes) -> str:

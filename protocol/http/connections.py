@@ -413,11 +413,8 @@ def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Appli
 
 def _bad_request(message: str, request_id: str) -> bytes:
     body = msgspec.json.encode(errors.InvalidRequest(message).to_openai())
-    lines = (
-        b"HTTP/1.1 400 Bad Request",
-        b"content-type: application/json",
-        b"content-length: %d" % len(body),
-        b"x-request-id: " + request_id.encode(),
-        b"connection: close",
+    head = (
+        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\n\r\n"
     )
-    return b"\r\n".join((*lines, b"", body))
+    return head.encode() + body

@@ -44,13 +44,10 @@ def _by_text(report: TokenReport) -> dict[str, float] | None:
 
 def chat_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
     """The `logprobs` of a chat's choice: one object per token."""
-    content = [
-        {
-            **_entry(report.token, report.logprob),
-            "top_logprobs": [_entry(token, logprob) for token, logprob in report.top],
-        }
-        for report in reports
-    ]
+    content = []
+    for report in reports:
+        tops = [_entry(token, logprob) for token, logprob in report.top]
+        content.append({**_entry(report.token, report.logprob), "top_logprobs": tops})
     return {"content": content, "refusal": None}
 
 

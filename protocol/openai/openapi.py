@@ -70,15 +70,15 @@ def document() -> Schema:
 
 def _read(path: str, summary: str) -> Schema:
     """What takes no body."""
-    kind = "text/plain" if path == "/metrics" else "application/json"
+    is_text = path == "/metrics"
+    kind = "text/plain" if is_text else "application/json"
+    known = () if is_text else ("404", "503") if "{name}" in path else ("503",)
     responses: Schema = {"200": {"description": "The answer.", "content": {kind: {}}}}
-    if path != "/metrics":
-        responses["503"] = {"description": _ERRORS["503"]}
+    responses |= {status: {"description": _ERRORS[status]} for status in known}
     operation: Schema = {"summary": summary, "responses": responses}
     if "{name}" in path:
         text = {"type": "string"}
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": text}]
-        responses["404"] = {"description": _ERRORS["404"]}
     return operation
 
 
@@ -86,16 +86,14 @@ def _operation(model: type[Strict]) -> Schema:
     kinds: Schema = {"application/json": {}}
     if "stream" in model.model_fields:
         kinds["text/event-stream"] = {}
+    error, body = (
+        {"application/json": {"schema": {"$ref": _REF.format(model=name)}}}
+        for name in ("Error", model.__name__)
+    )
     responses: Schema = {"200": {"description": "The answer.", "content": kinds}}
-    error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
-    for status, description in _ERRORS.items():
-        responses[status] = {"description": description, "content": error}
-    body = {"schema": {"$ref": _REF.format(model=model.__name__)}}
-    return {
-        "summary": model.summary,
-        "requestBody": {"required": True, "content": {"application/json": body}},
-        "responses": responses,
-    }
+    responses |= {s: {"description": told, "content": error} for s, told in _ERRORS.items()}
+    asked = {"required": True, "content": body}
+    return {"summary": model.summary, "requestBody": asked, "responses": responses}
 
 
 def page(document: Schema) -> str:

@@ -20,7 +20,9 @@ class TokenizeRequest(Strict):
 
     model: ModelName = ""
     prompt: Text = None
-    messages: Messages | None = None
+    messages: Messages | None = Field(
+        None, description=ChatRequest.model_fields["messages"].description
+    )
     # For a text true unless said otherwise, for messages false: their template writes them.
     add_special_tokens: bool | None = Field(None, description="true or false")
     return_token_strs: Switch = False

@@ -317,6 +317,7 @@ def test_a_mistake_is_named(parse: Parse, fields: dict[str, Any], param: str) ->
         (responses, {"text": {"format": True}}, "true"),
         (tokenize, {"prompt": False}, "`prompt` is false"),
         (tokenize, {"prompt": None}, "`prompt` is null"),
+        (tokenize, {"messages": 3}, "it must be a list, not empty, of objects with `role` and"),
         # A field of another endpoint is told from a misspelt one:
         (
             responses,

@@ -418,6 +418,15 @@ def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, st
     assert np.array_equal(decode.tokens(blocks, start, stop), wanted)
 
 
+def pulled(decode: Decode, prefill: Prefill, pull_id: str, blocks: list[int]) -> None:
+    """Pulls three blocks, exactly."""
+    remote = prefill.lease([5, 2, 9], 24)
+    decode.coordinator.pull(pull_id, remote, 0, 24, blocks)
+    done = decode.wait(*ENDINGS, pull_id=pull_id)
+    assert isinstance(done, PullDone), done
+    assert_pulled(decode, remote, blocks, 0, 24)
+
+
 def nixl_agent() -> TransferAgent:
     from kvcache.transfer.link.nixl_agent import NixlAgent
 

@@ -16,7 +16,7 @@ from kvcache.transfer.worker import worker as pull_worker
 from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import PeerUnreachable
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, Decode, Prefill, assert_pulled
+from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, Decode, Prefill, pulled
 from tests.rigs.memory_placer import MemoryPlacer
 
 BLOCKS = [3, 1, 7]
@@ -28,14 +28,6 @@ def until(condition: Callable[[], bool], decode: Decode) -> None:
             return
         decode.woken.wait(0.002)
     raise AssertionError("the state did not come")
-
-
-def pulled(decode: Decode, prefill: Prefill, pull_id: str, blocks: list[int]) -> None:
-    remote = prefill.lease([5, 2, 9], 24)
-    decode.coordinator.pull(pull_id, remote, 0, 24, blocks)
-    done = decode.wait(*ENDINGS, pull_id=pull_id)
-    assert isinstance(done, PullDone), done
-    assert_pulled(decode, remote, blocks, 0, 24)
 
 
 def is_filled(decode: Decode, blocks: list[int], number: float) -> bool:

@@ -21,15 +21,10 @@ from tests.rigs.memory_pair import (
     Prefill,
     assert_pulled,
     nixl_agent,
+    pulled,
 )
 
-
-def pull(decode: Decode, prefill: Prefill, pull_id: str) -> None:
-    remote = prefill.lease([5, 2, 9], 20)
-    decode.coordinator.pull(pull_id, remote, 0, 20, [3, 1, 7])
-    done = decode.wait(*ENDINGS, pull_id=pull_id)
-    assert isinstance(done, PullDone), done
-    assert_pulled(decode, remote, [3, 1, 7], 0, 20)
+BLOCKS = [3, 1, 7]
 
 
 def measured(decode: Decode) -> Any:
@@ -58,8 +53,8 @@ def test_the_first_pull_is_planned_with_what_was_measured(
 ) -> None:
     prefill = rig(Prefill, make_agent)
     decode = rig(Decode, make_agent, staging_bytes=4 << 20, connect_timeout_s=DEADLINE_S)
-    pull(decode, prefill, "a")
-    pull(decode, prefill, "b")
+    pulled(decode, prefill, "a", BLOCKS)
+    pulled(decode, prefill, "b", BLOCKS)
     assert planned_with == [measured(decode)] * 2 and planned_with[0] is not None
 
 
@@ -95,7 +90,7 @@ def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(ri
     while peer.link is not None:  # it ends
         decode.woken.wait(0.001)
     decode.workers[0]._rank.end.connect_timeout_s = DEADLINE_S
-    pull(decode, prefill, "b")
+    pulled(decode, prefill, "b", BLOCKS)
 
 
 def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any) -> None:
@@ -105,8 +100,8 @@ def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any) -> None:
     decode.coordinator.pull("hung", remote := hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
     while not decode.agents[0].active:  # the probe has begun
         decode.woken.wait(0.001)
-    pull(decode, other, "a")
-    pull(decode, other, "b")
+    pulled(decode, other, "a", BLOCKS)
+    pulled(decode, other, "b", BLOCKS)
     decode.agents[0].resume()
     assert isinstance(decode.wait(*ENDINGS, pull_id="hung"), PullDone)
     assert_pulled(decode, remote, [4, 2, 8], 0, 20)
@@ -117,12 +112,12 @@ def test_costs_are_measured_and_logged_once(rig: Any, make_agent: Any, caplog: A
     caplog.set_level(logging.INFO)
     prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent, staging_bytes=4 << 20)
     decode.fill(-1.0)
-    pull(decode, prefill, "a")
-    assert decode.is_only_written_at([3, 1, 7], 0, 20)  # measuring writes nothing into the pool
+    pulled(decode, prefill, "a", BLOCKS)
+    assert decode.is_only_written_at(BLOCKS, 0, 24)  # measuring writes nothing into the pool
     costs = measured(decode)
     assert costs is not None
     assert 1e-9 < costs.per_descriptor_s < 0.1 and 1e5 < costs.bytes_per_s < 1e14
-    pull(decode, prefill, "b")
+    pulled(decode, prefill, "b", BLOCKS)
     measured(decode)
     lines = [r.message for r in caplog.records if "us per descriptor" in r.message]
     assert len(lines) == 1 and "prefill server P" in lines[0] and "reformat" in lines[0]
@@ -135,7 +130,7 @@ def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
     caplog.set_level(logging.INFO)
     costs = CostModel.configured((3, 8, 7), "cpu")
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, costs=costs)
-    pull(decode, prefill, "a")
+    pulled(decode, prefill, "a", BLOCKS)
     assert planned_with == [costs] and measured(decode) is None
     assert "configured: 3.00 us per descriptor, 8.00 GB/s, reformat 7.00 GB/s" in caplog.text
 
@@ -147,13 +142,13 @@ def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig: 
     failed = decode.wait(*ENDINGS, pull_id="a")
     assert isinstance(failed, PullFailed) and isinstance(failed.error, PeerUnreachable)
     assert "UCX_NET_DEVICES" in failed.error.message
-    pull(decode, prefill, "b")
+    pulled(decode, prefill, "b", BLOCKS)
 
 
 @pytest.mark.parametrize("staging_bytes", [None, 1 << 16])
 def test_without_room_nothing_is_measured(rig: Any, staging_bytes: int | None) -> None:
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=staging_bytes)
-    pull(decode, prefill, "a")
+    pulled(decode, prefill, "a", BLOCKS)
     assert measured(decode) is None
 
 
@@ -162,5 +157,5 @@ def test_a_peer_that_is_mapped_is_not_measured(rig: Any) -> None:
         return MappedPath(Placer(pool))
 
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, make_mapped=make)
-    pull(decode, prefill, "a")
+    pulled(decode, prefill, "a", BLOCKS)
     assert measured(decode) is None and decode.workers[0].counters["posts"] == 0

@@ -20,43 +20,25 @@ from tests.rigs.memory_pair import (
 )
 
 
+@pytest.mark.parametrize(("tp", "count"), [(2, 5), (1, 48)])
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_staged_pulls_share_one_small_buffer(rig: Any, make_agent: Any) -> None:
-    prefill = rig(Prefill, make_agent, order="LBCNHD", block_size=16)
-    decode = rig(Decode, make_agent, tp=2, staging_bytes=2 * 16 * layout().token_bytes)
+def test_pulls_share_one_small_buffer_and_none_fails(
+    rig: Any, make_agent: Any, tp: int, count: int
+) -> None:
+    prefill = rig(Prefill, make_agent, order="LBCNHD", block_size=16, num_blocks=512)
+    room = 2 * 16 * layout().token_bytes  # for two blocks of P
+    decode = rig(Decode, make_agent, tp=tp, staging_bytes=room, num_blocks=512)
     pulls = {}
-    for index in range(5):
+    for index in range(count):
         remote = prefill.lease([3 * index + 1, 3 * index + 3, 3 * index + 2], 41)
         blocks = [6 * index + 1 + i for i in (5, 1, 4, 0, 2, 3)]
-        pulls[f"pull-{index}"] = (remote, blocks)
-        decode.coordinator.pull(f"pull-{index}", remote, 3, 41, blocks)
+        pulls[str(index)] = (remote, blocks)
+        decode.coordinator.pull(str(index), remote, 3, 41, blocks)
     for pull_id, (remote, blocks) in pulls.items():
         done = decode.wait(*ENDINGS, pull_id=pull_id)
         assert isinstance(done, PullDone) and done.path == "staged", done
         assert_pulled(decode, remote, blocks, 3, 41)
-    assert prefill.outcomes(5) == ["completed"] * 5
-
-
-@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_many_requests_at_once_wait_for_staging_memory_and_none_fails(
-    rig: Any, make_agent: Any
-) -> None:
-    pools = {"num_blocks": 256, "block_size": 16}
-    prefill = rig(Prefill, make_agent, order="LBCNHD", **pools)
-    # Room for two blocks of P, where 48 pulls of three blocks each are under way.
-    staging_bytes = 2 * 16 * layout().token_bytes
-    decode = rig(Decode, make_agent, staging_bytes=staging_bytes, **pools)
-    pulls = {}
-    for index in range(48):
-        blocks = [5 * index + 1 + i for i in (4, 0, 2)]
-        remote = prefill.lease([5 * index + 1 + i for i in (1, 3, 0)], 41)
-        pulls[f"pull-{index}"] = (remote, blocks)
-        decode.coordinator.pull(f"pull-{index}", remote, 0, 41, blocks)
-    for pull_id, (remote, blocks) in pulls.items():
-        done = decode.wait(*ENDINGS, pull_id=pull_id)
-        assert isinstance(done, PullDone) and done.path in ("staged", "mixed"), done
-        assert_pulled(decode, remote, blocks, 0, 41)
-    assert prefill.outcomes(48) == ["completed"] * 48
+    assert prefill.outcomes(count) == ["completed"] * count
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (2, 1)])

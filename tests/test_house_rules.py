@@ -27,7 +27,7 @@ MAX_LINES = {
     "prefill_server": 357,
     "protocol": 5486,
     "proxy": 2520,
-    "tests": 38449,
+    "tests": 38428,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

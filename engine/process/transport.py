@@ -54,11 +54,12 @@ class EngineTransport:
         self._poll = select.poll()
         self._poll.register(self._wire, select.POLLIN)
         self._poll.register(self._waker, select.POLLIN)
-        self._awaits_room = False  # in the socket, for what is unsent
 
     def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
         """Waits for input or a wake-up, at most `timeout_s`; True once a Shutdown has come, or the
         HTTP process is gone."""
+        awaits_room = select.POLLOUT if self._wire.has_unsent else 0
+        self._poll.modify(self._wire, select.POLLIN | awaits_room)
         ready = dict(self._poll.poll(int(timeout_s * 1000)))
         if self._waker.fileno() in ready:
             self._waker.clear()
@@ -66,7 +67,7 @@ class EngineTransport:
             return [], False
         messages: list[EngineInput] = []
         try:
-            self._flush()
+            self._wire.flush()
             for message in map(decode_input, self._wire.receive()):
                 if isinstance(message, Shutdown):
                     return messages, True
@@ -94,6 +95,7 @@ class EngineTransport:
         until = time.monotonic() + _LINGER_S
         with contextlib.suppress(WireClosed):
             while self._wire.has_unsent and time.monotonic() < until:
+                self._poll.modify(self._wire, select.POLLOUT)
                 self._poll.poll(100)
                 self._wire.flush()
         self._wire.close()
@@ -103,15 +105,3 @@ class EngineTransport:
         """Never waits: what the HTTP process has not read yet is kept here."""
         with contextlib.suppress(WireClosed):  # `receive` tells
             self._wire.send(encode(message))
-            self._watch_for_room()
-
-    def _flush(self) -> None:
-        if self._awaits_room:
-            self._wire.flush()
-            self._watch_for_room()
-
-    def _watch_for_room(self) -> None:
-        if self._wire.has_unsent is not self._awaits_room:
-            self._awaits_room = self._wire.has_unsent
-            events = select.POLLIN | (select.POLLOUT if self._awaits_room else 0)
-            self._poll.modify(self._wire, events)

@@ -119,13 +119,15 @@ class GrammarChecker:
             if not left:
                 return
             try:
-                await asyncio.wait_for(turns.acquire(), _MAX_WAIT_S)
+                async with asyncio.timeout(_MAX_WAIT_S):
+                    await turns.acquire()
             except TimeoutError:
                 told = "Too many schemas and grammars are being compiled; try again soon."
                 raise Overloaded(told) from None
             try:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._try(left, cpu_s), self._timeout_s)
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._try(left, cpu_s)
             finally:
                 turns.release()
             left = self._unknown(left)

@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2733,
     "decode_server": 633,
     "deploy": 879,
-    "engine": 8832,
+    "engine": 8824,
     "kvcache": 7103,
     "kvcache/transfer": 5779,
     "model": 3117,
     "prefill_server": 357,
     "protocol": 5486,
     "proxy": 2520,
-    "tests": 38428,
+    "tests": 38420,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -171,7 +171,7 @@ def test_servers_of_one_host_may_share_memory_instead(
     [
         ("mla", _PLAIN, _TWO),
         pytest.param("mla", _PLAIN, _SHARED, marks=pytest.mark.slow),
-        ("gqa2", _PLAIN, Geometry(tp=4)),
+        pytest.param("gqa2", _PLAIN, Geometry(tp=4), marks=pytest.mark.slow),
         pytest.param("gqa2", _PLAIN, Geometry(4, dcp=2), marks=pytest.mark.slow),
     ],
     ids=[

@@ -106,6 +106,7 @@ def test_ranks_in_processes_of_their_own(prefill: Child, dcp: int) -> None:
 
 STOPPED = """
 import signal, sys
+from kvcache.transfer.pulls.messages import PullDrained
 from tests.kvcache.transfer.test_pull_processes import *
 prefill = Child("prefill", num_blocks=BLOCKS)
 settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.1, "handshake_timeout_s": 100.0}

@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from engine.http.api import ENDPOINTS, Api
 from engine.http.generate import respond
@@ -45,7 +45,7 @@ from protocol.openai.tokenize import as_request, parse_detokenize, parse_tokeniz
 from protocol.short_repr import short_repr
 
 
-def create_app(api: Api) -> Starlette:
+def create_app(api: Api) -> FastAPI:
     """The application of one server.
 
     Starting and closing `api.client` and `api.grammars` is the caller's part, on the loop that
@@ -68,13 +68,22 @@ def create_app(api: Api) -> Starlette:
         "/openapi.json": pages.openapi_json,
         "/docs": pages.docs,
     }
-    routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
+    routes: list[BaseRoute] = []
+    routes += [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in read.items()]  # and HEAD
     middleware = [Middleware(RequestIdMiddleware)]
     if api.settings.cors_origin:
         cors = Middleware(CORSMiddleware, **cors_options(api.settings.cors_origin))
         middleware.insert(0, cors)
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=ERROR_HANDLERS)
+    return FastAPI(
+        title="Baton",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        routes=routes,
+        middleware=middleware,
+        exception_handlers=ERROR_HANDLERS,
+    )
 
 
 class _Pages:

@@ -159,6 +159,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(InternalError("The server failed on this request."))
 
 
-ERROR_HANDLERS = dict.fromkeys(
+ERROR_HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
     (BatonError, ClientDisconnected, HTTPException, Exception), _on_error
 )

@@ -240,10 +240,9 @@ def check_blocks(
     wrong = used[(used < 0) | (used >= num_blocks)]
     if len(wrong):
         raise PlanError(f"{name} names block {wrong[0]}; the pool has blocks 0 to {num_blocks - 1}")
-    if distinct:
+    if distinct and len(set(used.tolist())) < len(used):
         values, counts = np.unique(used, return_counts=True)
-        if len(values) < len(used):
-            raise PlanError(f"{name} names block {values[counts > 1][0]} twice")
+        raise PlanError(f"{name} names block {values[counts > 1][0]} twice")
     return table
 
 

@@ -86,7 +86,7 @@ class Knowledge:
         routing: Routing = "round_robin",
         disaggregate: Disaggregate = "always",
         *,
-        max_blocks: int = 1_000_000,
+        max_blocks: int = 250_000,
         step_s: float = 0.025,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -79,7 +79,7 @@ class PrefixIndex:
         max_blocks: of all servers together.
     """
 
-    def __init__(self, max_blocks: int = 1_000_000) -> None:
+    def __init__(self, max_blocks: int = 250_000) -> None:
         self._max_blocks = max_blocks
         self._servers: dict[int, int] = {}  # by hash
         self._recent: dict[int, OrderedDict[int, None]] = {}  # by server: its hashes

@@ -364,7 +364,7 @@ class RoutingOptions(_Options):
     """auto: a decode server computes a prompt where that is sooner; never: it always does"""
     itl_target_s: Seconds = 0.025
     """time between tokens that disaggregate=auto keeps (s)"""
-    prefix_blocks: int = Field(1_000_000, ge=0, le=100_000_000)
+    prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
     """prefixes remembered, in blocks of 1 KiB of prompt text, about 200 bytes of memory each"""
 
 

@@ -204,9 +204,6 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         devices=[0],
         max_num_seqs=max([*args.batch, 1]),
         max_num_batched_tokens=max([*args.prompt, 2048]),
-        http_address="",
-        control_address="",
-        transfer_address="",
     )
 
 

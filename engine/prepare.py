@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from attention.support import UnsupportedPool
 from engine.config import EngineConfig
 from engine.geometry import check_attention, check_geometry, check_staging, check_weights
@@ -68,7 +66,7 @@ def prepare(
         check_staging(config, layout)
     else:  # better known before weights are loaded
         bind(settings.host, settings.side_channel_port, "--side-channel-port").close()
-    config = replace(config, kv_scales=_kv_scales(settings, model_dir, model_config))
+    config = config.model_copy(update={"scales": _kv_scales(settings, model_dir, model_config)})
     return Prepared(config, model_config, defaults)
 
 
@@ -99,7 +97,7 @@ def engine_config(
         # or quantised (GGUF) name none of them.
         on_gpu = "bfloat16" if model_config.dtype == "float32" else model_config.dtype
         dtype = "float32" if device == "cpu" else on_gpu
-    fields = type(settings).model_fields.keys() & set(EngineConfig.__struct_fields__)
+    fields = type(settings).model_fields.keys() & EngineConfig.model_fields.keys()
     options = {name: getattr(settings, name) for name in fields}
     options |= {
         "role": role,
@@ -109,7 +107,6 @@ def engine_config(
         "device": device,
         "devices": _devices(settings, device),
         "dtype": dtype,
-        "kv_scales": [],  # once the model's are read
         "max_num_batched_tokens": settings.batched_tokens_for(device),
         "threads": settings.threads or max(1, available_cores() // settings.tp),
         "http_address": address("http"),
@@ -157,16 +154,18 @@ def read_generation_config(folder: Path) -> GenerationConfig:
         ) from error
 
 
-def _kv_scales(settings: EngineSettings, model_dir: Path, model_config: ModelConfig) -> list[float]:
+def _kv_scales(
+    settings: EngineSettings, model_dir: Path, model_config: ModelConfig
+) -> tuple[float, ...]:
     """What FP8 KV is scaled by, and nothing for another dtype."""
     if settings.kv_cache_dtype == "auto":
-        return []
+        return ()
     scales = resolve_scales(
         settings.kv_scales, model_config, model_dir, load_format=settings.load_format
     )
     found = settings.kv_cache_dtype, min(scales), max(scales)
     logger.info("KV is stored as %s, with scales of %g to %g", *found)
-    return list(scales)
+    return scales
 
 
 def _devices(settings: EngineSettings, device: str) -> list[int]:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from engine.config import EngineConfig
 from protocol.process import lifecycle
 
@@ -105,7 +103,7 @@ class EngineProcesses:
         return f"ipc://{self._folder.path}/{name}"
 
     def start(self, config: EngineConfig) -> None:
-        data = msgspec.json.encode(config)
+        data = config.model_dump_json().encode()
         for rank in range(config.tp):
             name = config.role if config.tp == 1 else f"{config.role}.{rank}"
             argv = [sys.executable, "-m", self._module, "--rank", str(rank)]

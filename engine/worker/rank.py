@@ -100,7 +100,7 @@ def _parallel(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     return Parallel.connect(
         rank,
         config.tp,
-        host=config.store_host,
+        host="127.0.0.1",
         port=links.agree(0, int, max) if rank else 0,
         device=device,
         dcp=config.dcp,
@@ -119,5 +119,5 @@ def _compat(config: EngineConfig, model_config: ModelConfig) -> CompatRecord:
         num_components=model_config.kv_components,
         head_dim=model_config.kv_dim,
         rope=model_config.rope_canonical,
-        kv_scales=tuple(config.kv_scales),
+        kv_scales=config.scales,
     )

@@ -70,7 +70,7 @@ class ModelRunner:
         return self.memory
 
     def make_memory(self, num_blocks: int) -> RankMemory:
-        pool = KVPool(self.layout(num_blocks), self.device, self.config.kv_scales)
+        pool = KVPool(self.layout(num_blocks), self.device, self.config.scales)
         return make_memory(self.config, self.model_config, self.model, pool)
 
     @torch.inference_mode()

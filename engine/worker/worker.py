@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 
-import msgspec
 import torch
 
 from engine.config import EngineConfig
@@ -37,7 +36,7 @@ def main(factory: ConnectorFactory) -> None:
     lifecycle.watch_parent()
     end_with_vital_threads()
     end_on_sigterm()
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    config = EngineConfig.model_validate_json(sys.stdin.buffer.read())
     setup_logging(config.role, rank=rank, level=config.log_level)
     if config.threads:
         torch.set_num_threads(config.threads)

@@ -4,7 +4,6 @@ import dataclasses
 from contextlib import nullcontext
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -49,14 +48,11 @@ _CONFIG = EngineConfig(
     engine_id="e",
     incarnation="i",
     model_dir="",
-    http_address="",
-    control_address="",
-    transfer_address="",
 )
 
 
 def _changed(**values: object) -> EngineConfig:
-    return msgspec.structs.replace(_CONFIG, **values)
+    return _CONFIG.model_copy(update=values)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +81,9 @@ def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed() -> Non
     config = _changed(tp=2)
     layout = check_geometry(config, _MODEL)
     least = 2 * layout.block_bytes
-    check_staging(msgspec.structs.replace(config, staging_bytes=least), layout)
+    check_staging(config.model_copy(update={"staging_bytes": least}), layout)
     with pytest.raises(InvalidGeometry, match=rf"--staging-bytes is {least - 1}.*bytes {least} "):
-        check_staging(msgspec.structs.replace(config, staging_bytes=least - 1), layout)
+        check_staging(config.model_copy(update={"staging_bytes": least - 1}), layout)
 
 
 # -- what the attention backend of a rank would not serve -----------------------------------------
@@ -105,7 +101,7 @@ def test_what_no_rank_could_attend_to_is_refused(options: dict[str, str], messag
     config = _changed(**{"device": "cuda", "dtype": "bfloat16", **options})
     with pytest.raises(UnsupportedPool, match=message):
         check_attention(config, _MODEL)
-    check_attention(msgspec.structs.replace(config, attention_backend="torch"), _MODEL)
+    check_attention(config.model_copy(update={"attention_backend": "torch"}), _MODEL)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +138,7 @@ def test_steps_over_latents_that_no_plan_holds_are_refused() -> None:
     check_attention(config, _LATENT_MODEL)
     with pytest.raises(UnsupportedPool, match=r"lower --max-num-batched-tokens or --max-num-seqs"):
         check_attention(
-            msgspec.structs.replace(config, max_num_batched_tokens=200_000), _LATENT_MODEL
+            config.model_copy(update={"max_num_batched_tokens": 200_000}), _LATENT_MODEL
         )
 
 

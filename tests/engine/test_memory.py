@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -24,14 +23,11 @@ _BASE = EngineConfig(
     model_dir="m",
     block_size=16,
     max_num_seqs=4,
-    http_address="a",
-    control_address="c",
-    transfer_address="d",
 )
 
 
 def _size(free_bytes: int = 10**9, **options: Any) -> tuple[int, int]:
-    config = msgspec.structs.replace(_BASE, **options)
+    config = _BASE.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=free_bytes)
     return size.num_blocks, size.max_model_len
 
@@ -102,7 +98,7 @@ def test_a_pool_that_shortens_sequences_unasked_is_warned_of(
     num_blocks: int, max_model_len: int | None, told: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"kv_cache_tokens": 256, "max_model_len": max_model_len}
-    config = msgspec.structs.replace(_BASE, **options)
+    config = _BASE.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=10**9)
     length = longest_sequence(config, size, num_blocks + 1, 256)  # another rank had less room
     assert length == min(num_blocks * 16, max_model_len or 256)
@@ -135,7 +131,7 @@ def test_free_memory_is_read_and_that_of_a_container_is_less(tmp_path: Path) -> 
 
 
 def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
-    config = msgspec.structs.replace(_BASE, dtype="bfloat16", device="cuda")
+    config = _BASE.model_copy(update={"dtype": "bfloat16", "device": "cuda"})
     told = r"take 20\.00 GiB.*cuda:1 has 15\.00 of its 16\.00 GiB free: 5\.00 GiB are missing.*--tp"
     with pytest.raises(MemoryTooSmall, match=told):
         check_weights_fit(10 << 30, 15 << 30, 16 << 30, config, "cuda:1")
@@ -144,14 +140,13 @@ def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_no_machine_has_is_refused() -> None:
-    config = msgspec.structs.replace(_BASE, device="cuda", devices=[0])
+    config = _BASE.model_copy(update={"device": "cuda", "devices": [0]})
     with pytest.raises(ValueError, match=r"torch sees no GPU here: use --device cpu"):
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())
 
 
 def test_what_no_backend_serves_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(
-        _BASE, attention_backend="flashinfer", model_dir=str(tmp_path / "no weights")
-    )
+    options = {"attention_backend": "flashinfer", "model_dir": str(tmp_path / "no weights")}
+    config = _BASE.model_copy(update=options)
     with pytest.raises(UnsupportedPool, match="reads GPU memory only"):
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())

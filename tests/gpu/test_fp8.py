@@ -121,7 +121,7 @@ def test_a_captured_step_reads_the_scales_too() -> None:
 @pytest.mark.parametrize("name", [name for name in SERVED if "mla" not in name][:1])
 def test_a_model_in_graphs_continues_like_torch(name: str) -> None:
     layers = load_config(MODELS[name]).num_layers
-    options = {"kv_cache_dtype": "float8_e4m3fn", "kv_scales": [0.03] * 2 * layers}
+    options = {"kv_cache_dtype": "float8_e4m3fn", "scales": [0.03] * 2 * layers}
     with runner_for(MODELS[name], **options) as runner:
         assert runner.graphs is not None
         tokens, logits = decode(runner, 24)

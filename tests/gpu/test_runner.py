@@ -30,7 +30,6 @@ pytestmark = pytest.mark.gpu
 MODELS = {path.name: path for path in model_dirs()}
 SERVED = [name for name in MODELS if "stories" not in name]  # whose head_dim the kernels have
 LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
-_ADDRESSES = ("http_address", "control_address", "transfer_address")
 GREEDY = SamplingParams(temperature=0.0)
 RESTRICTED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=5)
 PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 33, 130, 1)]
@@ -43,7 +42,6 @@ def config_for(folder: Path, **options: Any) -> EngineConfig:
         "dtype": "bfloat16",
         "max_num_seqs": 8,
         "block_size": 16,
-        **dict.fromkeys(_ADDRESSES, ""),
         **options,
     }
     return EngineConfig(

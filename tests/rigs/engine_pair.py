@@ -169,8 +169,6 @@ def make_config(**changes: Any) -> EngineConfig:
         "incarnation": f"{next(_names):016x}",
         "model_dir": "",
         "cluster_secret": SECRET,
-        "http_address": "",
-        "control_address": "",
         "transfer_address": f"inproc://pulls-{next(_names)}",
         **changes,
     }

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
-
 from engine.core.batch import (
     Int32s,
     PendingStep,
@@ -79,7 +77,7 @@ class Ranks:
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """New pools, of blocks of so many tokens on each rank."""
         for runner in self.runners:
-            runner.config = msgspec.structs.replace(runner.config, block_size=block_size)
+            runner.config = runner.config.model_copy(update={"block_size": block_size})
             runner.allocate(num_blocks)
 
     def close(self) -> None:

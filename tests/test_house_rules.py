@@ -17,17 +17,17 @@ CROWDED = {"model": 18}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2458,
-    "benchmarks": 2733,
+    "benchmarks": 2730,
     "decode_server": 633,
     "deploy": 879,
-    "engine": 8824,
+    "engine": 8808,
     "kvcache": 7102,
     "kvcache/transfer": 5778,
     "model": 3117,
     "prefill_server": 357,
     "protocol": 5486,
     "proxy": 2520,
-    "tests": 38420,
+    "tests": 38407,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -34,7 +34,7 @@ def lead(config: EngineConfig, factory: ConnectorFactory) -> None:
     try:
         core.run()
     except Exception as error:
-        links.others.blame(error)
+        rank.blame(error)
         transport.send_failed(reason_of(error))
         raise
     finally:

@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.process.host_memory import free_host_bytes
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import PoolSize, longest_sequence, size_pool
-from engine.worker.ranks import RankLinks
+from engine.worker.ranks import RankLinks, blame
 from engine.worker.rehearsal import kv_budget_bytes, rehearse
 from engine.worker.runner import ModelRunner
 from engine.worker.service import ConnectorFactory, RankContext
@@ -60,12 +60,15 @@ class Rank:
         self.service = factory.make_service(self.context)
         own = [describe(pool, rank, agent.metadata())]
         self.metadata = links.agree(own, list[RankMetadata], _in_order)
-        links.know([one.process for one in self.metadata])
         self.service.start()
 
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that the pool holds; logs them."""
         return longest_sequence(self._config, self._size, self.num_blocks, self._max_position)
+
+    def blame(self, error: Exception) -> None:
+        """Raises RankLost, from what has failed here, where that came of another rank's end."""
+        blame(error, self.context.rank, [one.process for one in self.metadata])
 
     @staticmethod
     def ready() -> None:

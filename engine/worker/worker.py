@@ -71,7 +71,7 @@ def _follow(config: EngineConfig, number: int, factory: ConnectorFactory) -> Non
     try:
         links.follow(rank.runner)
     except Exception as error:
-        links.others.blame(error)
+        rank.blame(error)
         raise
     finally:
         rank.service.close()

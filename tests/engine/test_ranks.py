@@ -1,9 +1,8 @@
 """The ranks of an engine agree before they compute, follow rank 0, and know whose end it was."""
 
 import os
-import signal
 import subprocess
-import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +14,7 @@ import numpy as np
 import pytest
 
 from engine.core.batch import PendingStep, StepInput, StepOutput
-from engine.worker.ranks import OtherRanks, RankExecutor, RankLinks, RankLost, RankTimeout
-from protocol.handshake import ProcessRecord
+from engine.worker.ranks import RankExecutor, RankLinks, RankLost, RankTimeout, blame
 from protocol.ipc.processes import own_record
 
 _TIMEOUT_S = 30.0
@@ -99,7 +97,7 @@ def test_a_rank_that_never_comes_is_a_typed_error(socket_folder: Path) -> None:
 
 def test_a_rank_that_goes_silent_is_a_typed_error(socket_folder: Path, follow: Follow) -> None:
     links = _rank_0(socket_folder, 2, timeout_s=0.2)
-    other = follow(1, lambda links: links.agree(1, int, min) + links._links[0].receive()[0])
+    other = follow(1, lambda links: links.agree(1, int, min) + links._receive()[0])
     assert links.agree(5, int, min) == 1
     with pytest.raises(RankTimeout, match="a rank said nothing for"):
         links.agree(5, int, min)
@@ -155,68 +153,46 @@ def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(
 # -- what became of the other ranks ---------------------------------------------------------------
 
 
-_ALIVE = """
-import sys
-from msgspec.json import encode
-from protocol.ipc.processes import own_record
-print(encode(own_record()).decode(), flush=True)
-sys.stdin.readline()
-"""
-
-
-class _Process:
-    def __init__(self) -> None:
-        pipe = subprocess.PIPE
-        self._popen = subprocess.Popen([sys.executable, "-c", _ALIVE], stdin=pipe, stdout=pipe)
-        assert self._popen.stdout is not None
-        self.record = msgspec.json.decode(self._popen.stdout.readline(), type=ProcessRecord)
-
-    def kill(self) -> None:
-        self._popen.kill()
-        self._popen.communicate()
-
-
 @pytest.fixture
-def process() -> Iterator[_Process]:
-    started = _Process()
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    started = subprocess.Popen(["sleep", "600"])
     yield started
     started.kill()
+    started.wait()
 
 
-def test_a_failure_beside_living_ranks_is_no_other_s(process: _Process) -> None:
-    OtherRanks(0, [None, process.record, None]).blame(_FAILURE)
+def _blame(own: int, pids: list[int | None]) -> None:
+    """What a rank is told that failed while the ranks had these processes."""
+    found = own_record()
+    assert found is not None
+    records = [None if pid is None else msgspec.structs.replace(found, pid=pid) for pid in pids]
+    blame(_FAILURE, own, records)
 
 
-def test_a_rank_never_blames_itself(process: _Process) -> None:
+def test_a_failure_beside_living_ranks_is_no_other_s(process: subprocess.Popen[bytes]) -> None:
+    _blame(0, [None, process.pid, None])
+
+
+@pytest.mark.parametrize("is_reaped", [True, False])
+def test_the_rank_that_ended_is_named_and_never_oneself(
+    process: subprocess.Popen[bytes], is_reaped: bool
+) -> None:
     process.kill()
-    OtherRanks(0, [process.record]).blame(_FAILURE)
-
-
-@pytest.mark.parametrize("own", [0, 1])
-@pytest.mark.parametrize("was_known", [True, False])
-def test_the_rank_that_ended_is_named(process: _Process, own: int, was_known: bool) -> None:
-    if not was_known:
-        process.kill()
-    others = OtherRanks(own, [own_record(), own_record(), process.record])
-    process.kill()
+    if is_reaped:
+        process.wait()
     with pytest.raises(RankLost, match="rank 2 has ended") as raised:
-        others.blame(_FAILURE)
+        _blame(1, [os.getpid(), process.pid, process.pid])
     assert raised.value.__cause__ is _FAILURE
+    _blame(0, [process.pid])
 
 
 def test_a_rank_that_is_being_torn_down_is_waited_for(
-    process: _Process, monkeypatch: pytest.MonkeyPatch
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its GPU memory takes a while, and only its end says how it ended."""
-    asked: list[int] = []
-
-    def is_ending(pid: int) -> bool:
-        asked.append(pid)
-        if len(asked) == 3:
-            os.kill(pid, signal.SIGKILL)
-        return True
-
-    monkeypatch.setattr("engine.worker.ranks.is_ending", is_ending)
+    monkeypatch.setattr("engine.worker.ranks.is_ending", lambda pid: True)
+    ending = threading.Timer(0.3, process.kill)
+    ending.start()
     with pytest.raises(RankLost, match="rank 1 has ended"):
-        OtherRanks(0, [None, process.record]).blame(_FAILURE)
-    assert len(asked) >= 3
+        _blame(0, [None, process.pid])
+    assert process.poll() is not None, "its end came first"

@@ -246,15 +246,8 @@ class EngineCore(CoreServices):
                 self.connector.on_release(remote)
 
     def _add(self, request: AddRequest) -> None:
-        sequence = Sequence.from_request(request)
-        error = self.scheduler.limits.refusal(request)
-        if error is not None:
-            for remote in (request.remote, request.kv_unused):
-                if remote is not None:
-                    self.connector.on_release(remote)
-            self._output.error(sequence, error)
-            return
-        self.sequences[request.request_id] = sequence
+        """The HTTP process has refused what no engine of this size can answer."""
+        sequence = self.sequences[request.request_id] = Sequence.from_request(request)
         self.connector.on_add(sequence)
 
     def _abort(self, request_id: str, choice: int | None) -> None:

@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from engine.core.sequence import Phase, Sequence
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
-from protocol.errors import BatonError, ContextLengthExceeded, InvalidRequest
-from protocol.messages import AddRequest
 from protocol.metrics import stat_key
 
 
@@ -40,23 +38,6 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int  # tokens, prompt and outputs
     block_size: int  # tokens
-
-    def refusal(self, request: AddRequest) -> BatonError | None:
-        """What the HTTP process checks with a proper message; this is the engine's own guard."""
-        num_tokens = len(request.token_ids) + min(request.max_tokens, 1)
-        if num_tokens > self.max_model_len:
-            return ContextLengthExceeded(
-                f"the prompt has {len(request.token_ids)} tokens and the context "
-                f"{self.max_model_len}; shorten the prompt",
-                param="prompt",
-            )
-        if not 1 <= request.num_choices <= self.max_num_seqs:
-            return InvalidRequest(
-                f"n is {request.num_choices}, this server draws 1 to {self.max_num_seqs} choices; "
-                "lower it",
-                param="n",
-            )
-        return None
 
 
 @dataclass(frozen=True)
@@ -130,6 +111,8 @@ class Scheduler:
         return not (self.waiting or self.running or self.receiving)
 
     def add(self, sequence: Sequence) -> None:
+        assert len(sequence.token_ids) <= self.limits.max_model_len, "it would wait for ever"
+        assert len(sequence.choices) <= self.limits.max_num_seqs, "it would wait for ever"
         sequence.phase = Phase.WAITING
         self.waiting.append(sequence)
 

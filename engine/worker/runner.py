@@ -108,21 +108,6 @@ class ModelRunner:
         """A step, from its arrays to the drawn tokens."""
         return self.launch(step).result()
 
-    def check(self, step: StepInput) -> None:
-        """Finds what would end a GPU's context, or come after other ranks have begun the step.
-
-        Raises:
-            StepFailed: a token id that the model does not have.
-        """
-        ids = [int(step.token_ids.max())]
-        for setup in step.shapes.setups if step.shapes else ():
-            ids += [max(named) for named in (setup.bias, setup.prompt_ids) if named]
-        ids += [max(rows.targets) for rows in step.scores]
-        if max(ids) >= self.model_config.vocab_size:
-            raise StepFailed(
-                f"token {max(ids)} is none of the model's {self.model_config.vocab_size}"
-            )
-
     @torch.inference_mode()
     def launch(self, step: StepInput) -> PendingStep:
         """Begins a step that computes its tokens, writes their KV, and draws where a sequence

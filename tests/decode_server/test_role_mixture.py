@@ -7,18 +7,22 @@ or published that does not hold just its tokens, the books of the blocks add up 
 and in the end all is home. Everything is decided by a seed: there are no threads.
 """
 
+import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+import engine.text.grammar
 from decode_server.connector import DecodeConnector
 from engine.core.batch import Int32s, StepFailed, StepInput
+from engine.core.core_stats import StepPace
 from engine.core.sequence import Phase
-from engine.text.grammar import CompiledGrammar, GrammarCompiler
+from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler, StepMasks
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -30,21 +34,59 @@ from protocol.messages import (
     SamplingParams,
     TokenDelta,
 )
-from tests.engine.test_mixture import GRAMMARS, _compiler, _expected
+from tests.make_models import ensure_model
 from tests.rigs.fake_coordinator import FakeCoordinator
 from tests.rigs.shadow import (
     ShadowExecutor,
+    _masked,
     _ShadowStep,
     add,
+    allowed,
     assert_all_blocks_home,
+    awaited_masks,
+    expected_output,
     expected_scores,
     make_core,
+    next_token,
 )
 
 FAULT = "a fault that was made"
+GRAMMARS = [
+    Grammar("choice", json.dumps(["Anna", "Ben lost a kite", "An"])),
+    Grammar("regex", "[a-z]{1,6}( [a-z]{1,3}){0,2}"),
+    Grammar("regex", "(yes|no)+"),
+]
 
 
-compiler = pytest.fixture(_compiler, scope="module")
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    """Has compiled GRAMMARS."""
+    compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
+    for grammar in GRAMMARS:
+        compiler.compiled(grammar).exception()
+    yield compiler
+    compiler.close()
+
+
+def _expected(
+    compiler: GrammarCompiler, request: AddRequest, choice: int, limit: int
+) -> tuple[list[int], str | None]:
+    """Tokens, and how they end: "error" for a text that cannot go on, None for any other way."""
+    prompt, stop = request.token_ids, request.stop_token_ids
+    min_tokens = request.sampling.min_tokens
+    if request.sampling.grammar is None:
+        return expected_output(prompt, limit, stop, choice, min_tokens), None
+    state, tokens, start = compiler.state(request), list(prompt), len(prompt)
+    while len(tokens) - start < limit:
+        state.follow(tokens, start)
+        state.fill()
+        if state.ending is not None:
+            return tokens[start:], "error" if state.ending.error else None
+        banned = stop if len(tokens) - start < min_tokens else ()
+        tokens.append(_masked(allowed(next_token(tokens, choice), banned), state.row))
+        if tokens[-1] in stop or state.follow(tokens, start) is COMPLETE:
+            break
+    return tokens[start:], None
 
 
 class _Executor(ShadowExecutor):
@@ -72,6 +114,13 @@ class _Executor(ShadowExecutor):
         assert not self.under_way, "the one before has ended"
         self.execute(step.step, None)
         raise StepFailed(FAULT)
+
+
+class _LongSteps(StepPace):
+    """Looks around until the step under way has ended, before the next one is planned."""
+
+    def wait_s(self, num_tokens: int) -> float:
+        return 60.0
 
 
 class _LateGrammars:
@@ -134,6 +183,8 @@ class _Mixture:
         self.max_requests = rng.choice([4, 12, 30])
         self.stems = [rng.choices(range(50), k=30) for _ in range(2)]
         self.is_over = False
+        if rng.random() < 0.2:
+            self.core.pace = _LongSteps()
         self._watch_blocks()
         self._let_draws_fail(rng.choice([0.0, 0.0, 0.02]))
         self.out.receive = lambda timeout_s: (  # type: ignore[method-assign]
@@ -205,8 +256,8 @@ class _Mixture:
         rng = self.rng
         stem = rng.choice([[], *self.stems])[: rng.randint(0, 30)]
         prompt = ([*stem, *rng.choices(range(50), k=rng.randint(0, 5))] or [1])[: self.max_len - 1]
-        if rng.random() < 0.1:  # as long as can be, or one too long
-            prompt = ([*prompt, *[7] * self.max_len])[: self.max_len - rng.randint(0, 2)]
+        if rng.random() < 0.1:  # as long as can be
+            prompt = ([*prompt, *[7] * self.max_len])[: self.max_len - rng.randint(1, 2)]
         grammar = rng.choice([None, None, *GRAMMARS])
         num_scores = rng.choice([None, None, None, 0, 2])
         can_be_0 = grammar is None and num_scores is not None
@@ -220,16 +271,11 @@ class _Mixture:
                 min_tokens=rng.choice([0, 0, 2]),
                 frequency_penalty=rng.choice([0.0, 0.5]) if grammar is None else 0.0,
             ),
-            num_choices=rng.choice([1, 1, 2, 3]),
+            num_choices=min(rng.choice([1, 1, 2, 3]), self.max_num_seqs),
             stop_token_ids=rng.choices(range(50), k=rng.randint(0, 4)),
             num_prompt_logprobs=num_scores,
         )
-        has_remote = not self._is_refused(request) and rng.random() < 0.7
-        return self._with_remote(request) if has_remote else request
-
-    def _is_refused(self, request: AddRequest) -> bool:
-        num_tokens = len(request.token_ids) + min(1, request.max_tokens)
-        return num_tokens > self.max_len or request.num_choices > self.max_num_seqs
+        return self._with_remote(request) if rng.random() < 0.7 else request
 
     def _with_remote(self, request: AddRequest) -> AddRequest:
         """With what a prefill server would answer, or nearly that."""
@@ -274,7 +320,7 @@ class _Mixture:
         self.is_over = True
         for _ in range(6000):
             self.some()
-            has_progressed = self.core.round([])
+            has_progressed = self.core.round([]) or awaited_masks(self.core)
             self.check_books()
             if not has_progressed and self.core.is_idle and self.coordinator.is_idle:
                 break
@@ -310,9 +356,6 @@ class _Mixture:
         name = request.request_id
         ends = self.out.terminals(name)
         errors = [end for end in ends if end.error is not None]
-        if self._is_refused(request):
-            assert len(ends) == len(errors) == 1
-            return
         limit = min(request.max_tokens, self.max_len - len(request.token_ids))
         choices = range(request.num_choices)
         expected = [_expected(self.compiler, request, choice, limit) for choice in choices]
@@ -357,10 +400,19 @@ class _Mixture:
 
 
 def _run(seed: int, compiler: GrammarCompiler) -> None:
-    _Mixture(seed, compiler).run()
+    """At times steps wait for few of their masks, or all grammars are slow."""
+    rng, wait = random.Random(seed), StepMasks._wait
+    with pytest.MonkeyPatch.context() as patch:
+        if seed % 4 == 1:
+            patch.setattr(
+                StepMasks, "_wait", lambda *args: wait(*args) if rng.random() < 0.3 else None
+            )
+        if seed % 4 == 2:
+            patch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
+        _Mixture(seed, compiler).run()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(80))
 def test_whatever_becomes_of_pulls_answers_are_right_and_blocks_come_home(
     compiler: GrammarCompiler, seed: int
 ) -> None:

@@ -1,11 +1,8 @@
 """A core that launches a step before it knows what the one before drew, over a device that runs
-each step as late as it may. tests/engine/test_core.py runs every workload this way, too."""
-
-import itertools
+each step as late as it may. tests/engine/test_core.py runs this way, too, and
+tests/decode_server/test_role_mixture.py."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
@@ -286,93 +283,3 @@ def test_the_wait_is_less_than_the_fastest_step_of_late_took() -> None:
     for _ in range(100):
         pace.took(8192, 0.4)
     assert 0.2 < pace.wait_s(8192) < 0.4
-
-
-class _Looks(_Slow):
-    """Whether the step that is waited for has ended is as `looks` say, then it has."""
-
-    def __init__(self, looks: list[bool], num_blocks: int) -> None:
-        ShadowExecutor.__init__(self, num_blocks, 4, depth=1)
-        self._looks = iter(looks)
-
-    def has_ended(self) -> bool:
-        return next(self._looks, True)
-
-
-class _Scattered(PullingRole):
-    """Pulls arrive at some polls."""
-
-    def __init__(self, arrivals: list[bool]) -> None:
-        super().__init__()
-        self._arrivals = iter(arrivals)
-
-    def poll(self) -> None:
-        if next(self._arrivals, True) and self.pulled:
-            self.arrive()
-
-    def on_abort(self, sequence: Sequence) -> bool:
-        if sequence not in self.pulled:
-            return False
-        self.pulled.remove(sequence)
-        fresh = self.core.scheduler.abandon(sequence)
-        self.core.scheduler.allocator.cancel_receive(fresh)
-        return True
-
-
-@settings(deadline=None, max_examples=80)
-@given(
-    looks=st.lists(st.booleans(), max_size=60),
-    arrivals=st.lists(st.booleans(), max_size=40),
-    num_blocks=st.integers(14, 30),
-    requests=st.lists(
-        st.tuples(
-            *(st.booleans(), st.integers(1, 18), st.integers(2, 9), st.integers(0, 12)),
-            st.integers(-1, 20),  # the look in which it is aborted
-        ),
-        min_size=1,
-        max_size=6,
-    ),
-)
-def test_whatever_comes_at_any_look_is_answered_right(
-    looks: list[bool],
-    arrivals: list[bool],
-    num_blocks: int,
-    requests: list[tuple[bool, int, int, int, int]],
-) -> None:
-    executor, role, out = _Looks(looks, num_blocks), _Scattered(arrivals), _Late()
-    core, _, _ = make_core(
-        executor=executor, role=role, num_blocks=num_blocks, prefix_caching=False
-    )
-    core.pace = _LongSteps()
-    role.executor, core.transport = executor, out
-    coming: dict[int, list[EngineInput]] = {}
-    prompts = [[(i + at) % 7 for at in range(length)] for i, (_, length, *_) in enumerate(requests)]
-    for i, (is_remote, _, max_tokens, at, abort_at) in enumerate(requests):
-        found = remote(prompts[i]) if is_remote else None
-        made = add(f"r{i}", prompts[i], max_tokens, remote=found)
-        coming.setdefault(at, []).append(made)
-        if abort_at > at:
-            coming.setdefault(abort_at, []).append(AbortRequest(f"r{i}"))
-    times = itertools.count()
-    receive = out.receive
-
-    def at_a_look(timeout_s: float) -> tuple[list[EngineInput], bool]:
-        out.coming = coming.pop(next(times), [])
-        return receive(timeout_s)
-
-    out.receive = at_a_look  # type: ignore[method-assign]
-    for _ in range(500):
-        core.round(out.receive(0.0)[0])
-        core.scheduler.check_integrity()
-        if not (coming or role.pulled) and core.is_idle:
-            break
-    assert core.is_idle, "it never comes to rest"
-    assert_all_blocks_home(core)
-    for i, (_, _, max_tokens, at, abort_at) in enumerate(requests):
-        (end,) = out.terminals(f"r{i}")
-        expected = expected_output(prompts[i], max_tokens)
-        if end.finish_reason == "abort":
-            assert abort_at > at
-            assert out.tokens(f"r{i}") == expected[: len(out.tokens(f"r{i}"))]
-        else:
-            assert (end.finish_reason, out.tokens(f"r{i}")) == ("length", expected)

@@ -1,5 +1,5 @@
 """The core with the real scheduler, allocator and prefix index over a shadow KV cache. Any workload
-at all is tests/engine/test_choices.py's."""
+at all is tests/decode_server/test_role_mixture.py's."""
 
 from types import SimpleNamespace
 
@@ -75,14 +75,6 @@ def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth
     run_until_idle(core)
     assert out.tokens("a") == full[: full.index(full[3]) + 1] and out.tokens("b") == full[:6]
     assert [out.terminals(name)[0].finish_reason for name in "ab"] == ["stop", "length"]
-
-
-def test_a_prompt_that_cannot_fit_is_answered_with_an_error(depth: int) -> None:
-    core, _, out = make_core(depth=depth, max_model_len=10)
-    core.round([add("a", list(range(10)), 1)])
-    (end,) = out.terminals("a")
-    assert end.error is not None and end.error.code == "context_length_exceeded"
-    assert core.is_idle
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.core.batch import StepFailed, StepInput
@@ -88,42 +86,6 @@ def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth: int, length:
     core.round([add("d", [1, 2, 3], 5)])
     run_until_idle(core)
     assert_answered(out, "d", [1, 2, 3], 5)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    depth=st.integers(0, 1),
-    length=st.integers(1, 20),
-    num_blocks=st.integers(12, 30),
-    requests=st.lists(
-        st.tuples(st.booleans(), *(st.integers(*of) for of in ((1, 18), (1, 9), (1, 3), (0, 6)))),
-        min_size=1,
-        max_size=7,
-    ),
-)
-def test_any_mixture_of_good_and_bad_requests(
-    depth: int, length: int, num_blocks: int, requests: list[tuple[bool, int, int, int, int]]
-) -> None:
-    executor = Failing(depth, length, num_blocks)
-    core, _, out = make_core(executor=executor, num_blocks=num_blocks, max_model_len=40)
-    arrivals = {}
-    for index, (is_bad, num_tokens, max_tokens, num_choices, at) in enumerate(requests):
-        prompt = [(index + i) % 5 for i in range(num_tokens)]
-        make = bad if is_bad else add
-        made = make(f"r{index}", prompt, max_tokens, num_choices=num_choices)
-        arrivals.setdefault(at, []).append(made)
-    for at in range(7):
-        core.round(arrivals.get(at, []))
-        core.scheduler.check_integrity()
-    run_until_idle(core)
-    assert_all_blocks_home(core)
-    assert core.is_idle
-    for index, (is_bad, num_tokens, max_tokens, num_choices, _) in enumerate(requests):
-        if is_bad and num_tokens + max_tokens > length:
-            assert_ended_alone(out, f"r{index}")
-            continue
-        prompt = [(index + i) % 5 for i in range(num_tokens)]
-        assert_answered(out, f"r{index}", prompt, max_tokens, num_choices)
 
 
 class _Undrawn(UndrawnExecutor):
@@ -270,24 +232,4 @@ def test_a_matcher_that_raises_ends_its_request(depth: int) -> None:
     assert end.error is not None and end.error.code == "grammar_failed"
     assert "out of fuel" in end.error.message
     assert out.tokens("b") == expected_output([5], 12)
-    assert_all_blocks_home(core)
-
-
-def test_token_ids_that_no_model_has_never_reach_the_device() -> None:
-    with ranks(1) as one:
-        one.allocate(40, 4)
-        core, _, out = make_core(executor=one, num_blocks=40)  # type: ignore[arg-type]
-        core.round(
-            [
-                add("good", [1, 2, 3], 6),
-                add("prompt", [1, 999_999], 6),
-                add("bias", [1, 2], 6, SamplingParams(logit_bias={999_999: 1.0})),
-                add("scored", [1, 2, 999_999], 0, num_prompt_logprobs=0),
-            ]
-        )
-        run_until_idle(core)
-    for name in ("prompt", "bias", "scored"):
-        assert_ended_alone(out, name)
-    (end,) = out.terminals("good")
-    assert end.finish_reason == "length" and len(out.tokens("good")) == 6
     assert_all_blocks_home(core)

@@ -31,9 +31,6 @@ class _AheadRunner:
         self.token_ids: list[list[int]] = []
         self.num_under_way = self.most_under_way = 0
 
-    def check(self, step: StepInput) -> None:
-        pass
-
     def launch(self, step: StepInput) -> Any:
         self.token_ids.append(step.token_ids.tolist())
         self.num_under_way += 1

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import strategies as st
 
 from engine.core.batch import (
     Int32s,
@@ -338,46 +337,6 @@ def awaited_masks(core: EngineCore) -> bool:
     for work, _ in sitting:
         work.result(60.0)
     return bool(sitting)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Of an engine that a random workload is played to."""
-
-    num_blocks: int
-    block_size: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    prefix_caching: bool
-    depth: int
-
-    @property
-    def max_model_len(self) -> int:
-        return min(36, (self.num_blocks - 1) * self.block_size)
-
-
-SIZES = st.builds(
-    Sizes,
-    num_blocks=st.integers(8, 40),
-    block_size=st.integers(1, 8),
-    max_num_batched_tokens=st.integers(1, 20),
-    max_num_seqs=st.integers(1, 6),
-    prefix_caching=st.booleans(),
-    depth=st.integers(0, 1),
-)
-
-
-def play(workload: Sequence[list[EngineInput]], sizes: Sizes) -> MemoryTransport:
-    """Runs the rounds of a workload to their end; checks the books after each and at the end."""
-    core, executor, out = make_core(max_model_len=sizes.max_model_len, **dataclasses.asdict(sizes))
-    for messages in workload:
-        core.round(messages)
-        core.scheduler.check_integrity()
-    run_until_idle(core)
-    assert core.is_idle
-    assert executor.max_tokens_in_step <= sizes.max_num_batched_tokens
-    assert_all_blocks_home(core)
-    return out
 
 
 def assert_all_blocks_home(core: EngineCore) -> None:

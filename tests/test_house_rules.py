@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2730,
     "decode_server": 633,
     "deploy": 879,
-    "engine": 8808,
+    "engine": 8717,
     "kvcache": 7102,
     "kvcache/transfer": 5778,
     "model": 3117,
     "prefill_server": 357,
     "protocol": 5486,
     "proxy": 2520,
-    "tests": 38407,
+    "tests": 37928,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

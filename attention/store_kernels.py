@@ -12,22 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 _HEADS: Final = 8  # of one program
-AHEAD = True  # False in an interpreter, which knows no launches
 
 
 def _rotate_and_store(  # type: ignore[no-untyped-def]
     q, k, v, cos_sin, slots, keys, values,
     q_token, k_token, v_token, block_stride, head_stride, slot_stride, block_size,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    KEEP_K: tl.constexpr, STORE: tl.constexpr, AHEAD: tl.constexpr,
+    KEEP_K: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
     kv_parts: tl.constexpr = (NUM_KV + HEADS - 1) // HEADS
     half = tl.arange(0, HALF)[None, :]
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
     if STORE:
         slot = tl.load(slots + token).to(tl.int64)
         at = (slot // block_size) * block_stride + (slot % block_size) * slot_stride
@@ -103,11 +101,10 @@ def _launch(q: Tensor, k: Tensor, cos_sin: Tensor, stored: Any, *, keep_k: bool)
     num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
     assert q.stride()[1:] == k.stride()[1:] == (dim, 1), (q.stride(), k.stride())
     kv_parts = triton.cdiv(num_kv, _HEADS) * (1 if v is None else 2)
-    options = {"launch_pdl": True} if AHEAD else {}
     _kernel[q.shape[0], triton.cdiv(num_q, _HEADS) + kv_parts](
         q, k, v, cos_sin, slots, keys, values, q.stride(0), k.stride(0), v_token, *strides,
         NUM_Q=num_q, NUM_KV=num_kv, HALF=dim // 2, HEADS=_HEADS, KEEP_K=keep_k,
-        STORE=v is not None, AHEAD=AHEAD, num_warps=2, **options,
+        STORE=v is not None, num_warps=2, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-AHEAD = True  # False in an interpreter, which knows no launches
 _NORM_ELEMENTS: Final = 1024  # of one program, at least: rows of few elements share one
 _ELEMENTS_OF_A_WARP: Final = 512
 _MAX_WARPS: Final = 16
@@ -23,16 +22,16 @@ _SEARCHED_COLUMNS: Final = 8192  # of one program of `first_largest`
 
 def _rms_norm(  # type: ignore[no-untyped-def]
     x, weight, out, eps, token_stride, head_stride, num_heads, num_rows,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A row is a head of a token; names of the form x_stride are in elements."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows) & (column < WIDTH)
     scales = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    if AHEAD:  # it begins while the kernel before it ends, and lets its successor do so
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    # It begins while the kernel before it ends, and lets its successor do so.
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
     at = (row // num_heads).to(tl.int64) * token_stride + row % num_heads * head_stride
     value = tl.load(x + at + column, mask=inside, other=0.0).to(tl.float32)
     size = tl.sqrt(tl.sum(value * value, 1) / WIDTH + eps)
@@ -45,7 +44,7 @@ _norm_kernel: Any = triton.jit(_rms_norm, do_not_specialize=["num_rows"])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See fused_ops."""
+    """x [T, n] or [T, heads, n], whose last dimension is contiguous, normed over it."""
     width, num_heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * num_heads
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -53,16 +52,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = max(1, _NORM_ELEMENTS // columns)
     _norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, weight, out, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0, num_heads, num_rows,
-        WIDTH=width, ROWS=rows, COLUMNS=columns, AHEAD=AHEAD,
-        num_warps=min(_MAX_WARPS, rows * columns // _ELEMENTS_OF_A_WARP),
-        **({"launch_pdl": True} if AHEAD else {}),
+        WIDTH=width, ROWS=rows, COLUMNS=columns,
+        num_warps=min(_MAX_WARPS, rows * columns // _ELEMENTS_OF_A_WARP), launch_pdl=True,
     )  # fmt: skip
     return out
 
 
-def _silu_and_mul(gate_up, out, width, COLUMNS: tl.constexpr, AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    if AHEAD:  # it begins while the matrix product before it ends
-        tl.extra.cuda.gdc_wait()
+def _silu_and_mul(gate_up, out, width, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.extra.cuda.gdc_wait()  # it begins while the matrix product before it ends
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -80,10 +77,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(width, _SILU_COLUMNS))
-    options = {"launch_pdl": True} if AHEAD else {}
-    _silu_kernel[grid](
-        gate_up, out, width, COLUMNS=_SILU_COLUMNS, AHEAD=AHEAD, num_warps=4, **options
-    )
+    _silu_kernel[grid](gate_up, out, width, COLUMNS=_SILU_COLUMNS, num_warps=4, launch_pdl=True)
     return out
 
 
@@ -131,7 +125,8 @@ _first_largest_part_kernel: Any = triton.jit(_first_largest_part)
 
 
 def first_largest(logits: Tensor) -> Tensor:
-    """[R, V], rows contiguous -> int64 [R], see fused_ops."""
+    """[R, V] of any float dtype, rows contiguous -> int64 [R], the first of the largest; NaN is
+    smaller than any number."""
     rows, width = logits.shape
     parts = triton.cdiv(width, _SEARCHED_COLUMNS)
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
@@ -157,18 +152,9 @@ _MIN_COLUMNS: Final = 128
 _ROW_WARPS: Final = 4
 
 
-def _wait(AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-_wait = triton.jit(_wait)
-
-
 def _one_row(  # type: ignore[no-untyped-def]
     x, weight, out, norm, residual, eps, WIDTH: tl.constexpr, NUM_OUT: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -179,7 +165,8 @@ def _one_row(  # type: ignore[no-untyped-def]
         up_at = tile_at + NUM_OUT * WIDTH
         up_tile = tl.load(up_at, eviction_policy="evict_first")
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
-    _wait(AHEAD)
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, WIDTH, COLUMNS):
@@ -244,12 +231,11 @@ def one_row(
     out = residual
     if out is None:
         out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
-    options = {"launch_pdl": True} if AHEAD else {}
     rows = _GATED_ROWS if gated else _ROWS
     _one_row_kernel[(num_out // rows,)](
         x, weight, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,
-        NORM=norm is not None, GATED=gated, ADD=residual is not None, AHEAD=AHEAD,
-        ROWS=rows, COLUMNS=_columns(width), num_warps=_ROW_WARPS, **options,
+        NORM=norm is not None, GATED=gated, ADD=residual is not None,
+        ROWS=rows, COLUMNS=_columns(width), num_warps=_ROW_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out
 

@@ -98,7 +98,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_fused:
-            return fused_ops.rms_norm(x, self.weight, self.eps)
+            return fused_ops.kernels().rms_norm(x, self.weight, self.eps)  # type: ignore[no-any-return]
         return F.rms_norm(x, self._shape, self.weight, self.eps)
 
 
@@ -162,7 +162,7 @@ class Columns:
         if takes_many and x.shape[0] >= fused_ops.kernels().GATED_MIN_ROWS:
             out: Tensor = fused_ops.kernels().gated_rows(x, self._joined.weight)
             return out
-        return fused_ops.silu_and_mul(self._joined(x))
+        return fused_ops.kernels().silu_and_mul(self._joined(x))  # type: ignore[no-any-return]
 
     def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, ...]:
         """x [T, in], normed first -> one [T, out] per projection, perhaps views of one tensor."""

@@ -123,7 +123,7 @@ class Rope:
     def rotate_pair(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Rotates q and k [T, heads, dim], in place where that is faster."""
         if self._is_fused:
-            fused_ops.rotate_in_place(q, k, angles[0])
+            fused_ops.rotation().rotate(q, k, angles[0])
             return q, k
         return self.rotate(q, angles), self.rotate(k, angles)
 

@@ -70,7 +70,7 @@ def is_greedy(params: Sequence[SamplingParams]) -> bool:
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """What `sample` draws at temperature 0, int64 [S], in a few kernels and without any upload."""
     if logits.device.type == "cuda":
-        return fused_ops.first_largest(logits)
+        return fused_ops.kernels().first_largest(logits)  # type: ignore[no-any-return]
     return _without_non_numbers(logits)[2]
 
 

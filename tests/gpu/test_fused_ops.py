@@ -26,7 +26,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_silu_and_mul(rows: int, width: int) -> None:
     gate_up = torch.randn(rows, 2 * width, **BF16)
     gate, up = gate_up.float().split(width, dim=1)
-    assert_close(fused_ops.silu_and_mul(gate_up), F.silu(gate) * up)
+    assert_close(fused_ops.kernels().silu_and_mul(gate_up), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
@@ -35,7 +35,7 @@ def test_rms_norm_of_rows_and_of_heads(rows: int) -> None:
     wide = torch.randn(rows, 3 * 128, **BF16)
     for x in (wide[:, 128:256], wide.view(rows, 3, 128)[:, :2]):
         expected = F.rms_norm(x.float(), (128,), weight.float(), 1e-5)
-        assert_close(fused_ops.rms_norm(x, weight, 1e-5), expected)
+        assert_close(fused_ops.kernels().rms_norm(x, weight, 1e-5), expected)
 
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position": 8192}
@@ -66,7 +66,7 @@ def test_the_first_largest_logit_whatever_the_others_are(dtype: torch.dtype) -> 
     logits[2] = float("-inf")
     logits[3] = float("nan")
     expected = [11, 300, 0, 0, int(logits[4].argmax())]
-    assert fused_ops.first_largest(logits).tolist() == expected
+    assert fused_ops.kernels().first_largest(logits).tolist() == expected
 
 
 def test_tokens_that_the_device_knows_are_filled_in() -> None:

@@ -302,26 +302,19 @@ def _rope_scaling(raw: dict[str, Any], found: dict[str, Any], rope_type: str) ->
     factor = found.get("factor") or (max_position / original if rope_type == "yarn" else None)
     if factor is None:
         raise _wrong(f"rope type {short_repr(rope_type)} lacks its factor")
-    if rope_type == "linear":
-        return {"factor": float(factor)}
-    if rope_type == "llama3":
-        names = ("low_freq_factor", "high_freq_factor")
-        missing = [name for name in names if found.get(name) is None]
-        if missing:
-            raise _wrong(f"rope type {short_repr(rope_type)} lacks {', '.join(missing)}")
-        bounds = {name: float(found[name]) for name in names}
-        return {"factor": float(factor), "original_max_position": int(original), **bounds}
-    attention_factor = found.get("attention_factor")
-    return {
-        "factor": float(factor),
-        "original_max_position": int(original),
-        "beta_fast": float(found.get("beta_fast") or 32),
-        "beta_slow": float(found.get("beta_slow") or 1),
-        "attention_factor": None if attention_factor is None else float(attention_factor),
-        "mscale": float(found.get("mscale") or 0),
-        "mscale_all_dim": float(found.get("mscale_all_dim") or 0),
-        "truncate": bool(found.get("truncate", True)),
-    }
+    required = ("low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ()
+    if missing := [name for name in required if found.get(name) is None]:
+        raise _wrong(f"rope type {short_repr(rope_type)} lacks {', '.join(missing)}")
+    used = {name: float(found[name]) for name in required}
+    if rope_type == "yarn":
+        names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        used = {name: float(found[name]) for name in names if found.get(name)}
+        if found.get("attention_factor") is not None:
+            used["attention_factor"] = float(found["attention_factor"])
+        used["truncate"] = bool(found.get("truncate", True))
+    if rope_type != "linear":
+        used["original_max_position"] = int(original)
+    return {"factor": float(factor), **used}
 
 
 def _mla(raw: dict[str, Any]) -> MLAConfig:

@@ -7,7 +7,7 @@ import torch
 from engine.core.batch import ScoredRows
 from engine.core.logits_processing import to_device
 from engine.sampling.sampler import Logprobs
-from model.base import CausalLM
+from model.decoder import CausalLM
 from protocol.messages import TokenLogprobs
 
 # Enough for the matmul to run at full speed, and few enough that the allocator keeps their logits

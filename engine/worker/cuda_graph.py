@@ -20,7 +20,7 @@ from engine.core.batch import StepInput
 from engine.sampling.sampler import greedy
 from engine.sampling.scoring import PendingScores
 from engine.worker.in_flight_step import LastSampledTokens
-from model.base import CausalLM
+from model.decoder import CausalLM
 
 logger = logging.getLogger("baton.engine")
 

@@ -13,12 +13,10 @@ from engine.config import EngineConfig
 from engine.geometry import check_attention, wanted_of
 from engine.process.host_memory import free_host_bytes
 from engine.worker.memory import MemoryTooSmall, fitting
-from model.base import CausalLM
 from model.config import ModelConfig
-from model.files import num_weights
+from model.decoder import CausalLM, load_model
 from model.parallel import Parallel
-from model.registry import load_model
-from model.sizes import num_elements
+from model.sizes import num_elements, stored_elements
 from protocol.ipc.wire import CannotListen
 
 _STREAM_PRIORITY = -1
@@ -62,7 +60,8 @@ def load(
     pool.shutdown(wait=False)
     if device.type == "cuda":  # a machine's memory is looked at before its ranks are started
         is_dummy = config.load_format == "dummy"
-        weights = num_elements(model_config) if is_dummy else num_weights(Path(config.model_dir))
+        files = Path(config.model_dir)
+        weights = num_elements(model_config) if is_dummy else stored_elements(files).total()
         check_weights_fit(weights, *torch.cuda.mem_get_info(device), config, str(device))
     fix = f"use a larger --tp than {config.tp}, or free the GPU"
     with fitting(f"a model with weights in {config.dtype}", device, fix):

@@ -15,8 +15,8 @@ from engine.config import EngineConfig
 from engine.geometry import step_limits
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
-from model.base import CausalLM
 from model.config import ModelConfig
+from model.decoder import CausalLM
 
 logger = logging.getLogger("baton.engine")
 

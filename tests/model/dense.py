@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from model.base import AttentionSpec
+from model.attention_layers import AttentionSpec
 
 
 class DenseAttention:

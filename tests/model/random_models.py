@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from model.config import load_config
-from model.registry import load_model
+from model.decoder import load_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,

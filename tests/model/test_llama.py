@@ -6,7 +6,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from model.config import load_config
-from model.registry import load_model
+from model.decoder import load_model
 from tests.make_models import ensure_model, trained_models
 from tests.model.dense import DenseAttention, greedy
 from tests.model.random_models import load, make

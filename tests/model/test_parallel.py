@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from model.config import load_config, parse_config
+from model.decoder import load_model
 from model.errors import InvalidParallelism
 from model.parallel import Parallel, heads_of
-from model.registry import load_model
 from model.sizes import check_parallelism
 from tests.model.dense import DenseAttention, greedy
 from tests.model.random_models import make

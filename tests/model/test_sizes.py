@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from model.config import load_config, parse_config
+from model.decoder import load_model
 from model.errors import ModelLoadError
-from model.files import num_weights
-from model.registry import load_model
-from model.sizes import check_files, implied_weights, largest, num_elements, stored_elements
+from model.sizes import check_files, implied_weights, largest, num_elements
 from model.weights import DummySource
 from tests.model.random_models import make
 from tests.model.test_config import DEEPSEEK, LLAMA
@@ -81,11 +80,6 @@ def test_what_most_of_a_model_is_made_of_is_told_with_its_fields():
         "num_hidden_layers 1000000000000"
     )
     assert num_elements(config) > 96 * 64 * 3 * 10**12
-
-
-def test_what_weights_are_stored_in(folders):
-    folder = folders["LlamaForCausalLM"]
-    assert stored_elements(folder) == {"F32": num_weights(folder)}
 
 
 @pytest.mark.parametrize(

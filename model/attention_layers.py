@@ -1,0 +1,170 @@
+"""The two kinds of attention layer: over keys and values of heads, and over latents (MLA)."""
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention.base import AttentionBackend
+from model.config import ModelConfig
+from model.layers import RMSNorm, even_share, load_columns, load_norm, load_rows
+from model.parallel import Parallel
+from model.rope import Angles, Rope, mscale_of_scores
+from model.weights import WeightLoader
+
+_LATENT_NORM_EPS: Final = 1e-6  # DeepSeek's own, whatever the config says of the others
+
+
+class AttentionSpec(NamedTuple):
+    """What an attention backend of this rank must be made for."""
+
+    num_q_heads: int  # of this rank
+    num_kv_heads: int  # of this rank
+    head_dim: int  # elements per head in the KV cache
+    scale: float  # of the scores, before the softmax
+    mla: bool  # the model calls forward_latent
+
+
+def attention_spec(config: ModelConfig, parallel: Parallel) -> AttentionSpec:
+    mla, query_dim, correction = config.mla, config.head_dim, 1.0
+    if mla is not None:
+        query_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        correction = mscale_of_scores(config.rope)
+    return AttentionSpec(
+        num_q_heads=config.num_heads // parallel.size,
+        num_kv_heads=len(parallel.kv_heads(config.kv_heads_total)),
+        head_dim=config.kv_dim,
+        scale=query_dim**-0.5 * correction,
+        mla=mla is not None,
+    )
+
+
+def _elements(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)
+
+
+class HeadAttention:
+    """Grouped-query attention over this rank's heads, perhaps with biases and q/k norms."""
+
+    def __init__(
+        self, loader: WeightLoader, config: ModelConfig, layer: int, parallel: Parallel, rope: Rope
+    ) -> None:
+        self._layer, self._rope, self._head_dim = layer, rope, config.head_dim
+        prefix = f"model.layers.{layer}.self_attn"
+        q_rows = _elements(even_share(parallel, config.num_heads), config.head_dim)
+        kv_rows = _elements(parallel.kv_heads(config.num_kv_heads), config.head_dim)
+        q_shape = (config.num_heads * config.head_dim, config.hidden_size)
+        kv_shape = (config.num_kv_heads * config.head_dim, config.hidden_size)
+        self._qkv = load_columns(
+            loader,
+            [
+                (f"{prefix}.q_proj", q_shape, q_rows),
+                *((f"{prefix}.{name}_proj", kv_shape, kv_rows) for name in "kv"),
+            ],
+            bias=config.attention_bias,
+        )
+        self._out = load_rows(
+            loader, f"{prefix}.o_proj", q_shape[::-1], q_rows, config.output_bias, parallel
+        )
+        self._head_norms = [
+            load_norm(loader, f"{prefix}.{name}", config.head_dim, config.rms_eps)
+            for name in ("q_norm", "k_norm")
+            if config.qk_norm
+        ]
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        norm: RMSNorm,
+        angles: Angles,
+        attention: AttentionBackend,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Adds to hidden [T, hidden], in place, what attention makes of it after the norm.
+
+        Returns:
+            hidden, or only its rows [R, hidden] where these are given.
+        """
+        num_tokens = hidden.shape[0]
+        q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in self._qkv(hidden, norm))
+        if self._head_norms:
+            q, k = (norm(x) for norm, x in zip(self._head_norms, (q, k), strict=True))
+        cos_sin = self._rope.cos_sin(angles)
+        if cos_sin is None or not attention.rotates:
+            (q, k), cos_sin = self._rope.rotate_pair(q, k, angles), None
+        attended = attention.forward(self._layer, q, k, v, cos_sin=cos_sin).flatten(1)
+        if rows is not None:
+            attended, hidden = attended[rows], hidden[rows]
+        return self._out(attended, hidden)
+
+
+class LatentAttention:
+    """Multi-head latent attention over this rank's query heads.
+
+    The cache holds one latent per token, shared by all heads: the normed compressed KV beside the
+    roped key. The up-projections of keys and values are absorbed into the query and the output, so
+    that attention reads latents as they lie and every rank keeps the same, whole cache.
+    """
+
+    def __init__(
+        self, loader: WeightLoader, config: ModelConfig, layer: int, parallel: Parallel, rope: Rope
+    ) -> None:
+        mla = config.mla
+        assert mla is not None
+        self._layer, self._rope, self._mla = layer, rope, mla
+        prefix = f"model.layers.{layer}.self_attn"
+        heads = even_share(parallel, config.num_heads)
+        rank, width = mla.kv_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim
+        down = [(f"{prefix}.kv_a_proj_with_mqa", (width, config.hidden_size), range(width))]
+        inputs, name, self._query_norm = config.hidden_size, "q_proj", None
+        if mla.q_lora_rank is not None:  # queries go by a low rank too
+            inputs, name = mla.q_lora_rank, "q_b_proj"
+            down += [(f"{prefix}.q_a_proj", (inputs, config.hidden_size), range(inputs))]
+            self._query_norm = load_norm(
+                loader, f"{prefix}.q_a_layernorm", inputs, _LATENT_NORM_EPS
+            )
+        self._down = load_columns(loader, down, bias=config.attention_bias)
+        self._latent_norm = load_norm(loader, f"{prefix}.kv_a_layernorm", rank, _LATENT_NORM_EPS)
+        dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        shape = (config.num_heads * dim, inputs)
+        self._query_up = load_columns(
+            loader, [(f"{prefix}.{name}", shape, _elements(heads, dim))], bias=False
+        )
+        dim = mla.qk_nope_head_dim + mla.v_head_dim
+        up = loader.load(
+            f"{prefix}.kv_b_proj.weight",
+            (config.num_heads * dim, rank),
+            rows=_elements(heads, dim),
+        ).view(len(heads), dim, rank)
+        self._key_up = up[:, : mla.qk_nope_head_dim]  # [heads, nope, rank]
+        self._value_up = up[:, mla.qk_nope_head_dim :].transpose(1, 2)  # [heads, rank, v]
+        shape = (config.hidden_size, config.num_heads * mla.v_head_dim)
+        columns = _elements(heads, mla.v_head_dim)
+        self._out = load_rows(
+            loader, f"{prefix}.o_proj", shape, columns, config.output_bias, parallel
+        )
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        norm: RMSNorm,
+        angles: Angles,
+        attention: AttentionBackend,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """See HeadAttention."""
+        mla, x = self._mla, norm(hidden)
+        compressed, *low = self._down(x)
+        (q,) = self._query_up(low[0] if low else x, self._query_norm)
+        q = q.view(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        q_nope, q_rope = q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :]
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
+        key_rope = self._rope.rotate(compressed[:, None, mla.kv_lora_rank :], angles)[:, 0]
+        latent = torch.cat((self._latent_norm(compressed[:, : mla.kv_lora_rank]), key_rope), dim=-1)
+        attended = attention.forward_latent(
+            self._layer, q_latent, self._rope.rotate(q_rope, angles), latent
+        )
+        if rows is not None:
+            attended, hidden = attended[rows], hidden[rows]
+        values = torch.bmm(attended.transpose(0, 1), self._value_up)  # [heads, T or R, v]
+        return self._out(values.transpose(0, 1).reshape(hidden.shape[0], -1), hidden)

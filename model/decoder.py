@@ -1,0 +1,132 @@
+"""The decoder of every architecture: what differs is declared by the config."""
+
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention.base import AttentionBackend
+from model.attention_layers import AttentionSpec, HeadAttention, LatentAttention, attention_spec
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.layers import GatedMLP, RMSNorm, Vocabulary, load_norm
+from model.moe import MoELayer
+from model.parallel import Parallel
+from model.rope import Rope
+from model.sizes import check_parallelism
+from model.weights import DummySource, SafetensorsSource, WeightLoader
+
+_LOAD_FORMATS: Final = ("auto", "dummy")
+
+
+class _Layer(NamedTuple):
+    norm: RMSNorm
+    attention: HeadAttention | LatentAttention
+    mlp_norm: RMSNorm
+    feed_forward: GatedMLP | MoELayer
+
+
+class CausalLM:
+    """Embedding, layers, final norm and head of one rank. Inference only: the caller is in
+    torch.inference_mode."""
+
+    def __init__(self, config: ModelConfig, loader: WeightLoader, parallel: Parallel) -> None:
+        self.config = config
+        self.parallel = parallel
+        self._rope = Rope(config.rope, dtype=loader.dtype, device=loader.device)
+        self._vocab = Vocabulary(loader, config, parallel)
+        self._layers = [self._load_layer(loader, index) for index in range(config.num_layers)]
+        self._norm = load_norm(loader, "model.norm", config.hidden_size, config.rms_eps)
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        return attention_spec(self.config, self.parallel)
+
+    def _load_layer(self, loader: WeightLoader, index: int) -> _Layer:
+        config, prefix = self.config, f"model.layers.{index}"
+        attend = LatentAttention if config.mla else HeadAttention
+        is_mixed = config.moe is not None and index >= config.moe.first_dense_layers
+        feed_forward = MoELayer if is_mixed else GatedMLP
+        norm, mlp_norm = (
+            load_norm(loader, f"{prefix}.{name}", config.hidden_size, config.rms_eps)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        )
+        return _Layer(
+            norm,
+            attend(loader, config, index, self.parallel, self._rope),
+            mlp_norm,
+            feed_forward(loader, f"{prefix}.mlp", config, self.parallel),
+        )
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Runs one step through all layers, writing its KV through `attention`.
+
+        Args:
+            token_ids: int64 [T].
+            positions: int64 [T], of each token in its sequence.
+            attention: planned for this step.
+            rows: int64 [R], those of T to return, R >= 1; all where not given. The last layer
+                computes no others once their KV is stored.
+
+        Returns:
+            [T, hidden] or [R, hidden], normed, in the model's dtype, equal on every rank.
+        """
+        hidden = self._vocab.embed(token_ids)
+        angles = self._rope.angles(positions)
+        for index, layer in enumerate(self._layers, 1):
+            wanted = rows if index == len(self._layers) else None
+            hidden = layer.attention(hidden, layer.norm, angles, attention, wanted)
+            hidden = layer.feed_forward(hidden, layer.mlp_norm)
+        return self._norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [S, vocab] of hidden [S, hidden], the whole vocabulary on every rank."""
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` as computed, perhaps in 16 bits: what is largest can be told without widening
+        them."""
+        return self._vocab.logits(hidden)
+
+
+def load_model(
+    config: ModelConfig,
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    parallel: Parallel | None = None,
+    load_format: str = "auto",
+    seed: int = 0,
+    pack: bool = False,
+) -> CausalLM:
+    """Loads this rank's part of a model.
+
+    Args:
+        model_dir: as `hub.resolve_model` returns it; not read when load_format is "dummy".
+        dtype: to compute in; on the CPU weights of this dtype stay mapped from their file.
+        load_format: "auto" reads safetensors, "dummy" makes weights from their names and `seed`.
+        pack: on the CPU in float32, keep linear weights in a faster order instead of mapped.
+
+    Raises:
+        ModelError: the files do not fit the config, or tp does not fit the model.
+    """
+    if load_format not in _LOAD_FORMATS:
+        formats = " or ".join(_LOAD_FORMATS)
+        raise ModelError(f"load_format {load_format!r} is unknown; use {formats}")
+    parallel = parallel or Parallel()
+    check_parallelism(config, parallel.size)
+    is_dummy = load_format == "dummy"
+    source = DummySource(seed, device) if is_dummy else SafetensorsSource(Path(model_dir))
+    loader = WeightLoader(source, dtype=dtype, device=device, pack=pack)
+    with torch.inference_mode():
+        model = CausalLM(config, loader, parallel)
+    loader.finish()
+    return model

@@ -1,12 +1,15 @@
 """GGUF files become Hugging Face directories: dequantised to float32, no torch involved."""
 
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import save_file
 from tokenizers import (
     AddedToken,
     Regex,
@@ -19,10 +22,9 @@ from tokenizers import (
 from tokenizers.models import BPE
 
 from model.errors import ModelLoadError, UnsupportedModel
-from model.files import PlannedTensor, write_json, write_safetensors
 
 # What a conversion depends on besides its input; a new number makes directories anew.
-CONVERTER_VERSION: Final = 1
+CONVERTER_VERSION: Final = 2
 
 _ARCHITECTURES: Final = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -30,7 +32,6 @@ _ARCHITECTURES: Final = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
 
-# In the order in which they are written: what one input feeds lies together in the file.
 _LAYER_TENSORS: Final = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -87,13 +88,13 @@ def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) ->
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = tensors.pop(_ROPE_FACTORS, None)
     config = _config(fields, tensors, None if factors is None else np.asarray(factors.data))
-    write_json(target / "config.json", config)
+    _write_json(target / "config.json", config)
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    write_json(target / "generation_config.json", {"_from_model_config": True, **ids})
+    _write_json(target / "generation_config.json", {"_from_model_config": True, **ids})
     progress("writing the tokenizer")
     _write_tokenizer(target, fields.get, config["max_position_embeddings"])
     progress(f"dequantising {len(tensors)} tensors")
-    write_safetensors(target / "model.safetensors", _planned(tensors, fields.architecture, config))
+    _write_weights(target, tensors, fields.architecture, config)
 
 
 class _Fields:
@@ -189,40 +190,39 @@ def _llama3_rope(theta: float, head_dim: int, factors: Array) -> dict[str, Any]:
     }
 
 
-def _planned(
-    tensors: dict[str, Any], architecture: str, config: dict[str, Any]
-) -> Iterator[PlannedTensor]:
-    order = {name: index for index, name in enumerate(_LAYER_TENSORS)}
-
-    def place(name: str) -> tuple[int, int, str]:
-        match = _LAYER_NAME.fullmatch(name)
-        if name in _TOP_TENSORS:
-            return (-1, 0, name)
-        if match is None or match[2] not in order:
-            raise ModelLoadError(f"the GGUF file's tensor {name} does not belong to {architecture}")
-        return (int(match[1]), order[match[2]] + 100 * (match[3] == "bias"), name)
-
+def _write_weights(
+    target: Path, tensors: dict[str, Any], architecture: str, config: dict[str, Any]
+) -> None:
+    """A file for each layer and for each tensor of none: no more is in memory at once."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name in sorted(tensors, key=place):
-        tensor = tensors[name]
-        match = _LAYER_NAME.fullmatch(name)
-        new_name, permuted = _TOP_TENSORS.get(name, ""), 0
-        if match is not None:
-            new_name = f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.{match[3]}"
+    files: dict[str, dict[str, Callable[[], Array]]] = {}
+    for name, tensor in tensors.items():
+        match, permuted = _LAYER_NAME.fullmatch(name), 0
+        if name in _TOP_TENSORS:
+            file, new_name = name.partition(".")[0], _TOP_TENSORS[name]
+        elif match is not None and match[2] in _LAYER_TENSORS:
+            file, new_name = (
+                match[1],
+                f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.{match[3]}",
+            )
             permuted = heads.get(match[2], 0) if architecture == "llama" else 0
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        yield PlannedTensor(new_name, shape, _maker(tensor, shape, permuted))
+        else:
+            raise ModelLoadError(f"the GGUF file's tensor {name} does not belong to {architecture}")
+        contents = files.setdefault(f"model-{file}.safetensors", {})
+        contents[new_name] = partial(_values, tensor, permuted)
+    for file, contents in files.items():
+        values = {name: make() for name, make in contents.items()}
+        save_file(values, target / file, metadata={"format": "pt"})
+    where = {name: file for file, contents in files.items() for name in contents}
+    _write_json(target / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
 
 
-def _maker(tensor: Any, shape: tuple[int, ...], permuted_heads: int) -> Callable[[], Array]:
-    def make() -> Array:
-        from gguf.quants import dequantize
+def _values(tensor: Any, permuted_heads: int) -> Array:
+    from gguf.quants import dequantize
 
-        values = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        values = values.reshape(shape)
-        return _unpermute(values, permuted_heads) if permuted_heads else values
-
-    return make
+    values = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+    values = values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
+    return _unpermute(values, permuted_heads) if permuted_heads else values
 
 
 def _unpermute(values: Array, num_heads: int) -> Array:
@@ -246,7 +246,11 @@ def _write_tokenizer(target: Path, get: _Get, max_length: int) -> None:
         raise UnsupportedModel(f"GGUF tokenizer {kind!r} is not supported; supported: gpt2, llama")
     _add_specials(tokenizer, get, tokens)
     tokenizer.save(str(target / "tokenizer.json"))
-    write_json(target / "tokenizer_config.json", _tokenizer_config(get, tokens, max_length))
+    _write_json(target / "tokenizer_config.json", _tokenizer_config(get, tokens, max_length))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _tokenizer_config(get: _Get, tokens: list[str], max_length: int) -> dict[str, Any]:

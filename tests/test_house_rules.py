@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FOLDER_FILES = 15
-CROWDED = {"model": 18}  # folders that have more for now; only ever lowered
+CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2458,

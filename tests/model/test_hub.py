@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 
 from model.config import load_config
 from model.errors import ModelNotAvailable
-from model.files import build_once
-from model.hub import DEFAULT_MODEL, resolve_model
+from model.hub import DEFAULT_MODEL, build_once, resolve_model
 from tests.ports import kept_ports
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from model.files import build_once
+from model.hub import build_once
 from protocol.settings.machine import CannotKeep, _make, available_cores, cache_dir, cluster_secret
 
 

@@ -16,18 +16,18 @@ MAX_FOLDER_FILES = 15
 CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
-    "attention": 2458,
+    "attention": 2455,
     "benchmarks": 2730,
     "decode_server": 633,
     "deploy": 879,
-    "engine": 8717,
+    "engine": 8716,
     "kvcache": 7102,
     "kvcache/transfer": 5778,
-    "model": 3117,
+    "model": 2939,
     "prefill_server": 357,
     "protocol": 5486,
     "proxy": 2520,
-    "tests": 37928,
+    "tests": 37924,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

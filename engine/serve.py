@@ -27,7 +27,7 @@ from starlette.applications import Starlette
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
 from engine.prepare import StartFailure, prepare, read_for_answers
-from engine.process.client import Engine, EngineClient
+from engine.process.client import EngineClient
 from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
 from protocol.errors import EngineDied
@@ -168,7 +168,7 @@ class _Server:
         raise StartFailure("told to end before it was ready")
 
     async def _serve(
-        self, listener: socket.socket, client: Engine, app: Starlette, side_port: int | None
+        self, listener: socket.socket, client: EngineClient, app: Starlette, side_port: int | None
     ) -> int:
         server = _HttpServer(
             uvicorn.Config(
@@ -204,7 +204,7 @@ class _Server:
             raise StartFailure(failed)
         return 0
 
-    async def _drain(self, serving: asyncio.Future[None], client: Engine) -> None:
+    async def _drain(self, serving: asyncio.Future[None], client: EngineClient) -> None:
         """Lets open requests finish, and decode servers come for the KV they were promised, while
         the engine lives and for half of the grace time."""
         limit_s = self.settings.shutdown_grace_s / 2
@@ -216,7 +216,7 @@ class _Server:
                 return
             await asyncio.sleep(_LEASES_POLL_INTERVAL_S)
 
-    async def _watch_for_hang(self, client: Engine) -> None:
+    async def _watch_for_hang(self, client: EngineClient) -> None:
         """Gives up an engine whose processes live but do not get on: a stopped rank, a GPU or a
         collective that hangs, or an end that does. Its requests get their error, and whoever runs
         us starts it anew. Looks are counted, not seconds: where this process was stopped, or all of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from engine.http.text_encoder import TextEncoder
-from engine.process.client import Engine
+from engine.process.client import EngineClient
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import NoServerAvailable
@@ -99,7 +99,7 @@ class Api:
         generation_config: the defaults for fields that a request leaves out.
     """
 
-    client: Engine
+    client: EngineClient
     tokenizer: Tokenizer
     settings: EngineSettings
     hooks: ServerHooks

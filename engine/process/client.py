@@ -1,8 +1,5 @@
 """The HTTP process's side of the engine: requests out, tokens in.
 
-`EngineClient` talks to an engine process over a socket; all bookkeeping is in `Engine`, which tests
-give a script to play.
-
     submit([AddRequest, ...]) -> Subscription -> batches of TokenDeltas, one terminal each
 
 One subscription serves all prompts of a call, so several prompts need no tasks of their own.
@@ -11,7 +8,6 @@ Everything here runs on one event loop.
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from engine.process.transport import path_of
@@ -43,7 +39,7 @@ class Subscription:
     Closing it aborts whatever has not ended.
     """
 
-    def __init__(self, engine: "Engine", requests: Iterable[AddRequest]) -> None:
+    def __init__(self, engine: "EngineClient", requests: Iterable[AddRequest]) -> None:
         self._engine = engine
         # Choices without a terminal event, by request.
         requests = tuple(requests)
@@ -93,10 +89,14 @@ class Subscription:
         self._pending.clear()
 
 
-class Engine(ABC):
-    """What engine/http/app.py needs to know of an engine."""
+class EngineClient:
+    """An engine in another process, which connects to a socket here: this end lives longer.
 
-    def __init__(self) -> None:
+    Args:
+        address: `ipc://PATH` of the socket.
+    """
+
+    def __init__(self, address: str) -> None:
         self.ready: EngineReady | None = None
         self.stats: dict[str, float] = {}
         self.failure: str | None = None  # why the engine cannot go on
@@ -104,6 +104,10 @@ class Engine(ABC):
         self._settled = asyncio.Event()  # ready or failed
         # Since the last look: it spoke, or was given work after having none.
         self._was_heard = False
+        self._path = path_of(address)
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._hung_up = False
 
     @property
     def healthy(self) -> bool:
@@ -112,20 +116,24 @@ class Engine(ABC):
     @property
     def is_lost(self) -> bool:
         """Whether the engine has failed or hung up, after which its processes should be ending."""
-        return not self.healthy
+        return self._hung_up or not self.healthy
 
     @property
     def num_open(self) -> int:
         """Requests of which some choice has not ended."""
         return len(self._subscriptions)
 
-    @abstractmethod
-    def _send(self, message: EngineInput) -> None:
-        """Hands a message to the engine; raises EngineDied when nobody is there to take it."""
+    async def start(self) -> None:
+        """Begins to listen; call it on the event loop that the requests will run on."""
+        self._server = await asyncio.start_unix_server(self._listen, self._path)
 
     async def close(self) -> None:
         """Stops listening and ends every open request with NoServerAvailable."""
+        self.tell(Shutdown())
         self.fail("the server is shutting down", NoServerAvailable.code)
+        if self._server is not None:
+            self._server.close()
+        self._disconnect()
 
     async def wait_ready(self, timeout_s: float) -> EngineReady:
         """Waits for the engine to say that it can serve.
@@ -214,38 +222,8 @@ class Engine(ABC):
         if not subscription.is_open(delta.request_id):
             del self._subscriptions[delta.request_id]
 
-
-class EngineClient(Engine):
-    """An engine in another process, which connects to a socket here: this end lives longer.
-
-    Args:
-        address: `ipc://PATH` of the socket.
-    """
-
-    def __init__(self, address: str) -> None:
-        super().__init__()
-        self._path = path_of(address)
-        self._server: asyncio.Server | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._hung_up = False
-
-    @property
-    def is_lost(self) -> bool:
-        return self._hung_up or super().is_lost
-
-    async def start(self) -> None:
-        """Begins to listen; call it on the event loop that the requests will run on."""
-        self._server = await asyncio.start_unix_server(self._listen, self._path)
-
-    async def close(self) -> None:
-        self.tell(Shutdown())
-        await super().close()
-        if self._server is not None:
-            self._server.close()
-        self._disconnect()
-
     def _send(self, message: EngineInput) -> None:
-        """What the engine has not read yet is kept here."""
+        """What the engine has not read yet is kept here. Raises EngineDied where nobody will."""
         if self._writer is None:
             raise EngineDied("the engine is not connected")
         self._writer.write(framed(encode(message)))

@@ -11,10 +11,8 @@ import time
 
 from protocol.ipc.wire import Waker, Wire, WireClosed
 from protocol.messages import (
-    EngineFailed,
     EngineInput,
     EngineOutput,
-    EngineReady,
     EngineStats,
     Outputs,
     Shutdown,
@@ -80,16 +78,15 @@ class EngineTransport:
         self._waker.wake()
 
     def send(self, deltas: list[TokenDelta]) -> None:
-        self._send(Outputs(deltas))
+        self.tell(Outputs(deltas))
 
     def send_stats(self, values: dict[str, float]) -> None:
-        self._send(EngineStats(values))
+        self.tell(EngineStats(values))
 
-    def send_ready(self, ready: EngineReady) -> None:
-        self._send(ready)
-
-    def send_failed(self, reason: str) -> None:
-        self._send(EngineFailed(reason))
+    def tell(self, message: EngineOutput) -> None:
+        """Never waits: what the HTTP process has not read yet is kept here."""
+        with contextlib.suppress(WireClosed):  # `receive` tells
+            self._wire.send(encode(message))
 
     def close(self) -> None:
         until = time.monotonic() + _LINGER_S
@@ -100,8 +97,3 @@ class EngineTransport:
                 self._wire.flush()
         self._wire.close()
         self._waker.close()
-
-    def _send(self, message: EngineOutput) -> None:
-        """Never waits: what the HTTP process has not read yet is kept here."""
-        with contextlib.suppress(WireClosed):  # `receive` tells
-            self._wire.send(encode(message))

@@ -13,7 +13,7 @@ from engine.worker.service import ConnectorFactory
 from model.config import load_config
 from protocol.handshake import PROTOCOL_VERSION, EngineMetadata
 from protocol.ipc.wire import allow_short_naps
-from protocol.messages import EngineReady
+from protocol.messages import EngineFailed, EngineReady
 from protocol.process.lifecycle import ignore_sigterm
 
 
@@ -25,17 +25,17 @@ def lead(config: EngineConfig, factory: ConnectorFactory) -> None:
             core, rank, ready = _build(config, factory, links, transport)
     except Exception as error:
         ignore_sigterm()
-        transport.send_failed(reason_of(error))
+        transport.tell(EngineFailed(reason_of(error)))
         transport.close()
         raise
     rank.ready()
-    transport.send_ready(ready)
+    transport.tell(ready)
     allow_short_naps()
     try:
         core.run()
     except Exception as error:
         rank.blame(error)
-        transport.send_failed(reason_of(error))
+        transport.tell(EngineFailed(reason_of(error)))
         raise
     finally:
         core.connector.close()

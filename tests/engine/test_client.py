@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.process.client import Engine, EngineClient
+from engine.process.client import EngineClient
 from protocol.errors import EngineDied
 from protocol.ipc.wire import framed
 from protocol.messages import (
@@ -84,7 +84,7 @@ async def connected(socket_folder: Any) -> AsyncIterator[tuple[EngineClient, Rem
         await remote.close()
 
 
-async def collect(engine: Engine, request: AddRequest) -> list[TokenDelta]:
+async def collect(engine: EngineClient, request: AddRequest) -> list[TokenDelta]:
     return [delta async for delta in generate(engine, request)]
 
 

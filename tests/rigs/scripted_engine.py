@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from engine.process.client import Engine
+from engine.process.client import EngineClient
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -15,7 +15,7 @@ from protocol.messages import (
 )
 
 
-async def generate(engine: Engine, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
+async def generate(engine: EngineClient, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
     """One request's deltas, ending after the terminal one; closing it early aborts."""
     subscription = engine.submit([request])
     try:
@@ -51,7 +51,7 @@ async def hang(request: AddRequest) -> AsyncIterator[TokenDelta]:
 SMALL_ENGINE = EngineReady(num_blocks=64, block_size=16, max_model_len=256, vocab_size=1000)
 
 
-class ScriptedEngine(Engine):
+class ScriptedEngine(EngineClient):
     """An engine in memory that answers each request with what a script yields.
 
     A script that returns without a terminal delta, or raises, leaves its request open: that is
@@ -67,7 +67,7 @@ class ScriptedEngine(Engine):
         script: Script = count_up,
         ready: EngineReady | None = SMALL_ENGINE,
     ) -> None:
-        super().__init__()
+        super().__init__("")
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
         self._script = script

@@ -5,8 +5,8 @@ spent. So a prefill server hands over a text's ids with the KV, and signs a dige
 of its tokenizer. A decode server that finds the same digest for its own copy of the request takes
 the ids; with any other it tokenizes.
 
-What cannot fit the model's context is refused before it is tokenized, as that takes a second for a
-megabyte and hundreds of times a text's memory. The rendered chat template is looked at for that
+What cannot fit the model's context is refused before all of it is tokenized, as that takes a second
+for a megabyte and hundreds of times a text's memory. The rendered chat template is looked at for that
 rather than the messages: it may leave some out, and write tools and variables as well.
 
 A chat template that knows `tools` writes them itself. To a model whose template does not, a system
@@ -30,6 +30,7 @@ from protocol.openai.tools import Tools
 
 INLINE_CHARS = 2048  # longer texts are tokenized off the event loop
 LONG_CHARS = 1 << 20  # longer texts are tokenized one at a time: each takes hundreds of MB
+_LIKELY_CHARS = 16  # of a token: only texts of longer ones are looked at before they are tokenized
 
 _T = TypeVar("_T")
 _HOW_TO_CALL = {
@@ -102,10 +103,10 @@ class TextEncoder:
 
         Raises:
             InvalidRequest: the chat template refuses the messages.
-            ContextLengthExceeded: a longer text has more than `max_model_len` tokens for sure.
+            ContextLengthExceeded: a longer text has more than `max_model_len` tokens by far.
         """
         assert isinstance(parsed, ChatRequest | CompletionRequest)
-        tokenizer = self._tokenizer
+        tokenizer, likely = self._tokenizer, _LIKELY_CHARS * max_model_len
 
         def render() -> Sequence[str | list[int]]:
             if isinstance(parsed, ChatRequest):
@@ -113,9 +114,9 @@ class TextEncoder:
             else:
                 found = parsed.prompts
             for text in found:
-                if not isinstance(text, str) or len(text) <= sure_to:
+                if not isinstance(text, str) or len(text) <= max(sure_to, likely):
                     continue
-                if at_least := tokenizer.at_least(text, max_model_len + 1):
+                if at_least := tokenizer.at_least(text, max_model_len):
                     raise too_long(at_least, max_model_len, prompt_param(parsed), "at least ")
             return found
 

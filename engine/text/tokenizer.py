@@ -25,15 +25,7 @@ _MANY_IDS = 2048  # take a millisecond to decode
 _SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 _FILES = ("tokenizer.json", _CONFIG, _MAP, "chat_template.jinja")
-_SPACE = "\u2581"  # how vocabularies of words spell a space
-_FORMS = {"NFC", "NFKC", "NFD", "NFKD"}
-_MOST_SHRUNK = 4  # UTF-8 bytes that a Unicode form makes one of, at most
-# Steps of normalizers and pre-tokenizers that leave all of a text there, spaces spelled at most.
-_KEEP_TEXT = {"Sequence", "Prepend", "ByteLevel", "Digits", "Split", "Punctuation", *_FORMS}
-_SPELLS_SPACE = (
-    rf'"type":"Replace","pattern":{{"String":" "}},"content":"{_SPACE}"'
-    rf'|"type":"Metaspace","replacement":"{_SPACE}"'
-)
+_PIECE_CHARS = 1 << 16  # of a long text, tokenized alone
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words spell a byte
 
 
@@ -71,8 +63,6 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_bytes = _byte_level_table(self._tokenizer)
-        self._loses_spaces = any(token.lstrip or token.rstrip for token in added.values())
-        self._longest_bytes = _longest_token_bytes(self._tokenizer)
         self.eos_ids = self._find_eos_ids(folder)
         self.chat_template = find_chat_template(folder, config)
         plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
@@ -90,15 +80,17 @@ class Tokenizer:
         """The tokenizer in the form of a tokenizer.json, with all its special tokens."""
         return str(self._tokenizer.to_str())
 
-    def at_least(self, text: str, enough: int) -> int:
-        """How many tokens `text` has at least, by its length and that of the longest token; 0 for
-        any number below `enough`. Costs little, unlike `encode`, which takes hundreds of times a
-        text's memory."""
-        if self._longest_bytes is None or 4 * len(text) < enough * self._longest_bytes:
-            return 0
-        kept = "".join(text.split()) if self._loses_spaces else text
-        found = -(-len(kept.encode(errors="ignore")) // self._longest_bytes)
-        return found if found >= enough else 0
+    def at_least(self, text: str, limit: int) -> int:
+        """How many tokens `text` has at least, where that is more than `limit`; else 0. Costs as
+        much as to tokenize twice `limit` tokens, not all of a text, which takes hundreds of times
+        its memory: piece by piece, whose number is off by what lies at their borders."""
+        num_tokens = 0
+        for begin in range(0, len(text), _PIECE_CHARS):
+            piece = text[begin : begin + _PIECE_CHARS]
+            num_tokens += len(self.encode(piece, add_special_tokens=False))
+            if num_tokens > 2 * limit:
+                return (num_tokens + 1) // 2
+        return 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
@@ -227,53 +219,20 @@ def _add_missing(
     tokenizer.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in missing])
 
 
-def _byte_alphabet() -> list[str]:
-    """The character of each byte: itself where it is printable, else one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
 def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
     """The bytes of every id, when the decoder is the byte-level one; else None.
 
-    A byte-level vocabulary spells each byte as one printable character. A token with any other
-    character (an added one) stands for its own UTF-8.
+    A byte-level vocabulary spells each byte as one character: itself where it is printable, else one
+    from U+0100 on. A token with any other character (an added one) stands for its own UTF-8.
     """
     if type(tokenizer.decoder) is not tokenizers.decoders.ByteLevel:
         return None
-    byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    byte_of = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values()) + 1)
     for token, token_id in vocab.items():
         is_spelled = byte_of.keys() >= set(token)
         table[token_id] = bytes(map(byte_of.__getitem__, token)) if is_spelled else token.encode()
     return table
-
-
-def _longest_token_bytes(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The most UTF-8 bytes of a text that one token stands for. None where the tokenizer may drop
-    text, or treats it in a way not known here: no text is refused that fits."""
-    own, model = tokenizer.get_vocab(with_added_tokens=False), tokenizer.model
-    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
-    steps = b"".join(part.__getstate__() for part in parts if part is not None).decode()
-    steps = re.sub(_SPELLS_SPACE, '"type":"Prepend"', steps)
-    kinds = re.findall(r'"type":"(\w+)"', steps)
-    num_forms = sum(kind in _FORMS for kind in kinds)
-    if type(model) is not tokenizers.models.BPE or not _KEEP_TEXT.issuperset(kinds):
-        return None
-    if model.continuing_subword_prefix or model.end_of_word_suffix or '"Removed"' in steps:
-        return None
-    if kinds.count("ByteLevel") == 1 and "Prepend" not in kinds:
-        pieces, lengths = _byte_alphabet(), [*map(len, own)]
-    elif "ByteLevel" not in kinds and model.byte_fallback:
-        pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-        lengths = [len(token.replace(_SPACE, " ").encode()) for token in own]
-    else:
-        return None
-    # Without all bytes, a text that has no token of its own becomes fewer tokens, or none.
-    if num_forms > 1 or not own.keys() >= set(pieces):
-        return None
-    added = tokenizer.get_added_tokens_decoder().values()
-    lengths += [len(token.content.encode()) for token in added]
-    return max(lengths) * int(_MOST_SHRUNK**num_forms)

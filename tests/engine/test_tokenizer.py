@@ -151,6 +151,21 @@ def test_it_equals_transformers_on_shared_models(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "unit", ["the cat sat, ", " ", "hello", "0", "<|end|>", "<extra>", "e\u0301", "你", "🙂", "\r\n"]
+)
+def test_no_text_has_fewer_tokens_than_its_bound(
+    folders: dict[str, Path], name: str, unit: str
+) -> None:
+    tokenizer = Tokenizer(folders[name])
+    text = unit * (150_000 // len(unit))
+    count = len(tokenizer.encode(text))
+    for limit in (0, count // 3, count - 1, count):
+        bound = tokenizer.at_least(text, limit)
+        assert (limit < bound <= count) if limit <= count // 3 else bound == 0
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_many_ids_are_decoded_like_few(folders: dict[str, Path], name: str) -> None:
     tokenizer = Tokenizer(folders[name])
     few = tokenizer.encode("Hello, wörld! ")

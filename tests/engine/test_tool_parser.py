@@ -57,7 +57,7 @@ CASES = [
     ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
     ("hermes", '<tool_call>{"x": 1}', '<tool_call>{"x": 1}', []),
     ("hermes", "<tool_ca", "<tool_ca", []),
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ', "", [("add", '{"a":')]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ', "", [("add", '{"a": ')]),
     ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
     (
         "llama3_json",
@@ -132,8 +132,8 @@ def test_arguments_come_as_they_are_written() -> None:
     pieces = [parser.feed(text).calls for text in ('ments": {"a"', ": 1, ", '"b": 2}', "}</tool")]
     assert [[piece.arguments for piece in some] for some in pieces] == [
         ['{"a"'],
-        [": 1,"],
-        [' "b": 2}'],
+        [": 1, "],
+        ['"b": 2}'],
         [],
     ]
 

@@ -158,18 +158,19 @@ class EngineCore(CoreServices):
     def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
         """The masks are found while the step computes its logits: at once, or when the tokens of
         the step before are there."""
-        masks = None if self._launched else self.grammars.masks(scheduled)
+        is_first = not self._launched
+        if is_first:
+            self.grammars.begin_masks(scheduled)
         try:
             pending = self._launch(scheduled, step)
         except StepFailed:
-            if masks is not None:  # another thread fills them, and shall not go on with these
-                masks.result(math.inf)
+            if is_first:  # other threads fill them, and shall not go on with these
+                self.grammars.masks(scheduled, however_late=True)
             raise
-        if masks is None:
+        if not is_first:
             self.finish_steps(1)
-            masks = self.grammars.masks(scheduled)
-        allowed = masks.result()
-        late = self.grammars.late(scheduled, masks)
+            self.grammars.begin_masks(scheduled)
+        allowed, late = self.grammars.masks(scheduled)
         try:
             pending.draw(allowed)
         except StepFailed:

@@ -3,17 +3,24 @@ may draw next. For the engine core's thread.
 
     compiling   not queued before their grammar is there
     sitting     in a batch until they were late: another thread works on their state meanwhile
+
+A step waits for its masks for so long and no more. Rows whose mask is not there by then are late:
+they sit out until it is, and draw the same token in a later step.
 """
 
 import time
 from collections.abc import Sequence as Sequenceable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Any
 
 from engine.core.scheduler import Scheduled
 from engine.core.sequence import Phase, Sequence
-from engine.text.grammar import GrammarCompiler, MaskThreads, StepMasks
+from engine.text.grammar import GrammarCompiler, GrammarState, Int32s, step_masks
 from protocol.errors import GrammarFailed
+
+_BUDGET_S = 0.05  # that a step waits for its masks
+_MASK_THREADS = 4  # that late rows can hold up before the masks of a step are
 
 
 class CoreGrammars:
@@ -29,7 +36,8 @@ class CoreGrammars:
         self.compiling: dict[Sequence, Future[Any]] = {}
         self.sitting: dict[Sequence, tuple[Future[None], float]] = {}  # and until when
         self.timeout_s = timeout_s
-        self._threads = MaskThreads()
+        self._quick = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="grammar-masks")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="grammar-slow")
 
     def prepare(self, sequence: Sequence) -> bool:
         """Gives a sequence its place in its grammar, if it has one; False while that takes another
@@ -56,23 +64,29 @@ class CoreGrammars:
                 self.compiling[sequence] = self._advance(choice, fill=False)
         return sequence not in self.compiling
 
-    def masks(self, scheduled: Sequenceable[Scheduled]) -> StepMasks:
+    def begin_masks(self, scheduled: Sequenceable[Scheduled]) -> None:
         """Begins to fill the masks of a step."""
-        assert self.compiler is not None, "prepare lets no sequence with a grammar through"
-        states = [sequence.grammar for item in scheduled for sequence in item.draws]
-        return self._threads.begin(states, self.compiler.num_words, self.compiler.vocab_size)
+        for state in _states(scheduled):
+            if state is not None and not state.is_busy:
+                state.work = self._quick.submit(state.fill)
 
-    def late(self, scheduled: Sequenceable[Scheduled], masks: StepMasks) -> set[Sequence]:
-        """The sequences of a step that draw nothing, as a mask of theirs is late. Those that
-        another thread is at sit out until it is done."""
+    def masks(
+        self, scheduled: Sequenceable[Scheduled], *, however_late: bool = False
+    ) -> tuple[Int32s, set[Sequence]]:
+        """The masks of a step, see `step_masks`, and its sequences that draw nothing, as one of
+        theirs is late. These sit out until another thread is done with it."""
+        assert self.compiler is not None, "prepare lets no sequence with a grammar through"
+        states = _states(scheduled)
+        works = [state.work for state in states if state is not None and state.work is not None]
+        wait_for(works, None if however_late else _BUDGET_S)
         late = set()
-        draws = [(item.sequence, choice) for item in scheduled for choice in item.draws]
-        for row in masks.late:
-            sequence, choice = draws[row]
-            late.add(sequence)  # its children go on with it
-            if choice.grammar is not None and choice.grammar.work and choice.grammar.is_busy:
-                self._sit_out(sequence, choice.grammar.work)
-        return late
+        for item in scheduled:
+            for choice in item.draws:
+                work = choice.grammar and choice.grammar.work
+                if work and not work.done():
+                    late.add(item.sequence)  # its children go on with it
+                    self._sit_out(item.sequence, work)
+        return step_masks(states, self.compiler.vocab_size), late
 
     def is_slow(self, sequence: Sequence, max_model_len: int) -> bool:
         """Whether a sequence sits out, as it takes long to find out whether its last token ended
@@ -90,12 +104,16 @@ class CoreGrammars:
         return True
 
     def _advance(self, sequence: Sequence, *, fill: bool) -> Future[None]:
-        assert sequence.grammar is not None and self.compiler is not None
-        work = self._threads.advance(
-            sequence.grammar, list(sequence.token_ids), sequence.num_prompt_tokens, fill=fill
-        )
-        sequence.grammar.work = work
-        return work
+        """Has a slow state follow a sequence's outputs, and its next mask filled."""
+        state, token_ids = sequence.grammar, list(sequence.token_ids)
+        assert state is not None
+
+        def work() -> None:
+            if state.follow(token_ids, sequence.num_prompt_tokens) is None and fill:
+                state.fill()
+
+        state.work = self._slow.submit(work)
+        return state.work
 
     def _sit_out(self, sequence: Sequence, work: Future[None]) -> None:
         assert self.compiler is not None
@@ -132,3 +150,7 @@ class CoreGrammars:
         self.compiling.pop(sequence, None)
         if self.sitting.pop(sequence, None) is not None:
             sequence.sits_out = False
+
+
+def _states(scheduled: Sequenceable[Scheduled]) -> list[GrammarState | None]:
+    return [choice.grammar for item in scheduled for choice in item.draws]

@@ -5,9 +5,9 @@ spent. So a prefill server hands over a text's ids with the KV, and signs a dige
 of its tokenizer. A decode server that finds the same digest for its own copy of the request takes
 the ids; with any other it tokenizes.
 
-What cannot fit the model's context is refused before all of it is tokenized, as that takes a second
-for a megabyte and hundreds of times a text's memory. The rendered chat template is looked at for that
-rather than the messages: it may leave some out, and write tools and variables as well.
+What cannot fit the model's context is refused before all of it is tokenized, as that takes a
+second for a megabyte and hundreds of times a text's memory. The rendered chat template is looked at
+for that rather than the messages: it may leave some out, and write tools and variables as well.
 
 A chat template that knows `tools` writes them itself. To a model whose template does not, a system
 message says what there is and how to call it, in the form that engine/text/tool_parser.py reads.

@@ -222,8 +222,8 @@ def _add_missing(
 def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
     """The bytes of every id, when the decoder is the byte-level one; else None.
 
-    A byte-level vocabulary spells each byte as one character: itself where it is printable, else one
-    from U+0100 on. A token with any other character (an added one) stands for its own UTF-8.
+    A byte-level vocabulary spells each byte as one character: itself where it is printable, else
+    one from U+0100 on. A token with any other character (an added one) stands for its own UTF-8.
     """
     if type(tokenizer.decoder) is not tokenizers.decoders.ByteLevel:
         return None

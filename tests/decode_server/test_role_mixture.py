@@ -19,10 +19,11 @@ from msgspec.structs import replace
 
 import engine.text.grammar
 from decode_server.connector import DecodeConnector
+from engine.core import core_grammar
 from engine.core.batch import Int32s, StepFailed, StepInput
 from engine.core.core_stats import StepPace
 from engine.core.sequence import Phase
-from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler, StepMasks
+from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -401,11 +402,13 @@ class _Mixture:
 
 def _run(seed: int, compiler: GrammarCompiler) -> None:
     """At times steps wait for few of their masks, or all grammars are slow."""
-    rng, wait = random.Random(seed), StepMasks._wait
+    rng, wait_for = random.Random(seed), core_grammar.wait_for
     with pytest.MonkeyPatch.context() as patch:
         if seed % 4 == 1:
             patch.setattr(
-                StepMasks, "_wait", lambda *args: wait(*args) if rng.random() < 0.3 else None
+                core_grammar,
+                "wait_for",
+                lambda *args: wait_for(*args) if rng.random() < 0.3 else None,
             )
         if seed % 4 == 2:
             patch.setattr(engine.text.grammar, "_SLOW_S", -1.0)

@@ -152,7 +152,8 @@ def test_it_equals_transformers_on_shared_models(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
-    "unit", ["the cat sat, ", " ", "hello", "0", "<|end|>", "<extra>", "e\u0301", "你", "🙂", "\r\n"]
+    "unit",
+    ["the cat sat, ", " ", "hello", "0", "<|end|>", "<extra>", "e\u0301", "你", "🙂", "\r\n"],
 )
 def test_no_text_has_fewer_tokens_than_its_bound(
     folders: dict[str, Path], name: str, unit: str

@@ -7,7 +7,6 @@ hits or preemption changes the output, which `expected_output` computes without 
 
 import dataclasses
 import hashlib
-import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -26,7 +25,7 @@ from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
 from engine.core.logits_processing import NO_ROW, SamplingRow
 from engine.core.scheduler import Scheduler, SchedulerLimits
-from engine.text.grammar import GrammarCompiler, GrammarState, MaskThreads
+from engine.text.grammar import GrammarCompiler, GrammarState, step_masks
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
 from protocol.messages import (
@@ -302,8 +301,10 @@ def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
 
 def masks_of(compiler: GrammarCompiler, states: Sequence[GrammarState | None]) -> Int32s:
     """Of one step, however long they take."""
-    threads = MaskThreads()
-    return threads.begin(states, compiler.num_words, compiler.vocab_size).result(math.inf)
+    for state in states:
+        if state is not None:
+            state.fill()
+    return step_masks(states, compiler.vocab_size)
 
 
 def add(

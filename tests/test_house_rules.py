@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2730,
     "decode_server": 633,
     "deploy": 879,
-    "engine": 8716,
+    "engine": 8461,
     "kvcache": 7102,
     "kvcache/transfer": 5778,
     "model": 2939,
     "prefill_server": 357,
     "protocol": 5486,
     "proxy": 2520,
-    "tests": 37924,
+    "tests": 37730,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

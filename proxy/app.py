@@ -50,6 +50,7 @@ class ProxyApp:
         self.settings = settings
         self.metrics = Metrics("proxy")
         self.fleet = Fleet(
+            {Kind.PREFILL: settings.prefill, Kind.DECODE: settings.decode},
             on_change=self._on_change,
             on_silence=lambda server, is_long: self._upstreams.on_silence(server, is_long),
         )
@@ -72,12 +73,9 @@ class ProxyApp:
         self._upstreams = Upstreams(self.fleet, self._upstream, self.metrics, self.knowledge)
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
-        for kind, urls in ((Kind.PREFILL, settings.prefill), (Kind.DECODE, settings.decode)):
-            for index, url in enumerate(urls):
-                server = Server(kind, url, index)
-                self.fleet.join(server)
-                self._show_ready(server, self.fleet.health(server))
-        for name, labels in _known_series(self.fleet.servers()):
+        for server in self.fleet.servers:
+            self._show_ready(server)
+        for name, labels in _known_series(self.fleet.servers):
             self.metrics.begin(name, **labels)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -208,17 +206,14 @@ class ProxyApp:
 
     async def _ready(self, reply: Reply) -> None:
         counts = {
-            kind.value: {
-                "ready": self.fleet.num_ready(kind),
-                "configured": len(self.fleet.servers(kind)),
-            }
-            for kind in Kind
+            kind.value: {"ready": len(self.fleet.ready(kind)), "configured": len(servers)}
+            for kind, servers in self.fleet.of.items()
         }
         missing = [f"no {kind} server is ready" for kind, n in counts.items() if not n["ready"]]
         if self.shutting_down:
             missing.append("shutting down")
         ready = bool(counts["decode"]["ready"]) and not self.shutting_down
-        servers = {s.name: self.fleet.health(s).ready for s in self.fleet.servers()}
+        servers = {server.name: server.health.ready for server in self.fleet.servers}
         status = {"status": "ready" if ready else "not_ready", "missing": missing}
         await reply.answer_json(200 if ready else 503, {**status, **counts, "servers": servers})
 
@@ -237,11 +232,11 @@ class ProxyApp:
             "" if reply.finished else " unfinished",
         )  # fmt: skip
 
-    def _show_ready(self, server: Server, health: Health) -> None:
-        self.metrics.set("baton_proxy_upstream_ready", float(health.ready), **server.labels)
+    def _show_ready(self, server: Server) -> None:
+        self.metrics.set("baton_proxy_upstream_ready", server.health.ready, **server.labels)
 
     def _on_change(self, server: Server, old: Health, new: Health) -> None:
-        self._show_ready(server, new)
+        self._show_ready(server)
         if new.ready:
             logger.info("%s is ready", server)
             return

@@ -4,7 +4,7 @@ Two independent judgements:
 - *ready*: the server's own word at GET /ready, taken back at once by a connection error.
 - *circuit*: what became of the requests it was given, for a server that says ready and is not.
 
-    CLOSED --`failures` in a row--> OPEN --cooldown--> HALF_OPEN --one trial succeeds--> CLOSED
+    CLOSED --`FAILURES` in a row--> OPEN --cooldown--> HALF-OPEN --one trial succeeds--> CLOSED
                                       ^-----------------the trial fails-----'  (longer cooldown)
 
 An open circuit only moves a server to the end of the queue: requests that make any server fail
@@ -12,27 +12,14 @@ must not be able to close the service for everybody.
 """
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from proxy.knowledge import Totals
 
-
-class Circuit(Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
-
-
-@dataclass(frozen=True)
-class HealthPolicy:
-    silences: int = 3  # health checks without an answer, in a row, that make a server not ready
-    long_silence: int = 10  # so many of them: it will not answer what it was asked before either
-    failures: int = 5  # in a row
-    cooldown_s: float = 5.0  # doubles with each failed trial
-    max_cooldown_s: float = 60.0
-
-
-POLICY = HealthPolicy()
+SILENCES = 3  # health checks without an answer, in a row, that make a server not ready
+LONG_SILENCE = 10  # so many of them: it will not answer what it was asked before either
+FAILURES = 5  # in a row, that open the circuit
+COOLDOWN_S = 5.0  # doubles with each failed trial
+MAX_COOLDOWN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,8 +31,10 @@ class Room:
 
     def holds(self, num_tokens: int, num_choices: int) -> bool:
         """False where the server is known to refuse so much."""
-        wanted = ((num_tokens, self.max_model_len), (num_choices, self.max_num_seqs))
-        return all(limit is None or amount <= limit for amount, limit in wanted)
+        length, choices = self.max_model_len, self.max_num_seqs
+        return (length is None or num_tokens <= length) and (
+            choices is None or num_choices <= choices
+        )
 
 
 @dataclass(frozen=True)
@@ -82,10 +71,10 @@ def polled(health: Health, said: Said, started_at: float) -> Health:
     return replace(health, ready=said.ready, reason=reason, silences=0, room=room)
 
 
-def silent(health: Health, reason: str, policy: HealthPolicy) -> Health:
+def silent(health: Health, reason: str) -> Health:
     """A health check got no answer in time: one that is merely busy stays ready for a while."""
     silences = health.silences + 1
-    if health.ready and silences < policy.silences:
+    if health.ready and silences < SILENCES:
         return replace(health, silences=silences)
     return replace(health, ready=False, reason=reason, silences=silences)
 
@@ -95,14 +84,13 @@ def unreachable(health: Health, reason: str, now: float) -> Health:
     return replace(health, ready=False, reason=reason, changed_at=now)
 
 
-def failed(health: Health, now: float, policy: HealthPolicy) -> Health:
+def failed(health: Health, now: float) -> Health:
     """A request that the server was given came to nothing through the server's fault."""
     failures = health.failures + 1
-    if health.open_until is None and failures < policy.failures:
-        return replace(health, failures=failures)
-    if circuit(health, now) is Circuit.OPEN:
-        return replace(health, failures=failures)  # sent before it opened, or for want of others
-    cooldown_s = min(policy.cooldown_s * 2**health.openings, policy.max_cooldown_s)
+    is_open = health.open_until is not None and now < health.open_until
+    if is_open or (health.open_until is None and failures < FAILURES):
+        return replace(health, failures=failures)  # open: sent before that, or for want of others
+    cooldown_s = min(COOLDOWN_S * 2**health.openings, MAX_COOLDOWN_S)
     return replace(
         health,
         failures=failures,
@@ -119,20 +107,13 @@ def succeeded(health: Health) -> Health:
     return replace(health, failures=0, openings=0, open_until=None, trial_until=float("-inf"))
 
 
-def circuit(health: Health, now: float) -> Circuit:
-    if health.open_until is None:
-        return Circuit.CLOSED
-    return Circuit.OPEN if now < health.open_until else Circuit.HALF_OPEN
-
-
 def admits(health: Health, now: float) -> bool:
     """Whether the circuit lets one more request through."""
-    state = circuit(health, now)
-    return state is Circuit.CLOSED or (state is Circuit.HALF_OPEN and now >= health.trial_until)
+    return health.open_until is None or now >= max(health.open_until, health.trial_until)
 
 
-def began(health: Health, now: float, policy: HealthPolicy) -> Health:
+def began(health: Health, now: float) -> Health:
     """A request goes to the server; in a half-open circuit it is the trial."""
-    if circuit(health, now) is not Circuit.HALF_OPEN:
+    if health.open_until is None or now < health.open_until:
         return health
-    return replace(health, trial_until=now + policy.cooldown_s)
+    return replace(health, trial_until=now + COOLDOWN_S)

@@ -73,6 +73,13 @@ class Work:
     end: float
 
 
+class _Loads(dict[object, Load]):
+    """By server; each gets an index of its own."""
+
+    def __missing__(self, server: object) -> Load:
+        return self.setdefault(server, Load(len(self)))
+
+
 class Knowledge:
     """Loads by server, and who has which prefixes.
 
@@ -94,26 +101,23 @@ class Knowledge:
         self._limits = Limits(step_s)
         self._prefixes = PrefixIndex(max_blocks)
         self._clock = clock
-        self._loads: dict[object, Load] = {}
+        self._loads = _Loads()
         self._totals: dict[object, Totals] = {}
 
     def load(self, server: object) -> Load:
-        """Of a server; a new one's indices are never used again."""
-        if server not in self._loads:
-            self._loads[server] = Load(len(self._loads))
+        """Of a server."""
         return self._loads[server]
 
     def forget(self, server: object) -> None:
         """What it had cached is not there any more: it has restarted, or left."""
-        if server in self._loads:
-            self._prefixes.forget(self._loads[server].index)
+        self._prefixes.forget(self._loads[server].index)
 
     def goes_alone(self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]) -> bool:
         """Whether a decode server shall compute the prompt itself."""
         if self._disaggregate != "auto":
             return self._disaggregate == "never"
         ask = replace(ask, now=self._clock())
-        loads = [self.load(server) for server in prefills], [self.load(each) for each in decodes]
+        loads = [[self._loads[server] for server in servers] for servers in (prefills, decodes)]
         found = place(ask, *loads, self._prefixes.depths(ask.hashes), limits=self._limits)
         return found is not None and found.prefill is None
 
@@ -124,7 +128,7 @@ class Knowledge:
         if ask is None or self._routing == "round_robin" or len(servers) == 1:
             return servers[0]
         ask = replace(ask, now=self._clock())
-        loads = [self.load(server) for server in servers]
+        loads = [self._loads[server] for server in servers]
         depths = self._prefixes.depths(ask.hashes) if self._routing == "auto" else {}
         if not generates:
             return servers[cheapest_prefill(ask, loads, depths)]

@@ -1,12 +1,12 @@
 """The servers behind the proxy and what is known of each. Does no I/O."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from proxy import health, routing
-from proxy.health import POLICY, Health, HealthPolicy, Said
+from proxy import health
+from proxy.health import Health, Said
 
 
 class Kind(Enum):
@@ -14,17 +14,19 @@ class Kind(Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Server:
     """One server. Clients are told its name; its URL is for the log alone.
 
-    Args:
+    Attributes:
         index: its place among those of its kind, as the operator gave them.
+        health: changed by its Fleet alone.
     """
 
     kind: Kind
     url: str
-    index: int = field(default=0, compare=False)
+    index: int = 0
+    health: Health = field(default_factory=Health)
 
     @property
     def name(self) -> str:
@@ -40,46 +42,33 @@ class Server:
 
 
 class Fleet:
-    """All servers, in the order in which they joined.
+    """All servers, not ready until a health check says so.
 
     Args:
+        urls: by kind, in the order in which they take turns; one may be of both kinds.
         on_change: called with (server, old, new) when a server becomes ready or stops being so, and
             when the reason why it is not ready is another.
-        on_silence: called with (server, whether that is a `long_silence`) at each health check
+        on_silence: called with (server, whether that is a LONG_SILENCE) at each health check
             without an answer, once they have made a server not ready.
     """
 
     def __init__(
         self,
+        urls: Mapping[Kind, Iterable[str]],
         *,
-        policy: HealthPolicy = POLICY,
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[Server, Health, Health], None] = lambda *_: None,
         on_silence: Callable[[Server, bool], None] = lambda *_: None,
     ) -> None:
-        self._policy = policy
         self._clock = clock
         self._on_change = on_change
         self._on_silence = on_silence
-        self._health: dict[Server, Health] = {}
-        self._last: dict[tuple[Kind, str], Server] = {}
+        self.of = {kind: _servers(kind, urls.get(kind, ())) for kind in Kind}
+        self._next: dict[tuple[Kind, str], int] = {}  # whose turn it is, by index
 
-    def join(self, server: Server) -> None:
-        """Adds a server, not ready until a health check says so."""
-        self._health.setdefault(server, Health())
-
-    def leave(self, server: Server) -> None:
-        """Removes a server; requests that it has go on."""
-        self._health.pop(server, None)
-
-    def servers(self, kind: Kind | None = None) -> list[Server]:
-        return [server for server in self._health if kind in (None, server.kind)]
-
-    def health(self, server: Server) -> Health:
-        return self._health.get(server, Health(reason="left"))
-
-    def num_ready(self, kind: Kind, exclude: Collection[Server] = ()) -> int:
-        return len(self.ready(kind, exclude))
+    @property
+    def servers(self) -> list[Server]:
+        return [server for kind in Kind for server in self.of[kind]]
 
     def choose(
         self,
@@ -88,7 +77,8 @@ class Fleet:
         rotation: str = "",
         first: Callable[[list[Server]], Server] = lambda servers: servers[0],
     ) -> Server | None:
-        """The server for the next request of this kind; None when no other is ready.
+        """The server for the next request of this kind; None when no other is ready. Servers whose
+        circuit admits no request are only taken where there are no others.
 
         Args:
             first: chooses among those that may take it; equals are best taken in their order.
@@ -96,56 +86,52 @@ class Fleet:
                 a client that asks in a rhythm would give one server all of its long requests.
         """
         now = self._clock()
-        usable = routing.usable(
-            self.servers(kind),
-            self._last.get((kind, rotation)),
-            ready=lambda server: server not in exclude and self._health[server].ready,
-            admits=lambda server: health.admits(self._health[server], now),
-        )
+        start = self._next.get((kind, rotation), 0)
+        in_turn = self.of[kind][start:] + self.of[kind][:start]
+        ready = [s for s in in_turn if s.health.ready and s not in exclude]
+        usable = [s for s in ready if health.admits(s.health, now)] or ready
         if not usable:
             return None
         server = first(usable)
-        self._last[kind, rotation] = server
-        self._set(server, health.began(self._health[server], now, self._policy))
+        self._next[kind, rotation] = server.index + 1
+        self._set(server, health.began(server.health, now))
         return server
 
     def ready(self, kind: Kind, exclude: Collection[Server] = ()) -> list[Server]:
-        return [s for s in self.servers(kind) if self._health[s].ready and s not in exclude]
+        return [s for s in self.of[kind] if s.health.ready and s not in exclude]
 
     def context(self, kind: Kind) -> int | None:
         """The longest context of the ready servers of a kind; None unless all have said theirs."""
-        ready = [self._health[s] for s in self.servers(kind) if self._health[s].ready]
-        told = [health.room.max_model_len for health in ready]
+        told = [server.health.room.max_model_len for server in self.ready(kind)]
         known = [length for length in told if length is not None]
         return max(known) if known and len(known) == len(told) else None
 
     def unfit(self, kind: Kind, num_tokens: int, num_choices: int) -> list[Server]:
         """The servers that are known to have a shorter context than that, or fewer sequences."""
-        rooms = {server: self._health[server].room for server in self.servers(kind)}
-        return [s for s, room in rooms.items() if not room.holds(num_tokens, num_choices)]
+        return [s for s in self.of[kind] if not s.health.room.holds(num_tokens, num_choices)]
 
     def polled(self, server: Server, said: Said, started_at: float) -> None:
-        self._set(server, health.polled(self.health(server), said, started_at))
+        self._set(server, health.polled(server.health, said, started_at))
 
     def silent(self, server: Server, reason: str) -> None:
-        new = health.silent(self.health(server), reason, self._policy)
-        self._set(server, new)
-        if not new.ready and new.silences >= self._policy.silences:
-            self._on_silence(server, new.silences >= self._policy.long_silence)
+        self._set(server, health.silent(server.health, reason))
+        if not server.health.ready and server.health.silences >= health.SILENCES:
+            self._on_silence(server, server.health.silences >= health.LONG_SILENCE)
 
     def unreachable(self, server: Server, reason: str) -> None:
-        self._set(server, health.unreachable(self.health(server), reason, self._clock()))
+        self._set(server, health.unreachable(server.health, reason, self._clock()))
 
     def failed(self, server: Server) -> None:
-        self._set(server, health.failed(self.health(server), self._clock(), self._policy))
+        self._set(server, health.failed(server.health, self._clock()))
 
     def succeeded(self, server: Server) -> None:
-        self._set(server, health.succeeded(self.health(server)))
+        self._set(server, health.succeeded(server.health))
 
     def _set(self, server: Server, new: Health) -> None:
-        old = self._health.get(server)
-        if old is None or old is new:
-            return  # it left, or nothing changed
-        self._health[server] = new
+        old, server.health = server.health, new
         if (old.ready, old.reason) != (new.ready, new.reason):
             self._on_change(server, old, new)
+
+
+def _servers(kind: Kind, urls: Iterable[str]) -> list[Server]:
+    return [Server(kind, url, index) for index, url in enumerate(dict.fromkeys(urls))]

@@ -10,6 +10,7 @@ A request that only scores its prompt is the prefill server's alone; no KV moves
 import asyncio
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from proxy.upstream_call import Leg, LegFailed, UpstreamCall, Upstreams
 _LEFT_S = 1.0
 
 
+@dataclass
 class PDRequest:
     """A client's request on its way through the fleet. Being cancelled aborts the leg in flight.
 
@@ -35,31 +37,23 @@ class PDRequest:
         data: the body as it came.
     """
 
-    def __init__(
-        self,
-        upstreams: Upstreams,
-        method: str,
-        path: str,
-        headers: Headers,
-        data: bytes,
-        reply: Reply,
-    ) -> None:
-        self._upstreams = upstreams
-        self._fleet = upstreams.fleet
-        self._metrics = upstreams.metrics
-        self._method = method
-        self._path = path
-        self._headers = headers
-        self._data = data
-        self._body: bodies.Body = {}
-        self._ask: Ask | None = None  # of a request that generates
-        self._reply = reply
-        self._trace = reply.trace
+    upstreams: Upstreams
+    method: str
+    path: str
+    headers: Headers
+    data: bytes
+    reply: Reply
+    _body: bodies.Body = field(default_factory=dict, init=False)
+    _ask: Ask | None = field(default=None, init=False)  # of a request that generates
+
+    def __post_init__(self) -> None:
+        self._fleet = self.upstreams.fleet
+        self._trace = self.reply.trace
 
     async def pass_on(self, rotation: str) -> None:
         """Answers as a decode server does. Raises BatonError as `run`."""
         self._trace.rotation = rotation
-        await self._decode(self._data)
+        await self._decode(self.data)
 
     async def run(self) -> None:
         """Serves a request that generates.
@@ -67,21 +61,21 @@ class PDRequest:
         Raises:
             BatonError: what the client is to be told; the reply has not ended.
         """
-        self._body, stripped = bodies.sanitize(bodies.parse_body(self._data))
+        self._body, stripped = bodies.sanitize(bodies.parse_body(self.data))
         if stripped:
-            self._metrics.inc("baton_proxy_stripped_kv_transfer_params")
+            self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
         self._ask = bodies.ask(self._body)
         self._trace.begin()
-        self._metrics.inc("baton_proxy_requests_in_progress")
+        self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
         try:
             is_scoring = bodies.is_scoring(self._body)
             if not (is_scoring and await self._score()):
                 await self._generate(is_scored=is_scoring)
         finally:
-            self._metrics.dec("baton_proxy_requests_in_progress")
+            self.upstreams.metrics.dec("baton_proxy_requests_in_progress")
 
     async def _generate(self, is_scored: bool) -> None:
-        if self._fleet.num_ready(Kind.DECODE) == 0:
+        if not self._fleet.ready(Kind.DECODE):
             raise NoServerAvailable("no decode server is ready; see /ready")
         answer = None if is_scored else await self._prefill()
         if answer is not None and answer.status != 200:
@@ -89,7 +83,7 @@ class PDRequest:
             return
         params = None if answer is None else bodies.params_of(answer.body or b"")
         if params is not None:
-            self._count("pd", "routed")
+            self.upstreams.count("pd", "routed")
             await self._decode_prefilled(params)
             return
         if answer is not None:
@@ -97,7 +91,7 @@ class PDRequest:
         is_long = self._trace.decode_only == "prefill_context"  # then for the longest context
         length = self._fleet.context(Kind.DECODE) if is_long else None
         unfit = self._unfit(Kind.DECODE, length or 0)
-        if self._fleet.num_ready(Kind.DECODE, unfit) == 0:  # a shorter one may be enough
+        if not self._fleet.ready(Kind.DECODE, unfit):  # a shorter one may be enough
             unfit = self._unfit(Kind.DECODE)
         await self._decode(bodies.decode_leg(self._body, None), unfit, computes=True)
 
@@ -111,9 +105,9 @@ class PDRequest:
             after_s = _LEFT_S
             raise
         finally:
-            if not self._reply.has_succeeded:
+            if not self.reply.has_succeeded:
                 url = self._trace.prefill
-                self._upstreams.give_back(url, self._headers, params, after_s)
+                self.upstreams.give_back(url, self.headers, params, after_s)
 
     async def _score(self) -> bool:
         """Has a prefill server answer the request; False: none can be had, nothing was sent."""
@@ -127,7 +121,7 @@ class PDRequest:
             return False
         self._trace.prefill = asked.server.url
         if asked.response.body is None:
-            self._count("prefill", "scored")
+            self.upstreams.count("prefill", "scored")
             await self._relay(asked)
         else:
             await self._relay_refusal(asked.response)
@@ -137,8 +131,8 @@ class PDRequest:
         """A prefill server's whole answer; None to do without."""
         context = self._fleet.context(Kind.DECODE)
         transfer_id = uuid.uuid4().hex
-        leg = bodies.prefill_leg(self._body, self._path, context, transfer_id)
-        if self._fleet.num_ready(Kind.DECODE, self._unfit(Kind.DECODE)) == 0:  # will be refused
+        leg = bodies.prefill_leg(self._body, self.path, context, transfer_id)
+        if not self._fleet.ready(Kind.DECODE, self._unfit(Kind.DECODE)):  # will be refused
             self._decode_only("decode_choices")
             return None
         if self._goes_alone():
@@ -150,7 +144,7 @@ class PDRequest:
             return None
         trace = self._trace
         trace.prefill, trace.prefill_s = asked.server.url, trace.elapsed_s()
-        self._metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
+        self.upstreams.metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
         return asked.response
 
     async def _ask_prefill(self, call: UpstreamCall, context: int | None) -> Leg | None:
@@ -161,18 +155,18 @@ class PDRequest:
             context: the longest of the servers that may be asked instead.
         """
         reason, unfit = "prefill_choices", self._unfit(Kind.PREFILL)
-        num_ready = self._fleet.num_ready
-        while num_ready(Kind.PREFILL, unfit) or not (unfit and num_ready(Kind.PREFILL)):
+        ready = self._fleet.ready
+        while ready(Kind.PREFILL, unfit) or not (unfit and ready(Kind.PREFILL)):
             try:
-                leg = await self._upstreams.run(call, self._trace, unfit)
+                leg = await self.upstreams.run(call, self._trace, unfit)
             except LegFailed as failed:
                 reason = failed.failure.value if failed.failure else "no_prefill_server"
                 break
             answer = leg.response
-            if answer.status == PayloadTooLarge.status and num_ready(Kind.DECODE):
+            if answer.status == PayloadTooLarge.status and ready(Kind.DECODE):
                 reason = "prefill_body"
                 break
-            own = self._fleet.health(leg.server).room.max_model_len
+            own = leg.server.health.room.max_model_len
             if not _is_beyond(answer, own, context):
                 return leg
             reason, unfit = "prefill_context", self._unfit(Kind.PREFILL, (own or 0) + 1)
@@ -185,10 +179,10 @@ class PDRequest:
         """Relays what a decode server answers, or what the last one said that did not take it."""
         try:
             call = self._call(Kind.DECODE, body, computes=computes)
-            leg = await self._upstreams.run(call, self._trace, unfit)
+            leg = await self.upstreams.run(call, self._trace, unfit)
         except LegFailed as failed:
             if failed.answer is not None:
-                await self._reply.relay(failed.answer)
+                await self.reply.relay(failed.answer)
                 return
             match failed.failure:
                 case Failure.LOST:
@@ -203,26 +197,26 @@ class PDRequest:
     async def _relay(self, leg: Leg) -> None:
         server, response, kind = leg.server, leg.response, leg.server.kind.value
         try:
-            ended = await self._upstreams.unless_given_up(server, self._reply.relay(response))
+            ended = await self.upstreams.unless_given_up(server, self.reply.relay(response))
         except UpstreamError as error:
-            self._upstreams.failed(server, error.failure, str(error), None)
+            self.upstreams.failed(server, error.failure, str(error), None)
             told = DecodeServerTimeout if isinstance(error, TimedOut) else DecodeServerLost
             raise told(f"the {kind} server broke off its answer: {error}") from None
         finally:
             await response.aclose()
-            self._upstreams.release(server, leg.work)
+            self.upstreams.release(server, leg.work)
         if not ended:
-            self._upstreams.failed(server, Failure.ERROR, "no last event", None)
+            self.upstreams.failed(server, Failure.ERROR, "no last event", None)
             raise DecodeServerLost(f"the {kind} server ended the stream before its last event")
         self._fleet.succeeded(server)
 
     async def _relay_refusal(self, answer: Response) -> None:
-        self._count("prefill", f"status_{answer.status}")
-        await self._reply.relay(answer)
+        self.upstreams.count("prefill", f"status_{answer.status}")
+        await self.reply.relay(answer)
 
     def _call(self, kind: Kind, leg: bytes, **options: Any) -> UpstreamCall:
         return UpstreamCall(
-            kind, self._method, self._path, self._headers, leg, ask=self._ask, **options
+            kind, self.method, self.path, self.headers, leg, ask=self._ask, **options
         )
 
     def _goes_alone(self) -> bool:
@@ -230,7 +224,7 @@ class PDRequest:
         prefills, decodes = (self._fleet.ready(kind, self._unfit(kind)) for kind in Kind)
         if self._ask is None or not prefills:
             return False
-        return self._upstreams.knowledge.goes_alone(self._ask, prefills, decodes)
+        return self.upstreams.knowledge.goes_alone(self._ask, prefills, decodes)
 
     def _unfit(self, kind: Kind, num_tokens: int = 0) -> list[Server]:
         """Servers without room for so long a sequence, or for so many of them."""
@@ -238,11 +232,7 @@ class PDRequest:
 
     def _decode_only(self, reason: str) -> None:
         self._trace.decode_only, self._trace.rotation = reason, "decode_only"
-        self._count("decode_only", reason)
-
-    def _count(self, path: str, reason: str) -> None:
-        """Counts a request by the way it takes. A reason is one word: see Failure."""
-        self._upstreams.count(path, reason)
+        self.upstreams.count("decode_only", reason)
 
 
 def _is_beyond(answer: Response, own: int | None, context: int | None) -> bool:

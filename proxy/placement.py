@@ -5,7 +5,6 @@ the predicted time to the first token and what it takes from the streams beside 
 server computes its prompts in turn is the whole model.
 """
 
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -184,7 +183,7 @@ def place(
     if not decodes:
         return None
     own = decodes[cheapest_decode(ask, decodes, depths, limits, alone=True)]
-    cost = _cost_alone(ask, own, depths, limits)
+    cost = _cost_alone(ask, own, depths.get(own.index, 0), limits)
     alone = Placement(None, own.index, ask.uncached(depths.get(own.index, 0)))
     if not prefills:
         return alone
@@ -214,7 +213,9 @@ def cheapest_decode(
     """The place of the server with the least KV, which sets how long its steps take, that has room
     for more; `alone`: of the one that would compute the prompt itself at the least cost."""
     if alone:
-        costs = [_cost_alone(ask, server, depths, limits) for server in servers]
+        costs = [
+            _cost_alone(ask, server, depths.get(server.index, 0), limits) for server in servers
+        ]
         return costs.index(min(costs))
     wanted, best, least = ask.tokens + ask.answer, 0, float("inf")
     for place, server in enumerate(servers):
@@ -226,23 +227,27 @@ def cheapest_decode(
     return best
 
 
-def _cost_alone(ask: Ask, server: Load, depths: dict[int, int], limits: Limits) -> float:
+def _cost_alone(ask: Ask, server: Load, depth: int, limits: Limits) -> float:
     """Seconds until the first token of a prompt computed beside streams, and what these lose."""
-    work_s = ask.uncached(depths.get(server.index, 0)) * server.token_s
-    seconds = max(server.free_at - ask.now, 0.0) + work_s / share_for_prompts(server, limits)
-    return seconds + limits.harm * server.running * work_s + _room_s(ask, server)
+    left = ask.tokens - depth * ask.block_tokens
+    seconds = (left if left > 1 else 1) * server.token_s
+    if running := server.running:
+        seconds *= 1 / share_for_prompts(server, limits) + limits.harm * running
+        capacity = server.capacity
+        if capacity is not None and server.held + ask.tokens + ask.answer > capacity:
+            seconds += _room_s(ask, server)
+    return seconds + server.free_at - ask.now if server.free_at > ask.now else seconds
 
 
 def share_for_prompts(server: Load, limits: Limits) -> float:
     """Of its time, while its streams keep within the limit."""
-    if not server.running:
-        return 1.0
-    return min(max(1.0 - server.step_s / limits.step_s, _LEAST_SHARE), 1.0)
+    share = 1.0 - server.step_s / limits.step_s if server.running else 1.0
+    return share if share > _LEAST_SHARE else _LEAST_SHARE
 
 
 def _room_s(ask: Ask, server: Load) -> float:
     """The wait for KV to be given back, roughly: streams end one after the other."""
-    missing = server.held + ask.tokens + ask.answer - (server.capacity or sys.maxsize)
-    if missing <= 0 or not server.running:
+    if server.capacity is None or not server.running:
         return 0.0
-    return missing / max(server.held, 1) * ask.answer * server.step_s
+    missing = server.held + ask.tokens + ask.answer - server.capacity
+    return missing / max(server.held, 1) * ask.answer * server.step_s if missing > 0 else 0.0

@@ -36,28 +36,20 @@ class Poller:
         self._upstream = upstream
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._tasks: dict[Server, asyncio.Task[None]] = {}
-        self._hurry: dict[Server, asyncio.Event] = {}
+        self._hurry = {server: asyncio.Event() for server in fleet.servers}
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Polls the servers that are in the fleet now; call again when it has changed."""
-        servers = set(self._fleet.servers())
-        for server in servers - self._tasks.keys():
-            self._hurry[server] = asyncio.Event()
-            self._tasks[server] = asyncio.create_task(self._poll(server), name=f"poll {server}")
-        for server in self._tasks.keys() - servers:
-            self._tasks.pop(server).cancel()
-            del self._hurry[server]
+        self._tasks = [asyncio.create_task(self._poll(server)) for server in self._hurry]
 
     def hurry(self, server: Server) -> None:
         """Asks at once: a connection broke, which may be all that is wrong with the server."""
-        if server in self._hurry:
-            self._hurry[server].set()
+        self._hurry[server].set()
 
     async def close(self) -> None:
-        for task in self._tasks.values():
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _poll(self, server: Server) -> None:
         hurry = self._hurry[server]

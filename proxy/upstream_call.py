@@ -158,7 +158,7 @@ class Upstreams:
             computes=call.computes,
             generates=kind is Kind.DECODE,
         )
-        if self.fleet.num_ready(kind, unfit) == 0:
+        if not self.fleet.ready(kind, unfit):
             unfit = ()
         while server := self.fleet.choose(kind, [*unfit, *tried], trace.rotation, first):
             if tried:
@@ -196,12 +196,12 @@ class Upstreams:
             return
         self._num_alone += 1
         times, rest = divmod(self._num_alone, MANY_ALONE)
-        ready = self.fleet.num_ready(Kind.PREFILL)
+        ready = self.fleet.ready(Kind.PREFILL)
         if ready and not rest and times.bit_count() == 1:
             logger.warning(
                 "the last %d requests were not disaggregated (%s) though %d prefill servers are "
                 "ready; see decode_only in docs/operations.md",
-                self._num_alone, reason, ready,
+                self._num_alone, reason, len(ready),
             )  # fmt: skip
 
     async def _attempt(self, server: Server, call: UpstreamCall) -> Leg:

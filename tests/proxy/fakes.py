@@ -289,11 +289,11 @@ class Rig:
 
     def is_ready(self, at: int) -> bool:
         """Whether the proxy finds a fake ready; prefill servers come first."""
-        return self.app.fleet.health(self.app.fleet.servers()[at]).ready
+        return self.app.fleet.servers[at].health.ready
 
     def in_flight(self) -> float:
         name = "baton_proxy_upstream_in_flight"
-        return sum(self.metric(name, **server.labels) for server in self.app.fleet.servers())
+        return sum(self.metric(name, **server.labels) for server in self.app.fleet.servers)
 
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()

@@ -172,7 +172,7 @@ async def test_choices_that_one_side_does_not_run_are_the_decode_servers_matter(
 async def test_no_ready_prefill_server_is_the_reason_whatever_its_room() -> None:
     async with Rig([Fake(prefills_100_tokens, max_num_seqs=4)]) as rig:
         rig.prefill[0].ready = False
-        await until(lambda: not rig.app.fleet.num_ready(Kind.PREFILL))
+        await until(lambda: not rig.app.fleet.ready(Kind.PREFILL))
         assert (await rig.complete(n=5)).status_code == 200
         assert rig.decode_only("no_prefill_server") == 1
 

@@ -1,20 +1,23 @@
 """The machines without I/O: readiness and circuit as moves, turns, retries, the fleet's books."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.health import (
-    Circuit,
+    COOLDOWN_S,
+    FAILURES,
+    MAX_COOLDOWN_S,
+    SILENCES,
     Health,
-    HealthPolicy,
     Room,
     Said,
     admits,
     began,
-    circuit,
     failed,
     polled,
     silent,
@@ -22,21 +25,16 @@ from proxy.health import (
     unreachable,
 )
 from proxy.membership import Fleet, Kind, Server
-from proxy.routing import usable
 from proxy.upstream import Failure
 from proxy.upstream_call import failure_of, may_retry, trips_breaker
 
-POLICY = HealthPolicy(failures=3, cooldown_s=10.0, max_cooldown_s=35.0)
 READY = Health(ready=True, reason="")
 YES, STARTING = Said(True), Said(False, "the engine is starting")
-P1, P2 = Server(Kind.PREFILL, "http://p1"), Server(Kind.PREFILL, "http://p2")
-D1 = Server(Kind.DECODE, "http://d1")
-URLS = ["a", "b", "c"]
 
 
-def failed_times(n: int, now: float, health: Health = READY) -> Health:
+def failed_times(n: int, health: Health = READY) -> Health:
     for _ in range(n):
-        health = failed(health, now, POLICY)
+        health = failed(health, 0.0)
     return health
 
 
@@ -64,101 +62,58 @@ def test_a_connection_error_outweighs_a_health_check_begun_before_it() -> None:
 
 def test_a_server_that_is_merely_slow_to_answer_stays_ready_for_a_while() -> None:
     health = READY
-    for _ in range(POLICY.silences - 1):
-        health = silent(health, "no answer", POLICY)
+    for _ in range(SILENCES - 1):
+        health = silent(health, "no answer")
         assert health.ready
     assert polled(health, YES, 1.0) == READY
-    health = silent(health, "no answer", POLICY)
+    health = silent(health, "no answer")
     assert (health.ready, health.reason) == (False, "no answer")
-    assert not silent(Health(), "no answer", POLICY).ready
+    assert not silent(Health(), "no answer").ready
 
 
-def test_failures_in_a_row_open_the_circuit() -> None:
-    assert circuit(failed_times(2, 0.0), 0.0) is Circuit.CLOSED
-    opened = failed_times(3, 0.0)
-    assert circuit(opened, 0.0) is Circuit.OPEN
-    assert circuit(failed_times(2, 0.0, succeeded(failed_times(2, 0.0))), 0.0) is Circuit.CLOSED
-    assert failed(opened, 5.0, POLICY).open_until == opened.open_until  # it was sent earlier
-
-
-def test_after_the_cooldown_one_trial_is_let_through() -> None:
-    opened = failed_times(3, 0.0)
-    assert not admits(opened, 9.9)
-    assert circuit(opened, 10.0) is Circuit.HALF_OPEN and admits(opened, 10.0)
-    trying = began(opened, 10.0, POLICY)
-    assert not admits(trying, 10.1)
-    assert circuit(succeeded(trying), 10.1) is Circuit.CLOSED
-    assert admits(trying, 10.0 + POLICY.cooldown_s)  # it never reported
-
-
-def test_each_failed_trial_doubles_the_cooldown_up_to_the_limit() -> None:
-    health, now, cooldowns = failed_times(3, 0.0), 0.0, []
-    for _ in range(4):
-        assert health.open_until is not None
+def test_failures_in_a_row_open_the_circuit_and_each_failed_trial_doubles_the_cooldown() -> None:
+    assert admits(failed_times(FAILURES - 1), 0.0)
+    assert admits(failed_times(FAILURES - 1, succeeded(failed_times(FAILURES - 1))), 0.0)
+    health, now, cooldowns = failed_times(FAILURES), 0.0, []
+    for _ in range(6):
+        assert health.open_until is not None and not admits(health, health.open_until - 0.1)
+        assert failed(health, now).open_until == health.open_until  # it was sent earlier
         cooldowns.append(health.open_until - now)
         now = health.open_until
-        health = failed(began(health, now, POLICY), now, POLICY)
-    assert cooldowns == [10.0, 20.0, 35.0, 35.0]
+        assert admits(health, now)
+        trying = began(health, now)
+        assert not admits(trying, now + 0.1)
+        assert admits(succeeded(trying), now + 0.1)
+        assert admits(trying, now + COOLDOWN_S)  # it never reported
+        health = failed(trying, now)
+    assert cooldowns == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
 
 
-EVENTS = st.sampled_from(["failed", "succeeded", "began", "unreachable", "polled"])
+MOVES: dict[str, Any] = {
+    "failed": lambda health, now: failed(health, now),
+    "succeeded": lambda health, _: succeeded(health),
+    "began": began,
+    "unreachable": lambda health, now: unreachable(health, "gone", now),
+    "polled": lambda health, now: polled(health, YES, now),
+}
 
 
-@given(st.lists(st.tuples(EVENTS, st.floats(0, 20))))
+@given(st.lists(st.tuples(st.sampled_from([*MOVES]), st.floats(0, 20))))
 def test_whatever_happened_a_server_that_works_again_is_used_again(
     events: list[tuple[str, float]],
 ) -> None:
     health, now = Health(), 0.0
     for event, passed in events:
         now += passed
-        match event:
-            case "failed":
-                health = failed(health, now, POLICY)
-            case "succeeded":
-                health = succeeded(health)
-            case "began":
-                health = began(health, now, POLICY)
-            case "unreachable":
-                health = unreachable(health, "gone", now)
-            case _:
-                health = polled(health, YES, now)
-    later = now + POLICY.max_cooldown_s
+        health = MOVES[event](health, now)
+    later = now + MAX_COOLDOWN_S
     health = polled(health, YES, later)
     assert health.ready and admits(health, later)
     closed = replace(READY, changed_at=health.changed_at)
-    assert succeeded(began(health, later, POLICY)) == closed
+    assert succeeded(began(health, later)) == closed
 
 
-@pytest.mark.parametrize(
-    ("last", "ready", "admitted", "chosen"),
-    [
-        (None, "abc", "abc", "a"),
-        ("a", "abc", "abc", "b"),
-        ("c", "abc", "abc", "a"),
-        ("a", "ac", "abc", "c"),  # who cannot be used is passed over
-        ("a", "a", "abc", "a"),
-        ("gone", "abc", "abc", "a"),  # the last one has left
-        ("a", "abc", "a", "a"),  # an open circuit moves a server to the end, and no further
-        ("a", "abc", "", "b"),
-        ("a", "a", "b", "a"),
-        ("a", "", "abc", None),
-    ],
-)
-def test_turns(last: str | None, ready: str, admitted: str, chosen: str | None) -> None:
-    conditions = {"ready": ready.__contains__, "admits": admitted.__contains__}
-    assert [*usable(URLS, last, **conditions), None][0] == chosen
-    assert usable([], last, **conditions) == []
-
-
-@given(st.integers(1, 6), st.data())
-def test_usable_servers_get_equal_shares(num_servers: int, data: st.DataObject) -> None:
-    urls = [str(i) for i in range(num_servers)]
-    working = data.draw(st.sets(st.sampled_from(urls), min_size=1))
-    last, counts = None, dict.fromkeys(working, 0)
-    for _ in range(3 * len(working)):
-        last = usable(urls, last, ready=working.__contains__, admits=working.__contains__)[0]
-        counts[last] += 1
-    assert set(counts.values()) == {3}
+# -- what a failure means
 
 
 @pytest.mark.parametrize(
@@ -194,63 +149,95 @@ def test_a_full_server_or_a_failed_peer_does_not_count_against_a_server() -> Non
         assert not trips_breaker(failure, status)
 
 
-def ready_fleet(*servers: Server, **options: object) -> Fleet:
-    fleet = Fleet(**{"clock": lambda: 0.0, **options})  # type: ignore[arg-type]
-    for server in servers:
-        fleet.join(server)
-        fleet.polled(server, YES, 0.0)
+# -- the fleet
+
+
+def fleet_of(prefill: str, decode: str = "", ready: str = "", **options: Any) -> Fleet:
+    """Servers of one-letter URLs, those of `ready` ready: all, where none is named."""
+    fleet = Fleet({Kind.PREFILL: prefill, Kind.DECODE: decode}, **{"clock": lambda: 0.0, **options})
+    for server in fleet.servers:
+        if not ready or server.url in ready:
+            fleet.polled(server, YES, 0.0)
     return fleet
 
 
+def trip(fleet: Fleet, server: Server) -> None:
+    for _ in range(FAILURES):
+        fleet.failed(server)
+
+
+@pytest.mark.parametrize(
+    ("last", "ready", "admitted", "chosen"),
+    [
+        (None, "abc", "abc", "a"),
+        ("a", "abc", "abc", "b"),
+        ("c", "abc", "abc", "a"),
+        ("a", "ac", "abc", "c"),  # who cannot be used is passed over
+        ("a", "a", "abc", "a"),
+        ("a", "abc", "a", "a"),  # an open circuit moves a server to the end, and no further
+        ("a", "abc", "", "b"),
+        ("a", "a", "b", "a"),
+        ("a", "", "abc", None),
+    ],
+)
+def test_turns(last: str | None, ready: str, admitted: str, chosen: str | None) -> None:
+    fleet = fleet_of("abc")
+    if last:
+        assert fleet.choose(Kind.PREFILL, first=lambda s: s["abc".index(last)]) is not None
+    for server in fleet.servers:
+        if server.url not in ready:
+            fleet.unreachable(server, "gone")
+        if server.url not in admitted:
+            trip(fleet, server)
+    found = fleet.choose(Kind.PREFILL)
+    assert (found and found.url) == chosen
+
+
+@given(st.integers(1, 6), st.data())
+def test_usable_servers_get_equal_shares(num_servers: int, data: st.DataObject) -> None:
+    urls = "abcdef"[:num_servers]
+    working = "".join(data.draw(st.sets(st.sampled_from(urls), min_size=1)))
+    fleet = fleet_of(urls, ready=working)
+    chosen = [fleet.choose(Kind.PREFILL) for _ in range(3 * len(working))]
+    assert sorted(server.url for server in chosen if server) == sorted(3 * working)
+
+
 def test_kinds_do_not_mix_and_servers_tried_before_are_left_out() -> None:
-    fleet = ready_fleet(P1, P2, D1)
-    assert [fleet.choose(Kind.PREFILL) for _ in range(3)] == [P1, P2, P1]
-    assert fleet.choose(Kind.DECODE) == D1
-    assert (fleet.num_ready(Kind.PREFILL), fleet.num_ready(Kind.DECODE)) == (2, 1)
-    assert fleet.choose(Kind.PREFILL, [P1]) == P2
-    assert fleet.choose(Kind.PREFILL, [P1, P2]) is None
-
-
-def test_one_url_may_play_both_parts() -> None:
-    both = Server(Kind.DECODE, P1.url)
-    fleet = ready_fleet(P1, both)
-    fleet.unreachable(both, "refused")
-    assert fleet.choose(Kind.PREFILL) == P1
+    fleet = fleet_of("ab", "a")  # one URL may play both parts
+    (p1, p2), (d1,) = fleet.of[Kind.PREFILL], fleet.of[Kind.DECODE]
+    assert [fleet.choose(Kind.PREFILL) for _ in range(3)] == [p1, p2, p1]
+    assert fleet.choose(Kind.DECODE) == d1
+    assert (fleet.ready(Kind.PREFILL), fleet.ready(Kind.DECODE)) == ([p1, p2], [d1])
+    assert fleet.choose(Kind.PREFILL, [p1]) == p2
+    assert fleet.choose(Kind.PREFILL, [p1, p2]) is None
+    fleet.unreachable(d1, "refused")
     assert fleet.choose(Kind.DECODE) is None
+    assert fleet.choose(Kind.PREFILL) == p1
+
+
+def test_a_url_given_twice_is_one_server() -> None:
+    assert [str(server) for server in fleet_of("aba").servers] == ["prefill-0 a", "prefill-1 b"]
 
 
 def test_changes_of_readiness_and_of_what_bars_it_are_told_once() -> None:
     told: list[tuple[bool, bool, str]] = []
-    fleet = ready_fleet(
-        P1, on_change=lambda _server, old, new: told.append((old.ready, new.ready, new.reason))
+    fleet = fleet_of(
+        "a", on_change=lambda _server, old, new: told.append((old.ready, new.ready, new.reason))
     )
     for reason in ("refused", "refused", "loading"):
-        fleet.unreachable(P1, reason)
+        fleet.unreachable(fleet.servers[0], reason)
     assert told == [(False, True, ""), (True, False, "refused"), (False, False, "loading")]
 
 
 def test_a_failing_server_comes_last_until_its_trial() -> None:
     now = 0.0
-    policy = HealthPolicy(failures=1, cooldown_s=5.0)
-    fleet = ready_fleet(P1, P2, policy=policy, clock=lambda: now)
-    fleet.failed(P1)
-    assert {fleet.choose(Kind.PREFILL) for _ in range(3)} == {P2}
-    assert fleet.choose(Kind.PREFILL, [P2]) == P1
-    now = 5.0
-    assert [fleet.choose(Kind.PREFILL) for _ in range(3)] == [P2, P1, P2]
-    fleet.succeeded(P1)
-    assert fleet.choose(Kind.PREFILL) == P1
-
-
-def test_servers_may_join_and_leave_at_any_time() -> None:
-    fleet = ready_fleet(P1)
-    fleet.leave(P1)
-    assert fleet.choose(Kind.PREFILL) is None
-    fleet.failed(P1)  # a request that it still had
-    fleet.polled(P1, YES, 0.0)
-    assert fleet.servers() == []
-    assert fleet.health(P1) == Health(reason="left")
-    fleet.join(P2)
-    assert fleet.choose(Kind.PREFILL) is None
-    fleet.polled(P2, YES, 0.0)
-    assert fleet.choose(Kind.PREFILL) == P2
+    fleet = fleet_of("ab", clock=lambda: now)
+    first, second = fleet.servers
+    trip(fleet, first)
+    choose = partial(fleet.choose, Kind.PREFILL)
+    assert {choose() for _ in range(3)} == {second}
+    assert choose([second]) == first
+    now = COOLDOWN_S
+    assert [choose() for _ in range(3)] == [second, first, second]
+    fleet.succeeded(first)
+    assert choose() == first

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from proxy.health import HealthPolicy
-from proxy.membership import Kind, Server
+from proxy.health import SILENCES
+from proxy.membership import Kind
 from tests.proxy.fakes import (
     KV_PARAMS,
     Call,
@@ -133,9 +133,9 @@ async def test_a_decode_server_silent_for_a_while_keeps_its_requests() -> None:
 
     async with Rig(decode=[pausing], health_timeout_s=0.05) as rig:
         request = asyncio.create_task(rig.complete())
-        server = Server(Kind.DECODE, pausing.url)
-        await until(lambda: rig.app.fleet.health(server).silences > HealthPolicy.silences)
-        assert not rig.app.fleet.health(server).ready
+        (server,) = rig.app.fleet.of[Kind.DECODE]
+        await until(lambda: server.health.silences > SILENCES)
+        assert not server.health.ready
         goes_on.set()
         assert (await request).json() == {"text": "onetwo"}
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from proxy.health import HealthPolicy, Room, Said
+from proxy.health import LONG_SILENCE, SILENCES, Room, Said
 from proxy.knowledge import Knowledge
-from proxy.membership import Fleet, Kind, Server
+from proxy.membership import Fleet, Kind
 from proxy.poller import Poller, _said
 from proxy.upstream import Exhausted, Response, TimedOut, UpstreamError, within
 from tests.proxy.fakes import until
 
-D1 = Server(Kind.DECODE, "http://d1")
+DECODE = {Kind.DECODE: ["http://d1"]}
 
 
 class Failing:
@@ -37,16 +37,16 @@ async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
 ) -> None:
     told: list[bool] = []
 
-    fleet = Fleet(on_silence=lambda _server, is_long: told.append(is_long))
-    fleet.join(D1)
-    fleet.polled(D1, Said(True), 0.0)
+    fleet = Fleet(DECODE, on_silence=lambda _server, is_long: told.append(is_long))
+    (server,) = fleet.servers
+    fleet.polled(server, Said(True), 0.0)
     upstream = Failing(error)
     poller = Poller(fleet, upstream, Knowledge(), interval_s=1e-4, timeout_s=1.0)
     poller.start()
-    await until(lambda: upstream.asked > HealthPolicy.long_silence)
+    await until(lambda: upstream.asked > LONG_SILENCE)
     await poller.close()
-    assert fleet.health(D1).ready is not is_told
-    short = HealthPolicy.long_silence - HealthPolicy.silences
+    assert server.health.ready is not is_told
+    short = LONG_SILENCE - SILENCES
     assert told[: short + 1] == ([False] * short + [True] if is_told else [])
 
 
@@ -54,8 +54,7 @@ async def test_a_server_is_watched_on_whatever_becomes_of_what_was_found() -> No
     def broken(*_change: object) -> None:
         raise RuntimeError("it cannot be shown")
 
-    fleet = Fleet(on_change=broken)
-    fleet.join(D1)
+    fleet = Fleet(DECODE, on_change=broken)
     upstream = Failing(TimedOut("1 s"))
     poller = Poller(fleet, upstream, Knowledge(), interval_s=1e-4, timeout_s=1.0)
     poller.start()

@@ -117,8 +117,8 @@ class Knowledge:
         if self._disaggregate != "auto":
             return self._disaggregate == "never"
         ask = replace(ask, now=self._clock())
-        loads = [[self._loads[server] for server in servers] for servers in (prefills, decodes)]
-        found = place(ask, *loads, self._prefixes.depths(ask.hashes), limits=self._limits)
+        p, d = ([self._loads[server] for server in servers] for servers in (prefills, decodes))
+        found = place(ask, p, d, self._prefixes.depths(ask.hashes), limits=self._limits)
         return found is not None and found.prefill is None
 
     def first(

@@ -26,8 +26,8 @@ MAX_LINES = {
     "model": 2939,
     "prefill_server": 357,
     "protocol": 5486,
-    "proxy": 2520,
-    "tests": 37730,
+    "proxy": 2477,
+    "tests": 37716,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -165,10 +165,10 @@ class LocalCluster:
         notes = _Notes(self._deadline)
         while doing:
             match self._next_event(notes.timeout_s()):
-                case lifecycle.Ready(child, info):
+                case lifecycle.Event(child, "ready", info):
                     ports[child] = info["port"]
                     doing.pop(child, None)
-                case lifecycle.Progress(child, text) if child in doing:
+                case lifecycle.Event(child, "progress", text) if child in doing:
                     doing[child] = text
             notes.tell(", ".join(f"{child.name} ({text})" for child, text in doing.items()))
         return [ports[child] for child in children]
@@ -182,9 +182,9 @@ class LocalCluster:
         match event:
             case None:
                 raise StopRequested
-            case lifecycle.Failed(child, reason):
+            case lifecycle.Event(child, "failed", reason):
                 raise ClusterFailed(f"{child.name}: {reason}")
-            case lifecycle.Exited(child, _):
+            case lifecycle.Event(child, "exited"):
                 raise ClusterFailed(f"{child.name} ended: {child.reason()}")
         return event
 

@@ -73,7 +73,7 @@ class EngineProcesses:
             self._children.append(child)
 
     def _on_event(self, event: lifecycle.Event) -> None:
-        if not isinstance(event, lifecycle.Exited):
+        if event.kind != "exited":
             return
         with self._lock:
             was_stopping, self._stopping = self._stopping, True

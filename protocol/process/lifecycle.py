@@ -1,20 +1,20 @@
 """Processes that start, report and end together.
 
 Every child runs in a session of its own, so Ctrl-C in a terminal reaches the launcher alone, and
-holds the read end of a pipe whose write end only its parent has:
+holds one end of a socket pair whose other end only its parent has:
 
-    parent --(write end, never written)--> child    EOF: the parent is gone, however it died
-    child  --(JSON lines)---------------> parent    progress, ready, failed; EOF: the child is gone
-    child  --(stdout + stderr)----------> parent    prefixed by the child's name, tail kept
+    parent --(nothing, ever)---> child    EOF: the parent is gone, however it died
+    child  --(JSON lines)------> parent   progress, ready, failed; EOF: the child is gone
+    child  --(stdout + stderr)-> parent   a pipe: prefixed by the child's name, tail kept
 
-Nothing here polls: pipes and waitpid block in threads, and what they learn arrives as events.
+Nothing here polls: sockets and waitpid block in threads, and what they learn arrives as events.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -24,13 +24,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from protocol.process.logging import get_logger
 from protocol.settings.sources import clean_environment
 from protocol.short_repr import short_repr
 
-READY_FD = "BATON_READY_FD"
 PARENT_FD = "BATON_PARENT_FD"
 TAIL_LINES = 40
 _AGAIN_S = 0.01
@@ -40,35 +39,18 @@ _log = get_logger(__name__)
 ORPHANED = 86  # exit status of a process that had to be ended because its parent was gone
 
 
-class Progress(NamedTuple):
-    """A child says what it is doing while it starts."""
+class Event(NamedTuple):
+    """What became of a child, by `kind` and its `value`:
+
+    progress: it says by a text what it is doing while it starts
+    ready: it serves; where, by name, such as {"port": 8000}
+    failed: why it cannot go on, a text; its exit follows
+    exited: it has ended and is reaped; its status, -N if signal N ended it. Always the last
+    """
 
     child: "Child"
-    text: str
-
-
-class Ready(NamedTuple):
-    """A child serves; `info` says where."""
-
-    child: "Child"
-    info: dict[str, Any]
-
-
-class Failed(NamedTuple):
-    """A child says why it cannot go on; its exit follows."""
-
-    child: "Child"
-    reason: str
-
-
-class Exited(NamedTuple):
-    """A child has ended and is reaped. Always its last event."""
-
-    child: "Child"
-    returncode: int  # -N: ended by signal N
-
-
-Event = Progress | Ready | Failed | Exited
+    kind: Literal["progress", "ready", "failed", "exited"]
+    value: Any
 
 
 @dataclass(eq=False)
@@ -81,7 +63,6 @@ class Child:
     worded: Callable[[str], str] = str  # what it says, for those who read it from us
     failure: str | None = None
     exited: threading.Event = field(default_factory=threading.Event)
-    _parent_end: int = -1  # closed when the child is reaped
 
     @property
     def pid(self) -> int:
@@ -139,43 +120,36 @@ def spawn(
         env: added to this process's environment, of which BATON_* settings are not passed on.
         stdin: what the child reads from its standard input, at most a pipe's buffer (64 KiB).
         capture: print its lines prefixed by `name` and keep the last; False: it has our stdout.
-        on_event: called from a thread of the child's own; Exited is always the last event.
+        on_event: called from a thread of the child's own.
         worded: makes what is passed on of the child's lines and reasons.
 
     Raises:
         OSError: the program cannot be run.
     """
-    parent_read, parent_write = os.pipe()
-    report_read, report_write = os.pipe()
-    variables = {READY_FD: str(report_write), PARENT_FD: str(parent_read)}
+    ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
             list(argv),
-            env={**clean_environment(os.environ), **(env or {}), **variables},
+            env={**clean_environment(os.environ), **(env or {}), PARENT_FD: str(theirs.fileno())},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if capture else None,
             stderr=subprocess.STDOUT if capture else None,
-            pass_fds=(parent_read, report_write),
+            pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
     except OSError:
-        os.close(parent_write)
-        os.close(report_read)
+        ours.close()
         raise
     finally:
-        os.close(parent_read)
-        os.close(report_write)
-    child = Child(name, process, worded=worded, _parent_end=parent_write)
+        theirs.close()
+    child = Child(name, process, worded=worded)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stream:
         stream.write(stdin)
     printer = threading.Thread(target=_print_lines, args=(child,), daemon=True)
     printer.start()
-    tell = on_event or (lambda _: None)
-    watch = threading.Thread(
-        target=_watch_child, args=(child, report_read, printer, tell), daemon=True
-    )
-    watch.start()
+    watched = (child, ours, printer, on_event or (lambda _: None))
+    threading.Thread(target=_watch_child, args=watched, daemon=True).start()
     return child
 
 
@@ -190,17 +164,23 @@ def _print_lines(child: Child) -> None:
 
 
 def _watch_child(
-    child: Child, report_fd: int, printer: threading.Thread, on_event: Callable[[Event], None]
+    child: Child,
+    ours: socket.socket,
+    printer: threading.Thread,
+    on_event: Callable[[Event], None],
 ) -> None:
-    with open(report_fd, "rb") as reports:
+    with ours, ours.makefile("rb") as reports:  # closed when the child is reaped
         for line in reports:
             with contextlib.suppress(ValueError):  # one that a killed child left unfinished
-                _tell(on_event, _parse_report(child, line))
-    returncode = child.process.wait()
-    printer.join(timeout=1)  # a grandchild may hold the pipe for a moment longer
-    os.close(child._parent_end)
+                kind, value = json.loads(line)
+                value = value if kind == "ready" else child.worded(value)
+                if kind == "failed":
+                    child.failure = value
+                _tell(on_event, Event(child, kind, value))
+        returncode = child.process.wait()
+        printer.join(timeout=1)  # a grandchild may hold the pipe for a moment longer
     child.exited.set()
-    _tell(on_event, Exited(child, returncode))
+    _tell(on_event, Event(child, "exited", returncode))
 
 
 def _tell(on_event: Callable[[Event], None], event: Event) -> None:
@@ -209,17 +189,6 @@ def _tell(on_event: Callable[[Event], None], event: Event) -> None:
         on_event(event)
     except Exception:
         traceback.print_exc()
-
-
-def _parse_report(child: Child, line: bytes) -> Event:
-    kind, value = json.loads(line)
-    if kind == "ready":
-        return Ready(child, value)
-    text = str(value)
-    if kind == "failed":
-        child.failure = text = child.worded(text)
-        return Failed(child, text)
-    return Progress(child, text)
 
 
 def terminate(children: Iterable[Child], grace_s: float) -> bool:
@@ -267,10 +236,9 @@ def watch_parent(*, grace_s: float = 3.0) -> bool:
         False when no parent watches over this process (it was started by hand).
 
     Raises:
-        SystemExit: BATON_PARENT_FD or BATON_READY_FD is none of a parent's pipes; says so.
+        SystemExit: BATON_PARENT_FD is no socket of a parent's; says so.
     """
-    fd = _inherited(PARENT_FD)
-    _inherited(READY_FD)  # wrong ones are better known now
+    fd = _parent()
     if fd is None:
         return False
 
@@ -287,34 +255,23 @@ def watch_parent(*, grace_s: float = 3.0) -> bool:
     return True
 
 
-def _inherited(variable: str) -> int | None:
-    """The descriptor our parent left us, made private to this process."""
-    value = os.environ.get(variable)
+def _parent() -> int | None:
+    """The socket our parent left us, made private to this process."""
+    value = os.environ.get(PARENT_FD)
     if not value:
         return None
-    is_read = variable == PARENT_FD
-    if not _is_pipe(value, os.O_RDONLY if is_read else os.O_WRONLY):
-        # To go on would be to write into, or wait for, whatever else has that number.
-        end = "read" if is_read else "write"
-        print(
-            f"error: {variable} is {short_repr(value)}, expected the number of an open pipe's "
-            f"{end} end: Baton sets it for processes that it starts itself; unset {variable}",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise SystemExit(2)
-    os.set_inheritable(int(value), False)
-    return int(value)
-
-
-def _is_pipe(value: str, access: int) -> bool:
-    """Whether `value` is the number of a pipe of ours, no standard stream, open for `access`."""
     try:
         fd = int(value)
-        is_fifo = stat.S_ISFIFO(os.fstat(fd).st_mode)
-        return is_fifo and fd > 2 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == access
+        is_socket = fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode)
     except (ValueError, OverflowError, OSError):
-        return False
+        is_socket = False
+    if not is_socket:  # to go on would be to write into whatever else has that number
+        told = f"{PARENT_FD} is {short_repr(value)}, expected the number of an open socket: Baton "
+        told += f"sets it for processes that it starts itself; unset {PARENT_FD}"
+        print(f"error: {told}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
+    os.set_inheritable(fd, False)
+    return fd
 
 
 def report_progress(text: str) -> None:
@@ -329,12 +286,12 @@ def report_ready(info: Mapping[str, Any]) -> None:
 
 def report_failure(reason: str) -> None:
     """Tells the parent why this process is about to end; the reason also goes to stderr."""
-    print(f"error: {reason}", file=sys.stderr, flush=True)
     _report("failed", reason)
+    print(f"error: {reason}", file=sys.stderr, flush=True)
 
 
 def _report(kind: str, value: Any) -> None:
-    fd = _inherited(READY_FD)
+    fd = _parent()
     if fd is not None:
         with contextlib.suppress(BrokenPipeError):
             os.write(fd, json.dumps([kind, value]).encode() + b"\n")
@@ -383,22 +340,16 @@ def end_with_vital_threads() -> None:
         if not isinstance(args.thread, VitalThread):
             usual(args)
             return
+        reason = args.exc_type.__name__
+        if str(args.exc_value):
+            reason += f": {args.exc_value}"
+        late = threading.Timer(_TELL_S, os._exit, (1,))
+        late.daemon = True
+        late.start()
         try:
-            telling = threading.Thread(
-                target=_report_end, args=(args.thread.name, args), daemon=True
-            )
-            telling.start()
-            telling.join(_TELL_S)
+            report_failure(f"thread {args.thread.name} ended: {reason}")
+            _log.critical("thread %s", args.thread.name, exc_info=args.exc_value)
         finally:
             os._exit(1)  # other threads may be anywhere; none of them is asked
 
     threading.excepthook = end
-
-
-def _report_end(thread: str, args: threading.ExceptHookArgs) -> None:
-    reason = args.exc_type.__name__
-    if str(args.exc_value):
-        reason += f": {args.exc_value}"
-    with contextlib.suppress(OSError, ValueError):  # there may be no stderr any more
-        report_failure(f"thread {thread} ended: {reason}")
-    _log.critical("thread %s", thread, exc_info=args.exc_value)

@@ -26,7 +26,7 @@ ENV_PREFIX = "BATON_"
 # Not the middle of a word, a path or another option: no models--owner--name, no --decode.tp.
 _OPTION = re.compile(r"(?<![\w./-])--(no-)?([a-z]\w*(?:-\w+)*)(?![\w-]|\.\w)")
 # Set by Baton itself from one process to the next.
-INTERNAL_VARIABLES = frozenset({"BATON_READY_FD", "BATON_PARENT_FD"})
+INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
 # No settings but facts about this machine, which every process inherits.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
 MACHINE_PREFIX = "BATON_TEST_"

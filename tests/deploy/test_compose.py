@@ -139,8 +139,8 @@ def endpoint(services: dict[str, Service]) -> Iterator[str]:
         waiting = set(children)
         while waiting:
             event = events.get(timeout=DEADLINE_S)
-            assert not isinstance(event, lifecycle.Failed | lifecycle.Exited), event.child.reason()
-            if isinstance(event, lifecycle.Ready):
+            assert event.kind not in ("failed", "exited"), event.child.reason()
+            if event.kind == "ready":
                 waiting.remove(event.child)
         url = f"http://127.0.0.1:{services['proxy'].env['BATON_PORT']}"
         until_ready(url)

@@ -46,16 +46,16 @@ def test_it_reports_its_port_serves_and_ends_with_a_signal() -> None:
     child, events = start("--prefill", nobody, "--decode", nobody)
     try:
         ready = events.get(timeout=60)
-        assert isinstance(ready, lifecycle.Ready)
-        url = ready.info["url"]
-        assert url == f"http://127.0.0.1:{ready.info['port']}"
+        assert ready.kind == "ready"
+        url = ready.value["url"]
+        assert url == f"http://127.0.0.1:{ready.value['port']}"
         with httpx.Client(base_url=url, trust_env=False, verify=False, timeout=30) as client:
             assert client.get("/health").status_code == 200
             assert client.get("/ready").status_code == 503
             assert client.post("/v1/completions", json={}).status_code == 503
         child.signal(signal.SIGTERM)
         ended = events.get(timeout=60)
-        assert isinstance(ended, lifecycle.Exited) and ended.returncode == 0
+        assert (ended.kind, ended.value) == ("exited", 0)
     finally:
         child.kill()
 
@@ -67,10 +67,10 @@ def test_it_says_what_it_cannot_start_without(lacks: str, status: int) -> None:
         argv = ("--decode", "http://127.0.0.1:1", "--port", port)
         child, events = start(*(argv if status == 1 else ("--prefill", "http://127.0.0.1:1")))
         failed, ended = events.get(timeout=60), events.get(timeout=60)
-    assert isinstance(failed, lifecycle.Failed)
-    assert (port if status == 1 else lacks) in failed.reason
-    assert isinstance(ended, lifecycle.Exited) and ended.returncode == status
-    assert child.failure == failed.reason
+    assert failed.kind == "failed"
+    assert (port if status == 1 else lacks) in failed.value
+    assert (ended.kind, ended.value) == ("exited", status)
+    assert child.failure == failed.value
 
 
 class _Stopped:
@@ -106,8 +106,8 @@ async def proxy_of(fake: Fake, *options: str) -> AsyncIterator[_Stopped]:
     child, events = start("--decode", fake.url, *options, command=("-c", _PROXY))
     try:
         ready = await asyncio.to_thread(events.get, timeout=60)
-        assert isinstance(ready, lifecycle.Ready)
-        proxy = _Stopped(child, ready.info)
+        assert ready.kind == "ready"
+        proxy = _Stopped(child, ready.value)
         async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, verify=False) as client:
             while (await client.get("/ready")).status_code != 200:
                 pass

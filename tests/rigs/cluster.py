@@ -99,9 +99,9 @@ def start(
         except queue.Empty:
             child.kill()
             raise AssertionError(f"{name} was not ready within {START_TIMEOUT_S} s") from None
-        if isinstance(event, lifecycle.Ready):
-            return Server(name, child, int(event.info["port"]), event.info)
-        if isinstance(event, lifecycle.Exited):
+        if event.kind == "ready":
+            return Server(name, child, int(event.value["port"]), event.value)
+        if event.kind == "exited":
             raise AssertionError(f"{name} ended at start: {child.reason()}")
 
 

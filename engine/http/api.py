@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from engine.http.text_encoder import TextEncoder
@@ -13,8 +14,9 @@ from engine.text.tokenizer import Tokenizer
 from protocol.errors import NoServerAvailable
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.metrics import Metrics
-from protocol.openai.chat import parse_chat
-from protocol.openai.completions import parse_completion
+from protocol.openai.chat import ChatRequest
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.requests import validate
 from protocol.openai.responses import ChatWriter, CompletionWriter, ResponseWriter
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
@@ -40,8 +42,10 @@ class Endpoint(NamedTuple):
 
 
 ENDPOINTS: Final = {
-    "/v1/completions": Endpoint("completions", parse_completion, CompletionWriter),
-    "/v1/chat/completions": Endpoint("chat", parse_chat, ChatWriter),
+    "/v1/completions": Endpoint(
+        "completions", partial(validate, CompletionRequest), CompletionWriter
+    ),
+    "/v1/chat/completions": Endpoint("chat", partial(validate, ChatRequest), ChatWriter),
     "/v1/responses": Endpoint("responses", parse_responses, ResponsesWriter),
 }
 

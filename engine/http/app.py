@@ -40,8 +40,9 @@ from protocol.http.connections import cors_options
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
 from protocol.openai import openapi
+from protocol.openai.requests import validate
 from protocol.openai.responses import model_card, model_list
-from protocol.openai.tokenize import as_request, parse_detokenize, parse_tokenize
+from protocol.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from protocol.short_repr import short_repr
 
 
@@ -161,10 +162,10 @@ class _Pages:
 
     async def tokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
         api = self._api
-        parsed = await api.texts.run(num_bytes, lambda: parse_tokenize(members))
+        parsed = await api.texts.run(num_bytes, partial(validate, TokenizeRequest, members))
         check_model(parsed.model, api.model_names)
         length = api.require_ready().max_model_len
-        request = as_request(parsed)  # whose sender may want to know by how much it is too long
+        request = parsed.as_generation()  # whose sender may want to know by how much it is too long
         (ids,) = await api.texts.tokenize(request, num_bytes, length, sure_to=LONG_CHARS)
 
         def answer() -> bytes:
@@ -178,7 +179,7 @@ class _Pages:
         api = self._api
 
         def answer() -> bytes:
-            parsed = parse_detokenize(members)
+            parsed = validate(DetokenizeRequest, members)
             check_model(parsed.model, api.model_names)
             if parsed.tokens:
                 check_token_ids(parsed.tokens, api.require_ready().vocab_size, "tokens")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 import msgspec
 from pydantic import ConfigDict, Field, model_validator
 
-from protocol.openai.requests import Read, Strict, fault, neutral, refuse, validate
+from protocol.openai.requests import Read, Strict, fault, neutral, refuse
 from protocol.openai.sampling import (
     MAX_LOGPROBS,
     GenerationRequest,
@@ -172,10 +172,3 @@ class ChatRequest(GenerationRequest):
         for name in self.chat_template_kwargs:
             if name in _OWN_VARIABLES:
                 refuse("chat_template_kwargs", f"sets `{name}`, which the server does itself")
-
-
-def parse_chat(body: dict[str, Any]) -> ChatRequest:
-    """Validates the body of /v1/chat/completions. Raises InvalidRequest naming the field."""
-    parsed = validate(ChatRequest, body)
-    parsed.check()
-    return parsed

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from protocol.openai.requests import neutral, refuse, validate
+from protocol.openai.requests import neutral, refuse
 from protocol.openai.sampling import (
     MAX_CHOICES,
     MAX_INT31,
@@ -96,10 +96,3 @@ class CompletionRequest(GenerationRequest):
         """One entry per prompt; a list of token ids is one prompt."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else self.prompt
-
-
-def parse_completion(body: dict[str, Any]) -> CompletionRequest:
-    """Validates the body of /v1/completions. Raises InvalidRequest naming the field."""
-    parsed = validate(CompletionRequest, body)
-    parsed.check()
-    return parsed

@@ -21,15 +21,6 @@ _GETS = {
     "/ready": "Whether requests can be served.",
     "/metrics": "What this process has counted, for Prometheus.",
 }
-_ERRORS = {
-    "400": "The request is at fault; the message names field, value and limit.",
-    "404": "There is no such model.",
-    "413": "The body is too long.",
-    "500": "The server failed on this request.",
-    "502": "KV could not be had from a prefill server, or a decode server was lost.",
-    "503": "The server cannot serve now.",
-    "504": "KV did not come in time, or a decode server was silent.",
-}
 
 
 class ErrorObject(BaseModel):
@@ -58,8 +49,14 @@ def document() -> Schema:
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF, schema_generator=_Untitled
     )
-    paths: Schema = {path: {"post": _operation(body)} for path, body in BODIES.items()}
-    paths |= {path: {"get": _read(path, summary)} for path, summary in _GETS.items()}
+    paths: Schema = {
+        path: {"post": _operation(body.summary, body)} for path, body in BODIES.items()
+    }
+    paths |= {path: {"get": _operation(summary)} for path, summary in _GETS.items()}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [
+        {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
+    paths["/metrics"]["get"]["responses"]["200"]["content"] = {"text/plain": {}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": VERSION},
@@ -68,32 +65,25 @@ def document() -> Schema:
     }
 
 
-def _read(path: str, summary: str) -> Schema:
-    """What takes no body."""
-    is_text = path == "/metrics"
-    kind = "text/plain" if is_text else "application/json"
-    known = () if is_text else ("404", "503") if "{name}" in path else ("503",)
-    responses: Schema = {"200": {"description": "The answer.", "content": {kind: {}}}}
-    responses |= {status: {"description": _ERRORS[status]} for status in known}
-    operation: Schema = {"summary": summary, "responses": responses}
-    if "{name}" in path:
-        text = {"type": "string"}
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": text}]
+def _operation(summary: str, body: type[Strict] | None = None) -> Schema:
+    """What is sent, and what comes back. `docs/api.md` tells all errors."""
+    kinds: Schema = {"application/json": {}}
+    operation: Schema = {
+        "summary": summary,
+        "responses": {
+            "200": {"description": "The answer.", "content": kinds},
+            "default": {"description": "An error.", "content": _json("Error")},
+        },
+    }
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(body.__name__)}
+        if "stream" in body.model_fields:
+            kinds["text/event-stream"] = {}
     return operation
 
 
-def _operation(model: type[Strict]) -> Schema:
-    kinds: Schema = {"application/json": {}}
-    if "stream" in model.model_fields:
-        kinds["text/event-stream"] = {}
-    error, body = (
-        {"application/json": {"schema": {"$ref": _REF.format(model=name)}}}
-        for name in ("Error", model.__name__)
-    )
-    responses: Schema = {"200": {"description": "The answer.", "content": kinds}}
-    responses |= {s: {"description": told, "content": error} for s, told in _ERRORS.items()}
-    asked = {"required": True, "content": body}
-    return {"summary": model.summary, "requestBody": asked, "responses": responses}
+def _json(model: str) -> Schema:
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
 
 
 def page(document: Schema) -> str:

@@ -51,6 +51,9 @@ class Strict(BaseModel):
         if "summary" in vars(cls):
             BODIES[cls.endpoint] = cls
 
+    def check(self) -> None:
+        """Raises InvalidRequest for members of a whole body that contradict each other."""
+
     @model_validator(mode="before")
     @classmethod
     def _clean(cls, given: Any) -> Any:
@@ -188,11 +191,13 @@ def _elsewhere(model: type[Strict], name: str) -> str | None:
 def validate(model: type[Model], body: Any) -> Model:
     """An instance of `model`. Raises InvalidRequest: the field, its value and what it must be."""
     try:
-        return model.model_validate(body)
+        parsed = model.model_validate(body)
     except ValidationError as error:
         # The one that is told most of: a value may be of none of several kinds.
         deepest = max(error.errors(include_url=False), key=lambda item: len(item["loc"]))
         raise _explained(model, body, deepest) from None
+    parsed.check()
+    return parsed
 
 
 def _explained(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidRequest:

@@ -197,8 +197,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
         return self.model_copy(update={name: getattr(config, name) for name in left_out})
 
     def check(self) -> None:
-        """Raises InvalidRequest for members that contradict each other; a subclass calls this
-        first."""
+        """As of any body; a subclass calls this first."""
         _ = self.guided
         if self.stream and self.prompt_logprobs is not None:
             refuse("prompt_logprobs", "cannot be streamed; set `stream` to false or leave it out")

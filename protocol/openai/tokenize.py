@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protocol.openai.chat import ChatRequest, Messages
 from protocol.openai.completions import CompletionRequest
-from protocol.openai.requests import ModelName, Strict, refuse, validate
+from protocol.openai.requests import ModelName, Strict, refuse
 from protocol.openai.sampling import GenerationRequest, Switch, Text, Variables
 from protocol.short_repr import short_repr
 
@@ -30,6 +30,29 @@ class TokenizeRequest(Strict):
     continue_final_message: Switch = False
     chat_template_kwargs: Variables = Field({})
 
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            told = f"is {short_repr(self.prompt)}; send it or `messages`, one of the two"
+            refuse("prompt", told)
+        if self.messages is not None:
+            self.as_generation().check()
+
+    def as_generation(self) -> GenerationRequest:
+        """The request whose prompt is to be tokenized, its `model` aside."""
+        adds = self.add_special_tokens
+        if self.messages is None:
+            # Unchecked, because an empty text is one here.
+            return CompletionRequest.model_construct(
+                prompt=self.prompt or "", add_special_tokens=adds is not False
+            )
+        return ChatRequest(
+            messages=self.messages,
+            add_special_tokens=bool(adds),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
 
 class DetokenizeRequest(Strict):
     endpoint = "/detokenize"
@@ -43,35 +66,3 @@ class DetokenizeRequest(Strict):
         Field(description="a list of token ids"),
         WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
     ]
-
-
-def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
-    """Validates the body of /tokenize. Raises InvalidRequest naming the field."""
-    parsed = validate(TokenizeRequest, body)
-    if (parsed.prompt is None) == (parsed.messages is None):
-        refuse("prompt", f"is {short_repr(parsed.prompt)}; send it or `messages`, one of the two")
-    if parsed.messages is not None:
-        as_request(parsed).check()
-    return parsed
-
-
-def as_request(parsed: TokenizeRequest) -> GenerationRequest:
-    """The request whose prompt is to be tokenized, its `model` aside."""
-    adds = parsed.add_special_tokens
-    if parsed.messages is None:
-        # Unchecked, because an empty text is one here.
-        return CompletionRequest.model_construct(
-            prompt=parsed.prompt or "", add_special_tokens=adds is not False
-        )
-    return ChatRequest(
-        messages=parsed.messages,
-        add_special_tokens=bool(adds),
-        add_generation_prompt=parsed.add_generation_prompt,
-        continue_final_message=parsed.continue_final_message,
-        chat_template_kwargs=parsed.chat_template_kwargs,
-    )
-
-
-def parse_detokenize(body: dict[str, Any]) -> DetokenizeRequest:
-    """Validates the body of /detokenize. Raises InvalidRequest naming the field."""
-    return validate(DetokenizeRequest, body)

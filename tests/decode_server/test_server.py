@@ -17,7 +17,8 @@ from protocol.messages import (
     SamplingParams,
     TokenLogprobs,
 )
-from protocol.openai.completions import parse_completion
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.requests import validate
 
 _SECRET = b"the cluster's secret"
 _PROMPT = [5, 6, 7, 8, 9]
@@ -49,7 +50,7 @@ def _params(**changes: Any) -> dict[str, Any]:
 
 def _prepare(offered: object, policy: str = "recompute", **members: Any) -> AddRequest:
     body = {"model": "m", "prompt": _PROMPT, "temperature": 0.5, "kv_transfer_params": offered}
-    request = parse_completion({**body, **members})
+    request = validate(CompletionRequest, {**body, **members})
     add = AddRequest(
         request_id="r",
         token_ids=_PROMPT,

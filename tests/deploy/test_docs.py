@@ -17,9 +17,9 @@ from model.config import ARCHITECTURES, ROPE_TYPES
 from protocol import errors
 from protocol.kv_params import RELEASE_PATH, SENDER_RELEASES, KVTransferParams
 from protocol.openai import openapi
-from protocol.openai.chat import parse_chat
-from protocol.openai.completions import parse_completion
-from protocol.openai.requests import used_fields
+from protocol.openai.chat import ChatRequest
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.requests import used_fields, validate
 from protocol.openai.responses_request import ResponsesRequest
 from protocol.settings.settings import PROGRAMS, UpSettings, load
 from protocol.settings.sources import MACHINE_VARIABLES, field_paths, option_name, variable_name
@@ -123,14 +123,16 @@ def test_make_refuses_variables_that_it_would_not_read(given: str, code: int) ->
 def test_the_requests_of_the_readme_are_accepted() -> None:
     text = (ROOT / "README.md").read_text()
     (body,) = re.findall(r"-d '(\{.*\})'", text)
-    parse_completion(json.loads(body))
+    validate(CompletionRequest, json.loads(body))
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (create,) = [
         node
         for node in ast.walk(ast.parse(program))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "create"
     ]
-    parse_chat({str(given.arg): ast.literal_eval(given.value) for given in create.keywords})
+    validate(
+        ChatRequest, {str(given.arg): ast.literal_eval(given.value) for given in create.keywords}
+    )
 
 
 def test_the_fields_of_responses_are_in_the_text() -> None:

@@ -15,7 +15,8 @@ from engine.http.limits import guided_decodings
 from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
-from protocol.openai.chat import parse_chat
+from protocol.openai.chat import ChatRequest
+from protocol.openai.requests import validate
 from tests.rigs.http_server import CONTEXT, MAX_BODY, READY, end, scripted, serving
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -155,7 +156,7 @@ def test_schemas_of_tools_have_a_limit_together() -> None:
     long = {"type": "object", "description": "x" * 3000}
     tools = [tool(long, f"f{i}") for i in range(50)]
     with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)) as caught:
-        guided_decodings(parse_chat({"model": "m", "messages": HI, "tools": tools}))
+        guided_decodings(validate(ChatRequest, {"model": "m", "messages": HI, "tools": tools}))
     assert caught.value.param == "tools"
 
 

@@ -16,8 +16,9 @@ from prefill_server.server import PrefillHooks
 from protocol import kv_params
 from protocol.kv_params import REMOTE_DECODE
 from protocol.messages import FirstToken, SamplingParams
-from protocol.openai.chat import parse_chat
-from protocol.openai.completions import parse_completion
+from protocol.openai.chat import ChatRequest
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationRequest
 from tests.rigs.http_server import CONTEXT, READY, saying, serving
 
@@ -29,7 +30,7 @@ _ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
 
 
 def _parse(body: dict[str, Any]) -> GenerationRequest:
-    return parse_chat(body) if "messages" in body else parse_completion(body)
+    return validate(ChatRequest, body) if "messages" in body else validate(CompletionRequest, body)
 
 
 def _params(body: dict[str, Any], tokenizer: Tokenizer, **changes: Any) -> dict[str, Any]:
@@ -122,7 +123,7 @@ async def test_a_prefill_server_tells_what_it_tokenized(
     prompt: Any, is_told: bool, tokenizer: Tokenizer
 ) -> None:
     body = {"model": "m", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
-    told = text_digest(parse_completion(body), tokenizer)
+    told = text_digest(validate(CompletionRequest, body), tokenizer)
     assert (told is not None) is is_told
     if prompt == "\ud800":
         return  # no JSON carries it
@@ -192,7 +193,7 @@ async def test_large_bodies_are_checked_aside(
 
     def parse(members: dict[str, Any]) -> GenerationRequest:
         threads.append(threading.get_ident())
-        return parse_chat(members)
+        return validate(ChatRequest, members)
 
     path = "/v1/chat/completions"
     monkeypatch.setitem(ENDPOINTS, path, ENDPOINTS[path]._replace(parse=parse))

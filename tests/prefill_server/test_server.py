@@ -9,7 +9,8 @@ from prefill_server.server import PrefillHooks, Transfers
 from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import AbortRequest, AddRequest, EngineReady, SamplingParams, TokenDelta
-from protocol.openai.completions import parse_completion
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.requests import validate
 from tests.protocol.test_kv_params import values
 
 _ASK = {
@@ -24,7 +25,7 @@ _ASK = {
 
 def _prepare(**members: Any) -> list[bool]:
     body = {"model": "m", "prompt": [[1, 2], [3]], "max_tokens": 1, "kv_transfer_params": _ASK}
-    request = parse_completion({**body, **members})
+    request = validate(CompletionRequest, {**body, **members})
     adds = _adds(2, 1, retain_kv=False)
     return [add.retain_kv for add in PrefillHooks(b"secret").prepare(request, adds, _READY)]
 

@@ -6,20 +6,22 @@ from typing import Any
 import pytest
 
 from protocol.messages import Grammar
-from protocol.openai.chat import ChatRequest, parse_chat
-from protocol.openai.completions import CompletionRequest, parse_completion
-from protocol.openai.requests import neutral_fields
+from protocol.openai.chat import ChatRequest
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.requests import neutral_fields, validate
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.structured import GuidedDecoding
 from protocol.openai.tools import Tools
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    return parse_completion({"model": "m", "prompt": "Hello", **fields})
+    return validate(CompletionRequest, {"model": "m", "prompt": "Hello", **fields})
 
 
 def chat(**fields: Any) -> Any:
-    return parse_chat({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields})
+    return validate(
+        ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    )
 
 
 def responses(**fields: Any) -> Any:

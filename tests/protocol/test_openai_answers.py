@@ -7,8 +7,9 @@ import msgspec
 
 from protocol.http.sse import SSEParser
 from protocol.messages import KVUsage
-from protocol.openai.completions import CompletionRequest, parse_completion
+from protocol.openai.completions import CompletionRequest
 from protocol.openai.logprobs import TokenReport, TokenText
+from protocol.openai.requests import validate
 from protocol.openai.responses import (
     ChatWriter,
     ChoicePiece,
@@ -25,7 +26,7 @@ USAGE = Usage(7, 3, KVUsage(transferred=4, recomputed=1, skipped=2, cached_token
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    return parse_completion({"model": "m", "prompt": "a", **fields})
+    return validate(CompletionRequest, {"model": "m", "prompt": "a", **fields})
 
 
 def events(data: bytes) -> list[dict[str, Any]]:

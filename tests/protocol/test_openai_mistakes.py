@@ -11,22 +11,24 @@ from hypothesis import strategies as st
 
 from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected
-from protocol.openai.chat import parse_chat
-from protocol.openai.completions import parse_completion
+from protocol.openai.chat import ChatRequest
+from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import Strict, neutral, parse_json_object, validate
 from protocol.openai.responses_request import parse_responses
-from protocol.openai.tokenize import parse_tokenize
+from protocol.openai.tokenize import TokenizeRequest
 from protocol.short_repr import short_repr
 
 Parse = Callable[..., Any]
 
 
 def completion(**fields: Any) -> Any:
-    return parse_completion({"model": "m", "prompt": "Hello", **fields})
+    return validate(CompletionRequest, {"model": "m", "prompt": "Hello", **fields})
 
 
 def chat(**fields: Any) -> Any:
-    return parse_chat({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields})
+    return validate(
+        ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    )
 
 
 def responses(**fields: Any) -> Any:
@@ -34,7 +36,7 @@ def responses(**fields: Any) -> Any:
 
 
 def tokenize(**fields: Any) -> Any:
-    return parse_tokenize({"prompt": "a", **fields})
+    return validate(TokenizeRequest, {"prompt": "a", **fields})
 
 
 # -- bodies ------------------------------------------------------------------------------------

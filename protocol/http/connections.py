@@ -26,6 +26,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from protocol import errors
+from protocol.ipc.wire import keep_alive
 from protocol.process.logging import request_context
 from protocol.settings.settings import ListenOptions
 
@@ -38,19 +39,12 @@ _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope
 _LAST_LOOK_S = 0.1
 _PARTS = 4  # of a countdown
-_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 def bound_clients(listener: socket.socket, timeout_s: float) -> None:
     """Every connection that `listener` accepts ends when its client acknowledges, or takes,
     nothing of what it was sent for `timeout_s` seconds."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _PROBES:
-        if hasattr(socket, name):  # not everywhere
-            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        limit_ms = max(1, round(timeout_s * 1000))
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+    keep_alive(listener, idle_s=15, interval_s=5, timeout_s=timeout_s)
 
 
 def raise_file_limit() -> None:
@@ -390,19 +384,12 @@ class _BoundedHttp(HttpToolsProtocol):
 
 
 def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
-    """`app`, whose answers of a length that it does not say end with the connection."""
+    """`app`, whose answers end with the connection, whatever lengths they say."""
+    cycle.chunked_encoding = False  # so uvicorn reads no length either, and is told of each part
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        is_sized = True
-
         async def send_plain(message: Any) -> None:
-            nonlocal is_sized
-            if message["type"] == "http.response.start":
-                is_sized = any(
-                    n.lower() == b"content-length" for n, _ in message.get("headers", ())
-                )
-                cycle.chunked_encoding = None if is_sized else False
-            elif message["type"] == "http.response.body" and not is_sized:
+            if message["type"] == "http.response.body":
                 cycle.expected_content_length += len(message.get("body", b""))
             await send(message)
 

@@ -18,7 +18,6 @@ from typing import Protocol
 _LENGTH = struct.Struct("<I")
 _RECEIVE_BYTES = 64 << 10
 _PR_SET_TIMERSLACK = 29  # in ns
-_KEEPALIVE_S, _VANISHED_S = 2, 6  # a host that vanished closes no connection
 
 
 class HasFileno(Protocol):
@@ -169,11 +168,18 @@ def framed(message: bytes) -> bytes:
 def tune(sock: socket.socket) -> None:
     """Sends at once, and notices within seconds that the other host is not there any more."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(sock, idle_s=2, interval_s=2, timeout_s=6)
+
+
+def keep_alive(sock: socket.socket, *, idle_s: int, interval_s: int, timeout_s: float) -> None:
+    """The kernel asks a peer that was silent for `idle_s` three times, and ends the connection to
+    one that has acknowledged, or taken, nothing for `timeout_s`."""
+    timeout_ms = max(1, round(timeout_s * 1000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _VANISHED_S // _KEEPALIVE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED_S * 1000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
 
 def wait_readable(*files: HasFileno, timeout_s: float | None = None) -> None:
@@ -181,10 +187,7 @@ def wait_readable(*files: HasFileno, timeout_s: float | None = None) -> None:
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
-    if timeout_s is None or timeout_s == float("inf"):
-        poll.poll()
-    else:
-        poll.poll(timeout_s * 1000)
+    poll.poll(None if timeout_s in (None, float("inf")) else timeout_s * 1000)
 
 
 def allow_short_naps() -> None:

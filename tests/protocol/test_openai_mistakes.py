@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import kv_params
-from protocol.errors import InvalidRequest, KVParamsRejected
+from protocol.errors import InvalidRequest
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import Strict, neutral, parse_json_object, validate
@@ -414,20 +413,3 @@ def test_a_value_just_short_enough_is_whole_however_deep_it_is() -> None:
     for _ in range(2 * sys.getrecursionlimit()):
         deep = [deep]
     assert short_repr(deep) == "[" * 77 + "..."
-
-
-@pytest.mark.parametrize(
-    ("member", "value", "quoted"),
-    [
-        ("remote_engine_id", None, "got null"),
-        ("remote_engine_id", True, "got true"),
-        ("remote_port", "http", 'got "http"'),
-        ("remote_block_ids", {"a": False}, 'got {"a": false}'),
-    ],
-)
-def test_so_are_members_of_kv_transfer_params(member: str, value: Any, quoted: str) -> None:
-    said = {"remote_engine_id": "e", "remote_request_id": "r", "remote_block_ids": [1]}
-    offered = {"do_remote_prefill": True, **said, "remote_host": "h", member: value}
-    with pytest.raises(KVParamsRejected) as caught:
-        kv_params.parse(offered)
-    assert quoted in caught.value.message

@@ -64,15 +64,6 @@ class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_scales: tuple[float, ...] = ()
 
 
-class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A process, as others on its host find it and can tell it from its successors."""
-
-    host: str  # of one running kernel
-    pid_namespace: int
-    pid: int
-    started: int  # ticks since the host's start
-
-
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach one rank's KV allocation."""
 
@@ -84,7 +75,7 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     device_kind: str  # "cpu" | "cuda"
     layout: LayoutRecord
     extra: dict[str, Any] = {}
-    process: ProcessRecord | None = None
+    pid: int | None = None  # on its own host
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):

@@ -68,7 +68,7 @@ class Rank:
 
     def blame(self, error: Exception) -> None:
         """Raises RankLost, from what has failed here, where that came of another rank's end."""
-        blame(error, self.context.rank, [one.process for one in self.metadata])
+        blame(error, self.context.rank, [one.pid for one in self.metadata])
 
     @staticmethod
     def ready() -> None:

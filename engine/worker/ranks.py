@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -22,12 +23,11 @@ import msgspec
 from engine.core.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
 from engine.process.transport import path_of
 from engine.worker.runner import ModelRunner
-from protocol.handshake import ProcessRecord
-from protocol.ipc.processes import is_ending
 
 _JOIN_TIMEOUT_S = 600.0  # loading the model included
 _END_DELAY_S = 0.1  # for a rank to begin to end, where a collective heard of it first
 _TORN_DOWN_S = 10.0
+_PF_EXITING = 0x4  # of the kernel's flags of a process
 _RETRY_DELAY_S = 0.02  # while rank 0 does not listen yet
 
 _T = TypeVar("_T")
@@ -144,16 +144,27 @@ def _connected(path: str) -> Connection:
             time.sleep(_RETRY_DELAY_S)
 
 
-def blame(error: Exception, own: int, processes: Sequence[ProcessRecord | None]) -> None:
+def blame(error: Exception, own: int, pids: Sequence[int | None]) -> None:
     """To be called when something has failed on rank `own`: raises RankLost, from `error`, where
     another rank has ended. One that is being torn down is waited for, so that whoever started the
-    ranks knows why it ended before this one ends of it. `processes` are by rank."""
+    ranks knows why it ended before this one ends of it. `pids` are by rank."""
     time.sleep(_END_DELAY_S)
-    for rank, record in enumerate(processes):
-        if rank == own or record is None or not is_ending(record.pid):
+    for rank, pid in enumerate(pids):
+        if rank == own or pid is None or not is_ending(pid):
             continue
-        with suppress(OSError), open(os.pidfd_open(record.pid), "rb", buffering=0) as process:
+        with suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as process:
             ending = select.poll()
             ending.register(process, select.POLLIN)
             ending.poll(_TORN_DOWN_S * 1000)
         raise RankLost(f"rank {rank} has ended") from error
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process has ended or is being torn down, which takes seconds where it holds a GPU's
+    memory. Its connections break only then."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    fields = text[text.rindex(")") + 2 :].split()  # those after its name
+    return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)

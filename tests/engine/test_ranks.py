@@ -9,13 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from engine.core.batch import PendingStep, StepInput, StepOutput
 from engine.worker.ranks import RankExecutor, RankLinks, RankLost, RankTimeout, blame
-from protocol.ipc.processes import own_record
 
 _TIMEOUT_S = 30.0
 _FAILURE = RuntimeError("a collective broke")
@@ -158,16 +156,8 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     started.wait()
 
 
-def _blame(own: int, pids: list[int | None]) -> None:
-    """What a rank is told that failed while the ranks had these processes."""
-    found = own_record()
-    assert found is not None
-    records = [None if pid is None else msgspec.structs.replace(found, pid=pid) for pid in pids]
-    blame(_FAILURE, own, records)
-
-
 def test_a_failure_beside_living_ranks_is_no_other_s(process: subprocess.Popen[bytes]) -> None:
-    _blame(0, [None, process.pid, None])
+    blame(_FAILURE, 0, [None, process.pid, None])
 
 
 @pytest.mark.parametrize("is_reaped", [True, False])
@@ -178,9 +168,9 @@ def test_the_rank_that_ended_is_named_and_never_oneself(
     if is_reaped:
         process.wait()
     with pytest.raises(RankLost, match="rank 2 has ended") as raised:
-        _blame(1, [os.getpid(), process.pid, process.pid])
+        blame(_FAILURE, 1, [os.getpid(), process.pid, process.pid])
     assert raised.value.__cause__ is _FAILURE
-    _blame(0, [process.pid])
+    blame(_FAILURE, 0, [process.pid])
 
 
 def test_a_rank_that_is_being_torn_down_is_waited_for(
@@ -191,5 +181,5 @@ def test_a_rank_that_is_being_torn_down_is_waited_for(
     ending = threading.Timer(0.3, process.kill)
     ending.start()
     with pytest.raises(RankLost, match="rank 1 has ended"):
-        _blame(0, [None, process.pid])
+        blame(_FAILURE, 0, [None, process.pid])
     assert process.poll() is not None, "its end came first"

@@ -7,8 +7,11 @@ memory stays readable until it is closed here.
 
 import ctypes
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +21,6 @@ from kvcache.pool import KVPool
 from kvcache.shared_memory import NotShared, OpenedMemory
 from kvcache.transfer.move import cuda
 from protocol.handshake import RankMetadata
-from protocol.ipc.processes import host_id, own_record
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -51,6 +53,15 @@ class Memory:
     close: Callable[[], None] = lambda: None  # every copy out of it has ended
 
 
+@cache
+def host_id() -> str:
+    """Equal for two processes on one running kernel, in whatever containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 def offer(pool: KVPool) -> dict[str, Any]:
     """What to put into RankMetadata.extra so that processes of this host may map the pool."""
     record = MappableRecord(host=host_id(), pid=os.getpid())
@@ -77,7 +88,7 @@ def describe(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
         device_kind=pool.device.type,
         layout=pool.layout.to_record(),
         extra=offer(pool),
-        process=own_record(),
+        pid=os.getpid(),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable, offer, offered
+from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable, host_id, offer, offered
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import (
@@ -23,7 +23,6 @@ from protocol.errors import (
     TransferFailed,
 )
 from protocol.handshake import EngineMetadata
-from protocol.ipc.processes import host_id
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, PATIENT, Decode, Prefill, expected
 from tests.rigs.memory_placer import MemoryPlacer

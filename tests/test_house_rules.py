@@ -25,9 +25,9 @@ MAX_LINES = {
     "kvcache/transfer": 5778,
     "model": 2939,
     "prefill_server": 357,
-    "protocol": 5486,
+    "protocol": 5280,
     "proxy": 2477,
-    "tests": 37716,
+    "tests": 37407,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

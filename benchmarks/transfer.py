@@ -19,22 +19,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from benchmarks.transfer_decode import Decode, Setup, loop_ms_beside, loop_ms_on
-from benchmarks.transfer_prefill import (
-    Case,
+from benchmarks.transfer_pair import (
+    Decode,
     Prefill,
     Remote,
+    Setup,
     Side,
     Size,
     kind_of,
+    loop_ms_beside,
+    loop_ms_on,
     new_agent,
     synchronize,
     use_device,
@@ -48,7 +49,6 @@ from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
 
 DEFAULT = "BHLCND"
-Wanted = tuple[list[list[ReadDescriptors]], int]  # READs of each rank of D, bytes of its memory
 MIXED = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
 GEOMETRIES = {  # tp and block size of P and of D
     "same": ((1, 64), (1, 64)),
@@ -71,18 +71,21 @@ class Row:
     best_ms: float
     gb_per_s: float
     of_copy: float
+    loop_ms: float  # DecodeRank.loop_ms, the slower of before and after
     of_bare: float | None = None  # what bare NIXL reaches with the same runs
-    told_ms: float | None = None  # until the thread that ordered it has been woken
-    loop_ms: float | None = None  # DecodeRank.loop_ms, the slower of before and after
     tries: int = 1  # until the processors were quiet, or there were no more
 
     def __str__(self) -> str:
-        of_bare = f"{self.of_bare:.0%}" if self.of_bare is not None else ""
-        told = f"{self.told_ms:.3f}" if self.told_ms is not None else ""
-        loop = f"{self.loop_ms:.1f}" if self.loop_ms is not None else ""
+        of_bare = "" if self.of_bare is None else f"{self.of_bare:.0%}"
         times = f"{self.milliseconds:8.3f} {self.best_ms:8.3f} {self.gb_per_s:7.1f}"
         name = f"{self.case:20} {self.path:12} {self.descriptors:11}"
-        return f"{name} {times} {self.of_copy:6.0%} {of_bare:>5} {told:>5} {loop:>5} {self.tries:5}"
+        return f"{name} {times} {self.of_copy:6.0%} {of_bare:>5} {self.loop_ms:5.1f} {self.tries:5}"
+
+
+class Case(NamedTuple):
+    name: str
+    p: Side
+    d: Side
 
 
 def _case(
@@ -112,34 +115,32 @@ def cases(device: str, path: str) -> Iterator[Case]:
         yield _case("per layer", "same", "LBCHND")
 
 
-# -- bare NIXL
-
-
 class BareReader:
-    """Reads into memory on a rank's device."""
+    """Carries out a rank's READs without a pull, in a thread of its own, into memory of its own."""
 
-    def __init__(self, setup: Setup, rank: int, nbytes: int, metadata: EngineMetadata) -> None:
-        device = setup.device(rank)
+    def __init__(self, device: str, reads: list[ReadDescriptors], remote: EngineMetadata) -> None:
+        self._reads, self._remote = reads, remote
+        nbytes = max(int((read.local_offsets + read.lengths).max()) for read in reads)
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._address = self._memory.data_ptr()
         self._device, self._kind = torch.device(device).index or 0, kind_of(device)
-        self._agent, self._metadata = new_agent("bare", device), metadata
-        address = self._memory.data_ptr()
-        self._agent.register(address, nbytes, device_id=self._device, kind=self._kind)
-        self._name = cache(lambda rank: self._agent.add_peer(metadata.ranks[rank].agent_metadata))
+        self._agent = new_agent("bare", device)
+        self._agent.register(self._address, nbytes, device_id=self._device, kind=self._kind)
+        self._name = cache(lambda rank: self._agent.add_peer(remote.ranks[rank].agent_metadata))
         self.thread = ThreadPoolExecutor(1, initializer=self._agent.bind_thread)
 
-    def read(self, reads: list[ReadDescriptors]) -> None:
+    def read(self) -> None:
         handles = [
             self._agent.read(
                 self._name(read.remote_rank),
-                read.local_offsets + self._memory.data_ptr(),
-                read.remote_offsets + self._metadata.ranks[read.remote_rank].base_address,
+                read.local_offsets + self._address,
+                read.remote_offsets + self._remote.ranks[read.remote_rank].base_address,
                 read.lengths,
                 local_device=self._device,
-                remote_device=self._metadata.ranks[read.remote_rank].device_id,
+                remote_device=self._remote.ranks[read.remote_rank].device_id,
                 kinds=(self._kind, self._kind),
             )
-            for read in reads
+            for read in self._reads
         ]
         while any(self._agent.poll(handle) is ReadState.ACTIVE for handle in handles):
             pass
@@ -156,137 +157,141 @@ class BareReader:
         return loop_ms
 
 
-def planned_reads(setup: Setup, case: Case) -> Wanted:
-    """The plan's own runs in its own order, for each rank of D; bytes of memory they want."""
-    size = setup.size
-    each, nbytes = [], setup.staging_bytes
-    for local in case.d.endpoints(size):
-        nbytes = max(nbytes, local.layout.nbytes)
-        ends = local, case.p.endpoints(size)
-        planner = Planner(*ends, size.heads, staging_bytes=setup.staging_bytes)
-        blocks = case.d.blocks(size), case.p.blocks(size)
-        costs = DEFAULT_COSTS[torch.device(setup.device(0)).type]
-        plan = planner.plan(planner.take((0, size.tokens), *blocks), costs)
-        each.append(list(plan.reads))
-    return each, nbytes
+def planned_reads(case: Case, setup: Setup) -> list[list[ReadDescriptors]]:
+    """The plan's own runs in its own order, for each rank of D."""
+    size, found = setup.size, []
+    costs = DEFAULT_COSTS[torch.device(setup.device(0)).type]
+    for end in case.d.endpoints(size):
+        remote = case.p.endpoints(size)
+        planner = Planner(end, remote, size.heads, staging_bytes=setup.staging_bytes)
+        transfer = planner.take((0, size.tokens), case.d.blocks(size), case.p.blocks(size))
+        found.append(list(planner.plan(transfer, costs).reads))
+    return found
 
 
-# -- pulls
-
-
-@dataclass
 class Bench:
-    prefill: Remote
-    size: Size
-    devices: tuple[str, ...]  # of D
-    staging_bytes: int
-    repeat: int
-    tries: int  # of a row, until its processors are quiet
-    copy_gb_per_s: float
-    fastest_loop_ms: float
-    rows: list[Row] = field(default_factory=list)
-    num_failed: int = 0
+    """One run: P, what its rows are held against, and the rows.
 
-    def open(self, case: Case, path: str) -> tuple[EngineMetadata, Decode]:
+    Attributes:
+        num_failed: cases without a row, since they failed.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        devices = ["cpu", "cpu"]
+        if args.device == "cuda":
+            devices = [f"cuda:{index}" for index in args.devices.split(",")]
+        source, *targets = devices
+        use_device(targets[0])
+        self.args, self.targets = args, tuple(targets)
+        self.size = Size(args.layers, args.heads, args.head_dim, args.tokens)
+        self.copy_gb_per_s = copy_gb_per_s(source, targets[0], self.size.kv_bytes)
+        self._fastest_ms = min(map(loop_ms_on, os.sched_getaffinity(0)))
+        print(f"plain copy {source} -> {targets[0]}: {self.copy_gb_per_s:.1f} GB/s")
+        print(f"the fastest processor's loop: {self._fastest_ms:.1f} ms", flush=True)
+        self.prefill = Remote(Prefill, source, self.size)
+        self.rows: list[Row] = []
+        self.num_failed = 0
+
+    def run(self) -> None:
+        """Fills `rows`."""
+        for path in self.args.paths.split(","):
+            for case in cases(self.args.device, path):
+                if self.args.only in case.name:
+                    self._measure(case.name, partial(self._case, case, path))
+            self._measure(f"{SHORT_TOKENS} tokens", partial(self._short, path))
+
+    def _measure(self, name: str, measured: Callable[[], list[Row]]) -> None:
+        """Measures with other threads until their processors are quiet: what a neighbour takes is
+        no property of what is measured. Else the quietest of `--tries` counts. A case that fails
+        does not take the others' figures with it."""
+        found: list[list[Row]] = []
+        try:
+            while len(found) < self.args.tries:
+                found.append(measured())
+                if _loop_of(found[-1]) <= _QUIET * self._fastest_ms:
+                    break
+        except Exception as error:
+            self.num_failed += 1
+            print(f"{name}: failed, {error!r}", flush=True)
+            return
+        rows = [replace(row, tries=len(found)) for row in min(found, key=_loop_of)]
+        print_table(rows)
+        self.rows += rows
+
+    def _case(self, case: Case, path: str) -> list[Row]:
+        metadata, setup, decode = self._open(case, path)
+        try:
+            decode.pull(self._lease(self.size.tokens))  # warms up
+            decode.check()
+            row = self._pulls(decode, case.name, self.size.tokens, self.args.repeat)
+            if path == "mapped":
+                return [row]
+            beside = self._bare(case, setup, metadata)
+            return [replace(row, of_bare=row.gb_per_s / beside.gb_per_s), beside]
+        finally:
+            decode.close()
+
+    def _short(self, path: str) -> list[Row]:
+        *_, decode = self._open(_case("same", "same"), path)
+        name = f"{SHORT_TOKENS} tokens"
+        try:
+            self._pulls(decode, name, SHORT_TOKENS, 5)  # warms up
+            held = self._pulls(decode, name, SHORT_TOKENS, 25)
+            decode.holds = False
+            return [held, self._pulls(decode, f"{name} unheld", SHORT_TOKENS, 25)]
+        finally:
+            decode.close()
+
+    def _open(self, case: Case, path: str) -> tuple[EngineMetadata, Setup, Decode]:
         metadata: EngineMetadata = self.prefill.call("open", case.p)
-        decode = Decode(case.d, self.setup(path))
-        decode.connect(self.lease())
-        return metadata, decode
+        setup = Setup(self.size, self.targets, path == "mapped", self.args.staging_bytes)
+        decode = Decode(case.d, setup)
+        decode.connect(self._lease(self.size.tokens))
+        return metadata, setup, decode
 
-    def setup(self, path: str) -> Setup:
-        return Setup(self.size, self.devices, path == "mapped", self.staging_bytes)
-
-    def lease(self, tokens: int | None = None) -> RemotePrefill:
-        remote: RemotePrefill = self.prefill.call("lease", tokens or self.size.tokens)
+    def _lease(self, tokens: int) -> RemotePrefill:
+        remote: RemotePrefill = self.prefill.call("lease", tokens)
         return remote
 
-    def row(
-        self, case: str, path: str, descriptors: int, nbytes: int, seconds: list[float], **told: Any
+    def _pulls(self, decode: Decode, name: str, tokens: int, count: int) -> Row:
+        loops_ms = decode.of_ranks("loop_ms")
+        done = [decode.pull(self._lease(tokens)) for _ in range(count)]
+        loops_ms += decode.of_ranks("loop_ms")
+        seconds, last = [each.seconds for each in done], done[-1]
+        return self._row(name, last.path, last.descriptors, last.nbytes, seconds, loops_ms)
+
+    def _bare(self, case: Case, setup: Setup, metadata: EngineMetadata) -> Row:
+        """A row of READs of all ranks, posted at once, until all have ended."""
+        each = planned_reads(case, setup)
+        readers = [BareReader(setup.device(r), reads, metadata) for r, reads in enumerate(each)]
+        seconds = []
+        for _ in range(self.args.repeat + 1):
+            started = time.perf_counter()
+            for future in [reader.thread.submit(reader.read) for reader in readers]:
+                future.result()
+            seconds.append(time.perf_counter() - started)
+        loops_ms = [reader.close() for reader in readers]
+        count = sum(len(read.lengths) for reads in each for read in reads)
+        nbytes = self.size.kv_bytes
+        return self._row(case.name, "bare NIXL", count, nbytes, seconds[1:], loops_ms)
+
+    def _row(
+        self,
+        case: str,
+        path: str,
+        descriptors: int,
+        nbytes: int,
+        seconds: list[float],
+        loops_ms: list[float],
     ) -> Row:
         median_s = statistics.median(seconds)
         rate = nbytes / median_s / 1e9
         times = (median_s * 1e3, min(seconds) * 1e3, rate, rate / self.copy_gb_per_s)
-        return Row(case, path, descriptors, nbytes, *times, **told)
-
-    def pulls(self, decode: Decode, name: str, tokens: int, count: int) -> Row:
-        """A row of pulls, with the seconds that their caller saw."""
-        loops_ms = decode.of_ranks("loop_ms")
-        results = [decode.pull(self.lease(tokens)) for _ in range(count)]
-        loops_ms += decode.of_ranks("loop_ms")
-        done, seconds = results[-1][1], [each.seconds for _, each in results]
-        told_ms = statistics.median(seen for seen, _ in results) * 1e3
-        told = {"told_ms": told_ms, "loop_ms": max(loops_ms)}
-        return self.row(name, done.path, done.descriptors, done.nbytes, seconds, **told)
-
-    def bare(
-        self, case: Case, path: str, metadata: EngineMetadata, wanted: Wanted, repeat: int
-    ) -> Row:
-        """A row of READs of all ranks, posted at once, until all have ended."""
-        each, nbytes = wanted
-        readers = [BareReader(self.setup("nixl"), r, nbytes, metadata) for r in range(len(each))]
-        seconds = []
-        for _ in range(repeat + 1):
-            started = time.perf_counter()
-            pairs = zip(readers, each, strict=True)
-            for future in [reader.thread.submit(reader.read, reads) for reader, reads in pairs]:
-                future.result()
-            seconds.append(time.perf_counter() - started)
-        loop_ms = max([reader.close() for reader in readers])
-        count = sum(len(read.lengths) for reads in each for read in reads)
-        return self.row(case.name, path, count, self.size.kv_bytes, seconds[1:], loop_ms=loop_ms)
-
-    def measure(self, name: str, measured: Callable[[], list[Row]]) -> None:
-        """Measures with other threads until their processors are quiet: what a neighbour takes is
-        no property of what is measured. Else the quietest of `tries` counts."""
-        found: list[list[Row]] = []
-        with self.attempt(name):
-            while len(found) < self.tries:
-                found.append(measured())
-                if _loop_of(found[-1]) <= _QUIET * self.fastest_loop_ms:
-                    break
-            rows = [replace(row, tries=len(found)) for row in min(found, key=_loop_of)]
-            print_table(rows)
-            self.rows += rows
-
-    @contextmanager
-    def attempt(self, name: str) -> Iterator[None]:
-        """A case that fails does not take the others' figures with it."""
-        try:
-            yield
-        except Exception as error:
-            self.num_failed += 1
-            print(f"{name}: failed, {error!r}", flush=True)
+        return Row(case, path, descriptors, nbytes, *times, max(loops_ms))
 
 
 def _loop_of(rows: list[Row]) -> float:
-    return max(row.loop_ms or 0.0 for row in rows)
-
-
-def measure_case(bench: Bench, case: Case, path: str) -> list[Row]:
-    metadata, decode = bench.open(case, path)
-    try:
-        decode.pull(bench.lease())  # warms up
-        decode.check()
-        row = bench.pulls(decode, case.name, bench.size.tokens, bench.repeat)
-        if path == "mapped":
-            return [row]
-        wanted = planned_reads(bench.setup(path), case)
-        beside = bench.bare(case, "bare NIXL", metadata, wanted, bench.repeat)
-        return [replace(row, of_bare=row.gb_per_s / beside.gb_per_s), beside]
-    finally:
-        decode.close()
-
-
-def measure_short(bench: Bench, path: str) -> list[Row]:
-    _, decode = bench.open(_case("same", "same"), path)
-    name = f"{SHORT_TOKENS} tokens"
-    try:
-        bench.pulls(decode, name, SHORT_TOKENS, 5)  # warms up
-        held = bench.pulls(decode, name, SHORT_TOKENS, 25)
-        decode.holds = False
-        return [held, bench.pulls(decode, f"{name} unheld", SHORT_TOKENS, 25)]
-    finally:
-        decode.close()
+    return max(row.loop_ms for row in rows)
 
 
 def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
@@ -305,46 +310,24 @@ def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
     return nbytes / statistics.median(seconds[1:]) / 1e9
 
 
-# -- the run
-
-
 def print_table(rows: list[Row]) -> None:
-    print(f"{'case':20} {'path':12} descriptors       ms     best    GB/s   copy  bare  told  loop "
-          "tries", *rows, sep="\n", flush=True)  # fmt: skip
-
-
-def run(bench: Bench, args: argparse.Namespace) -> None:
-    """Fills `bench.rows`."""
-    for path in args.paths.split(","):
-        for case in cases(args.device, path):
-            if args.only in case.name:
-                bench.measure(case.name, partial(measure_case, bench, case, path))
-        bench.measure(f"{SHORT_TOKENS} tokens", partial(measure_short, bench, path))
+    print(f"{'case':20} {'path':12} descriptors       ms     best    GB/s   copy  bare  loop tries",
+          *rows, sep="\n", flush=True)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse_args(argv)
-    devices = ["cpu", "cpu"]
-    if args.device == "cuda":
-        devices = [f"cuda:{index}" for index in args.devices.split(",")]
-    source, *targets = devices
-    size = Size(args.layers, args.heads, args.head_dim, args.tokens)
-    use_device(targets[0])
-    ceiling = copy_gb_per_s(source, targets[0], size.kv_bytes)
-    fastest_ms = min(map(loop_ms_on, os.sched_getaffinity(0)))
-    print(f"plain copy {source} -> {targets[0]}: {ceiling:.1f} GB/s")
-    print(f"the fastest processor's loop: {fastest_ms:.1f} ms", flush=True)
-    prefill = Remote(Prefill, source, size)
-    told = (args.staging_bytes, args.repeat, args.tries, ceiling, fastest_ms)
-    bench = Bench(prefill, size, tuple(targets), *told)
+    bench = Bench(_parse_args(argv))
     try:
-        run(bench, args)
+        bench.run()
     finally:
-        prefill.close()
+        bench.prefill.close()
     print_table(bench.rows)
-    name = torch.cuda.get_device_name(targets[0]) if args.device == "cuda" else "cpu"
-    rows = [asdict(row) for row in bench.rows]
-    figures = {"device": name, "copy_gb_per_s": ceiling, "rows": rows}
+    on_gpu, target = bench.args.device == "cuda", bench.targets[0]
+    figures = {
+        "device": torch.cuda.get_device_name(target) if on_gpu else "cpu",
+        "copy_gb_per_s": bench.copy_gb_per_s,
+        "rows": [asdict(row) for row in bench.rows],
+    }
     print(json.dumps(figures))
     return 1 if bench.num_failed else 0
 
@@ -367,8 +350,7 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     cuda = args.device == "cuda"
     args.layers = args.layers or (32 if cuda else 16)
     args.tokens = args.tokens or (8192 if cuda else 2048)
-    if args.paths in (None, "auto"):
-        args.paths = "mapped,nixl" if cuda else "mapped"
+    args.paths = args.paths or ("mapped,nixl" if cuda else "mapped")
     if unknown := set(args.paths.split(",")) - {"mapped", "nixl"}:
         parser.error(f"--paths names {', '.join(sorted(unknown))}; use mapped, nixl or both")
     if args.tokens % 64:

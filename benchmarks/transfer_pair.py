@@ -1,0 +1,372 @@
+"""P and D of the transfer benchmark: the servers' own lease server, coordinator and workers, but
+no engines.
+
+P's ranks are in one process. Rank 0 of D and its coordinator are in this one, its other ranks in
+processes of their own, as in a server: a pull is timed from its order to the fence's answer.
+"""
+
+import multiprocessing
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+from kvcache.transfer.link.agent import MemoryKind
+from kvcache.transfer.link.nixl_agent import NixlAgent
+from kvcache.transfer.move.cuda_placer import CudaPlacer
+from kvcache.transfer.move.peer_memory import describe
+from kvcache.transfer.move.place import Placer
+from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import Event, PeerReady, PullDone
+from kvcache.transfer.session.lease_server import LeaseServer
+from kvcache.transfer.worker.peer import MappedPath
+from kvcache.transfer.worker.worker import TransferWorker
+from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
+from protocol.ipc.wire import allow_short_naps
+from protocol.messages import FirstToken, RemotePrefill
+
+_SECRET = b"a benchmark needs none"
+_WAIT_S = 120.0
+_LOOP_ROUNDS = 100_000
+
+
+class Size(NamedTuple):
+    """The model and the prompt."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    tokens: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.layers * self.heads * self.head_dim * self.tokens * 2 * 2
+
+    @property
+    def compat(self) -> CompatRecord:
+        return CompatRecord(
+            model_fingerprint="benchmark",
+            kv_dtype="bfloat16",
+            num_layers=self.layers,
+            total_kv_heads=self.heads,
+            num_components=2,
+            head_dim=self.head_dim,
+            rope="{}",
+        )
+
+
+class Side(NamedTuple):
+    """One engine in one case."""
+
+    order: str
+    tp: int
+    block_size: int
+    seed: int
+    scattered: bool = True
+
+    def endpoints(self, size: Size) -> list[Endpoint]:
+        heads, blocks = len(heads_of(0, self.tp, size.heads)), size.tokens // self.block_size + 1
+        sizes = (blocks, heads, size.layers, 2, self.block_size, size.head_dim)
+        layout = KVLayout(self.order, *sizes, "bfloat16")
+        return [Endpoint(layout, rank, self.tp) for rank in range(self.tp)]
+
+    def blocks(self, size: Size, tokens: int | None = None) -> IntArray:
+        """The block table of the first `tokens`; block 0 stays the null block."""
+        blocks = np.arange(1, size.tokens // self.block_size + 1, dtype=np.int64)
+        if self.scattered:
+            blocks = np.random.default_rng(self.seed).permutation(blocks)
+        return blocks[: -(-(tokens or size.tokens) // self.block_size)]
+
+
+class Setup(NamedTuple):
+    """How every rank of D pulls."""
+
+    size: Size
+    devices: tuple[str, ...]  # of D's ranks, taken in turn
+    mapped: bool  # by the mapped path; else by NIXL
+    staging_bytes: int
+
+    def device(self, rank: int) -> str:
+        return self.devices[rank % len(self.devices)]
+
+
+@lru_cache(maxsize=1)
+def _random_kv(size: Size, device: str) -> torch.Tensor:
+    """i16[tokens, heads, layers, 2, head_dim], the same bits in every process."""
+    generator = torch.Generator(device).manual_seed(7)
+    shape = (size.tokens, size.heads, size.layers, 2, size.head_dim)
+    limits = torch.iinfo(torch.int16)
+    options: Any = {"dtype": torch.int16, "device": device, "generator": generator}
+    return torch.randint(limits.min, limits.max + 1, shape, **options)
+
+
+class _RankMemory:
+    """One rank's pool."""
+
+    def __init__(self, side: Side, size: Size, rank: int, device: str) -> None:
+        end = side.endpoints(size)[rank]
+        self.pool = KVPool(end.layout, device)
+        heads = end.heads(size.heads)
+        # i16[B, N, H, L, C, D]
+        self._words = self.pool.canonical.view(torch.int16).permute(0, 4, 1, 2, 3, 5)
+        self._blocks = torch.from_numpy(side.blocks(size)).to(device)
+        kv = _random_kv(size, device)[:, heads.start : heads.stop]
+        self._wanted = kv.unflatten(0, (-1, side.block_size))
+
+    def fill(self) -> None:
+        self._words[self._blocks] = self._wanted
+        synchronize(str(self.pool.device))
+
+    def is_filled(self) -> bool:
+        """Whether the pool holds what P was filled with."""
+        return torch.equal(self._words[self._blocks], self._wanted)
+
+
+def use_device(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.set_device(device)
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def new_agent(name: str, device: str) -> NixlAgent:
+    return NixlAgent(name, device_id=torch.device(device).index, set_device=torch.cuda.set_device)
+
+
+def kind_of(device: str) -> MemoryKind:
+    return "DRAM" if device == "cpu" else "VRAM"
+
+
+class Prefill:
+    """P, all of its ranks on one device; serves the side of one case after another."""
+
+    def __init__(self, device: str, size: Size) -> None:
+        use_device(device)
+        self._device, self._size = device, size
+        self._ranks: list[tuple[NixlAgent, KVPool]] = []
+        self._server: LeaseServer | None = None
+
+    def open(self, side: Side) -> EngineMetadata:
+        self.close()
+        self._side = side
+        self._metadata = EngineMetadata(
+            protocol_version=PROTOCOL_VERSION,
+            engine_id=uuid.uuid4().hex,
+            incarnation=uuid.uuid4().hex,
+            compat=self._size.compat,
+            tp_size=side.tp,
+            ranks=[self._rank(rank) for rank in range(side.tp)],
+        )
+        self._server = LeaseServer("127.0.0.1", 0, self._metadata, _SECRET)
+        self._server.start()
+        return self._metadata
+
+    def _rank(self, rank: int) -> RankMetadata:
+        memory = _RankMemory(self._side, self._size, rank, self._device)
+        memory.fill()
+        pool, agent = memory.pool, new_agent("bench-p", self._device)
+        self._ranks.append((agent, pool))
+        kind = kind_of(self._device)
+        agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
+        return describe(pool, rank, agent.metadata())
+
+    def lease(self, tokens: int) -> RemotePrefill:
+        assert self._server is not None
+        host, port = self._server.address
+        blocks = self._side.blocks(self._size, tokens).tolist()
+        return RemotePrefill(
+            host=host,
+            port=port,
+            engine_id=self._metadata.engine_id,
+            incarnation=self._metadata.incarnation,
+            request_id="r",
+            lease_id=self._server.grant("r", blocks, 60.0),
+            lease_s=60.0,
+            block_ids=blocks,
+            block_size=self._side.block_size,
+            num_tokens=tokens,
+            cached_tokens=0,
+            tp_size=self._side.tp,
+            first_tokens=[FirstToken(1)],
+        )
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for agent, _ in self._ranks:
+            agent.close()
+        self._ranks.clear()
+
+
+class DecodeRank:
+    """One rank of D: its pool and its worker."""
+
+    def __init__(self, rank: int, side: Side, setup: Setup, address: str) -> None:
+        device = setup.device(rank)
+        use_device(device)
+        memory = _RankMemory(side, setup.size, rank, device)
+        pool = memory.pool
+        placer = Placer(pool) if device == "cpu" else CudaPlacer(pool)
+        self._worker = TransferWorker(
+            rank,
+            side.tp,
+            setup.size.heads,
+            new_agent("bench-d", device),
+            pool,
+            address,
+            staging_bytes=None if setup.mapped else setup.staging_bytes,
+            mapped=MappedPath(placer, required=True) if setup.mapped else None,
+        )
+        self._worker.start()
+        self.is_filled, self.close = memory.is_filled, self._worker.close
+
+    def loop_ms(self) -> float:
+        """Of the processors that the pull thread and the calling one are on, the slower's."""
+        return max(map(loop_ms_beside, (self._worker.native_id, threading.get_native_id())))
+
+
+class Decode:
+    """D for one case.
+
+    Attributes:
+        holds: leases are held before they are pulled, as those of an unknown P, or of a request
+            that waits for blocks; else with the pull.
+    """
+
+    holds = True
+
+    def __init__(self, side: Side, setup: Setup) -> None:
+        self._side, self._size = side, setup.size
+        self._woken, self._count = threading.Event(), 0
+        address = f"ipc://\0baton-bench-{uuid.uuid4().hex}"  # of no file
+        compat, wake = setup.size.compat, self._woken.set
+        self._coordinator = PullCoordinator(address, side.tp, compat, _SECRET, on_event=wake)
+        self._coordinator.start()
+        self._others = [Remote(DecodeRank, r, side, setup, address) for r in range(1, side.tp)]
+        self._first = DecodeRank(0, side, setup, address)
+        allow_short_naps()
+
+    def of_ranks(self, method: str) -> list[Any]:
+        """What DecodeRank's method says on every rank."""
+        others = (other.call(method) for other in self._others)
+        return [getattr(self._first, method)(), *others]
+
+    def connect(self, remote: RemotePrefill) -> None:
+        self._coordinator.connect(remote)
+        if not isinstance(event := self._wait(), PeerReady):
+            raise RuntimeError(f"the handshake failed: {event}")
+
+    def pull(self, remote: RemotePrefill) -> PullDone:
+        """A whole pull; its seconds are those from the order to the end, fence included."""
+        self._count += 1
+        pull_id = str(self._count)
+        blocks = self._side.blocks(self._size, remote.num_tokens).tolist()
+        if self.holds:
+            self._coordinator.hold(pull_id, remote)
+        # The lease's first renewal, which no pull waits for. The thread that orders pulls works
+        # until then, as an engine's does: one that sleeps for 2 ms takes longer to order.
+        renewed = time.perf_counter() + 0.002
+        while time.perf_counter() < renewed:
+            time.sleep(0.00002)
+        self._coordinator.pull(pull_id, remote, 0, remote.num_tokens, blocks)
+        if not isinstance(event := self._wait(), PullDone):
+            raise RuntimeError(f"the pull failed: {event}")
+        return event
+
+    def check(self) -> None:
+        if not all(found := self.of_ranks("is_filled")):
+            raise RuntimeError(f"what arrived is not what was sent, by rank: {found}")
+
+    def _wait(self) -> Event:
+        deadline = time.monotonic() + _WAIT_S
+        while time.monotonic() < deadline:
+            if self._woken.wait(1.0):
+                self._woken.clear()
+                for event in self._coordinator.drain():
+                    return event
+        raise RuntimeError(f"no event within {_WAIT_S} s")
+
+    def close(self) -> None:
+        self._coordinator.close()
+        self._first.close()
+        for other in self._others:
+            other.close()
+
+
+# -- processes
+
+
+class Remote:
+    """An object in a process of its own, made there by `make(*args)`; it has a `close`.
+
+    What it raises there is raised here; TimeoutError where no answer comes.
+    """
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        self._process = multiprocessing.get_context("spawn").Pool(1)
+        self._run(_make, make, *args)
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._process.apply_async(function, args).get(_WAIT_S)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Its method's result."""
+        return self._run(_call, method, *args)
+
+    def close(self) -> None:
+        self.call("close")
+        self._process.terminate()
+
+
+_made: Any = None
+
+
+def _make(make: Callable[..., Any], *args: Any) -> None:
+    global _made
+    _made = make(*args)
+
+
+def _call(method: str, *args: Any) -> Any:
+    return getattr(_made, method)(*args)
+
+
+# -- processors: of a virtual machine each may be one thread of a core whose other thread is a
+# neighbour's. While that one works, Python here takes twice as long; a fixed loop tells.
+
+
+def loop_ms_on(processor: int) -> float:
+    """What a loop of Python takes there, the best of three."""
+    allowed, found = os.sched_getaffinity(0), []
+    os.sched_setaffinity(0, {processor})
+    try:
+        for _ in range(3):
+            started, total = time.perf_counter(), 0
+            for number in range(_LOOP_ROUNDS):
+                total += number & 7
+            found.append((time.perf_counter() - started) * 1e3)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    return min(found)
+
+
+def loop_ms_beside(thread_id: int | None) -> float:
+    """What it takes on the processor that a thread of this process was on last.
+
+    Args:
+        thread_id: as the system numbers it.
+    """
+    stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
+    return loop_ms_on(int(stat.rpartition(")")[2].split()[36]))

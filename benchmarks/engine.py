@@ -1,7 +1,7 @@
 """How fast one rank prefills and decodes a model shape, beside what its memory and matrix units do.
 
     python -m benchmarks.engine [--shape llama-3.1-8b] [--batch 1 8 64 256] [--context 1024]
-                                [--prompt 8192 1024] [--requests 256] [--profile] [--device cuda]
+                                [--prompt 8192 1024] [--requests 256] [--device cuda]
 
 Weights are dummies: speed does not depend on their values. The ceilings come from the same run: a
 copy between two buffers (bytes read plus bytes written) and a square matmul in the model's dtype,
@@ -11,7 +11,7 @@ than its model FLOPs (causal attention counted by half) at the matmul's.
 
 Per step, "step" is the time from one step's drawn tokens to the next one's, a step being launched
 before the last one's tokens are read; "device" is the same step's graph alone, replayed back to
-back. "gap" is what a whole engine core, scheduling included, adds to that. The last line is JSON.
+back. "requests" go through a whole engine core, scheduling included. The last line is JSON.
 """
 
 import argparse
@@ -19,24 +19,25 @@ import itertools
 import json
 import statistics
 import time
-from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.benchmark import Timer
 
-from benchmarks.engine_load import serve_requests
 from engine.config import EngineConfig
 from engine.core.batch import StepInput
+from engine.core.connector import KVConnector
+from engine.core.core import EngineCore
+from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.worker.memory import size_pool
 from engine.worker.rehearsal import kv_budget_bytes
 from engine.worker.runner import ModelRunner
 from model.config import ModelConfig, parse_config
 from model.parallel import Parallel
-from protocol.messages import SamplingParams
-
-_REPLAYS = 10
+from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelta
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -84,13 +85,8 @@ def main(argv: list[str] | None = None) -> None:
     figures["ceilings"] = ceilings._asdict()
     figures["decode"] = [_decode(runner, args, ceilings, batch) for batch in args.batch]
     figures["prefill"] = [_prefill(runner, args, ceilings, tokens) for tokens in args.prompt]
-    if args.gap_batch:
-        figures["gap"] = _host_gap(runner, args, figures["decode"])
     if args.requests:
-        figures["requests"] = serve_requests(runner, args.requests, args.request_tokens)
-        print(f"requests: {figures['requests']}", flush=True)
-    if args.profile:
-        _print_profile(runner, args)
+        figures["requests"] = _requests(runner, args.requests, *args.request_tokens)
     figures["total_s"] = round(time.perf_counter() - started_s, 1)
     print(json.dumps({"benchmark": "engine", "args": vars(args), **figures}))
 
@@ -106,7 +102,6 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt", type=int, nargs="*", default=[8192, 1024], help="tokens")
     add("--requests", type=int, default=0, help="requests through the engine core")
     add("--request-tokens", type=int, nargs=2, default=[1024, 256], help="prompt, output tokens")
-    add("--gap-batch", type=int, default=0, help="sequences of the host-gap row; one of --batch")
     add("--steps", type=int, default=30, help="steps timed for each figure")
     add("--kv-layout", default="BHLCND")
     add("--block-size", type=int, default=64)
@@ -114,7 +109,6 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--kv-cache-dtype", default="auto")
     add("--attention-backend", default="auto")
     add("--enforce-eager", action="store_true")
-    add("--profile", action="store_true", help="kernels of one decode step")
     return parser.parse_args(argv)
 
 
@@ -127,39 +121,20 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     nbytes, side = (4 * 2**30, 8192) if on_gpu else (64 * 2**20, 512)
     source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = median_s(partial(target.copy_, source), device, repeats=10)
+    copy_s = mean_s(partial(target.copy_, source), 10)
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    matmul_s = median_s(partial(torch.mm, a, b), device, repeats=20)
+    matmul_s = mean_s(partial(torch.mm, a, b), 20)
     del source, target, a, b
     if on_gpu:
         torch.cuda.empty_cache()
     return Ceilings(2 * nbytes / copy_s, 2 * side**3 / matmul_s)
 
 
-def median_s(call: Any, device: torch.device, *, repeats: int) -> float:
-    """Median seconds of `call` on the device, after three calls to warm up."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        synchronize(device)
-        started_s = time.perf_counter()
-        if device.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call, unused-ignore]
-            first.record()
-            call()
-            last.record()
-            last.synchronize()
-            times.append(float(first.elapsed_time(last)) / 1e3)
-        else:
-            call()
-            times.append(time.perf_counter() - started_s)
-    return statistics.median(times)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def mean_s(call: Callable[[], object], repeats: int) -> float:
+    """Mean seconds of `call` on the device, one right after the other, after three to warm up."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    timer.timeit(3)
+    return float(timer.timeit(repeats).mean)
 
 
 # -- the engine's parts ----------------------------------------------------------------------
@@ -168,8 +143,6 @@ def synchronize(device: torch.device) -> None:
 def _start(args: argparse.Namespace, config: ModelConfig) -> tuple[ModelRunner, dict[str, Any]]:
     started_s = time.perf_counter()
     runner = ModelRunner(_engine_config(args), config, Parallel(0, 1))
-    synchronize(runner.device)
-    loaded_s = time.perf_counter()
     size = size_pool(
         runner.config,
         block_bytes=runner.layout(num_blocks=2).block_bytes,
@@ -178,13 +151,9 @@ def _start(args: argparse.Namespace, config: ModelConfig) -> tuple[ModelRunner, 
     )
     print(size.explanation, flush=True)
     runner.allocate(size.num_blocks)
-    sized_s = time.perf_counter()
     runner.capture_graphs()
-    ended_s = time.perf_counter()
     figures = {
-        "load_s": round(loaded_s - started_s, 2),
-        "size_s": round(sized_s - loaded_s, 2),
-        "capture_s": round(ended_s - sized_s, 2),
+        "start_s": round(time.perf_counter() - started_s, 2),
         "kv_tokens": (size.num_blocks - 1) * args.block_size,
     }
     print(f"start: {figures}", flush=True)
@@ -251,7 +220,9 @@ def _decode(
     for _ in range(3):
         runner.execute(_step(runner, tables, 1, next(lens)))
     step_s = statistics.median(_periods(runner, tables, list(lens)))
-    device_s = _replay_seconds(runner, batch) or step_s
+    device_s = step_s
+    if runner.graphs is not None:  # of the graph that the last step ran
+        device_s = mean_s(partial(runner.graphs.replay, batch), 50)
     kv_bytes = batch * args.context * runner.layout(num_blocks=2).token_bytes
     floor_s = (num_read_weights(config) * itemsize + kv_bytes) / ceilings.copy_bytes_per_s
     figures = {
@@ -260,8 +231,6 @@ def _decode(
         "device_ms": round(device_s * 1e3, 3),
         "floor_ms": round(floor_s * 1e3, 3),
         "over_floor": round(step_s / floor_s, 3),
-        "device_over_floor": round(device_s / floor_s, 3),
-        "host_gap_share": round(1 - device_s / step_s, 3),
         "tokens_per_s": round(batch / step_s, 1),
     }
     print(f"decode: {figures}", flush=True)
@@ -272,47 +241,17 @@ def _periods(
     runner: ModelRunner, tables: np.ndarray[Any, Any], context_lens: list[int]
 ) -> list[float]:
     """Seconds from each decode step's tokens to the next one's."""
-    under_way = deque([runner.launch(_step(runner, tables, 1, context_lens[0]))])
-    ended_s = [time.perf_counter()]
+    last = runner.launch(_step(runner, tables, 1, context_lens[0]))
+    ended_s = []
     for context_len in context_lens[1:]:
         if not runner.depth:
-            under_way.popleft().result()
-        under_way.append(runner.launch(_step(runner, tables, 1, context_len, follows=True)))
+            last.result()
+        before, last = last, runner.launch(_step(runner, tables, 1, context_len, follows=True))
         if runner.depth:
-            under_way.popleft().result()
+            before.result()
         ended_s.append(time.perf_counter())
-    under_way.popleft().result()
-    return [second - first for first, second in itertools.pairwise(ended_s[1:])]
-
-
-def _host_gap(
-    runner: ModelRunner, args: argparse.Namespace, decode: list[dict[str, float]]
-) -> dict[str, Any]:
-    """What a whole engine core adds to the decode steps of `--gap-batch` sequences."""
-    served = serve_requests(runner, args.gap_batch, [args.context, args.steps + 30])
-    alone = [row["device_ms"] for row in decode if row["batch"] == args.gap_batch]
-    period_ms = served["decode_period_ms"]
-    figures = {
-        "batch": served["decode_batch"],
-        "period_ms": period_ms,
-        "host_gap_share": round(1 - alone[0] / period_ms, 3) if alone else None,
-    }
-    print(f"gap: {figures}", flush=True)
-    return figures
-
-
-def _replay_seconds(runner: ModelRunner, batch: int) -> float | None:
-    """Of the graph that the last step ran, one of many in a row, so that launching is no part of
-    it; None where steps are not captured."""
-    graphs = runner.graphs
-    if graphs is None:
-        return None
-
-    def replay() -> None:
-        for _ in range(_REPLAYS):
-            graphs.replay(batch)
-
-    return median_s(replay, runner.device, repeats=5) / _REPLAYS
+    last.result()
+    return [second - first for first, second in itertools.pairwise(ended_s)]
 
 
 def _prefill(
@@ -357,24 +296,67 @@ def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
     return weights + attention + 2.0 * config.vocab_size * config.hidden_size
 
 
-def _print_profile(runner: ModelRunner, args: argparse.Namespace) -> None:
-    """The kernels of one decode step and one prefill, longest in sum first."""
-    from torch.profiler import ProfilerActivity, profile
+# -- requests ----------------------------------------------------------------------------------
 
-    for name, query_len, context, batch in (
-        *((f"decode {batch}", 1, args.context, batch) for batch in args.batch),
-        *((f"prefill {tokens}", tokens, tokens, 1) for tokens in args.prompt[:1]),
-    ):
-        step = _step(runner, _tables(runner, batch, context), query_len, context)
-        runner.execute(step)
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-            runner.execute(step)
-        rows = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
-        rows.sort(key=lambda e: -e.self_device_time_total)
-        total_us = sum(e.self_device_time_total for e in rows)
-        print(f"-- {name}: {total_us:.0f} us in kernels")
-        for row in rows[:12]:
-            print(f"{row.self_device_time_total:9.0f} us {row.count:5d} x {row.key[:96]}")
+
+class _Outputs:
+    """The core's transport, of which only what it sends is used."""
+
+    num_tokens = num_ended = 0
+
+    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
+        return [], True
+
+    def wake(self) -> None:
+        pass
+
+    def send(self, deltas: list[TokenDelta]) -> None:
+        self.num_tokens += sum(len(delta.token_ids) for delta in deltas)
+        self.num_ended += sum(bool(delta.finish_reason or delta.error) for delta in deltas)
+
+    def send_stats(self, values: dict[str, float]) -> None:
+        pass
+
+
+def _requests(
+    runner: ModelRunner, num_requests: int, prompt_tokens: int, output_tokens: int
+) -> dict[str, float]:
+    """All of these requests at once through a whole engine core, without HTTP."""
+    layout, out = runner.memory.pool.layout, _Outputs()
+    limits = SchedulerLimits(
+        max_num_seqs=runner.config.max_num_seqs,
+        max_num_batched_tokens=runner.config.max_num_batched_tokens,
+        max_model_len=min(runner.model_config.max_position, layout.capacity_tokens),
+        block_size=layout.block_size,
+    )
+    scheduler = Scheduler.of_blocks(limits, layout.num_blocks, cached=False)
+    core = EngineCore(scheduler, runner, KVConnector(), out)
+    vocab_size = runner.model_config.vocab_size
+    prompts = np.random.default_rng(2).integers(0, vocab_size, (num_requests, prompt_tokens))
+    requests = [
+        AddRequest(
+            request_id=str(index),
+            token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=output_tokens,
+        )
+        for index, prompt in enumerate(prompts.tolist())
+    ]
+    started_s = time.perf_counter()
+    core.round(requests)
+    while out.num_ended < num_requests:
+        core.round([])
+    total_s = time.perf_counter() - started_s
+    assert out.num_tokens == num_requests * output_tokens, out.num_tokens
+    figures = {
+        "requests": num_requests,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "total_s": round(total_s, 3),
+        "output_tokens_per_s": round(out.num_tokens / total_s),
+    }
+    print(f"requests: {figures}", flush=True)
+    return figures
 
 
 if __name__ == "__main__":

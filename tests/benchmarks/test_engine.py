@@ -21,5 +21,4 @@ def test_it_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["batch"] for row in result["decode"]] == [1, 3]
     assert result["prefill"][0]["tokens"] == 64
-    assert result["requests"]["decode_batch"] == 3
     assert result["requests"]["output_tokens_per_s"] > 0

@@ -79,9 +79,10 @@ bench: $(SERVE_STAMP)  ## load on a running endpoint (ARGS= for benchmarks.serve
 	@$(PY) -m benchmarks.serve $(ARGS)
 
 eval: $(TEST_STAMP)  ## lm_eval on a running endpoint (TASKS= LIMIT= URL= MODEL= ARGS=)
+	@mkdir -p build
 	@$(PY) -m benchmarks.evaluate --url '$(URL)' --tasks '$(TASKS)' \
-	  $(if $(LIMIT),--limit '$(LIMIT)') $(if $(MODEL),--model '$(MODEL)') \
-	  --output build/evaluation.md $(ARGS)
+	  $(if $(LIMIT),--limit '$(LIMIT)') $(if $(MODEL),--model '$(MODEL)') $(ARGS) \
+	  | tee -a build/evaluation.md
 
 clean:  ## removes what make made, the virtual environment included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,39 +1,34 @@
 """lm_eval on a running endpoint, held document by document against lm_eval's own `hf` backend.
 
-    python -m benchmarks.evaluate --url http://127.0.0.1:8000 --tasks local_piqa --limit 40
+    python -m benchmarks.evaluate --url http://127.0.0.1:8000 --tasks piqa --limit 40
 
-Tasks are those in benchmarks/eval_tasks, in ../shared/eval/tasks where that is, in the folders of
---include, and lm_eval's own, which download their data. The `hf` backend loads --model in float32
-on this machine; --reference none leaves it out, --save keeps its answers for a later --reference.
-Texts and greediness must be equal, loglikelihoods to --tolerance. Prints a table and one JSON line;
-the status is 1 when a document differs.
+Tasks are those in the folders of --include, and lm_eval's own, which download their data. The `hf`
+backend loads --model in float32 on this machine; --reference none leaves it out, --save keeps its
+answers for a later --reference. Texts and greediness must be equal, loglikelihoods to --tolerance.
+Prints a table and one JSON line; the status is 1 when a document differs.
 """
 
 import argparse
+import asyncio
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
+import msgspec
 
-from benchmarks.eval_answers import (
-    DIFFERENT_LINES,
-    Comparison,
-    TaskAnswers,
-    compare,
-    documents_of,
-    load,
-    save,
-    table,
-)
+from benchmarks.load import Endpoint
 
-_OWN_TASKS = Path(__file__).parent / "eval_tasks"
-_SHARED_TASKS = Path("../shared/eval/tasks")
+# A generated text; a loglikelihood (nats) and whether it is the greedy continuation; the
+# loglikelihood of a whole document.
+Answer = str | tuple[float, bool] | float
+_MOST_SHOWN = 20  # of a task's differences
+_SETTINGS = ("limit", "max_length", "chat")  # that a saved reference must have been made with
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -48,7 +43,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", type=int, help="documents of each task (default: all)")
     add("--model", help="directory, GGUF file or hub name of the model that the endpoint serves, "
         "for its tokenizer and the reference (default: the default model)")  # fmt: skip
-    add("--served-model-name", help="what the endpoint calls it (default: the first of /v1/models)")
     add("--chat", action="store_true", help="ask /v1/chat/completions; for generating tasks")
     add("--text-prompts", action="store_true", help="send prompts as text, not as token ids")
     add("--concurrency", type=int, default=4, help="requests in flight")
@@ -56,11 +50,146 @@ def make_parser() -> argparse.ArgumentParser:
     add("--reference", default="hf", help="`hf`, `none`, or a file that --save wrote")
     add("--save", type=Path, help="keeps the reference's answers in this file")
     add("--tolerance", type=float, default=1e-3, help="largest difference of loglikelihoods (nats)")
-    add("--threads", type=int, help="CPU threads of the reference (default: torch's)")
-    add("--include", type=Path, action="append", default=[], help="folder of further task files")
-    add("--output", type=Path, help="markdown file that the table is appended to")
+    add("--include", action="append", default=[], help="folder of further task files")
     add("--api-key", default="", help="sent as bearer token")
     return parser
+
+
+# -- answers
+
+
+class Document(msgspec.Struct, frozen=True):
+    """One document's requests, in order, and what was answered to each."""
+
+    doc_id: int
+    requests: list[list[str]]  # [prompt] or [context, continuation]
+    answers: list[Answer]
+
+
+class TaskAnswers(msgspec.Struct, frozen=True):
+    """One task's documents by id, and the metrics lm_eval makes of them."""
+
+    documents: list[Document]
+    metrics: dict[str, float]
+    seconds: float = 0.0
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """Answers with the settings they were got with: the file of --save."""
+
+    settings: dict[str, Any]
+    tasks: dict[str, TaskAnswers]
+
+
+def documents_of(samples: Sequence[Mapping[str, Any]]) -> list[Document]:
+    """Reads lm_eval's samples, which hold a document once for each of a task's filters."""
+    found: dict[int, Document] = {}
+    for sample in samples:
+        requests = [[a for a in given if isinstance(a, str)] for given in sample["arguments"]]
+        answers = [_answer(responses[0]) for responses in sample["resps"]]
+        found[sample["doc_id"]] = Document(sample["doc_id"], requests, answers)
+    return [found[doc_id] for doc_id in sorted(found)]
+
+
+def _answer(given: Any) -> Answer:
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Sequence):
+        loglikelihood, is_greedy = given
+        return float(loglikelihood), bool(is_greedy)
+    return float(given)
+
+
+def compare(
+    reference: TaskAnswers, got: TaskAnswers, tolerance: float, *, same_prompts: bool = True
+) -> dict[str, Any]:
+    """Compares document by document: texts and greediness exactly, loglikelihoods to `tolerance`.
+    Returns figures; `max_difference` is the largest of loglikelihoods (nats).
+
+    Args:
+        same_prompts: whether both were asked in the same words, as they are unless one of them
+            applies the chat template itself.
+
+    Raises:
+        ValueError: these are not answers to the same documents.
+    """
+    ids = [[document.doc_id for document in side.documents] for side in (reference, got)]
+    if ids[0] != ids[1]:
+        raise ValueError(f"the reference answered documents {ids[0]}, not {ids[1]}")
+    gaps, different, documents = [0.0], [], set()
+    for expected, answered in zip(reference.documents, got.documents, strict=True):
+        doc_id = expected.doc_id
+        if same_prompts and expected.requests != answered.requests:
+            raise ValueError(f"document {doc_id} was asked in other words")
+        if len(expected.answers) != len(answered.answers):
+            raise ValueError(f"document {doc_id} has another number of requests")
+        pairs = zip(expected.answers, answered.answers, strict=True)
+        for index, (want, have) in enumerate(pairs):
+            gaps.append(gap := _gap(want, have))
+            if not gap <= tolerance:  # NaN is no answer
+                different.append(f"document {doc_id}, request {index}: {want!r}, got {have!r}")
+                documents.add(doc_id)
+    return {
+        "hf_metrics": reference.metrics,
+        "hf_seconds": reference.seconds,
+        "requests": len(gaps) - 1,
+        "differing_documents": len(documents),
+        "max_difference": max(filter(math.isfinite, gaps)),
+        "differences": different[:_MOST_SHOWN],
+    }
+
+
+def _gap(want: Answer, have: Answer) -> float:
+    """The difference of two loglikelihoods; 0 or infinity for what is the same or is not."""
+    match want, have:
+        case float(), float():
+            return abs(want - have)
+        case (float(ours), bool(is_greedy)), (float(theirs), bool(was_greedy)):
+            return abs(ours - theirs) if is_greedy == was_greedy else math.inf
+        case str(), str():
+            # hf decodes an output by itself, where SentencePiece loses the space before it
+            return 0.0 if want in (have, have.removeprefix(" ")) else math.inf
+    return math.inf
+
+
+def save(path: Path, settings: dict[str, Any], tasks: dict[str, TaskAnswers]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.encode(Saved(settings, tasks)))
+
+
+def load(path: Path, settings: Mapping[str, Any]) -> dict[str, TaskAnswers]:
+    """Reads what `save` wrote.
+
+    Raises:
+        ValueError: it was got with other settings.
+    """
+    saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+    for name, value in settings.items():
+        if (found := saved.settings.get(name)) != value:
+            raise ValueError(
+                f"{path} was made with {name} = {found!r}, not {value!r}; make it again"
+            )
+    return saved.tasks
+
+
+def table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
+    """A markdown table, a row per task; the reference's columns are empty where it was not run."""
+    rows = [
+        "| task | documents | metrics (endpoint) | metrics (hf) | differing | max. difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, task in tasks.items():
+        ours, theirs = (
+            ", ".join(f"{metric} {value:.4g}" for metric, value in task.get(key, {}).items())
+            for key in ("metrics", "hf_metrics")
+        )
+        differing = task.get("differing_documents", "")
+        worst = f"{task['max_difference']:.1e}" if task.get("max_difference") else ""
+        rows.append(f"| {name} | {task['documents']} | {ours} | {theirs} | {differing} | {worst} |")
+    return "\n".join(rows)
+
+
+# -- lm_eval
 
 
 class Runner:
@@ -69,28 +198,19 @@ class Runner:
     def __init__(self, options: argparse.Namespace, model: Path) -> None:
         from lm_eval.tasks import TaskManager
 
-        self._options = options
-        self._model = model
+        self._options, self._model = options, model
         # The backends have unlike defaults, and a chat template writes the token itself.
         self._adds_bos = not options.chat and adds_bos(model)
-        folders = [_OWN_TASKS, *options.include]
-        if _SHARED_TASKS.is_dir():
-            folders.append(_SHARED_TASKS)
         self._names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-        paths = [str(folder) for folder in folders]
-        self._tasks = TaskManager(include_path=paths, include_defaults=False)
+        self._tasks = TaskManager(include_path=options.include, include_defaults=False)
         if any(name not in self._tasks.all_tasks for name in self._names):
-            self._tasks = TaskManager(include_path=paths)  # slow: reads thousands of files
+            self._tasks = TaskManager(include_path=options.include)  # slow: thousands of files
         unknown = [name for name in self._names if name not in self._tasks.all_tasks]
         if unknown or not self._names:
             raise ValueError(f"--tasks {options.tasks}: no task is called {', '.join(unknown)!r}")
 
     def reference(self) -> dict[str, TaskAnswers]:
         """lm_eval's hf backend, in float32 on the CPU."""
-        import torch
-
-        if self._options.threads:
-            torch.set_num_threads(self._options.threads)
         # The other backend keeps a token of its length free, and one more when it rolls.
         arguments = {
             "pretrained": str(self._model),
@@ -101,13 +221,13 @@ class Runner:
         }
         return self._run("hf", arguments)
 
-    def endpoint(self) -> dict[str, TaskAnswers]:
+    def endpoint(self, served_model: str) -> dict[str, TaskAnswers]:
         """lm_eval's backend for endpoints of completions, or of chat completions."""
         options = self._options
         path = "chat/completions" if options.chat else "completions"
         arguments = {
             "base_url": f"{options.url}/v1/{path}",
-            "model": options.served_model_name,
+            "model": served_model,
             "num_concurrent": options.concurrency,
             "max_retries": 1,
             "max_length": options.max_length,
@@ -158,72 +278,51 @@ def adds_bos(model: Path) -> bool:
 def _metrics(results: dict[str, Any]) -> dict[str, float]:
     """lm_eval's "metric,filter": value, without standard errors; the filter only if it has one."""
     return {
-        name.removesuffix(",none"): value
+        name.removesuffix(",none"): float(value)
         for name, value in results.items()
         if "," in name and "_stderr" not in name and isinstance(value, (int, float))
     }
 
 
-def _served_model(options: argparse.Namespace) -> str:
-    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+# -- the program
+
+
+async def _served_model(options: argparse.Namespace) -> str:
+    endpoint = Endpoint(options.url, timeout_s=30.0, api_key=options.api_key)
     try:
-        response = httpx.get(f"{options.url}/v1/models", headers=headers, timeout=30)
-        response.raise_for_status()
-    except httpx.HTTPError as error:
-        raise ValueError(f"--url {options.url} does not answer: {error}") from error
-    return str(response.json()["data"][0]["id"])
+        return str((await endpoint.get_model())["id"])
+    finally:
+        await endpoint.close()
 
 
-def evaluate(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Runs everything; returns the table and the figures.
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs everything; returns the figures.
 
     Raises:
-        ValueError: options, endpoint and reference do not go together.
+        ValueError, RuntimeError: options, endpoint and reference do not go together.
     """
     from model.hub import DEFAULT_MODEL, resolve_model
 
     model = resolve_model(options.model or DEFAULT_MODEL, None)
-    settings = {"limit": options.limit, "max_length": options.max_length, "chat": options.chat}
+    settings = {name: getattr(options, name) for name in _SETTINGS}
     reference: dict[str, TaskAnswers] = {}
     if options.reference not in ("hf", "none"):
         reference = load(Path(options.reference), settings)
-    options.served_model_name = options.served_model_name or _served_model(options)
+    served_model = asyncio.run(_served_model(options))
     runner = Runner(options, model)
     if options.reference == "hf":
         reference = runner.reference()
         if options.save:
             save(options.save, settings, reference)
-    got = runner.endpoint()
-    comparisons = {
-        name: compare(reference[name], task, options.tolerance, same_prompts=not options.chat)
-        for name, task in got.items()
-        if name in reference
-    }
-    return table(got, reference, comparisons), _figures(options, got, reference, comparisons)
-
-
-def _figures(
-    options: argparse.Namespace,
-    got: dict[str, TaskAnswers],
-    reference: dict[str, TaskAnswers],
-    comparisons: dict[str, Comparison],
-) -> dict[str, Any]:
     tasks: dict[str, dict[str, Any]] = {}
-    for name, task in got.items():
-        row: dict[str, Any] = {"documents": len(task.documents), "seconds": task.seconds}
-        row["metrics"] = task.metrics
-        if compared := comparisons.get(name):
-            row |= {
-                "hf_metrics": reference[name].metrics,
-                "hf_seconds": reference[name].seconds,
-                "requests": compared.num_requests,
-                "differing_documents": compared.num_different,
-                "max_difference": compared.worst,
-                "differences": [str(d) for d in compared.different[:DIFFERENT_LINES]],
-            }
-        tasks[name] = row
-    settings = {name: getattr(options, name) for name in ("url", "limit", "max_length", "chat")}
-    return {"benchmark": "evaluate", "model": options.served_model_name, **settings, "tasks": tasks}
+    for name, task in runner.endpoint(served_model).items():
+        tasks[name] = {"documents": len(task.documents), "seconds": task.seconds}
+        tasks[name]["metrics"] = task.metrics
+        if told := reference.get(name):
+            same = not options.chat
+            tasks[name] |= compare(told, task, options.tolerance, same_prompts=same)
+    figures = {"benchmark": "evaluate", "model": served_model, "url": options.url}
+    return {**figures, **settings, "tasks": tasks}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -233,23 +332,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OPENAI_API_KEY"] = options.api_key  # where lm_eval looks for it
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        shown, figures = evaluate(options)
-    except ValueError as error:
+        figures = evaluate(options)
+    except (ValueError, RuntimeError) as error:
         print(f"benchmarks.evaluate: error: {error}", file=sys.stderr)
         return 2
-    different = [
-        f"{name}: {difference}"
-        for name, task in figures["tasks"].items()
-        for difference in task.get("differences", [])
-    ]
-    now = datetime.now(UTC)
-    print(shown, *different, sep="\n")
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        with options.output.open("a") as file:
-            print(f"\n{now:%Y-%m-%d %H:%M} UTC, {figures['model']}, {options.url}\n", file=file)
-            print(shown, *different, sep="\n", file=file)
-    print(json.dumps(figures))
+    tasks = figures["tasks"]
+    different = [f"{name}: {d}" for name in tasks for d in tasks[name].get("differences", [])]
+    print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {figures['model']}, {options.url}\n")
+    print(table(tasks), *different, json.dumps(figures), sep="\n")
     return 1 if different else 0
 
 

@@ -1,13 +1,117 @@
-"""What lm_eval's two backends are told alike."""
+"""Answers of lm_eval's documents are compared exactly, and differences named; what lm_eval's two
+backends are told alike."""
 
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from benchmarks.evaluate import adds_bos
+from benchmarks.evaluate import (
+    Answer,
+    Document,
+    TaskAnswers,
+    adds_bos,
+    compare,
+    documents_of,
+    load,
+    save,
+    table,
+)
+from tests.e2e.lm_eval_tasks.wikitext import articles
 from tests.make_models import ensure_model
+
+
+def _task(*answers: list[Answer], prompt: str = "p") -> TaskAnswers:
+    documents = [Document(i, [[prompt]] * len(a), a) for i, a in enumerate(answers)]
+    return TaskAnswers(documents, {"acc": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "differs"),
+    [
+        ("a text", "a text", False),
+        ("a text", "a text ", True),
+        ("a text", " a text", False),
+        ("a text", "  a text", True),
+        (" a text", "a text", True),
+        ((-2.5, True), (-2.5005, True), False),
+        ((-2.5, True), (-2.5, False), True),
+        ((-2.5, True), (-2.502, True), True),
+        (-900.0, -900.0009, False),
+        (-900.0, -900.002, True),
+        (-900.0, math.nan, True),
+        ("-900.0", -900.0, True),
+    ],
+)
+def test_an_answer_is_the_same_or_named(expected: Answer, got: Answer, differs: bool) -> None:
+    result = compare(_task(["x"], [expected]), _task(["x"], [got]), 1e-3)
+    assert (result["requests"], result["differing_documents"]) == (2, differs)
+    assert [told[:10] for told in result["differences"]] == ["document 1"] * differs
+
+
+def test_a_document_with_two_differing_requests_counts_once() -> None:
+    result = compare(_task(["a", "b", "c"]), _task(["a", "x", "y"]), 1e-3)
+    assert result["differing_documents"] == 1
+    first, second = result["differences"]
+    assert first == "document 0, request 1: 'b', got 'x'" and "request 2" in second
+
+
+@pytest.mark.parametrize(
+    "other", [_task(["a"]), _task(["a"], ["b"], prompt="q"), _task(["a"], ["b", "c"])]
+)
+def test_answers_to_other_documents_are_refused(other: TaskAnswers) -> None:
+    with pytest.raises(ValueError, match="document"):
+        compare(_task(["a"], ["b"]), other, 1e-3)
+
+
+def test_a_document_seen_through_two_filters_is_one() -> None:
+    def sample(doc_id: int, name: str) -> dict[str, Any]:
+        arguments = [("context", " yes"), ("context", " no")]
+        resps = [[(-1.0, True)], [(-2.0, False)]]
+        return {"doc_id": doc_id, "arguments": arguments, "resps": resps, "filter": name}
+
+    samples = [sample(1, "strict"), sample(0, "strict"), sample(1, "flexible")]
+    documents = documents_of(samples)
+    assert [document.doc_id for document in documents] == [0, 1]
+    assert documents[0].requests == [["context", " yes"], ["context", " no"]]
+    assert documents[0].answers == [(-1.0, True), (-2.0, False)]
+
+
+def test_saved_answers_come_back_and_know_their_settings(tmp_path: Path) -> None:
+    tasks = {"one": _task(["text"], ["other"]), "two": _task([(-1.5, True), (-3.0, False)])}
+    tasks["three"] = _task([-812.25])
+    path = tmp_path / "folder" / "answers.json"
+    save(path, {"limit": 3}, tasks)
+    assert load(path, {"limit": 3}) == tasks
+    with pytest.raises(ValueError, match="limit = 3, not 4"):
+        load(path, {"limit": 4})
+
+
+def test_the_table_has_a_row_per_task() -> None:
+    reference = {"scored": _task([(-1.5, True)]), "text": _task(["x"])}
+    got = {"scored": _task([(-1.75, True)]), "text": _task(["x"]), "alone": _task(["x"])}
+    tasks = {name: {"documents": 1, "metrics": task.metrics} for name, task in got.items()}
+    for name, task in reference.items():
+        tasks[name] |= compare(task, got[name], 1e-3)
+    _, _, *rows = table(tasks).splitlines()
+    assert rows == [
+        "| scored | 1 | acc 0.5 | acc 0.5 | 1 | 2.5e-01 |",
+        "| text | 1 | acc 0.5 | acc 0.5 | 0 |  |",
+        "| alone | 1 | acc 0.5 |  |  |  |",
+    ]
+
+
+def test_a_text_is_split_at_the_titles_of_articles() -> None:
+    text = (
+        " \n = One = \n \n Text = of one . \n = = Section = = \n \n More . \n = Two = \n \n Text ."
+    )
+    first, second = articles(text)
+    assert first.startswith(" = One = \n") and first.endswith("More . \n")
+    assert second == " = Two = \n \n Text ."
 
 
 def test_whether_texts_begin_with_a_token_of_the_tokenizers_own(tmp_path: Path) -> None:

@@ -30,8 +30,10 @@ def _evaluate(
     saved = scratch / reference
     known = ("--reference", str(saved)) if saved.is_file() else ("--save", str(saved))
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(scratch)}
+    offline |= {"BATON_EVAL_DATA": str(_SHARED / "data"), "OMP_NUM_THREADS": "1"}
     argv = ["--url", url, "--model", str(model), "--tasks", ",".join(tasks), *known, *options]
-    argv += ["--include", str(_TASKS), "--threads", "1"]
+    for folder in (_TASKS, _SHARED / "tasks"):
+        argv += ["--include", str(folder)] if folder.is_dir() else []
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.evaluate", *argv],
         cwd=_ROOT,
@@ -39,7 +41,7 @@ def _evaluate(
         capture_output=True,
         text=True,
     )
-    assert done.returncode in (0, 1), done.stderr[-8000:]
+    assert done.returncode in (0, 1) and done.stdout, done.stderr[-8000:]
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["tasks"]
     for name, task in figures.items():
         assert task["differing_documents"] == 0, (name, task["differences"])

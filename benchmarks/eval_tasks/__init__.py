@@ -1,1 +1,0 @@
-"""Task files for lm_eval, and what they call."""

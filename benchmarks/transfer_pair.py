@@ -121,7 +121,7 @@ class _RankMemory:
         self._words = self.pool.canonical.view(torch.int16).permute(0, 4, 1, 2, 3, 5)
         self._blocks = torch.from_numpy(side.blocks(size)).to(device)
         kv = _random_kv(size, device)[:, heads.start : heads.stop]
-        self._wanted = kv.unflatten(0, (-1, side.block_size))
+        self._wanted = kv.view(-1, side.block_size, *kv.shape[1:])
 
     def fill(self) -> None:
         self._words[self._blocks] = self._wanted

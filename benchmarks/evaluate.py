@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.load import Endpoint
+from benchmarks.serve import connected, get_model
 
 # A generated text; a loglikelihood (nats) and whether it is the greedy continuation; the
 # loglikelihood of a whole document.
@@ -288,11 +288,8 @@ def _metrics(results: dict[str, Any]) -> dict[str, float]:
 
 
 async def _served_model(options: argparse.Namespace) -> str:
-    endpoint = Endpoint(options.url, timeout_s=30.0, api_key=options.api_key)
-    try:
-        return str((await endpoint.get_model())["id"])
-    finally:
-        await endpoint.close()
+    async with connected(options.url, 30.0, options.api_key) as session:
+        return str((await get_model(session))["id"])
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:

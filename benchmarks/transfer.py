@@ -12,7 +12,6 @@ and what bare NIXL does with the same runs in the same order. GPUs are P's and t
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import threading
@@ -35,7 +34,6 @@ from benchmarks.transfer_pair import (
     Size,
     kind_of,
     loop_ms_beside,
-    loop_ms_on,
     new_agent,
     synchronize,
     use_device,
@@ -58,7 +56,6 @@ GEOMETRIES = {  # tp and block size of P and of D
     "64->16": ((1, 64), (1, 16)),
 }
 SHORT_TOKENS = 128
-_QUIET = 1.3  # a processor is, whose loop takes no longer than this many of the fastest one's
 
 
 @dataclass(frozen=True)
@@ -73,13 +70,12 @@ class Row:
     of_copy: float
     loop_ms: float  # DecodeRank.loop_ms, the slower of before and after
     of_bare: float | None = None  # what bare NIXL reaches with the same runs
-    tries: int = 1  # until the processors were quiet, or there were no more
 
     def __str__(self) -> str:
         of_bare = "" if self.of_bare is None else f"{self.of_bare:.0%}"
         times = f"{self.milliseconds:8.3f} {self.best_ms:8.3f} {self.gb_per_s:7.1f}"
         name = f"{self.case:20} {self.path:12} {self.descriptors:11}"
-        return f"{name} {times} {self.of_copy:6.0%} {of_bare:>5} {self.loop_ms:5.1f} {self.tries:5}"
+        return f"{name} {times} {self.of_copy:6.0%} {of_bare:>5} {self.loop_ms:5.1f}"
 
 
 class Case(NamedTuple):
@@ -185,9 +181,7 @@ class Bench:
         self.args, self.targets = args, tuple(targets)
         self.size = Size(args.layers, args.heads, args.head_dim, args.tokens)
         self.copy_gb_per_s = copy_gb_per_s(source, targets[0], self.size.kv_bytes)
-        self._fastest_ms = min(map(loop_ms_on, os.sched_getaffinity(0)))
-        print(f"plain copy {source} -> {targets[0]}: {self.copy_gb_per_s:.1f} GB/s")
-        print(f"the fastest processor's loop: {self._fastest_ms:.1f} ms", flush=True)
+        print(f"plain copy {source} -> {targets[0]}: {self.copy_gb_per_s:.1f} GB/s", flush=True)
         self.prefill = Remote(Prefill, source, self.size)
         self.rows: list[Row] = []
         self.num_failed = 0
@@ -201,22 +195,15 @@ class Bench:
             self._measure(f"{SHORT_TOKENS} tokens", partial(self._short, path))
 
     def _measure(self, name: str, measured: Callable[[], list[Row]]) -> None:
-        """Measures with other threads until their processors are quiet: what a neighbour takes is
-        no property of what is measured. Else the quietest of `--tries` counts. A case that fails
-        does not take the others' figures with it."""
-        found: list[list[Row]] = []
+        """A case that fails does not take the others' figures with it."""
         try:
-            while len(found) < self.args.tries:
-                found.append(measured())
-                if _loop_of(found[-1]) <= _QUIET * self._fastest_ms:
-                    break
+            rows = measured()
         except Exception as error:
             self.num_failed += 1
             print(f"{name}: failed, {error!r}", flush=True)
-            return
-        rows = [replace(row, tries=len(found)) for row in min(found, key=_loop_of)]
-        print_table(rows)
-        self.rows += rows
+        else:
+            print_table(rows)
+            self.rows += rows
 
     def _case(self, case: Case, path: str) -> list[Row]:
         metadata, setup, decode = self._open(case, path)
@@ -290,10 +277,6 @@ class Bench:
         return Row(case, path, descriptors, nbytes, *times, max(loops_ms))
 
 
-def _loop_of(rows: list[Row]) -> float:
-    return max(row.loop_ms for row in rows)
-
-
 def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
     """The plain copy from one device to the other, eight in a row."""
     a = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=source)
@@ -311,7 +294,7 @@ def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"{'case':20} {'path':12} descriptors       ms     best    GB/s   copy  bare  loop tries",
+    print(f"{'case':20} {'path':12} descriptors       ms     best    GB/s   copy  bare  loop",
           *rows, sep="\n", flush=True)  # fmt: skip
 
 
@@ -344,7 +327,6 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--repeat", type=int, default=5)
     add("--paths", "--transfer", help="mapped,nixl; mapped on the CPU")
     add("--only", default="", help="cases whose name contains this")
-    add("--tries", type=int, default=1, help="of a row, for quiet processors")
     add("--devices", default="0,1", help="GPU of P and GPUs of D's ranks")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"

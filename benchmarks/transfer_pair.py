@@ -343,14 +343,19 @@ def _call(method: str, *args: Any) -> Any:
     return getattr(_made, method)(*args)
 
 
-# -- processors: of a virtual machine each may be one thread of a core whose other thread is a
-# neighbour's. While that one works, Python here takes twice as long; a fixed loop tells.
+def loop_ms_beside(thread_id: int | None) -> float:
+    """What a loop of Python takes on the processor that a thread of this process was on last, the
+    best of three, in ms.
 
+    A virtual machine's processor may be one thread of a core whose other thread is a neighbour's:
+    while that one works, Python here takes twice as long.
 
-def loop_ms_on(processor: int) -> float:
-    """What a loop of Python takes there, the best of three."""
+    Args:
+        thread_id: as the system numbers it.
+    """
+    stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
     allowed, found = os.sched_getaffinity(0), []
-    os.sched_setaffinity(0, {processor})
+    os.sched_setaffinity(0, {int(stat.rpartition(")")[2].split()[36])})
     try:
         for _ in range(3):
             started, total = time.perf_counter(), 0
@@ -360,13 +365,3 @@ def loop_ms_on(processor: int) -> float:
     finally:
         os.sched_setaffinity(0, allowed)
     return min(found)
-
-
-def loop_ms_beside(thread_id: int | None) -> float:
-    """What it takes on the processor that a thread of this process was on last.
-
-    Args:
-        thread_id: as the system numbers it.
-    """
-    stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
-    return loop_ms_on(int(stat.rpartition(")")[2].split()[36]))

@@ -5,6 +5,7 @@ import itertools
 import json
 import statistics
 import threading
+from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -18,16 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from benchmarks import serve
-from benchmarks.load import (
-    WORDS,
-    Objective,
-    Timeline,
-    arrivals_s,
-    drawn,
-    figures,
-    table,
-    union_s,
-)
+from benchmarks.serve import WORDS, Timeline, arrivals_s, drawn, figures, table, union_s
 
 
 def timeline(due: float, *token_at: float, **members: Any) -> Timeline:
@@ -65,11 +57,15 @@ def test_the_union_of_spans_counts_no_moment_twice(spans: list[tuple[int, int]])
     assert union_s((start, start + length) for start, length in spans) == len(covered)
 
 
+def slo(ttft_ms: float, itl_ms: float, output_len: int) -> Namespace:
+    return Namespace(slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, output_len=output_len)
+
+
 def test_figures_of_two_requests() -> None:
     first = timeline(10.0, 10.1, 10.2, 10.4, kv={"transferred": 5, "recomputed": 1, "skipped": 2})
     second = timeline(10.0, 10.3, 10.5, 10.7)
     failed = Timeline(10.0, error="status 503")
-    result = figures([first, second, failed], 2.0, Objective(200.0, 160.0), output_len=3)
+    result = figures([first, second, failed], 2.0, slo(200.0, 160.0, 3))
     assert result["requests"] == 3
     assert result["succeeded"] == 2
     assert result["errors"] == {"status 503": 1}
@@ -85,18 +81,23 @@ def test_figures_of_two_requests() -> None:
 
 
 def test_figures_of_nothing_can_be_shown() -> None:
-    result = figures([Timeline(0.0, error="lost")], 1.0, Objective(1.0, 1.0), output_len=1)
+    result = figures([Timeline(0.0, error="lost")], 1.0, slo(1.0, 1.0, 1))
     assert result["ttft_ms"]["p50"] is None
     json.loads(json.dumps(result, allow_nan=False))
     assert "errors: {'lost': 1}" in table(result)
 
 
-def test_a_slow_token_or_a_late_start_misses_the_objective() -> None:
-    objective = Objective(ttft_ms=100.0, itl_ms=50.0)
-    assert objective.is_met_by(timeline(0.0, 0.09, 0.13))
-    assert not objective.is_met_by(timeline(0.0, 0.11, 0.13))
-    assert not objective.is_met_by(timeline(0.0, 0.09, 0.15))
-    assert not objective.is_met_by(timeline(0.0, 0.09, error="lost"))
+@pytest.mark.parametrize(
+    ("played", "good"),
+    [
+        (timeline(0.0, 0.09, 0.13), True),
+        (timeline(0.0, 0.11, 0.13), False),
+        (timeline(0.0, 0.09, 0.15), False),
+        (timeline(0.0, 0.09, error="lost"), False),
+    ],
+)
+def test_a_slow_token_or_a_late_start_misses_the_objective(played: Timeline, good: bool) -> None:
+    assert played.is_good(ttft_ms=100.0, itl_ms=50.0) == good
 
 
 def test_events_without_tokens_are_no_tokens() -> None:
@@ -128,33 +129,15 @@ def test_an_error_event_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "loopback"),
-    [
-        ("http://127.0.0.1:1", True),
-        ("http://127.9.9.9", True),
-        ("http://localhost:8000/v1", True),
-        ("http://[::1]:1", True),
-        ("http://10.0.0.1", False),
-        ("http://localhost.example.com", False),
-        ("http://example.com", False),
-    ],
-)
-def test_only_this_machine_is_loaded_unless_told_otherwise(url: str, loopback: bool) -> None:
-    assert serve.is_loopback(url) is loopback
-
-
-@pytest.mark.parametrize(
     "argv",
     [
         ["--num-requests", "0"],
-        ["--num-requests", "1000000"],
         ["--rate", "0"],
         ["--rate", "inf"],
         ["--shared-len", "300", "--input-len", "200"],
         ["--endpoint", "chat", "--prompt", "token-ids"],
         ["--vocab-size", "5"],
         ["--url", "ftp://127.0.0.1"],
-        ["--url", "http://example.com"],
     ],
 )
 def test_options_that_cannot_be_are_refused(argv: list[str]) -> None:
@@ -255,5 +238,5 @@ def test_chat_is_asked_in_words(endpoint: Endpoint) -> None:
 
 def test_an_endpoint_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--url", "http://127.0.0.1:1"]) == 2
-    told = "--url http://127.0.0.1:1 does not answer: [Errno 111] Connect"
+    told = "--url does not answer: Cannot connect to host 127.0.0.1:1"
     assert told in capsys.readouterr().err

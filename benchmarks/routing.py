@@ -1,6 +1,6 @@
 """Policies of the proxy on simulated servers: the real placement code, a trace, a table.
 
-    python -m benchmarks.routing [--trace FILE] [--engines 4] [--prefill 2] [--load 1.0,1.5]
+    python -m benchmarks.routing --trace FILE [--engines 4] [--prefill 2] [--load 1.0,1.5]
 
 A server runs steps: its streams, and prompts in the order of arrival, cut so that a step stays
 within the limit while streams run. Its times are those of a Llama-3.1-8B shape on one H200
@@ -17,16 +17,19 @@ import statistics
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from proxy.knowledge import Disaggregate, Knowledge, Routing, Totals, Work
-from proxy.placement import Ask, Limits, Load, Placement, place
+from proxy.placement import Ask, Limits, Load, place
 
 BLOCK = 512  # tokens, as in the traces
 POLL_S = 1.0  # between two health checks
+HEAD = "policy        TTFT p50     p99 s  TPOT ms  gap p99  good  computed  alone"
+ROW = "{:13} {:8.3f} {:9.3f} {:8.1f} {:8.0f} {:5.3f} {:9.3f} {:6.2f}"
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,13 @@ class Request:
     tokens: int
     answer: int
     hashes: tuple[int, ...]
-    cached: int = 0
     left: int = 0  # tokens of the prompt to compute
     done: int = 0  # generated
     first: float = 0.0
     last: float = 0.0
     gap: float = 0.0  # the longest between two tokens
-    placement: Placement | None = None
+    decode: int = 0  # the server that generates
+    alone: bool = False  # and computes the prompt
     computed: int = 0
 
 
@@ -105,13 +108,11 @@ class Engine:
 
     def admit(self, request: Request) -> None:
         """A prompt to compute here; what is cached is found when its turn comes."""
-        request.left = request.tokens - min(
-            self.cache.depth(request.hashes) * BLOCK, request.tokens - 1
-        )
+        request.left = self._uncached(request)
         self.waiting.append(request)
 
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.streams)
+    def _uncached(self, request: Request) -> int:
+        return max(request.tokens - self.cache.depth(request.hashes) * BLOCK, 1)
 
     def step(self, now: float) -> tuple[float, list[Request]]:
         """When the step ends, and the requests whose prompt is computed then."""
@@ -120,12 +121,11 @@ class Engine:
         room = t.batch
         if self.streams:
             room = min(max(int((self.limit - base) / t.token), t.least), t.batch)
-        seconds, computed, ended = base, 0, []
+        seconds, before, ended = base, room, []
         while self.waiting and room > 0:
             first = self.waiting[0]
             if not first.computed:  # its turn: prefixes may have come since
-                hit = min(self.cache.depth(first.hashes) * BLOCK, first.tokens - 1)
-                first.left = min(first.left, first.tokens - hit)
+                first.left = min(first.left, self._uncached(first))
                 if not self.prefills and not self._has_room(first):
                     break
             count = min(room, first.left)
@@ -133,14 +133,12 @@ class Engine:
             first.computed += count
             first.left -= count
             room -= count
-            computed += count
             if first.left == 0:
                 ended.append(self.waiting.popleft())
                 self.cache.add(first.hashes)
-        num_tokens = len(self.streams) + computed
-        self.totals = Totals(
-            self.totals.steps + 1, self.totals.tokens + num_tokens, self.totals.seconds + seconds
-        )
+        steps, tokens, took = self.totals
+        tokens += len(self.streams) + before - room
+        self.totals = Totals(steps + 1, tokens, took + seconds)
         return now + seconds, ended
 
     def generate(self, now: float) -> list[Request]:
@@ -180,82 +178,72 @@ class Engine:
         self.cache.add(request.hashes)
 
 
-Router = Callable[["Fleet", Request], tuple[int | None, int]]
+Router = Callable[[Request], tuple[int | None, int]]  # a prefill server or none, a decode server
 
 
-@dataclass
 class Fleet:
-    engines: list[Engine]
+    """Engines, and what happens to them in which order.
+
+    Attributes:
+        router: decides where a request goes that has come.
+        told: hears of a request that its prompt was "computed", and that it has "ended".
+    """
+
     router: Router
-    times: Times
-    now: float = 0.0
-    ended: list[Request] = field(default_factory=list)
-    told: Callable[[Request, str], None] = lambda request, what: None
 
-    @property
-    def prefills(self) -> list[Engine]:
-        return [each for each in self.engines if each.prefills]
-
-    @property
-    def decodes(self) -> list[Engine]:
-        return [each for each in self.engines if not each.prefills]
+    def __init__(self, engines: list[Engine], times: Times) -> None:
+        self.engines, self.times, self.now = engines, times, 0.0
+        self.prefills = [each for each in engines if each.prefills]
+        self.decodes = [each for each in engines if not each.prefills]
+        self.told: Callable[[Request, str], None] = lambda request, what: None
+        self._count = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(self, requests: Sequence[Request]) -> None:
-        counter = itertools.count()
-        events: list[tuple[float, int, str, Any]] = []
         for each in requests:
-            heapq.heappush(events, (each.arrival, next(counter), "arrive", each))
+            self._at(each.arrival, partial(self._arrive, each))
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
 
-        def begin(engine: Engine, now: float) -> None:
-            if not engine.busy and engine.has_work():
-                engine.busy = True
-                end, computed = engine.step(now)
-                heapq.heappush(events, (end, next(counter), "step", (engine, computed)))
+    def _at(self, when: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._count), event))
 
-        while events:
-            now, _, what, item = heapq.heappop(events)
-            self.now = now
-            if what == "arrive":
-                p, d = self.router(self, item)
-                item.placement = Placement(p, d, 0)
-                engine = self.engines[d if p is None else p]
-                engine.admit(item)
-                begin(engine, now)
-            elif what == "deliver":
-                engine = self.engines[item.placement.decode]
-                engine.deliver(item, now)
-                begin(engine, now)
+    def _arrive(self, request: Request) -> None:
+        prefill, request.decode = self.router(request)
+        request.alone = prefill is None
+        engine = self.engines[request.decode if prefill is None else prefill]
+        engine.admit(request)
+        self._begin(engine)
+
+    def _begin(self, engine: Engine) -> None:
+        if not engine.busy and (engine.waiting or engine.streams):
+            engine.busy = True
+            end, computed = engine.step(self.now)
+            self._at(end, partial(self._end, engine, computed))
+
+    def _end(self, engine: Engine, computed: list[Request]) -> None:
+        """Of a step."""
+        engine.busy = False
+        for each in engine.generate(self.now):
+            self.told(each, "ended")
+        for each in computed:
+            self.told(each, "computed")
+            if engine.prefills:
+                each.first = each.last = self.now + self.times.handoff
+                later = each.first + each.tokens * self.times.sent_token
+                self._at(later, partial(self._deliver, each))
             else:
-                engine, computed = item
-                engine.busy = False
-                for each in engine.generate(now):
-                    self.ended.append(each)
-                    self.told(each, "ended")
-                for each in computed:
-                    self.told(each, "computed")
-                    if engine.prefills:
-                        each.first = each.last = now + self.times.handoff
-                        later = each.first + each.tokens * self.times.sent_token
-                        heapq.heappush(events, (later, next(counter), "deliver", each))
-                    else:
-                        engine.stream(each, now)
-                begin(engine, now)
+                engine.stream(each, self.now)
+        self._begin(engine)
+
+    def _deliver(self, request: Request) -> None:
+        engine = self.engines[request.decode]
+        engine.deliver(request, self.now)
+        self._begin(engine)
 
 
 # -- routers
-
-
-class RoundRobin:
-    """Any prefill server, any decode server, in turn."""
-
-    def __init__(self) -> None:
-        self._turn = itertools.count()
-
-    def __call__(self, fleet: Fleet, request: Request) -> tuple[int | None, int]:
-        turn = next(self._turn)
-        prefills, decodes = fleet.prefills, fleet.decodes
-        p = prefills[turn % len(prefills)].index if prefills else None
-        return p, decodes[turn % len(decodes)].index
 
 
 class Knowing:
@@ -265,17 +253,21 @@ class Knowing:
         self._knowledge = Knowledge(
             routing, disaggregate, step_s=limits.step_s, clock=lambda: fleet.now
         )
+        self._fleet, self._in_turn = fleet, routing == "round_robin"
         self._work: dict[int, list[Work]] = {}
         self._polled = 0.0
         fleet.told = self._told
 
-    def __call__(self, fleet: Fleet, request: Request) -> tuple[int | None, int]:
-        knowledge, ask = self._knowledge, Ask(request.tokens, request.hashes, BLOCK)
+    def __call__(self, request: Request) -> tuple[int | None, int]:
+        fleet, knowledge = self._fleet, self._knowledge
+        ask = Ask(request.tokens, request.hashes, BLOCK)
         if fleet.now >= self._polled + POLL_S:
             self._polled = fleet.now
             for each in fleet.engines:
                 knowledge.told(each, each.times.capacity, each.totals)
         prefills, decodes = fleet.prefills, fleet.decodes
+        if self._in_turn:  # the first is taken, which becomes the last
+            fleet.prefills, fleet.decodes = ([*e[1:], *e[:1]] for e in (prefills, decodes))
         alone = not prefills or knowledge.goes_alone(ask, prefills, decodes)
         d = knowledge.first(decodes, ask, computes=alone, generates=True)
         if alone:
@@ -302,42 +294,31 @@ class Knowing:
 class Known:
     """Placement by the servers' own state."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, fleet: Fleet, limits: Limits) -> None:
+        self._fleet, self._limits = fleet, limits
 
-    def __call__(self, fleet: Fleet, request: Request) -> tuple[int | None, int]:
+    def __call__(self, request: Request) -> tuple[int | None, int]:
+        fleet = self._fleet
         depths = {e.index: e.cache.depth(request.hashes) for e in fleet.engines}
-        loads = {
-            e.index: Load(
-                e.index,
-                len(e.waiting),
-                fleet.now + e.queued_s(),
-                0.0,
-                len(e.streams),
-                e.held,
-                e.times.capacity,
-                step_s=e.base_s(),
-            )
-            for e in fleet.engines
-        }
-        found = place(
-            Ask(request.tokens, request.hashes, BLOCK, now=fleet.now),
-            [loads[e.index] for e in fleet.prefills],
-            [loads[e.index] for e in fleet.decodes],
-            depths,
-            limits=self._limits,
-        )
+        ask = Ask(request.tokens, request.hashes, BLOCK, now=fleet.now)
+        prefills, decodes = (list(map(self._load, e)) for e in (fleet.prefills, fleet.decodes))
+        found = place(ask, prefills, decodes, depths, limits=self._limits)
         assert found is not None
         return found.prefill, found.decode
 
+    def _load(self, e: Engine) -> Load:
+        free_at, streams = self._fleet.now + e.queued_s(), len(e.streams)
+        sizes = streams, e.held, e.times.capacity
+        return Load(e.index, len(e.waiting), free_at, 0.0, *sizes, step_s=e.base_s())
 
-ROUTERS: dict[str, Callable[[Fleet, Limits], Router]] = {
-    "round_robin": lambda fleet, limits: RoundRobin(),
-    "least_loaded": lambda fleet, limits: Knowing(fleet, "least_loaded", "always", limits),
-    "always": lambda fleet, limits: Knowing(fleet, "auto", "always", limits),
-    "never": lambda fleet, limits: Knowing(fleet, "auto", "never", limits),
-    "auto": lambda fleet, limits: Knowing(fleet, "auto", "auto", limits),
-    "known": lambda fleet, limits: Known(limits),
+
+POLICIES: dict[str, tuple[Routing, Disaggregate] | None] = {
+    "round_robin": ("round_robin", "always"),
+    "least_loaded": ("least_loaded", "always"),
+    "always": ("auto", "always"),
+    "never": ("auto", "never"),
+    "auto": ("auto", "auto"),
+    "known": None,
 }
 
 
@@ -377,61 +358,49 @@ def figures(name: str, requests: Sequence[Request], args: argparse.Namespace) ->
     first = sorted(each.first - each.arrival for each in requests)
     gaps = sorted(each.gap for each in requests)
     means = [(each.last - each.first) / max(each.done - 1, 1) for each in requests]
-    good = sum(
-        each.first - each.arrival <= args.ttft_s and mean <= args.tpot_s
-        for each, mean in zip(requests, means, strict=True)
-    )
-    alone = sum(each.placement is not None and each.placement.prefill is None for each in requests)
-
-    def at(values: Sequence[float], share: float) -> float:
-        return values[min(int(share * len(values)), len(values) - 1)]
-
+    pairs = zip(requests, means, strict=True)
+    good = sum(r.first - r.arrival <= args.ttft_s and mean <= args.tpot_s for r, mean in pairs)
+    p50, p99 = (min(int(share * len(requests)), len(requests) - 1) for share in (0.5, 0.99))
     return {
         "policy": name,
-        "ttft_p50_s": at(first, 0.5),
-        "ttft_p99_s": at(first, 0.99),
+        "ttft_p50_s": first[p50],
+        "ttft_p99_s": first[p99],
         "tpot_mean_ms": statistics.mean(means) * 1e3,
-        "gap_p99_ms": at(gaps, 0.99) * 1e3,
+        "gap_p99_ms": gaps[p99] * 1e3,
         "good": good / len(requests),
         "computed": sum(each.computed for each in requests) / sum(r.tokens for r in requests),
-        "alone": alone / len(requests),
+        "alone": sum(each.alone for each in requests) / len(requests),
     }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.routing", description=__doc__)
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--prefill", type=int, default=2)
-    parser.add_argument("--load", default="1.0")
-    parser.add_argument("--requests", type=int, default=4000)
-    parser.add_argument("--policies", default=",".join(ROUTERS))
-    parser.add_argument("--ttft-s", type=float, default=2.0)
-    parser.add_argument("--tpot-s", type=float, default=0.025)
-    parser.add_argument("--step-s", type=float, default=0.025)
-    parser.add_argument("--harm", type=float, default=Limits().harm)
+    add = parser.add_argument
+    add("--trace", type=Path, required=True)
+    add("--engines", type=int, default=4)
+    add("--prefill", type=int, default=2)
+    add("--load", default="1.0")
+    add("--requests", type=int, default=4000)
+    add("--policies", default=",".join(POLICIES))
+    add("--ttft-s", type=float, default=2.0)
+    add("--tpot-s", type=float, default=0.025)
+    add("--step-s", type=float, default=0.025)
+    add("--harm", type=float, default=Limits().harm)
     args = parser.parse_args(argv)
     read = azure if args.trace.suffix == ".csv" else mooncake
-    limits = Limits(args.step_s, args.harm)
-    rows = []
+    limits, times, rows = Limits(args.step_s, args.harm), Times(), []
     for load in map(float, args.load.split(",")):
-        print(f"load {load}")
-        print("policy        TTFT p50     p99 s  TPOT ms  gap p99  good  computed  alone")
+        print(f"load {load}", HEAD, sep="\n")
         for name in args.policies.split(","):
-            times = Times()
             engines = [Engine(i, i < args.prefill, times, args.step_s) for i in range(args.engines)]
-            fleet = Fleet(engines, RoundRobin(), times)
-            fleet.router = ROUTERS[name](fleet, limits)
+            fleet = Fleet(engines, times)
+            policy = POLICIES[name]
+            fleet.router = Knowing(fleet, *policy, limits) if policy else Known(fleet, limits)
             requests = read(args.trace, load, args.requests)
             fleet.run(requests)
-            row = {"load": load, **figures(name, requests, args)}
-            rows.append(row)
-            print(
-                f"{name:13} {row['ttft_p50_s']:8.3f} {row['ttft_p99_s']:9.3f} "
-                f"{row['tpot_mean_ms']:8.1f} {row['gap_p99_ms']:8.0f} {row['good']:5.3f} "
-                f"{row['computed']:9.3f} {row['alone']:6.2f}",
-                flush=True,
-            )
+            row = figures(name, requests, args)
+            print(ROW.format(*row.values()), flush=True)
+            rows.append({"load": load, **row})
     print(json.dumps(rows))
     return 0
 

@@ -28,7 +28,7 @@ def test_every_request_is_served_and_knowing_what_is_cached_pays(
 ) -> None:
     assert routing.main(["--trace", str(trace), "--load", "1.0"]) == 0
     rows = {row["policy"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])}
-    assert rows.keys() == routing.ROUTERS.keys()
+    assert rows.keys() == routing.POLICIES.keys()
     assert rows["always"]["computed"] < 0.6 * rows["round_robin"]["computed"]
     assert rows["auto"]["ttft_p50_s"] < 0.5 * rows["round_robin"]["ttft_p50_s"]
     assert rows["auto"]["good"] >= 0.95 * rows["known"]["good"]

@@ -13,14 +13,13 @@ import uuid
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import MemoryKind
 from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import describe
@@ -146,7 +145,7 @@ def new_agent(name: str, device: str) -> NixlAgent:
     return NixlAgent(name, device_id=torch.device(device).index, set_device=torch.cuda.set_device)
 
 
-def kind_of(device: str) -> MemoryKind:
+def kind_of(device: str) -> Literal["DRAM", "VRAM"]:
     return "DRAM" if device == "cpu" else "VRAM"
 
 

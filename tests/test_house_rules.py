@@ -17,7 +17,7 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2455,
-    "benchmarks": 2312,
+    "benchmarks": 2311,
     "decode_server": 633,
     "deploy": 879,
     "engine": 8461,

@@ -16,7 +16,6 @@ else. Rank 0's `ShapeBook` gives each sequence that needs it a state row; what d
 
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -81,9 +80,10 @@ class ShapeBook:
             self._free.sort(reverse=True)
         draws = list(zip(drawing, positions, strict=True))
         bans = [_bans(*draw) for draw in draws]
+        samplings = [sequence.request.sampling for sequence in drawing]
         needs = [
-            bans[at] or bool(s.request.sampling.logit_bias) or _penalties(s.request.sampling)
-            for at, s in enumerate(drawing)
+            ban or bool(sampling.logit_bias) or _penalties(sampling) is not None
+            for ban, sampling in zip(bans, samplings, strict=True)
         ]
         if not any(needs):
             return None
@@ -95,10 +95,9 @@ class ShapeBook:
         return StepShapes(rows, bans, setups)
 
     def _row(self, sequence: Sequence, position: int, setups: list[SamplingRow]) -> int:
-        row, ready = self._rows.get(sequence, (NO_ROW, position))
+        row, ready = self._rows.get(sequence, (NO_ROW, NO_ROW))
         if row == NO_ROW:
             row = self._free.pop() if self._free else len(self._rows)
-            ready = NO_ROW
         if ready != position:
             setups.append(_setup(sequence, row))
         self._rows[sequence] = row, position + 1
@@ -129,13 +128,6 @@ def _setup(sequence: Sequence, row: int) -> SamplingRow:
     )
 
 
-class _Row(NamedTuple):
-    penalties: tuple[float, float, float] | None
-    bias_ids: npt.NDArray[np.int64]
-    bias: npt.NDArray[np.float32]
-    stop_ids: npt.NDArray[np.int64]
-
-
 class LogitShaper:
     """The state rows of one rank.
 
@@ -147,25 +139,29 @@ class LogitShaper:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.seen = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, SamplingRow] = {}
 
     def prepare(self, shapes: StepShapes | None) -> "Shaping | None":
         """Takes in a step's setups and uploads what its draws need; None if they need nothing."""
         if shapes is None:
             return None
         for setup in shapes.setups:
-            self._set_up(setup)
+            self._rows[setup.row] = setup
+            if setup.penalties is not None:
+                self._see(setup)
         rows = [(at, row, self._rows[row]) for at, row in enumerate(shapes.rows) if row != NO_ROW]
-        penalised = [(at, row) for at, row, shape in rows if shape.penalties is not None]
+        starts = [(at * self.vocab_size, setup) for at, _, setup in rows]
+        penalised = [(at, row) for at, row, setup in rows if setup.penalties is not None]
         penalties = [self._rows[row].penalties for _, row in penalised]
+        banned = [(at * self.vocab_size, setup) for at, _, setup in rows if shapes.bans[at]]
         return Shaping(
             seen=self.seen,
-            penalised=self._to_device(np.array(penalised, np.int64)),
-            penalties=self._to_device(np.array(penalties, np.float32)),
-            bias_at=self._join([at * self.vocab_size + shape.bias_ids for at, _, shape in rows]),
-            bias=self._join([shape.bias for _, _, shape in rows]),
-            bans_at=self._join(
-                [at * self.vocab_size + shape.stop_ids for at, _, shape in rows if shapes.bans[at]]
+            penalised=self._to_device(penalised),
+            penalties=self._to_device(penalties, torch.float32),
+            bias_at=self._to_device([start + i for start, setup in starts for i in setup.bias]),
+            bias=self._to_device([b for _, s in starts for b in s.bias.values()], torch.float32),
+            bans_at=self._to_device(
+                [start + i for start, s in banned for i in s.stop_token_ids if i < self.vocab_size]
             ),
         )
 
@@ -177,27 +173,16 @@ class LogitShaper:
         """
         return replace(shaping or Shaping(self.seen), allowed=self._unpack(masks))
 
-    def _set_up(self, setup: SamplingRow) -> None:
-        self._rows[setup.row] = _Row(
-            setup.penalties,
-            np.fromiter(setup.bias.keys(), np.int64, len(setup.bias)),
-            np.fromiter(setup.bias.values(), np.float32, len(setup.bias)),
-            np.array([i for i in setup.stop_token_ids if i < self.vocab_size], np.int64),
-        )
-        if setup.penalties is None:
-            return
+    def _see(self, setup: SamplingRow) -> None:
         if setup.row >= len(self.seen):
             grown = self.seen.new_zeros(max(8, 2 * setup.row), self.vocab_size)
             grown[: len(self.seen)] = self.seen
             self.seen = grown
         row = self.seen[setup.row].zero_()
-        if (prompt := self._to_device(np.array(setup.prompt_ids, np.int64))) is not None:
+        if (prompt := self._to_device(setup.prompt_ids)) is not None:
             row.index_fill_(0, prompt, 1)
-        if (outputs := self._to_device(np.array(setup.output_ids, np.int64))) is not None:
+        if (outputs := self._to_device(setup.output_ids)) is not None:
             row.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
-
-    def _join(self, parts: Sequenceable[npt.NDArray[np.generic]]) -> torch.Tensor | None:
-        return self._to_device(np.concatenate(parts)) if parts else None
 
     def _unpack(self, masks: npt.NDArray[np.int32]) -> torch.Tensor:
         """bool [R, V]"""
@@ -210,9 +195,11 @@ class LogitShaper:
         bits_set = (words[:, :, None] >> shifts) & 1
         return bits_set.view(len(words), -1)[:, : self.vocab_size].bool()
 
-    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor | None:
+    def _to_device(
+        self, values: Sequenceable[object], dtype: torch.dtype = torch.int64
+    ) -> torch.Tensor | None:
         """None where there is nothing."""
-        return to_device(torch.from_numpy(array), self.device) if len(array) else None
+        return to_device(torch.tensor(values, dtype=dtype), self.device) if values else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -123,8 +123,7 @@ def size_pool(
             f"--max-model-len is {wanted_len} tokens, but the model's positions end at "
             f"{model_max_len}; use --max-model-len {model_max_len} or less"
         )
-    capacity = _gpu_capacity if config.device == "cuda" else _cpu_capacity
-    blocks, source = capacity(config, block_bytes, wanted_len, free_bytes)
+    blocks, source = _capacity(config, block_bytes, wanted_len, free_bytes)
     num_tokens = blocks * config.tokens_per_block
     if config.max_model_len and num_tokens < wanted_len:
         raise MemoryTooSmall(
@@ -169,47 +168,36 @@ def longest_sequence(
     return max_len
 
 
-def _asked_for(config: EngineConfig, block_bytes: int) -> tuple[int, str] | None:
-    """Usable blocks by an option, and which."""
-    if config.kv_cache_tokens is not None:
-        return -(-config.kv_cache_tokens // config.tokens_per_block), "--kv-cache-tokens"
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes // block_bytes, "--kv-cache-bytes"
-    return None
-
-
-def _cpu_capacity(
+def _capacity(
     config: EngineConfig, block_bytes: int, wanted_len: int, free_bytes: int
 ) -> tuple[int, str]:
-    """Usable blocks, and which option or rule decided."""
-    if asked := _asked_for(config, block_bytes):
-        blocks, option = asked
-        if blocks * block_bytes > free_bytes:
-            raise MemoryTooSmall(
-                f"the KV pool of {option} takes {blocks * block_bytes / 2**20:.0f} MiB, but this "
-                f"machine or container has {free_bytes / 2**20:.0f} MiB free for each of "
+    """Usable blocks, and which option or rule decided. A GPU's null block counts: memory that is
+    not there shows at once."""
+    on_gpu = config.device == "cuda"
+    share = f"{_UTILIZATION} {config.gpu_memory_utilization}"
+    blocks, option = None, ""
+    if config.kv_cache_tokens is not None:
+        blocks, option = -(-config.kv_cache_tokens // config.tokens_per_block), "--kv-cache-tokens"
+    elif config.kv_cache_bytes is not None:
+        blocks, option = config.kv_cache_bytes // block_bytes, "--kv-cache-bytes"
+    if blocks is not None:
+        needed, free_mib = (blocks + on_gpu) * block_bytes, max(0, free_bytes) / 2**20
+        if needed > free_bytes:
+            told = (
+                f"the GPU has {free_mib:.0f} MiB left for it under {share}: lower {option}, or "
+                f"raise {_UTILIZATION}"
+                if on_gpu
+                else f"this machine or container has {free_mib:.0f} MiB free for each of "
                 f"{config.tp} rank(s): lower {option}"
             )
-        return asked
-    budget = min(int(free_bytes * _CPU_FREE_SHARE), _CPU_DEFAULT_MAX_BYTES)
-    useful = -(-wanted_len // config.tokens_per_block) * config.max_num_seqs
-    return min(budget // block_bytes, useful), "a share of the free memory"
-
-
-def _gpu_capacity(
-    config: EngineConfig, block_bytes: int, _wanted_len: int, free_bytes: int
-) -> tuple[int, str]:
-    """The same on a GPU, where memory that is not there shows at once."""
-    share = f"{_UTILIZATION} {config.gpu_memory_utilization}"
-    if asked := _asked_for(config, block_bytes):
-        blocks, option = asked
-        if (blocks + 1) * block_bytes > free_bytes:
             raise MemoryTooSmall(
-                f"the KV pool of {option} takes {(blocks + 1) * block_bytes / 2**20:.0f} MiB, but "
-                f"the GPU has {max(0, free_bytes) / 2**20:.0f} MiB left for it under {share}: "
-                f"lower {option}, or raise {_UTILIZATION}"
+                f"the KV pool of {option} takes {needed / 2**20:.0f} MiB, but {told}"
             )
-        return asked
+        return blocks, option
+    if not on_gpu:
+        budget = min(int(free_bytes * _CPU_FREE_SHARE), _CPU_DEFAULT_MAX_BYTES)
+        useful = -(-wanted_len // config.tokens_per_block) * config.max_num_seqs
+        return min(budget // block_bytes, useful), "a share of the free memory"
     missing = 2 * block_bytes - free_bytes  # one block beside the null block
     if missing > 0:
         raise MemoryTooSmall(

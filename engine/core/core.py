@@ -9,7 +9,8 @@ When nothing can be computed the loop sleeps on its sockets; the connector's thr
 
 On a GPU (`Executor.depth`) a step may be under way while the next one is planned and launched, as
 if no sequence ended in it; one that did has its extra token dropped. A sequence that cannot be
-planned so (its choices fork off with the result) sits a step out. Where a preemption may be due the
+planned so (its choices fork off with the result) sits a step out, and nothing is planned behind a
+long step. Where a preemption may be due the
 round first takes in the result. A step with grammars is launched up to its logits; its tokens are
 drawn once the masks are known, which follow from the step before.
 
@@ -29,7 +30,7 @@ from typing import Any
 from engine.core.batch import Executor, PendingStep, StepFailed, StepInput, StepOutput, build_step
 from engine.core.connector import CoreServices, KVConnector, Transport
 from engine.core.core_grammar import CoreGrammars
-from engine.core.core_stats import SILENT_S, CoreStats, StepPace
+from engine.core.core_stats import SILENT_S, CoreStats
 from engine.core.logits_processing import ShapeBook
 from engine.core.output_processor import Draw, OutputProcessor
 from engine.core.scheduler import Plan, Scheduled, Scheduler
@@ -41,7 +42,8 @@ from protocol.messages import AbortRequest, AddRequest, EngineInput, ReleaseRemo
 logger = logging.getLogger("baton.engine")
 
 _NAP_S = 0.00005  # between two looks at a step that the device has not ended
-_LONG_NAP_S = 0.0005  # while it cannot have
+_MANY_TOKENS = 1024  # from which on a step takes as long as they do; below, as the weights do
+_LONG_STEP_S = 0.1
 _IDLE_WAIT_S = 1.0  # the loop also looks around this often when nothing wakes it
 _QUIET_S = 5.0  # after which the books are checked, once: for many blocks that takes a while
 
@@ -72,7 +74,7 @@ class EngineCore(CoreServices):
         self.transport = transport
         self.grammars = grammars or CoreGrammars()
         self.sequences: dict[str, Sequence] = {}
-        self.pace = StepPace()
+        self._seconds_per_token = 0.0  # of the last step of many tokens
         self._shape_book = ShapeBook()
         self._output = OutputProcessor()
         self._launched: deque[_Launched] = deque()
@@ -105,8 +107,8 @@ class EngineCore(CoreServices):
             self._take(message)
         self.connector.poll()
         was_under_way = bool(self._launched)
-        if was_under_way:
-            self._wait_while_too_soon(self._launched[-1])
+        if was_under_way and (self._is_long(self._launched[-1]) or self.scheduler.may_preempt()):
+            self.finish_steps(0)
         for sequence in list(self.grammars.compiling):
             self.enqueue(sequence)
         for sequence, error in self.grammars.returning():
@@ -114,8 +116,6 @@ class EngineCore(CoreServices):
                 self.fail(sequence, error)
             elif reason := self._finish_reason(sequence):
                 self._end_choices([(sequence, reason)])
-        if was_under_way and self.scheduler.may_preempt():
-            self.finish_steps(0)
         plan = self.scheduler.schedule()
         self._begin(plan)
         if plan.scheduled:
@@ -197,7 +197,8 @@ class EngineCore(CoreServices):
             now_s = time.perf_counter()
             seconds = now_s - max(step.started_s, self._last_finish_s)
             self._stats.step_ended(step.num_tokens, seconds)
-            self.pace.took(step.num_tokens, seconds)
+            if step.num_tokens >= _MANY_TOKENS:
+                self._seconds_per_token = seconds / step.num_tokens
             self._last_finish_s = now_s
             self.scheduler.step_finished()
             self._commit(step, output)
@@ -211,16 +212,11 @@ class EngineCore(CoreServices):
                 self._hear()
             time.sleep(_NAP_S)
 
-    def _wait_while_too_soon(self, step: _Launched) -> None:
-        """Until the step after a long one is worth planning; see StepPace."""
-        began_s = max(step.started_s, self._last_finish_s)
-        due_s = began_s + self.pace.wait_s(step.num_tokens)
-        if time.perf_counter() < due_s:
-            self._begin(self.scheduler.admit_remote())
-            self._flush()
-        while time.perf_counter() < due_s and not step.pending.has_ended():
-            self._hear()
-            time.sleep(_LONG_NAP_S)
+    def _is_long(self, step: _Launched) -> bool:
+        """Whether it takes so long that the next one is planned when it has ended: who comes
+        meanwhile waits for one step then, not for two, which is worth the millisecond."""
+        is_large = step.num_tokens >= _MANY_TOKENS
+        return is_large and step.num_tokens * self._seconds_per_token > _LONG_STEP_S
 
     def _hear(self) -> None:
         messages, is_last = self.transport.receive(0.0)

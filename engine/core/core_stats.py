@@ -1,4 +1,4 @@
-"""What the core learns of its steps: totals to be told, and how long a step will take."""
+"""What the core counts, and when it tells of it."""
 
 import time
 from collections.abc import Callable
@@ -9,10 +9,6 @@ from engine.worker.kernel_watch import KERNELS
 
 SILENT_S: Final = 1.0  # after which an engine with requests speaks, if only to show that it lives
 _INTERVAL_S: Final = 0.25
-_FEWEST_TOKENS: Final = 1024  # whose time is their number's; below, it is reading the weights
-_SHORTEST_S: Final = 0.02  # waits for no less: planning takes some 1 ms
-_PART: Final = 0.7  # of the expected time, after which the next step is planned
-_RISE: Final = 1.02  # of the expectation, for every step that took longer
 _NAMES: Final = (
     "baton_engine_steps",
     "baton_engine_step_tokens",
@@ -57,29 +53,3 @@ class CoreStats:
             return None
         self._told, self._due_s = values, now_s + _INTERVAL_S
         return values
-
-
-class StepPace:
-    """How long a step of many tokens will take, and so when the next one should be planned.
-
-    The next step is launched before the current one has ended. If the current one is long,
-    planning the next right after its start is too soon: a request that arrives meanwhile would wait
-    for both. A while before its end is soon enough. The fastest steps are remembered, so that what
-    is expected is seldom more than what comes.
-    """
-
-    def __init__(self) -> None:
-        self._seconds_per_token: float | None = None
-
-    def took(self, num_tokens: int, seconds: float) -> None:
-        """A step took this long, alone on the device."""
-        if num_tokens >= _FEWEST_TOKENS:
-            rate, known = seconds / num_tokens, self._seconds_per_token
-            self._seconds_per_token = rate if known is None else min(rate, known * _RISE)
-
-    def wait_s(self, num_tokens: int) -> float:
-        """How long after its begin nothing needs to be planned behind a step."""
-        if num_tokens < _FEWEST_TOKENS or self._seconds_per_token is None:
-            return 0.0
-        wait_s = _PART * num_tokens * self._seconds_per_token
-        return wait_s if wait_s > _SHORTEST_S else 0.0

@@ -21,7 +21,6 @@ import engine.text.grammar
 from decode_server.connector import DecodeConnector
 from engine.core import core_grammar
 from engine.core.batch import Int32s, StepFailed, StepInput
-from engine.core.core_stats import StepPace
 from engine.core.sequence import Phase
 from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler
 from protocol.messages import (
@@ -117,13 +116,6 @@ class _Executor(ShadowExecutor):
         raise StepFailed(FAULT)
 
 
-class _LongSteps(StepPace):
-    """Looks around until the step under way has ended, before the next one is planned."""
-
-    def wait_s(self, num_tokens: int) -> float:
-        return 60.0
-
-
 class _LateGrammars:
     """A compiler that takes its time."""
 
@@ -184,8 +176,6 @@ class _Mixture:
         self.max_requests = rng.choice([4, 12, 30])
         self.stems = [rng.choices(range(50), k=30) for _ in range(2)]
         self.is_over = False
-        if rng.random() < 0.2:
-            self.core.pace = _LongSteps()
         self._watch_blocks()
         self._let_draws_fail(rng.choice([0.0, 0.0, 0.02]))
         self.out.receive = lambda timeout_s: (  # type: ignore[method-assign]
@@ -412,6 +402,9 @@ def _run(seed: int, compiler: GrammarCompiler) -> None:
             )
         if seed % 4 == 2:
             patch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
+        if seed % 5 == 3:  # nothing is planned behind a step
+            patch.setattr("engine.core.core._MANY_TOKENS", 0)
+            patch.setattr("engine.core.core._LONG_STEP_S", 0.0)
         _Mixture(seed, compiler).run()
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
-from engine.core.core_stats import StepPace
 from engine.core.sequence import Sequence
 from kvcache.blocks import BlockState
 from protocol.messages import (
@@ -252,34 +251,19 @@ def test_the_order_to_end_is_heard_while_a_step_is_waited_for() -> None:
     core.run()
 
 
-class _LongSteps(StepPace):
-    def wait_s(self, num_tokens: int) -> float:
-        return 60.0
-
-
-def test_behind_a_long_step_nothing_is_planned_too_soon() -> None:
-    core, _, out = _core_that_waits()
-    core.pace = _LongSteps()
-    executor = core.executor
-    assert isinstance(executor, _Slow)
-    out.coming = [add("b", PROMPT[::-1], 4)]
-    executor.num_looks = 0  # the step under way ends at the third
+def test_nothing_is_planned_behind_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.core.core._MANY_TOKENS", 8)
+    monkeypatch.setattr("engine.core.core._LONG_STEP_S", 0.0)
+    core, executor, out = make_core(depth=1, max_num_batched_tokens=8)
+    prompts = list(range(30)), PROMPT
+    core.round([add("a", prompts[0], 4)])
     core.round([])
-    assert len(executor.under_way[-1].step.query_lens) == 2, "it waits for one step, not for two"
+    assert executor.num_steps_ahead == 1, "nothing is known yet"
+    core.round([add("b", prompts[1], 4)])
+    while not executor.num_steps_ahead > 1:
+        assert len(executor.under_way) == 1
+        core.round([])
     run_until_idle(core)
-    assert out.tokens("b") == expected_output(PROMPT[::-1], 4)
-    assert out.tokens("a") == expected_output(PROMPT, 20)
+    for name, prompt in zip("ab", prompts, strict=True):
+        assert out.tokens(name) == expected_output(prompt, 4)
     assert_all_blocks_home(core)
-
-
-def test_the_wait_is_less_than_the_fastest_step_of_late_took() -> None:
-    pace = StepPace()
-    assert pace.wait_s(8192) == 0.0, "nothing is known yet"
-    pace.took(8192, 3.0)  # the first one compiles kernels
-    pace.took(8192, 0.2)
-    pace.took(64, 0.005)  # of other steps
-    assert 0.1 < pace.wait_s(8192) < 0.2
-    assert pace.wait_s(1024) < 0.02 and pace.wait_s(64) == 0.0
-    for _ in range(100):
-        pace.took(8192, 0.4)
-    assert 0.2 < pace.wait_s(8192) < 0.4

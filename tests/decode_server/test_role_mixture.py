@@ -21,6 +21,7 @@ import engine.text.grammar
 from decode_server.connector import DecodeConnector
 from engine.core import core_grammar
 from engine.core.batch import Int32s, StepFailed, StepInput
+from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Phase
 from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler
 from protocol.messages import (
@@ -92,6 +93,8 @@ def _expected(
 class _Executor(ShadowExecutor):
     """Steps end at any look; at times one cannot be launched, or its tokens not be drawn."""
 
+    limits: SchedulerLimits
+
     def __init__(self, rng: random.Random, num_blocks: int, block_size: int, depth: int) -> None:
         super().__init__(num_blocks, block_size, depth)
         self._rng = rng
@@ -104,6 +107,8 @@ class _Executor(ShadowExecutor):
     def launch(self, step: StepInput) -> _ShadowStep:
         if self._rng.random() < self._launch_fails / len(step.query_lens):
             raise StepFailed(FAULT)
+        assert len(step.query_lens) <= self.limits.max_num_seqs
+        assert len(step.token_ids) <= self.limits.max_num_batched_tokens
         launched = super().launch(step)
         if step.is_masked and self._rng.random() < self._draw_fails / len(step.query_lens):
             launched.draw = self._fail  # type: ignore[method-assign]
@@ -167,6 +172,7 @@ class _Mixture:
             max_model_len=self.max_len,
             prefix_caching=rng.random() < 0.8,
         )
+        self.executor.limits = self.core.scheduler.limits
         self.grammars: Any = _LateGrammars(rng, compiler)
         self.core.grammars.compiler = self.grammars
         self.compiler = compiler

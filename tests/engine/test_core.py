@@ -1,25 +1,41 @@
-"""The core with the real scheduler, allocator and prefix index over a shadow KV cache. Any workload
-at all is tests/decode_server/test_role_mixture.py's."""
+"""The core with the real scheduler, allocator and prefix index over a shadow KV cache, which runs
+each step as late as it may. Any workload at all is tests/decode_server/test_role_mixture.py's.
+
+`depth`: whether a step may be under way while the next one is planned and launched.
+"""
 
 from types import SimpleNamespace
 
 import pytest
 
+from engine.core.connector import KVConnector
 from engine.core.scheduler import Plan
-from protocol.messages import AbortRequest, EngineInput, KVUsage
+from engine.core.sequence import Sequence
+from kvcache.blocks import BlockState
+from protocol.messages import (
+    AddRequest,
+    EngineInput,
+    FirstToken,
+    KVUsage,
+    RemotePrefill,
+    SamplingParams,
+)
 from tests.rigs.shadow import (
     MemoryTransport,
+    ShadowExecutor,
     add,
     assert_all_blocks_home,
     expected_output,
+    expected_scores,
     make_core,
     run_until_idle,
 )
 
-# Whether a step may be under way while the next one is planned and launched.
-pytestmark = pytest.mark.parametrize("depth", [0, 1])
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+either_depth = pytest.mark.parametrize("depth", [0, 1])
 
 
+@either_depth
 def test_an_engine_that_nobody_asked_yet_reports_its_capacity(depth: int) -> None:
     core, _, out = make_core(depth=depth, num_blocks=32)
     core.run()  # the transport ends it at once
@@ -41,6 +57,7 @@ class _Quiet(MemoryTransport):
         return messages or [], messages is None
 
 
+@either_depth
 def test_the_books_are_checked_once_when_it_has_been_quiet(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,17 +73,7 @@ def test_the_books_are_checked_once_when_it_has_been_quiet(
     assert checks[0] >= 105.0
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31, 32, 33])
-def test_prompts_around_block_and_chunk_borders(depth: int, length: int) -> None:
-    core, _, out = make_core(depth=depth)
-    prompt = [(7 * i) % 50 for i in range(length)]
-    core.round([add("a", prompt, 6)])
-    run_until_idle(core)
-    assert out.tokens("a") == expected_output(prompt, 6)
-    assert [end.finish_reason for end in out.terminals("a")] == ["length"]
-    assert_all_blocks_home(core)
-
-
+@either_depth
 def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth: int) -> None:
     prompt = [1, 2, 3, 4]
     full = expected_output(prompt, 20)
@@ -77,6 +84,7 @@ def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth
     assert [out.terminals(name)[0].finish_reason for name in "ab"] == ["stop", "length"]
 
 
+@either_depth
 @pytest.mark.parametrize(
     ("length", "skipped", "recomputed"), [(17, 16, 1), (16, 12, 4)], ids=["", "its last token"]
 )
@@ -93,6 +101,7 @@ def test_a_repeated_prompt_is_served_from_cached_blocks(
     assert out.terminals("b")[0].usage == usage
 
 
+@either_depth
 def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth: int) -> None:
     core, executor, out = make_core(depth=depth, max_num_batched_tokens=8)
     core.round([add("a", [1, 2, 3], 20)])
@@ -107,17 +116,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth: int)
     assert executor.max_tokens_in_step <= 8
 
 
-def test_preemption_recomputes_and_loses_nothing(depth: int) -> None:
-    core, _, out = make_core(depth=depth, num_blocks=9, max_model_len=32)
-    prompts = {name: [ord(name), 1, 2, 3] for name in "abcd"}
-    core.round([add(name, prompt, 20) for name, prompt in prompts.items()])
-    run_until_idle(core)
-    assert core.scheduler.num_preemptions > 0
-    for name, prompt in prompts.items():
-        assert out.tokens(name) == expected_output(prompt, 20)
-    assert_all_blocks_home(core)
-
-
+@either_depth
 def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth: int) -> None:
     core, _, out = make_core(depth=depth, max_num_batched_tokens=4)
     prompt = list(range(16))
@@ -133,11 +132,211 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth: i
     assert out.terminals("b")[0].usage == KVUsage(recomputed=16)
 
 
-def test_abort_frees_waiting_and_running_requests_and_answers_each_once(depth: int) -> None:
-    core, _, out = make_core(depth=depth, max_num_seqs=1)
-    core.round([add("a", [1, 2], 30), add("b", [3, 4], 30)])
-    core.round([AbortRequest("a"), AbortRequest("b"), AbortRequest("unknown")])
-    assert core.is_idle
-    for name, reasons in (("a", ["abort"]), ("b", ["abort"]), ("unknown", [])):
-        assert [end.finish_reason for end in out.terminals(name)] == reasons
+# -- choices -------------------------------------------------------------------------------------
+
+
+@either_depth
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 10])
+def test_choices_differ_and_their_prompt_is_computed_once(depth: int, length: int) -> None:
+    prompt = PROMPT[:length]
+    core, executor, out = make_core(depth=depth)
+    core.round([add("a", prompt, 5, num_choices=3)])
+    run_until_idle(core)
+    for choice in range(3):
+        assert out.tokens("a", choice) == expected_output(prompt, 5, choice=choice)
+    assert [d.choice for d in out.terminals("a")] == [0, 1, 2]
+    assert {d.usage for d in out.terminals("a")} == {KVUsage(recomputed=length)}
+    assert executor.num_tokens == length + 3 * 4
+    assert_all_blocks_home(core)
+
+
+def test_full_blocks_are_shared_and_only_the_last_is_copied() -> None:
+    core, _, _ = make_core(num_blocks=32, block_size=4)
+    core.round([add("a", PROMPT, 20, num_choices=4)])
+    assert core.scheduler.allocator.counts()[BlockState.USED] == 2 + 4
+    tables = [sequence.block_ids for sequence in core.scheduler.running]
+    assert all(table[:2] == tables[0][:2] for table in tables)
+    assert len({table[2] for table in tables}) == 4
+
+
+def test_a_prompt_is_held_once_for_all_choices_that_wait() -> None:
+    first = Sequence.from_request(add("a", PROMPT, 20, num_choices=8))
+    assert sum(len(choice.token_ids) for choice in first.choices) == len(PROMPT)
+
+
+def test_first_tokens_come_in_the_order_of_the_choices() -> None:
+    core, _, out = make_core()
+    core.round([add("a", PROMPT, 2, num_choices=3, num_prompt_logprobs=1)])
+    run_until_idle(core)
+    assert [bool(d.prompt_logprobs) for d in out.deltas[:2]] == [True, False]
+    assert [d.choice for d in out.deltas[1:4]] == [0, 1, 2]
+
+
+# -- logprobs of the prompt ----------------------------------------------------------------------
+
+
+@either_depth
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 9, 23])
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+def test_every_prompt_token_is_scored_once_in_order(
+    depth: int, length: int, max_tokens: int
+) -> None:
+    core, _, out = make_core(depth=depth, max_num_batched_tokens=8)
+    prompt = [(11 * at) % 50 for at in range(length)]
+    core.round([add("a", prompt, max_tokens, num_prompt_logprobs=2)])
+    run_until_idle(core)
+    assert out.prompt_logprobs("a") == expected_scores(prompt, 2)
+    assert out.tokens("a") == expected_output(prompt, max_tokens)
+    (end,) = out.terminals("a")
+    assert end.finish_reason == "length" and end.usage == KVUsage(recomputed=length)
+    assert_all_blocks_home(core)
+
+
+def test_a_prompt_to_be_scored_takes_no_cached_blocks_and_leaves_some() -> None:
+    core, _, out = make_core()
+    for name, top in (("a", None), ("b", 0), ("c", None)):
+        core.round([add(name, PROMPT, 0, num_prompt_logprobs=top)])
+        run_until_idle(core)
+    skipped = [out.terminals(name)[0].usage.skipped for name in "abc"]  # type: ignore[union-attr]
+    assert skipped == [0, 0, 8]
+    assert out.prompt_logprobs("b") == expected_scores(PROMPT, 0)
+
+
+def test_a_prompt_may_fill_the_context_when_nothing_is_drawn() -> None:
+    core, _, out = make_core(max_model_len=10)
+    core.round([add("a", PROMPT, 0, num_prompt_logprobs=0)])
+    run_until_idle(core)
+    assert out.prompt_logprobs("a") == expected_scores(PROMPT, 0)
+
+
+# -- steps ahead ----------------------------------------------------------------------------------
+
+
+_RESTRICTED = SamplingParams(
+    temperature=1.0, top_k=9, top_p=0.5, min_p=0.1, presence_penalty=0.5, logit_bias={3: 1.0}
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_steps"),
+    [
+        pytest.param(add("a", PROMPT[:5], 12), 12, id="decode steps"),
+        pytest.param(add("a", PROMPT[:5], 9, _RESTRICTED, stop_token_ids=[3]), 9, id="any draw"),
+        pytest.param(add("a", range(20, 40), 0, num_prompt_logprobs=1), 4, id="scores alone"),
+    ],
+)
+def test_steps_are_launched_before_the_last_ones_tokens_are_known(
+    asked: AddRequest, num_steps: int
+) -> None:
+    core, executor, out = make_core(depth=1, max_num_batched_tokens=6)
+    core.round([asked])
+    run_until_idle(core)
+    assert out.tokens("a") == expected_output(asked.token_ids, asked.max_tokens)
+    if asked.num_prompt_logprobs:
+        assert out.prompt_logprobs("a") == expected_scores(asked.token_ids, 1)
+    assert executor.num_steps == num_steps, "the length is known beforehand: no step too many"
+    assert executor.num_steps_ahead == num_steps - 1
+    assert_all_blocks_home(core)
+
+
+def test_choices_that_fork_off_hold_up_only_themselves() -> None:
+    core, executor, out = make_core(depth=1)
+    core.round([add("a", PROMPT, 20)])
+    while len(out.tokens("a")) < 4:
+        core.round([])
+    prompt = list(range(20, 30))
+    core.round([add("b", prompt, 6, num_choices=3)])
+    run_until_idle(core)
+    assert out.tokens("a") == expected_output(PROMPT, 20)
+    for choice in range(3):
+        assert out.tokens("b", choice) == expected_output(prompt, 6, choice=choice)
+    assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
+    assert_all_blocks_home(core)
+
+
+class _Slow(ShadowExecutor):
+    """The step that is waited for ends at the third look."""
+
+    num_looks = 0
+
+    def has_ended(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks % 3 == 0
+
+
+class _Pulls(KVConnector):
+    """Pulls end at the next look."""
+
+    def __init__(self, executor: ShadowExecutor, out: MemoryTransport) -> None:
+        self.executor, self.out = executor, out
+        self.pulled: list[Sequence] = []
+        self.told: list[list[int]] = []  # when they ended
+
+    def on_receive(self, sequence: Sequence) -> None:
+        self.pulled.append(sequence)
+
+    def poll(self) -> None:
+        while self.pulled:
+            sequence = self.pulled.pop()
+            self.told.append(self.out.tokens(sequence.request_id))
+            tokens = self.executor.pool[sequence.block_ids].reshape(-1)
+            tokens[: sequence.num_prompt_tokens] = sequence.request.token_ids
+            self.executor.pool[sequence.block_ids] = tokens.reshape(-1, self.executor.block_size)
+            self.core.scheduler.received(sequence)
+
+
+def _remote(prompt: list[int]) -> RemotePrefill:
+    names = dict.fromkeys(("host", "engine_id", "incarnation", "request_id", "lease_id"), "x")
+    sizes = {"block_size": 4, "num_tokens": len(prompt), "cached_tokens": 0, "tp_size": 1}
+    first = FirstToken(expected_output(prompt, 1)[0])
+    return RemotePrefill(**names, **sizes, port=1, lease_s=30.0, block_ids=[], first_tokens=[first])
+
+
+def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_ends() -> None:
+    executor = _Slow(32, 4, depth=1)
+    core, _, out = make_core(executor=executor)
+    core.connector = role = _Pulls(executor, out)
+    role.bind(core)
+    core.round([add("a", PROMPT, 20)])
+    for _ in range(3):
+        core.round([])
+    prompt, before = list(range(20, 36)), len(out.tokens("a"))
+    coming: list[list[EngineInput]] = [[add("b", prompt, 4, remote=_remote(prompt))]]
+    out.receive = lambda timeout_s: (coming.pop() if coming else [], False)  # type: ignore[method-assign]
+    core.round([])
+    assert role.told == [expected_output(prompt, 1)], "its first token went out, its KV is there"
+    assert len(out.tokens("a")) == before + 1
+    core.round([])  # launches the step that it joins at once
+    core.round([])
+    assert out.tokens("b") == expected_output(prompt, 2)
+    run_until_idle(core)
+    assert out.tokens("b") == expected_output(prompt, 4)
+    assert out.tokens("a") == expected_output(PROMPT, 20)
+    assert_all_blocks_home(core)
+
+
+def test_the_order_to_end_is_heard_while_a_step_is_waited_for() -> None:
+    core, _, out = make_core(executor=_Slow(32, 4, depth=1))
+    looks = iter(range(40))  # else it goes on for ever
+    coming: list[EngineInput] = [add("b", PROMPT, 20)]
+    out.receive = lambda timeout_s: ([coming.pop()] if coming else [], next(looks) > 8)  # type: ignore[method-assign]
+    core.run()
+    assert not out.terminals("b")
+
+
+def test_nothing_is_planned_behind_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.core.core._MANY_TOKENS", 8)
+    monkeypatch.setattr("engine.core.core._LONG_STEP_S", 0.0)
+    core, executor, out = make_core(depth=1, max_num_batched_tokens=8)
+    prompts = list(range(30)), PROMPT
+    core.round([add("a", prompts[0], 4)])
+    core.round([])
+    assert executor.num_steps_ahead == 1, "nothing is known yet"
+    core.round([add("b", prompts[1], 4)])
+    while not executor.num_steps_ahead > 1:
+        assert len(executor.under_way) == 1
+        core.round([])
+    run_until_idle(core)
+    for name, prompt in zip("ab", prompts, strict=True):
+        assert out.tokens(name) == expected_output(prompt, 4)
     assert_all_blocks_home(core)

@@ -51,11 +51,11 @@ def depth(request: pytest.FixtureRequest) -> int:
 
 
 def core_with(
-    compiler: GrammarCompiler, depth: int, *compiled: Grammar, **limits: Any
+    compiler: GrammarCompiler, depth: int, *compiled: Grammar
 ) -> tuple[EngineCore, MemoryTransport]:
     for grammar in compiled:
         compiler.compiled(grammar).exception()
-    core, _, out = make_core(depth=depth, **limits)
+    core, _, out = make_core(depth=depth)
     core.grammars.compiler = compiler
     return core, out
 
@@ -64,12 +64,10 @@ def constrained(
     request_id: str,
     grammar: Grammar,
     max_tokens: int = 40,
-    prompt: tuple[int, ...] = (1, 2, 3),
-    min_tokens: int = 0,
     **members: Any,
 ) -> AddRequest:
-    sampling = SamplingParams(temperature=0.0, grammar=grammar, min_tokens=min_tokens)
-    return add(request_id, prompt, max_tokens, sampling, **{"stop_token_ids": [2], **members})
+    sampling = SamplingParams(temperature=0.0, grammar=grammar)
+    return add(request_id, [1, 2, 3], max_tokens, sampling, stop_token_ids=[2], **members)
 
 
 FREE = add("b", [4, 5, 6], 9)
@@ -98,47 +96,27 @@ def test_a_constrained_and_a_free_sequence_share_steps(
     assert out.tokens("b") == expected_output([4, 5, 6], 9)
 
 
-@pytest.mark.parametrize("event", ["none", "abort", "failure"])
-def test_a_sequence_waits_for_its_grammar_and_holds_up_nobody(
-    depth: int, event: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+def test_sequences_wait_for_their_grammars_and_hold_up_nobody(
+    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     go_on = threading.Event()
     core, out = core_with(compiler, depth)
     for _ in range(_NUM_COMPILING):
         compiler._compiling.submit(go_on.wait)
-    grammar = MISTAKEN if event == "failure" else CHOICES
-    core.round([constrained("a", grammar), FREE])
+    waiting = [constrained(name, CHOICES) for name in ("a", "aborted")]
+    core.round([*waiting, constrained("failed", MISTAKEN), FREE])
     run_until_idle(core)
     assert out.tokens("b") == expected_output([4, 5, 6], 9) and out.tokens("a") == []
-    if event == "abort":
-        core.round([AbortRequest("a")])
-    if event == "failure":
-        core.fail(core.sequences["a"], LeaseGone("the lease is gone"))
+    core.round([AbortRequest("aborted")])
+    core.fail(core.sequences["failed"], LeaseGone("the lease is gone"))
     go_on.set()
-    compiler.compiled(grammar).exception()
-    run_until_idle(core)
-    assert core.is_idle
-    if event == "failure":
-        assert_failed(out, code="lease_gone")
-    elif event == "abort":
-        assert [end.finish_reason for end in out.terminals("a")] == ["abort"] and not out.tokens(
-            "a"
-        )
-    else:
-        assert tokenizer.decode(out.tokens("a")) in TEXTS
-
-
-def test_preemption_does_not_lose_the_place(depth: int, compiler: GrammarCompiler) -> None:
-    pattern = Grammar("regex", "([a-z]{3} ){12}")
-    tight, out = core_with(compiler, depth, pattern, num_blocks=11, prefix_caching=False)
-    prompts = [(7, 8, 9), (10, 11), (12,)]
-    answered(tight, *(constrained(f"s{i}", pattern, 60, p) for i, p in enumerate(prompts)))
-    assert tight.scheduler.num_preemptions > 0
-    for i, prompt in enumerate(prompts):
-        alone, expected = core_with(compiler, depth)
-        answered(alone, constrained("x", pattern, 60, prompt))
-        assert out.tokens(f"s{i}") == expected.tokens("x")
-        assert out.terminals(f"s{i}")[0].finish_reason == "stop"
+    for grammar in (CHOICES, MISTAKEN):
+        compiler.compiled(grammar).exception()
+    answered(core)
+    assert tokenizer.decode(out.tokens("a")) in TEXTS
+    assert [end.finish_reason for end in out.terminals("aborted")] == ["abort"]
+    assert_failed(out, "failed", "lease_gone")
+    assert not out.tokens("aborted")
 
 
 def test_the_end_is_length_before_the_grammar_is_satisfied_and_stop_with_its_last_token(
@@ -149,19 +127,6 @@ def test_the_end_is_length_before_the_grammar_is_satisfied_and_stop_with_its_las
     answered(core, constrained("a", long, 5), constrained("b", one, 1))
     assert len(out.tokens("a")) == 5 and out.tokens("b") == tokenizer.encode("a")
     assert [out.terminals(name)[0].finish_reason for name in "ab"] == ["length", "stop"]
-
-
-@pytest.mark.parametrize("num_choices", [1, 2])
-def test_a_dead_end_is_one_error_of_the_request_and_frees_everything(
-    depth: int, num_choices: int, compiler: GrammarCompiler
-) -> None:
-    pattern = Grammar("regex", "a?")
-    core, out = core_with(compiler, depth, pattern)
-    stops = list(range(2, 512))
-    asked = {"min_tokens": 3, "stop_token_ids": stops, "num_choices": num_choices}
-    answered(core, constrained("a", pattern, 5, **asked))
-    assert_failed(out)
-    assert out.tokens("a") == []
 
 
 def test_a_grammar_with_a_mistake_is_one_error(depth: int, compiler: GrammarCompiler) -> None:
@@ -175,17 +140,6 @@ def test_an_engine_without_a_compiler_refuses_grammars() -> None:
     core, _, out = make_core()
     answered(core, constrained("a", CHOICES))
     assert_failed(out)
-
-
-def test_every_choice_has_a_place_of_its_own(
-    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
-    core, out = core_with(compiler, depth, CHOICES)
-    answered(core, constrained("a", CHOICES, num_choices=3))
-    assert {end.choice: end.finish_reason for end in out.terminals("a")} == dict.fromkeys(
-        range(3), "stop"
-    )
-    assert all(tokenizer.decode(out.tokens("a", choice)) in TEXTS for choice in range(3))
 
 
 def test_more_grammars_may_be_waited_for_than_are_kept(

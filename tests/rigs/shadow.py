@@ -15,7 +15,6 @@ import numpy as np
 from engine.core.batch import (
     Int32s,
     ScoredRows,
-    StepFailed,
     StepInput,
     StepOutput,
     step_from_bytes,
@@ -205,25 +204,6 @@ class ShadowExecutor:
         assert (slots >= 0).all(), "read a slot that was never written"
         result: list[int] = slots.tolist()
         return result
-
-
-class UndrawnExecutor(ShadowExecutor):
-    """The tokens of some masked steps cannot be drawn."""
-
-    def launch(self, step: StepInput) -> _ShadowStep:
-        launched = super().launch(step)
-        if step.is_masked and self.fails(step):
-            launched.draw = self._fail  # type: ignore[method-assign]
-        return launched
-
-    def fails(self, step: StepInput) -> bool:
-        raise NotImplementedError
-
-    def _fail(self, masks: Int32s) -> None:
-        step = self.under_way.pop()
-        assert not self.under_way, "the one before has ended"
-        self.execute(step.step, None)  # its KV is written, its copies are made
-        raise StepFailed("the masks do not fit")
 
 
 class MemoryTransport:

@@ -146,14 +146,12 @@ class EngineCore(CoreServices):
             sequence = item.sequence
             if sequence.phase is not Phase.RUNNING or not sequence.num_uncomputed:
                 continue  # it ended with the step before
-            self._shape_book = ShapeBook()  # a failed step may have changed half of its rows
             try:
                 num_tokens = min(item.num_tokens, sequence.num_uncomputed)
                 self._step([Scheduled.next_of(sequence, num_tokens)])
             except StepFailed as alone:
                 self._give_up(sequence, alone)
             self.finish_steps(0)
-        self._shape_book = ShapeBook()
 
     def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
         """The masks are found while the step computes its logits: at once, or when the tokens of

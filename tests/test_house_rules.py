@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2311,
     "decode_server": 633,
     "deploy": 879,
-    "engine": 8461,
+    "engine": 8416,
     "kvcache": 7102,
     "kvcache/transfer": 5778,
     "model": 2939,
     "prefill_server": 357,
     "protocol": 5280,
     "proxy": 2477,
-    "tests": 37407,
+    "tests": 37024,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -85,9 +85,7 @@ class TorchBackend(AttentionBackend):
             name = "sparse" if can_be_sparse and few_heads else "gather"
         if name == "sparse" and can_be_sparse:
             return SparseDecode(
-                num_q_heads=self.num_q_heads,
-                head_dim=self.head_dim,
-                num_shared_rows=self._rows.num_shared_rows,
+                num_q_heads=self.num_q_heads, num_shared_rows=self._rows.num_shared_rows
             )
         if name == "gather":
             return GatherDecode(head_dim=self.head_dim, dtype=self._dtype, device=self._device)

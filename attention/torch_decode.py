@@ -3,9 +3,7 @@
 `SparseDecode` copies no KV. Scores are a sparse matrix (a row per sequence and query head, a column
 per pool row), so `sampled_addmm` computes exactly the products that exist, reading keys where they
 lie, and `embedding_bag` sums the values weighted by the probabilities, again in place. Every row is
-computed on its own: a sequence's result does not depend on the batch it is in. It reads a key once
-per query head, so a long context is cut into chunks, and the query heads that share a KV head take
-turns on each: after the first they read from the core's cache.
+computed on its own: a sequence's result does not depend on the batch it is in.
 
 `GatherDecode` copies each group's context into a dense buffer and calls a fused kernel: for other
 dtypes and devices, and for many query heads per KV head (MLA above all), where the copy pays.
@@ -14,7 +12,6 @@ dtypes and devices, and for many query heads per KV head (MLA above all), where 
 import functools
 import math
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -63,41 +60,14 @@ def merge_attention(
     """Attention over the union of two disjoint key sets, from the result over each.
 
     Args:
-        out_a, out_b: [..., D]; lse_a, lse_b: float32 [...]. An lse of -inf stands for no keys.
+        out_a, out_b: [..., D]; lse_a, lse_b: float32 [...].
 
     Returns:
         The merged output in out_a's dtype and its log-sum-exp.
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    # No key on either side: the weights would be exp(-inf - -inf); any finite base gives zeros.
-    base = torch.where(lse.isneginf(), 0.0, lse)
-    weight_a, weight_b = (torch.exp(part - base).unsqueeze(-1) for part in (lse_a, lse_b))
+    weight_a, weight_b = (torch.exp(part - lse).unsqueeze(-1) for part in (lse_a, lse_b))
     return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
-
-
-@dataclass(frozen=True, eq=False)
-class _Span:
-    """The scores of one group in the flat array of all scores: [G, H, chunks, Hq/H, chunk]."""
-
-    start: int
-    stop: int
-    shape: tuple[int, int, int, int, int]
-    bias: Tensor | None  # [G, 1, width]; -inf on padding
-
-    def by_query_head(self, scores: Tensor) -> Tensor:
-        """This span of all scores as [G, Hq, width], padding masked."""
-        seqs, heads, chunks, repeats, chunk = self.shape
-        mine = scores[self.start : self.stop].view(self.shape).transpose(2, 3)
-        mine = mine.reshape(seqs, heads * repeats, chunks * chunk)
-        return mine if self.bias is None else mine + self.bias
-
-    def flat(self, probs: Tensor) -> Tensor:
-        """[G, Hq, width] back in the order of the scores."""
-        seqs, heads, chunks, repeats, chunk = self.shape
-        return probs.view(seqs, heads, repeats, chunks, chunk).transpose(2, 3).reshape(-1)
-
-
-_CHUNK_BYTES = 1 << 18  # of keys, half of a small core's second-level cache
 
 
 class SparseDecode:
@@ -107,63 +77,38 @@ class SparseDecode:
     max_padding = 0.2
     max_group_tokens = 1 << 62
 
-    def __init__(self, *, num_q_heads: int, head_dim: int, num_shared_rows: int) -> None:
+    def __init__(self, *, num_q_heads: int, num_shared_rows: int) -> None:
         self._num_q_heads = num_q_heads
-        self._max_chunk = max(1, _CHUNK_BYTES // (4 * head_dim))  # tokens
         self._num_rows = num_shared_rows
 
-    def _num_chunks(self, width: int) -> int:
-        return -(-width // self._max_chunk)
-
     def round_width(self, num_tokens: int) -> int:
-        chunks = self._num_chunks(num_tokens)
-        return -(-num_tokens // chunks) * chunks
+        return num_tokens
 
     def plan(self, groups: list[DecodeGroup]) -> None:
         """Takes the step's groups. The queries of `attend` follow in the same order."""
-        self._spans = self._make_spans(groups)
-        shapes = [span.shape for span in self._spans]
-        indices = torch.from_numpy(
-            np.concatenate(
-                [_repeated(g.pool_rows, shape) for g, shape in zip(groups, shapes, strict=True)]
-            )
+        # A row of scores is a query head of a sequence: those of all groups, one after the other.
+        self._shapes = [(len(g.pool_rows), self._num_q_heads, g.width) for g in groups]
+        self._biases = [_padding_bias(g, torch.float32, "cpu") for g in groups]
+        self._indices = torch.from_numpy(np.concatenate([self._each_head(g) for g in groups]))
+        lengths = np.repeat(
+            [shape[2] for shape in self._shapes], [g * h for g, h, _ in self._shapes]
         )
-        lengths = np.repeat([s[-1] for s in shapes], [math.prod(s[:-1]) for s in shapes])
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        self._indices, self._bags = indices, torch.from_numpy(starts[:-1])
-        self._query_of_row = self._map_rows(shapes)
+        self._bags = torch.from_numpy(starts[:-1])
         # Zeros, because beta=0 times an old NaN would be NaN. The scores of each layer go here.
-        self._scores = torch.zeros(len(indices))
+        self._scores = torch.zeros(len(self._indices))
         self._pattern = torch.sparse_csr_tensor(
             torch.from_numpy(starts),
-            indices,
+            self._indices,
             self._scores,
             size=(len(lengths), self._num_rows),
             check_invariants=False,
         )
 
-    def _make_spans(self, groups: list[DecodeGroup]) -> list[_Span]:
-        spans, start = [], 0
-        for group in groups:
-            seqs, heads, width = group.pool_rows.shape
-            chunks = self._num_chunks(width)
-            shape = (seqs, heads, chunks, self._num_q_heads // heads, width // chunks)
-            stop = start + math.prod(shape)
-            spans.append(_Span(start, stop, shape, _padding_bias(group, torch.float32, "cpu")))
-            start = stop
-        return spans
-
-    def _map_rows(self, shapes: list[tuple[int, int, int, int, int]]) -> Tensor | None:
-        """The query head, of all [G * Hq], that each row of scores belongs to; None if its own."""
-        if all(chunks == 1 for _, _, chunks, _, _ in shapes):
-            return None
-        parts, first = [], 0
-        for seqs, heads, chunks, repeats, _ in shapes:
-            mine = torch.arange(first, first + seqs * heads * repeats)
-            mine = mine.view(seqs, heads, 1, repeats).expand(-1, -1, chunks, -1)
-            parts.append(mine.reshape(-1))
-            first += seqs * heads * repeats
-        return torch.cat(parts)
+    def _each_head(self, group: DecodeGroup) -> npt.NDArray[np.int64]:
+        """[G, H, width] rows for each query head of a KV head, flat."""
+        repeats = self._num_q_heads // group.pool_rows.shape[1]
+        return group.pool_rows.repeat(repeats, axis=1).reshape(-1)
 
     def attend(
         self, q: Tensor, k_rows: Tensor, v_rows: Tensor, *, scale: float, lse: Tensor | None
@@ -178,37 +123,26 @@ class SparseDecode:
         Returns:
             [G, Hq, D] in q's dtype.
         """
-        queries = q.reshape(-1, q.shape[-1])
-        if self._query_of_row is not None:
-            queries = queries.index_select(0, self._query_of_row)
         torch.sparse.sampled_addmm(
-            self._pattern, queries, k_rows.t(), beta=0.0, alpha=scale, out=self._pattern
+            self._pattern,
+            q.reshape(-1, q.shape[-1]),
+            k_rows.t(),
+            beta=0.0,
+            alpha=scale,
+            out=self._pattern,
         )
-        scores = [span.by_query_head(self._scores) for span in self._spans]
-        probs = [
-            span.flat(torch.softmax(part, -1))
-            for span, part in zip(self._spans, scores, strict=True)
+        parts = self._scores.split([math.prod(shape) for shape in self._shapes])
+        scores = [
+            part.view(shape) if bias is None else part.view(shape) + bias
+            for part, shape, bias in zip(parts, self._shapes, self._biases, strict=True)
         ]
-        weights = probs[0] if len(probs) == 1 else torch.cat(probs)
+        weights = torch.cat([torch.softmax(part, -1).flatten() for part in scores])
         out = torch.embedding_bag(
             v_rows, self._indices, self._bags, mode=0, per_sample_weights=weights
         )[0]
-        if self._query_of_row is not None:
-            out = q.new_zeros(q.shape[0] * q.shape[1], q.shape[2]).index_add_(
-                0, self._query_of_row, out
-            )
         if lse is not None:
             lse.copy_(torch.cat([part.logsumexp(-1) for part in scores]))
         return out.view(q.shape)
-
-
-def _repeated(
-    pool_rows: npt.NDArray[np.int64], shape: tuple[int, int, int, int, int]
-) -> npt.NDArray[np.int64]:
-    """[G, H, width] rows for each query head of a KV head, in the order of the scores."""
-    seqs, heads, chunks, _, chunk = shape
-    split = pool_rows.reshape(seqs, heads, chunks, 1, chunk)
-    return np.broadcast_to(split, shape).reshape(-1)
 
 
 class GatherDecode:

@@ -98,13 +98,7 @@ class TorchBackend(AttentionBackend):
             (chunk, self._to_device(rows) if rows.size else None)
             for chunk, rows in prefill_chunks(batch, self._rows)
         ]
-        groups = decode_groups(
-            batch,
-            self._rows,
-            round_width=self._decode.round_width,
-            max_padding=self._decode.max_padding,
-            max_group_tokens=self._decode.max_group_tokens,
-        )
+        groups = decode_groups(batch, self._rows, self._decode.grouping)
         self._decode_rows, self._is_decode_in_order = None, False
         if groups:
             rows = np.concatenate([g.query_rows for g in groups])

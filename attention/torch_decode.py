@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention.torch_plan import DecodeGroup
+from attention.torch_plan import DecodeGroup, Grouping
 from kvcache import fp8
 
 
@@ -73,16 +73,11 @@ def merge_attention(
 class SparseDecode:
     """Reads the pool in place. CPU and float32 only."""
 
-    # How decode_groups is to make the groups, see there; so is round_width.
-    max_padding = 0.2
-    max_group_tokens = 1 << 62
+    grouping = Grouping(max_padding=0.2, max_tokens=1 << 62)
 
     def __init__(self, *, num_q_heads: int, num_shared_rows: int) -> None:
         self._num_q_heads = num_q_heads
         self._num_rows = num_shared_rows
-
-    def round_width(self, num_tokens: int) -> int:
-        return num_tokens
 
     def plan(self, groups: list[DecodeGroup]) -> None:
         """Takes the step's groups. The queries of `attend` follow in the same order."""
@@ -131,7 +126,7 @@ class SparseDecode:
             alpha=scale,
             out=self._pattern,
         )
-        parts = self._scores.split([math.prod(shape) for shape in self._shapes])
+        parts = torch.split_with_sizes(self._scores, list(map(math.prod, self._shapes)))
         scores = [
             part.view(shape) if bias is None else part.view(shape) + bias
             for part, shape, bias in zip(parts, self._shapes, self._biases, strict=True)
@@ -150,15 +145,12 @@ class GatherDecode:
 
     def __init__(self, *, head_dim: int, dtype: torch.dtype, device: str) -> None:
         is_cpu = torch.device(device).type == "cpu"
-        self.max_padding = 0.2 if is_cpu else 0.5  # launches cost more than padding on a GPU
-        self.max_group_tokens = 1 << (15 if is_cpu else 19)
+        # On a GPU launches cost more than padding, and the kernel wants biases of 16 elements.
+        self.grouping = Grouping(0.2, 1 << 15, 16) if is_cpu else Grouping(0.5, 1 << 19, 16)
         self._head_dim = head_dim
         self._dtype = dtype  # of the queries
         self._device = device
         self._buffers = (torch.empty(0), torch.empty(0))
-
-    def round_width(self, num_tokens: int) -> int:
-        return -(-num_tokens // 16) * 16  # what the CUDA kernel wants of a bias
 
     def plan(self, groups: list[DecodeGroup]) -> None:
         self._shapes = [g.pool_rows.shape for g in groups]  # [G, H, width]

@@ -9,8 +9,9 @@ rows of D elements. Token t of a sequence, KV head h, layer l, component c is ro
 leave them out and serve every layer: the backend shifts the matrix instead.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,29 +81,23 @@ def prefill_chunks(batch: AttentionBatch, rows: RowMap) -> Iterator[tuple[slice,
         yield slice(stop - query_len, stop), rows.of_context(table, cached[None])[0]
 
 
-def decode_groups(
-    batch: AttentionBatch,
-    rows: RowMap,
-    *,
-    round_width: Callable[[int], int],
-    max_padding: float,
-    max_group_tokens: int,
-) -> list[DecodeGroup]:
-    """Groups the sequences of one query token, longest first.
+class Grouping(NamedTuple):
+    """How sequences of one query token are put into groups."""
 
-    Args:
-        round_width: from a group's longest context to the width it is padded to, in tokens.
-        max_padding: a sequence shorter than this part of the group's longest starts a new group.
-        max_group_tokens: bound of a group's sequences x width.
-    """
+    max_padding: float  # a sequence shorter than this part of the longest starts a new group
+    max_tokens: int  # of a group: sequences x width
+    multiple: int = 1  # of tokens, which a group's width is
+
+
+def decode_groups(batch: AttentionBatch, rows: RowMap, grouping: Grouping) -> list[DecodeGroup]:
+    """Groups the sequences of one query token, longest first."""
     seqs = np.flatnonzero(batch.query_lens == 1)
     seqs = seqs[np.argsort(-batch.context_lens[seqs], kind="stable")]
     starts = np.cumsum(batch.query_lens) - batch.query_lens
     groups = []
     lens = [int(n) for n in batch.context_lens[seqs]]
-    for first, last in _split(lens, round_width, max_padding, max_group_tokens):
+    for first, last, width in _split(lens, grouping):
         members = np.sort(seqs[first:last])  # so that a step of one group keeps its order
-        width = round_width(lens[first])
         context_lens = batch.context_lens[members].astype(np.int64)
         positions = np.minimum(np.arange(width), context_lens[:, None] - 1)
         pool_rows = rows.of_context(batch.block_tables[members], positions)
@@ -113,16 +108,14 @@ def decode_groups(
 _SMALL_PADDING_TOKENS = 32  # padding that costs less than one more group
 
 
-def _split(
-    lens: list[int], round_width: Callable[[int], int], max_padding: float, max_tokens: int
-) -> Iterable[tuple[int, int]]:
-    """Ranges of the descending `lens` that may share a width."""
+def _split(lens: list[int], grouping: Grouping) -> Iterator[tuple[int, int, int]]:
+    """Ranges of the descending `lens` that share a width, and that width."""
     first = 0
     for i in range(1, len(lens) + 1):
-        width = round_width(lens[first])
+        width = -(-lens[first] // grouping.multiple) * grouping.multiple
         if i < len(lens):
-            shortest = min(width * (1 - max_padding), width - _SMALL_PADDING_TOKENS)
-            if lens[i] >= shortest and (i + 1 - first) * width <= max_tokens:
+            shortest = min(width * (1 - grouping.max_padding), width - _SMALL_PADDING_TOKENS)
+            if lens[i] >= shortest and (i + 1 - first) * width <= grouping.max_tokens:
                 continue
-        yield first, i
+        yield first, i, width
         first = i

@@ -1,4 +1,4 @@
-"""Triton kernels for the decoder: norms, products of one row, products in a feed-forward, tokens.
+"""Triton kernels for the decoder: norms, products of one row, products in a feed-forward.
 
 Sizes that differ from step to step are not specialised (`do_not_specialize`): one variant serves
 all, so that what has run once before a server is ready compiles nothing more.
@@ -78,25 +78,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(width, _SILU_COLUMNS))
     _silu_kernel[grid](gate_up, out, width, COLUMNS=_SILU_COLUMNS, num_warps=4, launch_pdl=True)
-    return out
-
-
-def _fill_in(token_ids, drawn, out, num_tokens, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
-    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    inside = index < num_tokens
-    token = tl.load(token_ids + index, mask=inside, other=0)
-    filled = tl.load(drawn + (-1 - token), mask=inside & (token < 0), other=0)
-    tl.store(out + index, tl.where(token < 0, filled, token), mask=inside)
-
-
-_fill_in_kernel: Any = triton.jit(_fill_in, do_not_specialize=["num_tokens"])
-
-
-def fill_in(token_ids: Tensor, drawn: Tensor) -> Tensor:
-    """int64 [T] with every -1 - r replaced by drawn[r]."""
-    out = torch.empty_like(token_ids)
-    grid = (triton.cdiv(len(out), 256),)
-    _fill_in_kernel[grid](token_ids, drawn, out, len(out), TOKENS=256, num_warps=4)
     return out
 
 

@@ -9,19 +9,16 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 
 from kvcache.transfer.plan.endpoint import heads_of
-from model.errors import InvalidParallelism
 
 # torch's stubs lack the explicit group classes, which are what this file is about.
 distributed: Any = torch.distributed
-
-DEFAULT_TIMEOUT_S: Final = 60.0
 
 
 class Ranks:
@@ -45,12 +42,11 @@ class Ranks:
         return parts
 
 
-class Parallel:
+class Parallel(Ranks):
     """One rank's end of a tensor-parallel group. A group of size 1 does nothing.
 
     Args:
-        rank, size: this rank, of how many.
-        group: a ProcessGroupGloo or ProcessGroupNCCL; None only for size 1. `connect` makes one.
+        group: None only for size 1. `connect` makes one.
         context: the ranks, neighbours of this one, that hold the same KV heads and share the
             tokens; None where every rank keeps all tokens.
     """
@@ -58,14 +54,8 @@ class Parallel:
     def __init__(
         self, rank: int = 0, size: int = 1, group: Any = None, context: Ranks | None = None
     ) -> None:
-        if not 0 <= rank < size:
-            raise InvalidParallelism(f"rank {rank} is not in a group of {size}")
-        if size > 1 and group is None:
-            raise InvalidParallelism(f"a group of {size} ranks needs a process group: use connect")
-        self.rank = rank
-        self.size = size
+        super().__init__(rank, size, group)
         self.context = context
-        self._group = group
 
     @property
     def dcp(self) -> int:
@@ -86,7 +76,7 @@ class Parallel:
         port: int,
         device: torch.device | str = "cpu",
         dcp: int = 1,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = 60.0,
         on_listening: Callable[[int], object] | None = None,
     ) -> "Parallel":
         """Joins the group whose rank 0 listens on host:port; blocks until all ranks are there.
@@ -116,27 +106,27 @@ class Parallel:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks in place and returns it; bit-identical on every rank."""
-        if self._group is not None:
-            self._group.allreduce([tensor]).wait()
+        if self.group is not None:
+            self.group.allreduce([tensor]).wait()
         return tensor
 
     def all_gather_last_dim(self, tensor: Tensor) -> Tensor:
         """Joins the ranks' [rows, n] into [rows, size * n], in rank order, on every rank."""
-        if self._group is None:
+        if self.group is None:
             return tensor
-        parts = Ranks(self.rank, self.size, self._group).all_gather(tensor.contiguous())
+        parts = self.all_gather(tensor.contiguous())
         return parts.transpose(0, 1).reshape(len(tensor), self.size * tensor.shape[1])
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Overwrites `tensor` with rank `root`'s and returns it."""
-        if self._group is not None:
-            self._group.broadcast(tensor, root).wait()
+        if self.group is not None:
+            self.group.broadcast(tensor, root).wait()
         return tensor
 
     def close(self) -> None:
         """Leaves the group; every rank calls it, after its last collective."""
-        groups = [self.context.group if self.context else None, self._group]
-        self.context = self._group = None
+        groups = [self.context.group if self.context else None, self.group]
+        self.context = self.group = None
         for group in groups:
             if group is not None:
                 group.shutdown()

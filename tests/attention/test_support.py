@@ -7,7 +7,7 @@ import pytest
 
 from attention.registry import BackendMissing, backend_class, create_backend
 from attention.support import DEFAULT_LIMITS, StepLimits, UnsupportedPool, Wanted, check, chosen
-from tests.attention.test_torch_backend import Shape, make_pool
+from tests.attention.reference import Shape, make_pool
 
 _SERVED = Wanted(
     device="cuda",

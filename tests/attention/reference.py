@@ -1,0 +1,215 @@
+"""Attention problems and their answers: plain attention in float64 over what a pool stores."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention.base import AttentionBackend, AttentionBatch
+from attention.registry import create_backend
+from kvcache import fp8
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+
+NUM_LAYERS = 2
+FP8 = "float8_e4m3fn"
+Span = tuple[int, int, int]  # a sequence, its first token of a step, past its last
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one attention problem."""
+
+    order: str = "BHLCND"
+    block_size: int = 4
+    num_q_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    rope_dim: int = 0  # of latents: elements that values lack; 0: keys and values
+    dtype: str = "float32"  # of the queries
+    kv_dtype: str = ""  # of the pool; the queries' where not given
+    scales: tuple[float, ...] = ()  # of the pool; all 1 where not given
+    steepness: float = 1.0  # of the softmax
+    num_blocks: int = 64
+    device: str = "cpu"
+
+    @property
+    def scale(self) -> float:
+        return self.steepness / math.sqrt(self.head_dim)
+
+    @property
+    def num_components(self) -> int:
+        return 1 if self.rope_dim else 2
+
+
+def make_pool(shape: Shape) -> KVPool:
+    """A pool in which every row that no test wrote is NaN, the null block included."""
+    heads = (shape.num_blocks, shape.num_kv_heads, NUM_LAYERS, shape.num_components)
+    sizes = (*heads, shape.block_size, shape.head_dim)
+    layout = KVLayout(shape.order, *sizes, shape.kv_dtype or shape.dtype)
+    pool = KVPool(layout, shape.device, shape.scales)
+    pool.tensor.fill_(float("nan"))
+    return pool
+
+
+def make(shape: Shape, name: str = "torch", pool: KVPool | None = None, **options: Any) -> Any:
+    """The backend `name` for the problem, over a pool of its own where none is given."""
+    heads = {"num_q_heads": shape.num_q_heads, "head_dim": shape.head_dim, "scale": shape.scale}
+    dtype = getattr(torch, shape.dtype)
+    return create_backend(name, pool or make_pool(shape), dtype=dtype, **heads, **options)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Whole sequences: q, k, v per token and layer, and the blocks in which each lies."""
+
+    q: list[torch.Tensor]  # per sequence [L, n, Hq, D]
+    k: list[torch.Tensor]  # per sequence [L, n, H, D]
+    v: list[torch.Tensor]
+    tables: list[list[int]]
+
+
+def make_sequences(shape: Shape, lens: list[int], seed: int = 0) -> Sequences:
+    rng = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, shape.dtype)
+
+    def draw(num_heads: int) -> list[torch.Tensor]:
+        return [
+            torch.randn(NUM_LAYERS, n, num_heads, shape.head_dim, generator=rng).to(dtype)
+            for n in lens
+        ]
+
+    free = (1 + torch.randperm(shape.num_blocks - 1, generator=rng)).tolist()
+    tables = [[free.pop() for _ in range(-(-n // shape.block_size))] for n in lens]
+    k = draw(shape.num_kv_heads)
+    v = draw(shape.num_kv_heads) if shape.num_components == 2 else k
+    return Sequences(draw(shape.num_q_heads), k, v, tables)
+
+
+def make_batch(
+    shape: Shape, seqs: Sequences, spans: Sequence[Span], num_padding: int = 0
+) -> AttentionBatch:
+    width = max(len(table) for table in seqs.tables) + 1
+    tables = np.zeros((len(spans), width), np.int32)
+    slots = []
+    for row, (seq, start, stop) in enumerate(spans):
+        tables[row, : len(seqs.tables[seq])] = seqs.tables[seq]
+        for t in range(start, stop):
+            block = seqs.tables[seq][t // shape.block_size]
+            slots.append(block * shape.block_size + t % shape.block_size)
+    slots += [i % shape.block_size for i in range(num_padding)]
+    return AttentionBatch(
+        query_lens=np.array([stop - start for _, start, stop in spans], np.int32),
+        context_lens=np.array([stop for _, _, stop in spans], np.int32),
+        block_tables=tables,
+        slot_mapping=np.array(slots, np.int64),
+    )
+
+
+def rows_of(
+    shape: Shape, seqs: Sequences, layer: int, spans: Sequence[Span], num_padding: int = 0
+) -> list[torch.Tensor]:
+    """q, k and v [T, H, D] of a step; rows of padding are NaN."""
+
+    def rows(parts: list[torch.Tensor]) -> torch.Tensor:
+        real = torch.cat([parts[seq][layer, start:stop] for seq, start, stop in spans])
+        padding = torch.full((num_padding, *real.shape[1:]), float("nan"), dtype=real.dtype)
+        return torch.cat([real, padding]).to(shape.device)
+
+    return [rows(parts) for parts in (seqs.q, seqs.k, seqs.v)]
+
+
+def forward(
+    backend: AttentionBackend,
+    shape: Shape,
+    layer: int,
+    rows: Sequence[torch.Tensor],
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, Hq, D] of a planned step's q, k and v, or [T, Hq, D - rope] of its latents."""
+    q, k, v = (part.clone() for part in rows)
+    if not shape.rope_dim:
+        return backend.forward(layer, q, k, v, lse=lse)
+    rank = shape.head_dim - shape.rope_dim
+    return backend.forward_latent(layer, q[..., :rank], q[..., rank:], k[:, 0], lse=lse)
+
+
+def run_step(
+    backend: AttentionBackend,
+    shape: Shape,
+    seqs: Sequences,
+    spans: Sequence[Span],
+    num_padding: int = 0,
+) -> list[torch.Tensor]:
+    """One step through all layers; the output of each span as [L, n, Hq, D]."""
+    backend.plan(make_batch(shape, seqs, spans, num_padding))
+    outs = [
+        forward(backend, shape, layer, rows_of(shape, seqs, layer, spans, num_padding)).cpu()
+        for layer in range(NUM_LAYERS)
+    ]
+    sizes = [stop - start for _, start, stop in spans]
+    assert all(len(out) == sum(sizes) + num_padding for out in outs)
+    return list(torch.stack(outs)[:, : sum(sizes)].split(sizes, dim=1))
+
+
+def stored(shape: Shape, values: torch.Tensor, component: int) -> torch.Tensor:
+    """[L, n, H, D] as the pool holds them, in float64."""
+    scales = shape.scales or (1.0,) * (NUM_LAYERS * shape.num_components)
+    of_layer = torch.tensor(scales).double().view(NUM_LAYERS, -1)[:, component, None, None, None]
+    dtype = getattr(torch, shape.kv_dtype or shape.dtype)
+    scaled = values.float() * (1 / of_layer).float() if shape.scales else values
+    return fp8.stored_as(scaled, dtype).double() * of_layer
+
+
+def reference(
+    shape: Shape, seqs: Sequences, seq: int, start: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [L, n, Hq, D] of a span, without a latent's rope, and log-sum-exps [L, n, Hq]."""
+    repeats = shape.num_q_heads // shape.num_kv_heads
+    k, v = (
+        stored(shape, values[seq][:, :stop], component)
+        .transpose(1, 2)
+        .repeat_interleave(repeats, 1)
+        for values, component in ((seqs.k, 0), (seqs.v, shape.num_components - 1))
+    )
+    q = seqs.q[seq][:, start:stop].double().transpose(1, 2)
+    scores = q @ k.mT * shape.scale
+    is_future = torch.arange(stop) > torch.arange(start, stop)[:, None]
+    scores = scores.masked_fill(is_future, float("-inf"))
+    out = (scores.softmax(-1) @ v).transpose(1, 2)[..., : shape.head_dim - shape.rope_dim]
+    return out, scores.logsumexp(-1).transpose(1, 2)
+
+
+def check_step(
+    backend: AttentionBackend,
+    shape: Shape,
+    seqs: Sequences,
+    spans: Sequence[Span],
+    num_padding: int = 0,
+    tolerance: float = 5e-6,
+) -> None:
+    """A step's outputs and log-sum-exps are the reference's, and both forwards give the same."""
+    outs = run_step(backend, shape, seqs, spans, num_padding)
+    for span, out in zip(spans, outs, strict=True):
+        assert out.dtype == getattr(torch, shape.dtype)
+        expected, _ = reference(shape, seqs, *span)
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    rows = rows_of(shape, seqs, 1, spans, num_padding)
+    lse = torch.empty(rows[0].shape[:2], dtype=torch.float32, device=shape.device)
+    again = forward(backend, shape, 1, rows, lse).double().cpu()
+    num_tokens = len(again) - num_padding
+    before = torch.cat([out[1] for out in outs]).double()
+    torch.testing.assert_close(again[:num_tokens], before, atol=tolerance, rtol=tolerance)
+    expected = torch.cat([reference(shape, seqs, *span)[1][1] for span in spans])
+    found = lse[:num_tokens].double().cpu()
+    torch.testing.assert_close(found, expected, atol=2 * tolerance, rtol=2 * tolerance)
+
+
+def check_steps(
+    backend: AttentionBackend, shape: Shape, seqs: Sequences, *steps: Sequence[Span], **options: Any
+) -> None:
+    for spans in steps:
+        check_step(backend, shape, seqs, spans, **options)

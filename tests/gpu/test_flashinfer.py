@@ -6,6 +6,7 @@ own tokens shows.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,23 +14,26 @@ import torch
 
 from attention.base import AttentionBackend, AttentionBatch
 from attention.flashinfer_workspace import Workspace, WorkspaceTooSmall, workspace_of
-from attention.registry import create_backend
 from attention.support import StepLimits
+from kvcache import fp8
 from kvcache.layout import NAMED_ORDERS
-from kvcache.pool import KVPool
-from tests.attention.test_torch_backend import (
+from tests.attention import reference as plain
+from tests.attention.reference import (
+    FP8,
     Shape,
-    check_step,
+    check_steps,
     make_batch,
     make_pool,
     make_sequences,
     reference,
     run_step,
-    with_lse,
 )
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 2e-2  # bfloat16
+SCALES = (0.02, 0.5, 0.003, 1.0)  # K and V of two layers; the third cuts the largest keys off
+make = partial(plain.make, name="flashinfer")
+check_step = partial(plain.check_step)
 
 
 def gpu_shape(**sizes: object) -> Shape:
@@ -37,9 +41,9 @@ def gpu_shape(**sizes: object) -> Shape:
     return Shape(**{"num_q_heads": 8, "num_kv_heads": 2, **defaults, **sizes})
 
 
-def make(shape: Shape, pool: KVPool, **options: object) -> AttentionBackend:
-    heads = {"num_q_heads": shape.num_q_heads, "head_dim": shape.head_dim}
-    return create_backend("flashinfer", pool, **heads, scale=shape.head_dim**-0.5, **options)
+def latents(**sizes: object) -> Shape:
+    defaults = {"num_kv_heads": 1, "head_dim": 576, "rope_dim": 64, "steepness": 3**0.5}
+    return gpu_shape(**{**defaults, **sizes})
 
 
 @pytest.fixture
@@ -48,36 +52,43 @@ def hopper() -> None:
         pytest.skip("fa3 needs a Hopper GPU")
 
 
+SHAPES = {
+    **{f"{order}, blocks of {size}, heads of {dim}":
+       gpu_shape(order=order, block_size=size, head_dim=dim)
+       for order in NAMED_ORDERS for size in (16, 64) for dim in (64, 128)},
+    **{f"{q} heads over {kv}": gpu_shape(num_q_heads=q, num_kv_heads=kv)
+       for q, kv in ((1, 1), (4, 4), (9, 3), (8, 1), (14, 2))},
+    **{f"8 bits, {order}, heads of {dim}":
+       gpu_shape(order=order, head_dim=dim, kv_dtype=FP8, scales=SCALES)
+       for order in ("BHLCND", "LBCNHD", "LCBHND") for dim in (64, 128)},
+    **{f"latents, {order}, {heads} heads": latents(order=order, num_q_heads=heads)
+       for order in ("BHLCND", "LCBHND", "LBCNHD") for heads in (4, 16)},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("prefill", ["fa2", "fa3"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("order", NAMED_ORDERS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_mixed_steps_equal_the_reference(
-    order: str, block_size: int, head_dim: int, prefill: str, request: pytest.FixtureRequest
+    name: str, prefill: str, request: pytest.FixtureRequest
 ) -> None:
+    shape, options = SHAPES[name], {}
+    if not shape.rope_dim:
+        options = {"prefill": prefill}
     if prefill == "fa3":
+        if shape.rope_dim or shape.kv_dtype:
+            pytest.skip("these have no choice")
         request.getfixturevalue("hopper")
-    shape = gpu_shape(order=order, block_size=block_size, head_dim=head_dim)
     lens = [70, 300, 17, 1, 40]
     seqs = make_sequences(shape, lens)
-    backend = make(shape, make_pool(shape), prefill=prefill)
+    backend = make(shape, **options)
     firsts = [(i, 0, n // 2) for i, n in enumerate(lens) if n > 1]
     seconds = [(i, n // 2, n - 1) for i, n in enumerate(lens) if n > 1]
     lasts = [(i, n - 1, n) for i, n in enumerate(lens)]
-    for spans in (firsts, [lasts[3], *seconds], lasts):
-        check_step(backend, shape, seqs, spans, num_padding=3, tolerance=TOLERANCE)
     # Decodes before, between and after chunks of prompts.
     mixed = [lasts[0], lasts[1], (2, 8, 17), lasts[4], lasts[3]]
-    check_step(backend, shape, seqs, mixed, tolerance=TOLERANCE)
-
-
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (14, 2)])
-def test_any_ratio_of_query_to_kv_heads(num_q_heads: int, num_kv_heads: int) -> None:
-    shape = gpu_shape(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
-    seqs = make_sequences(shape, [90, 60])
-    backend = make(shape, make_pool(shape), prefill="fa2")
-    check_step(backend, shape, seqs, [(0, 0, 89), (1, 0, 59)], tolerance=TOLERANCE)
-    check_step(backend, shape, seqs, [(0, 89, 90), (1, 59, 60)], tolerance=TOLERANCE)
+    steps = (firsts, [lasts[3], *seconds], lasts, mixed)
+    how = {"tolerance": TOLERANCE, "with_lse": not shape.rope_dim}
+    check_steps(backend, shape, seqs, *steps, num_padding=3, **how)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -92,22 +103,22 @@ def test_long_new_prompts_read_the_keys_and_values_of_the_step(
     )
     lens = [700, 513, 300, 1100, 40]
     seqs = make_sequences(shape, lens)
-    backend = make(shape, make_pool(shape))
-    check_step(backend, shape, seqs, [(2, 0, 150), (4, 0, 39)], tolerance=TOLERANCE)
+    backend = make(shape)
+    check_step(backend, shape, seqs, [(2, 0, 150), (4, 0, 39)])
     assert new_prompts(backend) == []
     # A decode, a chunk with context, a whole prompt, the first chunk of another; padding is NaN.
     mixed = [(4, 39, 40), (2, 150, 300), (0, 0, 700), (3, 0, 600)]
-    check_step(backend, shape, seqs, mixed, num_padding=3, tolerance=TOLERANCE)
+    check_step(backend, shape, seqs, mixed, num_padding=3)
     assert new_prompts(backend) == [700, 600]
     # What they stored is read by what follows: a chunk, a decode after a whole prompt.
-    check_step(backend, shape, seqs, [(0, 699, 700), (3, 600, 1100)], tolerance=TOLERANCE)
+    check_step(backend, shape, seqs, [(0, 699, 700), (3, 600, 1100)])
     # Several are long each; of one alone, or the last, less is enough.
-    check_step(backend, shape, seqs, [(0, 0, 700), (1, 0, 513)], tolerance=TOLERANCE)
+    check_step(backend, shape, seqs, [(0, 0, 700), (1, 0, 513)])
     assert new_prompts(backend) == [513]
-    check_step(backend, shape, seqs, [(1, 0, 513)], tolerance=TOLERANCE)
+    check_step(backend, shape, seqs, [(1, 0, 513)])
     assert new_prompts(backend) == [513]
     # One that others follow is read from the pool like these.
-    check_step(backend, shape, seqs, [(0, 0, 700), (2, 0, 300)], tolerance=TOLERANCE)
+    check_step(backend, shape, seqs, [(0, 0, 700), (2, 0, 300)])
     assert new_prompts(backend) == []
 
 
@@ -123,14 +134,14 @@ def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch: pytest.Mon
     seqs = make_sequences(shape, [600, 530, 700])
     for part in (seqs.k, seqs.v):
         part[1].fill_(float("nan"))
-    backend = make(shape, make_pool(shape))
+    backend = make(shape)
     first, middle, last = run_step(
         backend, shape, seqs, [(0, 0, 600), (1, 0, 530), (2, 0, 700)], num_padding=2
     )
     assert new_prompts(backend) == [600, 530, 700]
     assert middle.isnan().all()
     for seq, out in ((0, first), (2, last)):
-        expected = reference(shape, seqs, seq, 0, out.shape[1])
+        expected, _ = reference(shape, seqs, seq, 0, out.shape[1])
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -140,36 +151,10 @@ def test_prompts_read_from_the_pool_or_not_give_the_same() -> None:
     seqs = make_sequences(shape, [900])
     outs = []
     for direct in (True, False):
-        backend = make(shape, make_pool(shape))
+        backend = make(shape)
         backend._takes_fresh = direct
         outs += run_step(backend, shape, seqs, [(0, 0, 900)])
     torch.testing.assert_close(*outs, atol=5e-3, rtol=1e-2)
-
-
-@pytest.mark.parametrize("num_tokens", [199, 600])
-def test_log_sum_exp_is_that_of_the_torch_backend(num_tokens: int) -> None:
-    shape = gpu_shape()
-    seqs = make_sequences(shape, [num_tokens + 1, 33, 5])
-    spans = [
-        [(1, 0, 32), (2, 0, 4), (0, 0, num_tokens)],
-        [(0, num_tokens, num_tokens + 1), (1, 32, 33), (2, 4, 5)],
-    ]
-    pool = make_pool(shape)
-    heads = {"num_q_heads": 8, "head_dim": 128}
-    ours, plain = make(shape, pool), create_backend("torch", pool, **heads, scale=128**-0.5)
-    for step in spans:
-        batch = make_batch(shape, seqs, step)
-        q, k, v = (
-            torch.cat([part[seq][0, start:stop] for seq, start, stop in step]).cuda()
-            for part in (seqs.q, seqs.k, seqs.v)
-        )
-        results = []
-        for backend in (ours, plain):
-            backend.plan(batch)
-            results.append(with_lse(backend, 0, q, k, v))
-        (out, lse), (expected_out, expected_lse) = results
-        torch.testing.assert_close(out, expected_out, atol=TOLERANCE, rtol=TOLERANCE)
-        torch.testing.assert_close(lse, expected_lse, atol=1e-2, rtol=1e-2)
 
 
 def test_blocks_beyond_32_bits_of_elements() -> None:
@@ -180,24 +165,25 @@ def test_blocks_beyond_32_bits_of_elements() -> None:
     seqs = make_sequences(shape, [130, 70])
     for index, table in enumerate(seqs.tables):
         table[:] = [139_999 - 5 * index - i for i in range(len(table))]
-    backend = make(shape, pool)
-    check_step(backend, shape, seqs, [(0, 0, 129), (1, 0, 69)], tolerance=TOLERANCE)
-    check_step(backend, shape, seqs, [(0, 129, 130), (1, 69, 70)], tolerance=TOLERANCE)
+    backend = make(shape, pool=pool)
+    check_step(backend, shape, seqs, [(0, 0, 129), (1, 0, 69)])
+    check_step(backend, shape, seqs, [(0, 129, 130), (1, 69, 70)])
 
 
-def test_a_captured_step_serves_later_batches_of_its_size() -> None:
-    shape = gpu_shape(block_size=16)
+@pytest.mark.parametrize("of_pool", [{}, {"kv_dtype": FP8, "scales": SCALES}], ids=["16", "8 bits"])
+def test_a_captured_step_serves_later_batches_of_its_size(of_pool: dict[str, object]) -> None:
+    shape = gpu_shape(**of_pool)
     lens = [90, 33, 300, 5, 64]
     seqs = make_sequences(shape, lens)
-    backend = make(shape, make_pool(shape))
+    backend = make(shape)
     for seq, length in enumerate(lens):  # everything but the last token of each
         if length > 1:
-            check_step(backend, shape, seqs, [(seq, 0, length - 1)], tolerance=TOLERANCE)
+            check_step(backend, shape, seqs, [(seq, 0, length - 1)])
     replayed = _Captured(backend, shape, seqs, 4, (3, 4))
     for rows in ([(0, 89)], [(1, 32), (2, 299), (4, 63)], [(2, 299), (0, 89), (1, 32), (3, 4)]):
         replayed.check(rows)
         # A longer eager step in between must leave all that the graph reads alone.
-        check_step(backend, shape, seqs, [(2, 0, 299)], tolerance=TOLERANCE)
+        check_step(backend, shape, seqs, [(2, 0, 299)])
 
 
 @pytest.mark.parametrize("num_seqs", [17, 18, 40])
@@ -206,7 +192,7 @@ def test_long_contexts_among_short_ones_are_cut_in_a_captured_step(num_seqs: int
     lens = [9 + seq % 40 for seq in range(num_seqs)]
     lens[0], lens[num_seqs // 2], lens[-1] = 900, 700, 1000
     seqs = make_sequences(shape, lens)
-    backend = make(shape, make_pool(shape))
+    backend = make(shape)
     rows = [(seq, length - 1) for seq, length in enumerate(lens)]
     run_step(backend, shape, seqs, [(seq, 0, last) for seq, last in rows])
     replayed = _Captured(backend, shape, seqs, num_seqs + 3, rows[1])
@@ -250,7 +236,7 @@ class _Captured:
         self.backend.plan_captured(batch, self.num_rows)
         self.graph.replay()
         for row, (seq, position) in enumerate(rows):
-            expected = reference(self.shape, self.seqs, seq, position, position + 1)[0, 0]
+            expected = reference(self.shape, self.seqs, seq, position, position + 1)[0][0, 0]
             torch.testing.assert_close(
                 self.out[row].double().cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE
             )
@@ -272,7 +258,7 @@ def test_the_workspace_is_just_as_large_as_captured_steps_need(
     monkeypatch.setattr("attention.flashinfer_backend.workspace_of", smaller)
     shape = gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads)
     limits = StepLimits(max_seqs=1500, max_tokens=2048)
-    backend = make(shape, make_pool(shape), limits=limits)
+    backend = make(shape, limits=limits)
     one = np.ones(1, np.int32)
     batch = AttentionBatch(one, one, np.zeros((1, 1), np.int32), np.zeros(1, np.int64))
     backend.reserve_captured(1500, 4)
@@ -293,7 +279,7 @@ def test_the_workspace_is_what_prompts_need_or_more(
     num_kv_heads: int, num_cached: int, num_tokens: int
 ) -> None:
     shape = gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads, block_size=64)
-    backend = make(shape, make_pool(shape), prefill="fa2", limits=StepLimits(4, 8192, False))
+    backend = make(shape, prefill="fa2", limits=StepLimits(4, 8192, False))
     num_blocks = -(-(num_tokens + num_cached) // 64)
     floats, ints = backend._prefill.workspace_size(
         torch.tensor([0, num_tokens], dtype=torch.int32),
@@ -310,55 +296,43 @@ def test_the_workspace_is_what_prompts_need_or_more(
     assert floats <= backend.sizes.floats and ints <= backend.sizes.ints
 
 
-@pytest.mark.parametrize("order", ["BHLCND", "LCBHND", "LBCNHD"])
-@pytest.mark.parametrize("num_heads", [4, 16])
-def test_latent_attention_is_that_of_the_torch_backend(order: str, num_heads: int) -> None:
-    shape = gpu_shape(
-        order=order, num_q_heads=num_heads, num_kv_heads=1, head_dim=576, num_components=1
-    )
-    lens = [150, 33, 5]
-    seqs = make_sequences(shape, lens)
-    scale = 192**-0.5
-    pools = [make_pool(shape), make_pool(shape)]
-    backends = [
-        create_backend(name, pool, num_q_heads=num_heads, head_dim=576, scale=scale)
-        for name, pool in zip(("flashinfer", "torch"), pools, strict=True)
-    ]
-    for step in (
-        [(i, 0, n // 2) for i, n in enumerate(lens)],
-        [(2, 2, 3), (0, 75, 149), (1, 16, 32)],
-        [(0, 149, 150), (1, 32, 33), (2, 3, 4)],
-    ):
-        batch = make_batch(shape, seqs, step, num_padding=2)
-        q = torch.cat([seqs.q[seq][0, start:stop] for seq, start, stop in step]).cuda()
-        latent = torch.cat([seqs.k[seq][0, start:stop, 0] for seq, start, stop in step]).cuda()
-        q, latent = (torch.cat([x, x[:2]]) for x in (q, latent))
-        results = []
-        for backend in backends:
-            backend.plan(batch)
-            results.append(backend.forward_latent(0, q[..., :512], q[..., 512:], latent)[:-2])
-        torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
-
-
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("shape", "message"),
     [
-        ({"dtype": "float32"}, r"float32.*--dtype bfloat16"),
-        ({"head_dim": 80}, r"head_dim of 80.*--attention-backend torch"),
-        ({"device": "cpu"}, r"GPU memory only"),
+        (gpu_shape(dtype="float32"), r"float32.*--dtype bfloat16"),
+        (gpu_shape(device="cpu"), r"GPU memory only"),
+        (latents(kv_dtype=FP8), r"latents of float8_e4m3fn.*--attention-backend torch"),
     ],
 )
-def test_what_the_kernels_lack_is_refused(sizes: dict[str, object], message: str) -> None:
-    shape = gpu_shape(**sizes)
+def test_what_the_kernels_lack_is_refused(shape: Shape, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(shape, make_pool(shape))
+        make(shape)
+
+
+def test_a_long_new_prompt_reads_what_is_stored_of_it_in_8_bits() -> None:
+    """By other kernels than one with context, and yet the same numbers, stored as torch does."""
+    shape = gpu_shape(kv_dtype=FP8, scales=SCALES, num_blocks=300)
+    seqs = make_sequences(shape, [800, 40, 600])
+    ours, paged, torchs = make(shape), make(shape), plain.make(shape)
+    paged._takes_fresh = False
+    spans = [(1, 0, 40), (0, 0, 800), (2, 0, 512)]
+    outs = [run_step(backend, shape, seqs, spans) for backend in (ours, paged, torchs)]
+    for new, read, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(new, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(new, read, atol=1e-2, rtol=1e-2)
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert [part.is_fresh for part in ours._parts] == [False, True]
+    pools = [
+        fp8.numbers(each.pool.tensor, torch.float32).nan_to_num(1e9) for each in (ours, torchs)
+    ]
+    assert torch.equal(*pools)
 
 
 def test_slots_are_written_where_the_layout_says() -> None:
     shape = gpu_shape(order="LBCNHD", block_size=16)
     pool = make_pool(shape)
     seqs = make_sequences(shape, [20])
-    check_step(make(shape, pool), shape, seqs, [(0, 0, 20)], tolerance=TOLERANCE)
+    check_step(make(shape, pool=pool), shape, seqs, [(0, 0, 20)])
     written = ~pool.canonical.isnan().all(-1)  # [B, H, L, C, N]
     expected = np.zeros(written.shape, bool)
     for position in range(20):

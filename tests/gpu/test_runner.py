@@ -137,6 +137,19 @@ def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(
     assert_same_but_for_ties(tokens, logits, expected)
 
 
+@pytest.mark.parametrize("name", [name for name in SERVED if "mla" not in name][:1])
+def test_graphs_over_8_bits_continue_like_torch(name: str) -> None:
+    layers = load_config(MODELS[name]).num_layers
+    options = {"kv_cache_dtype": "float8_e4m3fn", "kv_scales": [0.03] * 2 * layers}
+    with runner_for(MODELS[name], **options) as runner:
+        assert runner.graphs is not None
+        tokens, logits = decode(runner, 24)
+    options |= {"attention_backend": "torch", "enforce_eager": True}
+    with runner_for(MODELS[name], **options) as runner:
+        _, expected = decode(runner, 24, forced=tokens)
+    assert_same_but_for_ties(tokens, logits, expected)
+
+
 def continue_ahead(
     runner: ModelRunner, num_steps: int, sampling: SamplingParams
 ) -> list[list[int]]:

@@ -16,18 +16,18 @@ MAX_FOLDER_FILES = 15
 CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
-    "attention": 2455,
+    "attention": 2366,
     "benchmarks": 2311,
     "decode_server": 633,
     "deploy": 879,
-    "engine": 8416,
+    "engine": 8413,
     "kvcache": 7102,
     "kvcache/transfer": 5778,
-    "model": 2939,
+    "model": 2910,
     "prefill_server": 357,
     "protocol": 5280,
     "proxy": 2477,
-    "tests": 37024,
+    "tests": 36721,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

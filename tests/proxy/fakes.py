@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from protocol.http.connections import bound_clients
 from protocol.settings.settings import ProxySettings
@@ -60,14 +61,8 @@ class Call:
         self, status: int, value: object, headers: dict[str, str] | None = None
     ) -> None:
         body = json.dumps(value).encode()
-        await self.start(
-            status,
-            {
-                "content-type": "application/json",
-                "content-length": str(len(body)),
-                **(headers or {}),
-            },
-        )
+        of_body = {"content-type": "application/json", "content-length": str(len(body))}
+        await self.start(status, of_body | (headers or {}))
         await self.write(body, more=False)
 
     async def start(self, status: int = 200, headers: dict[str, str] | None = None) -> None:
@@ -110,6 +105,27 @@ releases = answers(200, {"released": 1})
 
 async def drops(call: Call) -> None:
     raise Drop
+
+
+class Waits:
+    """A behaviour that begins with `sends`, if anything, and goes on with `then` once `go` is set;
+    without it, when the other side has hung up."""
+
+    def __init__(self, then: Behave | None = None, sends: bytes = b"") -> None:
+        self._then, self._sends = then, sends
+        self.begun, self.go, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, call: Call) -> None:
+        if self._sends:
+            await call.start()
+            await call.write(self._sends)
+        self.begun.set()
+        if self._then is not None:
+            await self.go.wait()
+            await self._then(call)
+        else:
+            await call.gone()
+            self.left.set()
 
 
 async def hangs(call: Call) -> None:
@@ -228,9 +244,6 @@ class _QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: E402
 
 
 class _DroppingProtocol(HttpToolsProtocol):

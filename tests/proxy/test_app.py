@@ -10,69 +10,76 @@ import pytest
 
 from protocol.metrics import SPECS
 from protocol.process import logging as baton_logging
-from proxy.app import ProxyApp
 from proxy.pd_request import PDRequest
-from tests.proxy.fakes import Call, Fake, Rig, answers, decodes, drops, fails, prefills, until
+from tests.proxy.fakes import (
+    Call,
+    Fake,
+    Rig,
+    Waits,
+    answers,
+    decodes,
+    drops,
+    fails,
+    prefills,
+    until,
+)
+
+
+async def _pieces() -> Any:
+    for _ in range(20):
+        yield b"x" * 100
 
 
 @pytest.mark.parametrize(
-    ("content", "status", "code"),
+    ("content", "status", "words"),
     [
-        (b"{not json", 400, "invalid_request"),
-        (b"[1, 2]", 400, "invalid_request"),
-        (b"", 400, "invalid_request"),
-        (b'{"prompt": "' + b"x" * 1000 + b'"}', 413, "payload_too_large"),
-        (b'{"prompt": "' + b"x" * 100_000 + b'"}', 413, "payload_too_large"),
+        (b"{not json", 400, "not valid JSON"),
+        (b"[1, 2]", 400, "must be a JSON object"),
+        (b"", 400, "not valid JSON"),
+        (b'{"prompt": "' + b"x" * 1000 + b'"}', 413, "the limit is 1000"),
+        (b'{"prompt": "' + b"x" * 100_000 + b'"}', 413, "the limit is 1000"),
+        (None, 413, "more than 1000 bytes"),  # whose length is not announced
     ],
 )
 async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(
-    content: bytes, status: int, code: str
+    content: bytes | None, status: int, words: str
 ) -> None:
     async with Rig(max_body_bytes=1000) as rig:
-        response = await rig.client.post("/v1/completions", content=content)
+        sent = _pieces() if content is None else content
+        response = await rig.client.post("/v1/completions", content=sent)
         assert response.status_code == status
         error = response.json()["error"]
+        code = "invalid_request" if status == 400 else "payload_too_large"
         assert (error["type"], error["code"]) == ("invalid_request_error", code)
+        assert words in error["message"]
         assert rig.prefill[0].calls == rig.decode[0].calls == []
-        again = await rig.complete()  # the connection, or a new one, is fit for use
-        assert again.status_code == 200
-
-
-async def test_a_body_that_is_too_large_is_refused_when_its_length_is_not_announced() -> None:
-    async def pieces() -> Any:
-        for _ in range(20):
-            yield b"x" * 100
-
-    async with Rig(max_body_bytes=1000) as rig:
-        response = await rig.client.post("/v1/completions", content=pieces())
-        assert response.status_code == 413
-        assert "more than 1000 bytes" in response.json()["error"]["message"]
-
-
-async def test_a_body_of_exactly_the_limit_is_served() -> None:
-    async with Rig(max_body_bytes=1000) as rig:
-        content = b'{"p": "' + b"x" * 991 + b'"}'
-        assert len(content) == 1000
-        assert (await rig.client.post("/v1/completions", content=content)).status_code == 200
+        longest = b'{"p": "' + b"x" * 991 + b'"}'
+        again = await rig.client.post("/v1/completions", content=longest)
+        assert (len(longest), again.status_code) == (1000, 200)  # the connection is fit for use
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
+    ("method", "path", "status", "words"),
     [
-        ("GET", "/", 404),
-        ("POST", "/" + "x" * 4000, 404),
-        ("POST", "/v1/embeddings", 404),
-        ("GET", "/v1/completions", 405),
-        ("POST", "/ready", 405),
-        ("DELETE", "/v1/models", 405),
+        ("GET", "/", 404, "GET"),
+        ("POST", "/" + "x" * 4000, 404, "POST"),
+        ("POST", "/v1/embeddings", 404, "POST"),
+        ("POST", "/v1/completions/", 404, "did you mean /v1/completions"),
+        ("POST", "/completions", 404, "did you mean /v1/completions"),
+        ("GET", "/v1/completions", 405, "use POST"),
+        ("GET", "/tokenize", 405, "use POST"),
+        ("POST", "/ready", 405, "use GET"),
+        ("DELETE", "/v1/models", 405, "use GET"),
     ],
 )
-async def test_unknown_paths_and_methods_are_named(method: str, path: str, status: int) -> None:
+async def test_unknown_paths_and_methods_are_named(
+    method: str, path: str, status: int, words: str
+) -> None:
     async with Rig() as rig:
         response = await rig.client.request(method, path)
         assert response.status_code == status
-        assert method in response.json()["error"]["message"]
-        allowed = "POST" if path == "/v1/completions" else "GET, HEAD"
+        assert words in response.json()["error"]["message"]
+        allowed = "GET, HEAD" if "GET" in words else "POST"
         assert response.headers.get("allow") == (allowed if status == 405 else None)
 
 
@@ -99,6 +106,10 @@ async def test_ready_counts_servers_and_says_what_is_missing() -> None:
         await until(lambda: rig.is_ready(2))
         accepted = await rig.client.get("/ready")
         assert (accepted.status_code, accepted.json()["missing"]) == (200, [])
+    async with Rig(prefill=[]) as rig:
+        response = await rig.client.get("/ready")
+        assert response.status_code == 200
+        assert response.json()["missing"] == ["no prefill server is ready"]
 
 
 async def test_clients_are_told_no_address_of_a_server(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,31 +124,17 @@ async def test_clients_are_told_no_address_of_a_server(caplog: pytest.LogCapture
             assert f"-0 {fake.url}" in caplog.text  # the operator is
 
 
-async def test_a_proxy_without_prefill_servers_is_ready_and_says_so() -> None:
-    async with Rig(prefill=[]) as rig:
-        response = await rig.client.get("/ready")
-        assert response.status_code == 200
-        assert response.json()["missing"] == ["no prefill server is ready"]
-
-
 async def test_a_server_given_as_the_other_kind_gets_no_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefill, decode = [Fake(decodes, role="decode")], [Fake(prefills, role="prefill")]
     async with Rig(prefill, decode, ready=False) as rig:
-        await until(lambda: rig.prefill[0].polls > 1 and rig.decode[0].polls > 1)
+        await until(lambda: rig.prefill[0].polls > 3 and rig.decode[0].polls > 1)
         assert (await rig.complete()).status_code == 503
         assert rig.prefill[0].calls == rig.decode[0].calls == []
     assert "not ready: it is a prefill server; name it by --prefill, not by --de" in caplog.text
-    assert "not ready: it is a decode server; name it by --decode, not by --prefill" in caplog.text
-
-
-async def test_what_is_not_there_at_the_start_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with Rig(decode=[Fake(decodes, ready=False)]) as rig:
-        await until(lambda: rig.decode[0].polls > 3)
-    assert caplog.text.count("not ready: the engine is starting") == 1
+    told = "not ready: it is a decode server; name it by --decode, not by --prefill"
+    assert caplog.text.count(told) == 1
 
 
 async def test_servers_that_end_with_the_proxy_are_no_warning(
@@ -164,42 +161,6 @@ async def test_a_server_that_restarts_is_found_again() -> None:
         assert len(rig.prefill[0].calls) == 1
 
 
-async def test_models_come_from_a_decode_server() -> None:
-    models = {"object": "list", "data": [{"id": "m", "object": "model"}]}
-
-    async def lists(call: Call) -> None:
-        assert call.headers["authorization"] == "Bearer k"
-        await call.answer(200 if call.path == "/v1/models" else 404, models)
-
-    async with Rig(decode=[Fake(lists)]) as rig:
-        headers = {"Authorization": "Bearer k"}
-        response = await rig.client.get("/v1/models", headers=headers)
-        assert (response.status_code, response.json()) == (200, models)
-        one = await rig.client.get("/v1/models/org/name%20x", headers=headers)
-        assert one.status_code == 404
-        assert rig.decode[0].calls[1].path == "/v1/models/org/name x"
-        await rig.decode[0].stop()
-        assert (await rig.client.get("/v1/models", headers=headers)).status_code == 503
-
-
-async def test_metrics_tell_what_was_done() -> None:
-    async with Rig() as rig:
-        await rig.complete()
-        await rig.client.post("/v1/completions", content=b"{")
-        text = (await rig.client.get("/metrics")).text
-        for line in (
-            'baton_proxy_requests_total{path="pd",reason="routed"} 1.0',
-            'baton_proxy_responses_total{status="200"} 1.0',
-            'baton_proxy_responses_total{status="400"} 1.0',
-            'baton_proxy_upstream_ready{role="prefill",server="prefill-0"} 1.0',
-            'baton_proxy_upstream_in_flight{role="prefill",server="prefill-0"} 0.0',
-            "baton_proxy_requests_in_progress 0.0",
-            "baton_proxy_request_seconds_count 2.0",
-            "baton_proxy_first_byte_seconds_count 0.0",  # nothing was streamed
-        ):
-            assert line in text.splitlines()
-
-
 async def test_a_bug_is_answered_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,9 +176,7 @@ async def test_a_bug_is_answered_and_logged(
     assert "boom" in caplog.text
 
 
-async def test_every_line_about_a_request_carries_its_id(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_line_about_a_request_carries_its_id() -> None:
     ids: list[str | None] = []
 
     class Handler(logging.Handler):
@@ -237,25 +196,20 @@ async def test_every_line_about_a_request_carries_its_id(
     assert ids == ["mine", "mine"]  # the failed leg, and the end
 
 
+# -- its end
+
+
 async def test_requests_in_flight_may_finish_when_the_proxy_ends() -> None:
-    begun, finish = asyncio.Event(), asyncio.Event()
-
-    async def slow(call: Call) -> None:
-        await call.start()
-        await call.write(b"data: 1\n\n")
-        begun.set()
-        await finish.wait()
-        await call.write(b"data: [DONE]\n\n", more=False)
-
+    slow = Waits(lambda call: call.write(b"data: [DONE]\n\n", more=False), b"data: 1\n\n")
     async with Rig(decode=[Fake(slow)], shutdown_grace_s=20.0) as rig:
         request = asyncio.create_task(rig.complete(stream=True))
-        await begun.wait()
+        await slow.begun.wait()
         rig.server.should_exit = True
         await until(lambda: rig.app.shutting_down)
         with pytest.raises(httpx.TransportError):
             async with httpx.AsyncClient(trust_env=False, verify=False) as other:
                 await other.get(f"{rig.url}/ready")
-        finish.set()
+        slow.go.set()
         assert (await request).text == "data: 1\n\ndata: [DONE]\n\n"
         await rig.task
 
@@ -280,22 +234,13 @@ async def test_a_client_still_sending_its_request_is_told_when_the_proxy_ends(
 async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends(
     stream: bool,
 ) -> None:
-    begun, aborted = asyncio.Event(), asyncio.Event()
-
-    async def endless(call: Call) -> None:
-        if stream:
-            await call.start()
-            await call.write(b"data: 1\n\n")
-        begun.set()
-        await call.gone()
-        aborted.set()
-
+    endless = Waits(sends=b"data: 1\n\n" if stream else b"")
     async with Rig(decode=[Fake(endless)], shutdown_grace_s=0.2) as rig:
         request = asyncio.create_task(rig.complete(stream=stream))
-        await begun.wait()
+        await endless.begun.wait()
         rig.server.should_exit = True
         response = await request
-        await aborted.wait()
+        await endless.left.wait()
         await rig.task
         if stream:
             first, last = response.text.split("\n\n")[:2]
@@ -307,45 +252,39 @@ async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends
         assert json.loads(data)["error"]["code"] == "shutting_down"
 
 
-async def test_two_proxies_share_nothing() -> None:
-    async with Rig() as one, Rig() as other:
-        assert isinstance(other.app, ProxyApp)
-        await one.complete()
-        assert one.metric("baton_proxy_requests", path="pd", reason="routed") == 1
-        assert other.metric("baton_proxy_requests", path="pd", reason="routed") == 0
-
-
-@pytest.mark.parametrize("path", ["/v1/completions/", "/completions", "/v1/completion"])
-async def test_a_path_that_is_nearly_right_is_told_its_name(path: str) -> None:
-    async with Rig() as rig:
-        response = await rig.client.post(path, json={})
-        assert response.status_code == 404
-        assert "did you mean /v1/completions" in response.json()["error"]["message"]
-
-
 # -- what is a decode server's
 
 
-async def tells_its_path(call: Call) -> None:
-    await call.answer(200, {"path": call.path})
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/tokenize", None),
+        ("/detokenize", None),
+        ("/openapi.json", None),
+        ("/docs", None),
+        ("/v1/models", None),
+        ("/v1/models/org/name%20x", "/v1/models/org/name x"),
+    ],
+)
+async def test_tokenizing_documents_and_models_are_a_decode_server_s(
+    path: str, asked: str | None
+) -> None:
+    async def tells_its_path(call: Call) -> None:
+        await call.answer(201, {"path": call.path})
 
-
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-async def test_tokenizing_is_a_decode_servers(path: str) -> None:
     async with Rig(decode=[Fake(tells_its_path)]) as rig:
-        body = b'{"prompt":  "a"}'
-        response = await rig.client.post(path, content=body, headers={"x-request-id": "r"})
-        assert response.json() == {"path": path}
+        body = b'{"prompt":  "a"}' if "tokenize" in path else None
+        headers = {"x-request-id": "r", "Authorization": "Bearer k"}
+        method = "POST" if body else "GET"
+        response = await rig.client.request(method, path, content=body, headers=headers)
+        assert (response.status_code, response.json()) == (201, {"path": asked or path})
         (call,) = rig.decode[0].calls
-        assert (call.raw, call.headers["x-request-id"]) == (body, "r")
+        assert (call.raw, call.headers["x-request-id"]) == (body or b"", "r")
+        assert call.headers["authorization"] == "Bearer k"
         assert rig.prefill[0].calls == []
-        assert (await rig.client.get(path)).status_code == 405
-
-
-@pytest.mark.parametrize("path", ["/openapi.json", "/docs", "/v1/models"])
-async def test_documents_are_a_decode_servers(path: str) -> None:
-    async with Rig(decode=[Fake(tells_its_path)]) as rig:
-        assert (await rig.client.get(path)).json() == {"path": path}
+        await rig.decode[0].stop()
+        response = await rig.client.request(method, path, content=body)
+        assert response.status_code == 503
 
 
 async def test_pages_of_named_origins_alone_may_call() -> None:
@@ -363,7 +302,26 @@ async def test_pages_of_named_origins_alone_may_call() -> None:
         assert "access-control-allow-origin" not in other.headers
 
 
-# -- series are exposed before the first event that they count
+# -- metrics
+
+
+async def test_metrics_tell_what_was_done_by_this_proxy() -> None:
+    async with Rig() as rig, Rig() as other:
+        await rig.complete()
+        await rig.client.post("/v1/completions", content=b"{")
+        texts = [(await each.client.get("/metrics")).text for each in (rig, other)]
+        lines, others = (text.splitlines() for text in texts)
+        for line, is_new in (
+            ('baton_proxy_requests_total{path="pd",reason="routed"} 1.0', True),
+            ('baton_proxy_responses_total{status="200"} 1.0', True),
+            ('baton_proxy_responses_total{status="400"} 1.0', True),
+            ('baton_proxy_upstream_ready{role="prefill",server="prefill-0"} 1.0', False),
+            ('baton_proxy_upstream_in_flight{role="prefill",server="prefill-0"} 0.0', False),
+            ("baton_proxy_requests_in_progress 0.0", False),
+            ("baton_proxy_request_seconds_count 2.0", True),
+            ("baton_proxy_first_byte_seconds_count 0.0", False),  # nothing was streamed
+        ):
+            assert line in lines and (line in others) is not is_new
 
 
 def series(rig: Rig) -> set[str]:
@@ -373,20 +331,21 @@ def series(rig: Rig) -> set[str]:
     return {line.rsplit(" ", 1)[0] for line in lines if line.startswith(tuple(counting))}
 
 
-async def test_no_request_adds_a_series() -> None:
-    refusals = [fails(400, "x"), fails(503, "overloaded"), fails(500, "internal_error")]
-    for behaviour in (prefills, *refusals, drops, answers(200, {"choices": []})):
-        async with Rig(prefill=[Fake(behaviour)]) as rig:
-            before = series(rig)
-            await rig.complete()
-            await rig.complete(max_tokens=0, echo=True)
-            await rig.client.post("/v1/completions", content=b"{")
-            assert series(rig) == before, behaviour
-        async with Rig(decode=[Fake(behaviour)]) as rig:
-            before = series(rig)
-            await rig.complete()
-            await rig.complete(stream=True)
-            assert series(rig) == before, behaviour
+_ODD: list[Any] = [fails(400, "x"), fails(503, "overloaded"), fails(500, "internal_error"), drops]
+
+
+@pytest.mark.parametrize("behave", [prefills, *_ODD, answers(200, {"choices": []})])
+async def test_no_request_adds_a_series(behave: Any) -> None:
+    """All are exposed before the first event that they count."""
+    async with Rig(prefill=[Fake(behave)]) as rig:
+        before = series(rig)
+        await rig.complete()
+        await rig.complete(max_tokens=0, echo=True)
+        await rig.client.post("/v1/completions", content=b"{")
+        rig.decode[0].behave = behave
+        await rig.complete()
+        await rig.complete(stream=True)
+        assert series(rig) == before
 
 
 async def test_no_request_that_servers_have_no_room_for_adds_a_series() -> None:

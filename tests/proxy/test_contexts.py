@@ -2,6 +2,7 @@
 prefilled that no decode server has room for. Requests that only score their prompt: the prefill
 server's answer is the client's."""
 
+import json
 from typing import Any
 
 import pytest
@@ -22,27 +23,22 @@ async def prefills_100_tokens(call: Call) -> None:
 is_too_long = answers(400, TOO_LONG)
 
 
-def _told(fake: Fake) -> Any:
-    return fake.calls[-1].body["kv_transfer_params"].get("max_model_len")
-
-
 @pytest.mark.parametrize(
-    ("lengths", "told"), [((300, 500), 500), ((300, None), None), ((None, None), None)]
+    ("lengths", "told"),
+    [((300, 500), 500), ((300, None), None), ((None, None), None), ((300, -500), 300)],
 )
 async def test_a_prefill_server_hears_of_the_longest_context_behind_it(
     lengths: tuple[int | None, int | None], told: int | None
 ) -> None:
-    fakes = [Fake(decodes, max_model_len=length) for length in lengths]
+    """A negative one is that of a server that is not ready."""
+    fakes = [
+        Fake(decodes, ready=length is None or length > 0, max_model_len=length and abs(length))
+        for length in lengths
+    ]
     async with Rig(decode=fakes) as rig:
         assert (await rig.complete(max_tokens=9)).status_code == 200
-        assert _told(rig.prefill[0]) == told
-
-
-async def test_a_server_that_is_not_ready_does_not_count() -> None:
-    fakes = [Fake(decodes, max_model_len=300), Fake(decodes, ready=False, max_model_len=500)]
-    async with Rig(decode=fakes) as rig:
-        await rig.complete()
-        assert _told(rig.prefill[0]) == 300
+        params = rig.prefill[0].calls[-1].body["kv_transfer_params"]
+        assert params.get("max_model_len") == told
 
 
 @pytest.mark.parametrize(
@@ -183,10 +179,7 @@ ECHOED = {"text": "hello", "logprobs": {"tokens": ["hello"]}}
 
 
 async def scores(call: Call) -> None:
-    if call.body.get("stream"):
-        await decodes(call)
-    else:
-        await call.answer(200, ECHOED)
+    await (decodes if call.body.get("stream") else answers(200, ECHOED))(call)
 
 
 @pytest.mark.parametrize(
@@ -196,32 +189,25 @@ async def scores(call: Call) -> None:
         {"max_tokens": 0, "echo": True, "logprobs": 1},
         {"max_tokens": 1, "echo": True},
         {"max_completion_tokens": 1, "max_tokens": 5, "echo": True},
+        {"max_tokens": 1, "echo": True, "stream": True},
+        {"max_tokens": -0.0},  # JSON has a negative zero
     ],
 )
 async def test_the_prefill_server_answers_all_of_it(fields: dict[str, Any]) -> None:
-    async with Rig(prefill=[Fake(scores)]) as rig:
-        response = await rig.complete(seed=1, **fields)
-        assert (response.status_code, response.json()) == (200, ECHOED)
+    async with Rig(prefill=[Fake(scores)], decode=[Fake(decodes, ready=False)]) as rig:
+        body = {"model": "m", "prompt": "hello", "seed": 1, **fields}
+        content = json.dumps(body).replace("-0.0", "-0")
+        response = await rig.client.post("/v1/completions", content=content)
+        assert response.status_code == 200
+        if fields.get("stream"):
+            assert response.content.endswith(b"data: [DONE]\n\n")
+        else:
+            assert response.json() == ECHOED
         (call,) = rig.prefill[0].calls
-        assert call.body == {"model": "m", "prompt": "hello", "seed": 1, **fields}
-        assert rig.decode[0].calls == []
+        assert call.body == body
         assert rig.metric("baton_proxy_requests", path="prefill", reason="scored") == 1
         assert rig.in_flight() == 0
-
-
-async def test_a_negative_zero_is_a_zero() -> None:
-    async with Rig(prefill=[Fake(scores)]) as rig:
-        body = b'{"model": "m", "prompt": "hello", "max_tokens": -0}'
-        response = await rig.client.post("/v1/completions", content=body)
-        assert response.json() == ECHOED
-        assert rig.decode[0].calls == []
-
-
-async def test_it_may_be_streamed() -> None:
-    async with Rig(prefill=[Fake(scores)]) as rig:
-        response = await rig.complete(max_tokens=1, echo=True, stream=True)
-        assert response.content.endswith(b"data: [DONE]\n\n")
-        assert rig.decode[0].calls == []
+        assert (await rig.complete(max_tokens=5)).status_code == 503  # a decode server's
 
 
 @pytest.mark.parametrize(
@@ -240,9 +226,3 @@ async def test_without_a_prefill_server_a_decode_server_scores() -> None:
         (call,) = rig.decode[0].calls
         assert "kv_transfer_params" not in call.body
         assert rig.decode_only("lost") == 1
-
-
-async def test_without_a_decode_server_prompts_are_scored() -> None:
-    async with Rig(prefill=[Fake(scores)], decode=[Fake(decodes, ready=False)]) as rig:
-        assert (await rig.complete(max_tokens=0)).json() == ECHOED
-        assert (await rig.complete(max_tokens=5)).status_code == 503

@@ -1,4 +1,4 @@
-"""Requests through real servers over loopback: both legs, relaying, and a failure at each point."""
+"""Requests through real servers over loopback: both legs, relaying, and who is asked instead."""
 
 import asyncio
 import json
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from protocol.kv_params import REMOTE_DECODE
 from proxy.upstream import HttpUpstream
 from tests.proxy.fakes import (
     KV_PARAMS,
@@ -22,35 +23,19 @@ from tests.proxy.fakes import (
     until,
 )
 
-NULL_PARAMS = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_request_goes_through_both_servers(path: str) -> None:
     async with Rig() as rig:
-        body = {
-            "model": "m",
-            "prompt": "héllo \U0001f600",
-            "max_tokens": 7,
-            "n": 1,
-            "temperature": 0.30000000000000004,
-            "seed": 2**63 - 1,
-        }
+        body = {"model": "m", "prompt": "héllo \U0001f600", "max_tokens": 7, "n": 1}
+        body |= {"temperature": 0.30000000000000004, "seed": 2**63 - 1}
         response = await rig.client.post(path, content=json.dumps(body))
         assert response.status_code == 200
         assert response.json() == {"text": "onetwo"}
         (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
         assert to_p.path == to_d.path == path
         transfer_id = to_p.body["kv_transfer_params"]["transfer_id"]
-        params = {**NULL_PARAMS, "client_request": {"max_tokens": 7}}
-        params["transfer_id"] = transfer_id
+        params = {**REMOTE_DECODE, "client_request": {"max_tokens": 7}, "transfer_id": transfer_id}
         leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
         assert to_p.body == leg
         assert to_d.body == {**body, "kv_transfer_params": LENT}
@@ -74,10 +59,8 @@ async def test_headers_travel_both_ways() -> None:
 
 async def test_white_space_around_header_values_is_not_passed_on() -> None:
     """HTTP forbids it, and some clients without a key send `Bearer ` all the same."""
-
     async with Rig() as rig:
-        port = int(rig.url.rpartition(":")[2])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer \r\n"
             b"x-request-id: a \r\ncontent-length: 2\r\n\r\n{}"
@@ -90,12 +73,15 @@ async def test_white_space_around_header_values_is_not_passed_on() -> None:
             assert call.headers["x-request-id"] == "a"
 
 
-async def test_a_request_without_an_id_gets_one() -> None:
+@pytest.mark.parametrize("given", [{}, {"seed": None}])
+async def test_both_servers_get_an_id_and_a_seed_of_the_proxy_s(given: dict[str, Any]) -> None:
     async with Rig() as rig:
-        ids = [(await rig.complete()).headers["x-request-id"] for _ in range(2)]
-        assert len(set(ids)) == 2
-        assert [call.headers["x-request-id"] for call in rig.prefill[0].calls] == ids
-        assert [call.headers["x-request-id"] for call in rig.decode[0].calls] == ids
+        ids = [(await rig.complete(**given)).headers["x-request-id"] for _ in range(2)]
+        calls = [fake.calls for fake in (rig.prefill[0], rig.decode[0])]
+        assert [[call.headers["x-request-id"] for call in each] for each in calls] == [ids, ids]
+        seeds, again = ([call.body["seed"] for call in each] for each in calls)
+        assert seeds == again and all(0 <= seed < 2**63 for seed in seeds)
+        assert len(set(ids)) == len(set(seeds)) == 2
 
 
 async def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers() -> None:
@@ -115,23 +101,11 @@ async def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers() ->
         assert len(rig.prefill[0].calls) == len(rig.decode[0].calls) == 2
 
 
-@pytest.mark.parametrize("given", [{}, {"seed": None}])
-async def test_both_servers_get_the_same_seed(given: dict[str, Any]) -> None:
-    async with Rig() as rig:
-        for _ in range(2):
-            await rig.complete(**given)
-        seeds = [call.body["seed"] for call in rig.prefill[0].calls]
-        assert seeds == [call.body["seed"] for call in rig.decode[0].calls]
-        assert len(set(seeds)) == 2
-        assert all(0 <= seed < 2**63 for seed in seeds)
-
-
 async def test_a_list_of_params_is_relayed() -> None:
     params = [KV_PARAMS, {**KV_PARAMS, "remote_block_ids": [9]}]
-    lent = [LENT, {**LENT, "remote_block_ids": [9]}]
-    rig = Rig(prefill=[Fake(answers(200, {"kv_transfer_params": params}))])
-    async with rig:
+    async with Rig(prefill=[Fake(answers(200, {"kv_transfer_params": params}))]) as rig:
         await rig.complete(prompt=["a", "b"])
+        lent = [LENT, {**LENT, "remote_block_ids": [9]}]
         assert rig.decode[0].calls[0].body["kv_transfer_params"] == lent
 
 
@@ -139,8 +113,7 @@ async def test_params_of_a_client_reach_no_server() -> None:
     async with Rig(prefill=[]) as rig:
         await rig.complete(kv_transfer_params={**KV_PARAMS, "remote_host": "10.0.0.1"})
         assert "kv_transfer_params" not in rig.decode[0].calls[0].body
-        metrics = (await rig.client.get("/metrics")).text
-        assert "baton_proxy_stripped_kv_transfer_params_total 1.0" in metrics
+        assert rig.metric("baton_proxy_stripped_kv_transfer_params") == 1
 
 
 async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk() -> None:
@@ -166,24 +139,19 @@ async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk() -> None:
         text = (await rig.client.get("/metrics")).text
         assert "baton_proxy_first_byte_seconds_count 1.0" in text
     assert received == (b'data: {"n": 1}\n\n: comment\r\n\r\ndata: {"n": 2}\n\ndata: [DONE]\n\n')
-    leg = rig.prefill[0].calls[0].body
-    assert leg["stream"] is False
+    assert rig.prefill[0].calls[0].body["stream"] is False
 
 
-async def test_a_refusal_by_the_prefill_server_is_the_answer() -> None:
+@pytest.mark.parametrize(("who", "status"), [("prefill", 400), ("decode", 422)])
+async def test_a_refusal_by_either_server_is_the_answer(who: str, status: int) -> None:
     error = {"error": {"message": "temperature must be a number", "param": "temperature"}}
-
-    async with Rig(prefill=[Fake(answers(400, error))]) as rig:
+    refuses = [Fake(answers(status, error))]
+    async with Rig(**{who: refuses}) as rig:
         response = await rig.complete(temperature="hot", stream=True)
-        assert (response.status_code, response.json()) == (400, error)
-        assert rig.decode[0].calls == []
-        assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400") == 1
-
-
-async def test_a_refusal_by_the_decode_server_is_the_answer() -> None:
-    async with Rig(decode=[Fake(answers(422, {"error": {"message": "no"}}))]) as rig:
-        response = await rig.complete(stream=True)
-        assert (response.status_code, response.json()["error"]["message"]) == (422, "no")
+        assert (response.status_code, response.json()) == (status, error)
+        if who == "prefill":
+            assert rig.decode[0].calls == []
+            assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400") == 1
 
 
 @pytest.mark.parametrize(
@@ -193,30 +161,22 @@ async def test_a_refusal_by_the_decode_server_is_the_answer() -> None:
         (answers(503, {}), "busy"),
         (drops, "lost"),
         (answers(200, {"choices": []}), "no_kv_params"),
-        (answers(200, {"kv_transfer_params": None}), "no_kv_params"),
-        (answers(200, {"kv_transfer_params": []}), "no_kv_params"),
         (answers(200, {"kv_transfer_params": "text"}), "no_kv_params"),
         (answers(200, ["not an object"]), "no_kv_params"),
+        (None, "no_prefill_server"),  # not ready
     ],
 )
 async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_is_counted(
     behave: Any, reason: str
 ) -> None:
-    async with Rig(prefill=[Fake(behave)]) as rig:
+    async with Rig(prefill=[Fake(behave or prefills, ready=behave is not None)]) as rig:
         response = await rig.complete()
         assert response.status_code == 200
         assert "kv_transfer_params" not in rig.decode[0].calls[0].body
         assert rig.decode_only(reason) == 1
 
 
-@pytest.mark.parametrize("prefill", [[], [Fake(prefills, ready=False)]])
-async def test_no_prefill_server_at_all(prefill: list[Fake]) -> None:
-    async with Rig(prefill=prefill) as rig:
-        assert (await rig.complete()).status_code == 200
-        assert rig.decode_only("no_prefill_server") == 1
-
-
-@pytest.mark.parametrize("behave", [answers(500, {}), answers(503, {}), drops])
+@pytest.mark.parametrize("behave", [answers(500, {}), answers(503, {}), drops, breaks_off])
 async def test_another_prefill_server_takes_over(behave: Any) -> None:
     async with Rig(prefill=[Fake(behave), Fake(prefills)]) as rig:
         assert (await rig.complete()).status_code == 200
@@ -225,16 +185,10 @@ async def test_another_prefill_server_takes_over(behave: Any) -> None:
         assert rig.metric("baton_proxy_retries", leg="prefill") == 1
 
 
-async def test_a_prefill_answer_that_breaks_off_is_tried_again() -> None:
-    async with Rig(prefill=[Fake(breaks_off), Fake(prefills)]) as rig:
-        await rig.complete()
-        assert rig.decode[0].calls[0].body["kv_transfer_params"] == LENT
-
-
 _died = fails(503, "engine_died")
 
 
-@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stream": True}, {"n": 2, "stream": True}])
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "stream": True}])
 @pytest.mark.parametrize("behave", [answers(503, {}), _died, drops])
 async def test_another_decode_server_gets_the_same_params(
     behave: Any, fields: dict[str, Any]
@@ -259,83 +213,64 @@ async def test_what_was_prefilled_once_goes_on_past_who_is_gone_and_who_is_full(
     assert len(rig.prefill[0].calls) == 1 and rig.prefill[0].releases == []
 
 
-@pytest.mark.parametrize(("behave", "status"), [(drops, 502), (_died, 503)])
-async def test_a_request_that_kills_decode_servers_does_not_walk_the_whole_fleet(
-    behave: Any, status: int
+@pytest.mark.parametrize(
+    ("behave", "status", "code", "num_asked"),
+    [
+        (drops, 502, "decode_server_lost", 2),  # it may be the request that kills them
+        (_died, 503, "engine_died", 2),
+        (fails(503, "overloaded"), 503, "overloaded", 4),
+        (fails(500, "transfer_failed"), 500, "transfer_failed", 1),
+        (fails(502, "transfer_failed"), 502, "transfer_failed", 1),
+        (fails(504, "transfer_failed"), 504, "transfer_failed", 1),
+        (fails(413, "payload_too_large"), 413, "payload_too_large", 1),
+    ],
+)
+@pytest.mark.parametrize("on_release", [answers(200, {"released": 1}), drops])
+async def test_what_no_decode_server_does_ends_in_its_error_and_kv_is_given_back_once(
+    behave: Any, status: int, code: str, num_asked: int, on_release: Any
 ) -> None:
-    async with Rig(decode=[Fake(behave) for _ in range(4)], health_interval_s=60.0) as rig:
+    decode = [Fake(behave) for _ in range(4)]
+    async with Rig([Fake(prefills, on_release=on_release)], decode, health_interval_s=60.0) as rig:
         response = await rig.complete()
-        assert response.status_code == status
-        code = response.json()["error"]["code"]
-        assert code == ("decode_server_lost" if status == 502 else "engine_died")
-        assert sum(len(fake.calls) for fake in rig.decode) == 2
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert sum(len(fake.calls) for fake in decode) == num_asked
         await until(lambda: len(rig.prefill[0].releases) == 1)
-
-
-async def test_a_request_that_no_decode_server_takes_is_offered_to_each_and_given_back_once() -> (
-    None
-):
-    async with Rig(decode=[Fake(answers(503, {})) for _ in range(4)]) as rig:
-        assert (await rig.complete()).status_code == 503
-        assert [len(fake.calls) for fake in rig.decode] == [1, 1, 1, 1]
-        assert len(rig.prefill[0].calls) == 1
+    assert len(rig.prefill[0].calls) == 1
     assert [call.body for call in rig.prefill[0].releases] == [{"kv_transfer_params": KV_PARAMS}]
 
 
 async def test_a_server_that_only_broke_a_connection_is_used_again_at_once() -> None:
-    calls = 0
-
-    async def drops_first(call: Call) -> None:
-        nonlocal calls
-        calls += 1
-        await (drops if calls == 1 else decodes)(call)
-
-    async with Rig(decode=[Fake(drops_first)], health_interval_s=60.0) as rig:
+    async with Rig(decode=[Fake(drops)], health_interval_s=60.0) as rig:
         assert (await rig.complete()).status_code == 502
+        rig.decode[0].behave = decodes
         await until(lambda: rig.decode[0].polls == 2)
         await until(lambda: rig.is_ready(1))
         assert (await rig.complete()).status_code == 200
 
 
-async def test_errors_of_a_decode_server_are_relayed_when_no_other_helps() -> None:
-    error = {"error": {"message": "the KV could not be pulled", "code": "transfer_failed"}}
-
-    for status in (500, 502, 503, 504):
-        async with Rig(decode=[Fake(answers(status, error))]) as rig:
+async def test_servers_that_are_gone_are_not_asked_again() -> None:
+    async with Rig(health_interval_s=60.0) as rig:
+        await rig.prefill[0].stop()
+        for reason in ("unreachable", "no_prefill_server"):
+            assert (await rig.complete()).status_code == 200
+            assert rig.decode_only(reason) == 1
+        await rig.decode[0].stop()
+        for _ in range(2):
             response = await rig.complete()
-            assert (response.status_code, response.json()) == (status, error)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "no_server_available"
 
 
-async def test_a_decode_server_that_is_gone_makes_503() -> None:
+async def test_kv_is_given_back_where_a_decode_server_is_gone() -> None:
     async with Rig(health_interval_s=60.0) as rig:
         await rig.decode[0].stop()
-        response = await rig.complete()
-        assert response.status_code == 503
-        assert response.json()["error"]["code"] == "no_server_available"
-        again = await rig.complete()
-        assert again.status_code == 503
+        assert [(await rig.complete()).status_code for _ in range(2)] == [503, 503]
         assert len(rig.prefill[0].calls) == len(rig.prefill[0].releases) == 1
 
 
-async def test_a_prefill_server_that_is_gone_is_not_asked_again() -> None:
-    async with Rig(health_interval_s=60.0) as rig:
-        await rig.prefill[0].stop()
-        assert (await rig.complete()).status_code == 200
-        assert (await rig.complete()).status_code == 200
-        assert rig.decode_only("unreachable") == 1
-        assert rig.decode_only("no_prefill_server") == 1
-
-
-async def test_requests_go_round_all_servers() -> None:
-    async with Rig([Fake(prefills) for _ in range(3)], [Fake(decodes) for _ in range(2)]) as rig:
-        for _ in range(6):
-            await rig.complete()
-        assert [len(fake.calls) for fake in rig.prefill] == [2, 2, 2]
-        assert [len(fake.calls) for fake in rig.decode] == [3, 3]
-
-
-async def test_many_requests_at_once() -> None:
-    async with Rig() as rig:
+async def test_many_requests_at_once_go_round_all_servers() -> None:
+    fakes = [Fake(prefills) for _ in range(3)], [Fake(decodes) for _ in range(2)]
+    async with Rig(*fakes, routing="round_robin") as rig:
         client = HttpUpstream(connect_timeout_s=30.0, read_timeout_s=30.0)
 
         async def ask(body: dict[str, Any]) -> int:
@@ -350,9 +285,9 @@ async def test_many_requests_at_once() -> None:
         statuses = await asyncio.gather(*map(ask, bodies))
         await client.close()
         assert set(statuses) == {200}
-        assert sorted(call.body["prompt"] for call in rig.decode[0].calls) == sorted(
-            str(body["prompt"]) for body in bodies
-        )
+        assert [len(fake.calls) for fake in (*rig.prefill, *rig.decode)] == [100] * 3 + [150] * 2
+        prompts = [call.body["prompt"] for fake in rig.decode for call in fake.calls]
+        assert sorted(prompts) == sorted(str(body["prompt"]) for body in bodies)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ MAX_LINES = {
     "prefill_server": 357,
     "protocol": 5280,
     "proxy": 2477,
-    "tests": 36721,
+    "tests": 36349,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -43,9 +43,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 
-from protocol.handshake import LayoutRecord
+from protocol.handshake import AXES, LayoutRecord, check_order
 
-AXES = "BHLCND"
 NAMED_ORDERS = ("BHLCND", "BLCHND", "LBCHND", "LCBHND", "LBCNHD", "LCBNHD")
 DEFAULT_ORDER = NAMED_ORDERS[0]
 MAX_BLOCK_SIZE_TOKENS = 256
@@ -77,7 +76,10 @@ class KVLayout:
     dtype: str  # a key of ITEMSIZE_BYTES
 
     def __post_init__(self) -> None:
-        _check_order(self.order)
+        try:
+            check_order(self.order)
+        except (TypeError, ValueError) as error:
+            raise LayoutError(f"order is {self.order!r}: {error}") from None
         for name in _SIZE_FIELDS:
             _check_size(name, getattr(self, name))
         if self.num_components > 2:
@@ -160,20 +162,6 @@ class KVLayout:
 
 _FIELDS = tuple(field.name for field in fields(KVLayout))
 _SIZE_FIELDS = _FIELDS[1:-1]  # in the order of AXES
-
-
-def _check_order(order: str) -> None:
-    if not isinstance(order, str):
-        raise LayoutError(f"order is {order!r}; use a string such as {DEFAULT_ORDER}")
-    missing = [axis for axis in AXES if axis not in order]
-    if missing:
-        raise LayoutError(f"order {order!r} lacks axis {', '.join(missing)}; use each of {AXES}")
-    if len(order) != len(AXES):
-        raise LayoutError(f"order {order!r} has {len(order)} axes; use each of {AXES} once")
-    if order[-1] != "D":
-        raise LayoutError(
-            f"order {order!r} ends in {order[-1]}; D, a head's elements, must be last"
-        )
 
 
 def _check_size(name: str, value: int) -> None:

@@ -6,8 +6,9 @@ from typing import Final
 
 import torch
 
-from kvcache.layout import AXES, KVLayout
+from kvcache.layout import KVLayout
 from kvcache.shared_memory import SharedMemory
+from protocol.handshake import AXES
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)

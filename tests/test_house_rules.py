@@ -25,9 +25,9 @@ MAX_LINES = {
     "kvcache/transfer": 5778,
     "model": 2910,
     "prefill_server": 357,
-    "protocol": 5280,
+    "protocol": 5209,
     "proxy": 2477,
-    "tests": 36349,
+    "tests": 36225,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -5,14 +5,12 @@ The lease server's thread owns the leases and answers decode servers without wai
 this role grants leases and, each round, gives the blocks of ended ones back to the allocator.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector
-from engine.core.sequence import Phase, Sequence
+from engine.core.sequence import Sequence
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
 from kvcache.transfer.link.agent import MemoryKind
@@ -32,13 +30,6 @@ class PrefillConnector(KVConnector):
         self._config = config
         self._leases = leases
         self._by_request: dict[str, str] = {}  # lease ids of requests that have ended
-        self._undigested: deque[Sequence] = deque()
-        self._digests: WeakKeyDictionary[Sequence, str] = WeakKeyDictionary()  # of the prompts
-
-    def on_add(self, sequence: Sequence) -> None:
-        if sequence.request.retain_kv:
-            self._undigested.append(sequence)
-        super().on_add(sequence)
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         if not sequence.request.retain_kv or sequence.choice:  # choice 0 answers for all
@@ -56,7 +47,6 @@ class PrefillConnector(KVConnector):
 
     def _params(self, sequence: Sequence, block_ids: list[int], lease_id: str) -> dict[str, Any]:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        digest = self._digests.pop(sequence, None) or kv_params.prompt_digest(prompt)
         sampling = sequence.request.sampling
         tells_ids = bool(sequence.request.text_digest) and len(prompt) <= MAX_TOLD_IDS
         host, port = self._config.side_channel_advertise, self._leases.address[1]
@@ -74,7 +64,7 @@ class PrefillConnector(KVConnector):
             remote_num_tokens=sequence.num_prompt_tokens,
             remote_block_size=self._config.block_size,
             remote_cached_tokens=sequence.num_skipped,
-            prompt_digest=digest,
+            prompt_digest=kv_params.prompt_digest(prompt),
             sampling_digest=kv_params.sampling_digest(sampling, sequence.request.stop_token_ids),
             seed=sampling.seed,
             first_tokens=[
@@ -92,19 +82,9 @@ class PrefillConnector(KVConnector):
             self._leases.abort(lease_id)
 
     def poll(self) -> None:
-        self._digest_begun()
         for ended in self._leases.drain_ended():
             self.core.scheduler.allocator.end_lease(ended.block_ids)
             self._by_request.pop(ended.request_id, None)
-
-    def _digest_begun(self) -> None:
-        """While the device computes a prompt there is time for its digest; afterwards a decode
-        server waits for it."""
-        while self._undigested and self._undigested[0].phase is not Phase.WAITING:
-            sequence = self._undigested.popleft()
-            if sequence.phase is Phase.RUNNING and sequence.num_launched:
-                prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-                self._digests[sequence] = kv_params.prompt_digest(prompt)
 
     def stats(self) -> dict[str, float]:
         counters = self._leases.counters()

@@ -83,9 +83,6 @@ class DecodeConnector(KVConnector):
         self._locked_out: dict[Sequence, float] = {}  # and since when
         self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
         self._connecting: dict[PeerKey, list[Sequence]] = {}
-        # Leases that are not renewed yet, and which of these the last poll found so.
-        self._unheld: dict[str, RemotePrefill] = {}
-        self._overdue: list[str] = []
         self._undrained: dict[str, tuple[list[int], bool]] = {}  # blocks, whether quarantined
         self._totals: defaultdict[str, float] = defaultdict(float, _zeros(policy))
         self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
@@ -108,12 +105,10 @@ class DecodeConnector(KVConnector):
         if not remote.first_tokens and request.max_tokens:
             self._totals["baton_kv_first_tokens_redrawn"] += 1
         self._remote[sequence.request_id] = sequence
+        self._coordinator.hold(sequence.request_id, remote)
         if self._coordinator.knows(remote):
-            # Its first token goes out before the coordinator hears of it, mostly with the pull.
-            self._unheld[sequence.request_id] = remote
             self.core.enqueue(sequence)
             return
-        self._coordinator.hold(sequence.request_id, remote)
         self._connecting.setdefault(key_of(remote), []).append(sequence)
         self._coordinator.connect(remote)
 
@@ -124,7 +119,6 @@ class DecodeConnector(KVConnector):
             self._release_remote(sequence)
             self.core.scheduler.received(sequence)
             return
-        self._unheld.pop(sequence.request_id, None)
         self._coordinator.pull(
             sequence.request_id,
             sequence.remote,
@@ -162,26 +156,11 @@ class DecodeConnector(KVConnector):
         """Lets the prefill server have its blocks back, as soon as no read is under way; with
         `lend` another decode server, if one may be asked."""
         del self._remote[sequence.request_id]
-        self._hold(sequence.request_id)
         self._coordinator.cancel(sequence.request_id, lend=lend)
-
-    def _hold(self, request_id: str) -> None:
-        """Has the lease renewed from now on, if it is not."""
-        if remote := self._unheld.pop(request_id, None):
-            self._coordinator.hold(request_id, remote)
-
-    def _hold_overdue(self) -> None:
-        """Leases of those for whom the last round had no blocks."""
-        for request_id in self._overdue:
-            self._hold(request_id)
-        self._overdue = list(self._unheld)
-        if self._overdue:
-            self.core.wake()
 
     # -- events ------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        self._hold_overdue()
         for event in self._coordinator.drain():
             match event:
                 case PeerReady():

@@ -318,6 +318,27 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_lo
     pair.settle()
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_the_lease_of_a_request_that_waits_for_blocks_is_held_until_it_is_aborted(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, aborted: bool
+) -> None:
+    monkeypatch.setattr(Pair, "limits", {"max_model_len": 150})
+    pair, large, later = make_pair(p_block_size=8), list(range(1, 121)), list(range(2, 50))
+    assert pair.answer(pair.ask(PROMPT, pair.prefill(PROMPT)))  # hands were shaken before
+    pair.d.agent.stall()
+    first = pair.ask(large, pair.prefill(large))  # takes 30 of 39 blocks
+    waiting = pair.ask(later, pair.prefill(later))  # of 12
+    pair.until(lambda: pair.coordinator.counters()["pulls_open"] == 2)
+    assert not pair.d.out.tokens(waiting)
+    if aborted:
+        pair.d.core.round([AbortRequest(waiting)])
+        pair.until(lambda: pair.leases.counters()["aborted"] == 1)
+    pair.d.agent.resume()
+    assert pair.answer(first) == expected_output(large, 6)
+    assert pair.answer(waiting) == ([] if aborted else expected_output(later, 6))
+    pair.settle()
+
+
 @pytest.mark.parametrize("fingerprint", ["shadow", "other"])
 def test_an_abort_while_hands_are_shaken_ends_the_request_alone(
     make_pair: MakePair, fingerprint: str

@@ -323,7 +323,7 @@ class _Mixture:
                 break
         assert self.core.is_idle and self.coordinator.is_idle, "it never comes to rest"
         assert self.core.scheduler.is_idle and not self.core.grammars.compiling
-        assert not (self.role._remote or self.role._undrained or self.role._unheld)
+        assert not (self.role._remote or self.role._undrained)
         assert_all_blocks_home(self.core)
         for request in self.requests.values():
             self._check(request)

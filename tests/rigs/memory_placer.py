@@ -54,6 +54,7 @@ def place_units(
     reads, writes, scales = (torch.from_numpy(array) for array in locate(copy, factors))
     if not len(reads):
         return
+    assert len(writes.unique()) == len(writes)
     dtype, elements = TORCH_DTYPES[copy.source.dtype], kind.unit_elements
     nbytes = (int(reads.max()) + 1) * elements * dtype.itemsize
     picked = source[:nbytes].view(dtype).view(-1, elements)[reads]

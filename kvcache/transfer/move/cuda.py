@@ -5,7 +5,7 @@ All act on the device that is current in the calling thread. Addresses are plain
 """
 
 import ctypes
-from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import lru_cache
 from typing import Any
 
@@ -17,18 +17,7 @@ HANDLE_BYTES = 64  # of memory for other processes
 _LAZY_ENABLE_PEER_ACCESS = 1
 _IN_STREAM_ORDER = 1  # as sources are read
 _BESIDE_KERNELS = 1  # a hint: copy engines, not multiprocessors
-_POINTER = 1
 _ATTRIBUTES = np.dtype([("order", "i4"), ("hints", "i4", 4), ("flags", "u4")])
-_OPERAND = np.dtype([(name, "i8") for name in ("type", "address", "pitch", "rows", "hint")])
-_STRIDED_COPY = np.dtype(
-    [
-        ("source", _OPERAND),
-        ("target", _OPERAND),
-        ("sizes", "i8", 3),
-        ("order", "i4"),
-        ("flags", "u4"),
-    ]
-)
 
 
 class CudaError(Exception):
@@ -37,8 +26,7 @@ class CudaError(Exception):
 
 def copies_batches() -> bool:
     """Whether one call can begin many copies: CUDA 12.8 and later."""
-    names = "cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync"
-    return all(hasattr(_library(), name) for name in names)
+    return hasattr(_library(), "cuMemcpyBatchAsync")
 
 
 def copy_runs(sources: IntArray, targets: IntArray, width: int, stream: int) -> None:
@@ -50,27 +38,6 @@ def copy_runs(sources: IntArray, targets: IntArray, width: int, stream: int) -> 
     shared = _pointer(attributes), _pointer(first), c_size_t(1)
     wrong = byref(c_size_t())  # which copy
     _call("cuMemcpyBatchAsync", *copies, *shared, wrong, c_void_p(stream))
-
-
-def copy_rows(
-    sources: IntArray,
-    targets: IntArray,
-    width: int,
-    rows: int,
-    pitches: tuple[int, int],
-    stream: int,
-) -> None:
-    """As `copy_runs`, with `rows` rows for each copy, `pitches` apart at source and target."""
-    found = np.zeros(len(sources), _STRIDED_COPY)
-    sides = ("source", sources, pitches[0]), ("target", targets, pitches[1])
-    for side, addresses, pitch in sides:
-        found[side]["type"], found[side]["address"] = _POINTER, addresses
-        found[side]["pitch"], found[side]["rows"] = pitch, rows
-    found["sizes"] = width, rows, 1  # of layers
-    found["order"], found["flags"] = _IN_STREAM_ORDER, _BESIDE_KERNELS
-    wrong = byref(c_size_t())  # which copy
-    copies = c_size_t(len(found)), _pointer(found), wrong, c_ulonglong(0)
-    _call("cuMemcpy3DBatchAsync", *copies, c_void_p(stream))
 
 
 def _pointer(array: np.ndarray[Any, Any]) -> c_void_p:

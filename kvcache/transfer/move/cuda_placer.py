@@ -1,9 +1,8 @@
 """Placing on a GPU: by copy engines and by the kernel, on a stream beside the decode batch.
 
-To a copy engine a piece that is one run is one copy, a piece whose runs are evenly spaced on either
-side one two-dimensional copy. Copy engines take no multiprocessor from the decode batch and move
-long runs, many with one call, nearly as fast as a plain copy, but short rows slowly. All else is
-the kernel's. What that cannot be compiled for is torch's.
+Copy engines take no multiprocessor from the decode batch and move long runs, many with one call,
+nearly as fast as a plain copy. They do what is pieces of one run each. All else is the kernel's.
+What that cannot be compiled for is torch's.
 
 The kernel (place_kernel.py) numbers the units (of up to 16 bytes) of a copy's pieces, piece by
 piece and inside a piece in the source's own order, so that neighbours in number are neighbours in
@@ -16,7 +15,6 @@ divisions find a unit's layer and component, and so its factor.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +25,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer.move import cuda
 from kvcache.transfer.move.peer_memory import Memory, NotMappable, open_on_gpu
 from kvcache.transfer.move.place import ALL_BYTES, Placer, axes_of
-from kvcache.transfer.plan.block_copy import Axis, BlockCopy, Factors, Shape
+from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from kvcache.transfer.plan.endpoint import IntArray, PlanError
 from protocol.handshake import FP8, RankMetadata
 from protocol.process.logging import get_logger
@@ -43,8 +41,7 @@ LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel
 # uses: so it is paced, and copy engines do what they can do at a third of its speed or more.
 PACED_BYTES_PER_S = 90e9
 _PACED_BYTES = 16 << 20  # of a launch then
-LONG_ROW_BYTES = 2 << 10
-_LONG_COPY_BYTES = 64 << 10
+_BUSY_RUN_BYTES = 64 << 10
 _COPIES = 128  # of a launch: begun in 0.1 to 0.6 ms
 
 
@@ -128,32 +125,10 @@ def divisor(size: int) -> tuple[int, int, int]:
     return size, -(-(1 << (31 + bits)) // size), 31 + bits
 
 
-class Rows(NamedTuple):
-    """A piece as rows of equal length; bytes."""
-
-    width: int
-    number: int
-    pitches: tuple[int, int]  # from a row to the next one, at the source and at the target
-
-
-def rows_of(copy: BlockCopy, factors: Factors) -> Rows | None:
-    """Each piece as rows; None where it is more than that, or elements change on the way."""
-    if factors is not None or copy.source.dtype != copy.target.dtype:
-        return None
-    return _rows(copy.shape)
-
-
-@lru_cache(maxsize=1024)
-def _rows(shape: Shape) -> Rows | None:
-    rows = Axis(1, shape.run_bytes, shape.run_bytes)
-    for axis in reversed(shape.axes):  # innermost first
-        if rows.size == 1:
-            rows = axis
-            continue
-        if axis[1:] != (rows.size * rows.source_stride, rows.size * rows.target_stride):
-            return None
-        rows = rows._replace(size=rows.size * axis.size)
-    return Rows(shape.run_bytes, rows.size, (rows.source_stride, rows.target_stride))
+def run_bytes_of(copy: BlockCopy, factors: Factors) -> int:
+    """Of a piece that is one run and keeps its elements as they are; 0 of any other."""
+    keeps = factors is None and copy.source.dtype == copy.target.dtype
+    return copy.piece_bytes if keeps and not copy.shape.axes else 0
 
 
 class CudaPlacer(Placer):
@@ -202,7 +177,7 @@ class CudaPlacer(Placer):
         return open_on_gpu(rank, self._pool.device)
 
     def room(self, copy: BlockCopy, factors: Factors) -> int:
-        if self._by_engines(copy, factors) is not None:
+        if self._is_for_engines(copy, factors):
             return _COPIES * copy.piece_bytes
         if not self._busy():
             return ALL_BYTES
@@ -213,29 +188,19 @@ class CudaPlacer(Placer):
         self._paced_until = max(self._paced_until + late_s, now)
         return _PACED_BYTES
 
-    def _by_engines(self, copy: BlockCopy, factors: Factors) -> Rows | None:
-        """What copy engines do, if they are to do it."""
-        rows = rows_of(copy, factors) if cuda.copies_batches() else None
-        if rows is None:
-            return None
-        run_bytes = rows.width if rows.number == 1 else 0
-        if run_bytes >= self._long_run_bytes:
-            return rows
-        is_long = rows.width >= LONG_ROW_BYTES and copy.piece_bytes >= _LONG_COPY_BYTES
-        return rows if is_long and self._busy() else None
+    def _is_for_engines(self, copy: BlockCopy, factors: Factors) -> bool:
+        long_bytes = self._long_run_bytes
+        if self._busy():
+            long_bytes = min(long_bytes, _BUSY_RUN_BYTES)
+        return run_bytes_of(copy, factors) >= max(long_bytes, 1) and cuda.copies_batches()
 
     def _place(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
         assert self._stream is not None
-        rows = self._by_engines(copy, factors)
-        if rows is None:
-            self._by_kernel(copy, source, factors)
-            return
-        stream = self._stream.cuda_stream
-        ends = copy.sources + source.address, copy.targets + self._pool.base_address
-        if rows.number == 1:
-            cuda.copy_runs(*ends, rows.width, stream)
+        if self._is_for_engines(copy, factors):
+            ends = copy.sources + source.address, copy.targets + self._pool.base_address
+            cuda.copy_runs(*ends, copy.piece_bytes, self._stream.cuda_stream)
         else:
-            cuda.copy_rows(*ends, rows.width, rows.number, rows.pitches, stream)
+            self._by_kernel(copy, source, factors)
 
     def _by_kernel(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
         units = units_of(copy, factors)

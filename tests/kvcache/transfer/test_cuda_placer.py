@@ -1,16 +1,17 @@
-"""What the kernel and copy engines are told to do, carried out on the CPU for any geometries."""
+"""Mapped copies by torch, by the kernel's arithmetic and by copy engines, all on the CPU."""
 
 import dataclasses
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.move.cuda_placer import Rows, divisor, kind_of, rows_of
-from kvcache.transfer.move.place import launches
-from kvcache.transfer.plan.block_copy import BlockCopy
+from kvcache.transfer.move.cuda_placer import divisor, kind_of, run_bytes_of
+from kvcache.transfer.move.place import launches, place
+from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from tests.rigs.geometry import (
     DTYPES,
     GARBAGE,
@@ -21,88 +22,72 @@ from tests.rigs.geometry import (
     memory_of,
     with_dtypes,
 )
-from tests.rigs.memory_placer import locate
+from tests.rigs.memory_placer import place_units
 
-PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=250)
-
-
-def parts(case: Case, d_rank: int, chunk_bytes: int) -> Iterator[tuple[BlockCopy, np.ndarray]]:
-    """Each launch of a pull, and the memory that it reads."""
-    sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
-    for copy in launches(case.transfer(d_rank).copies(), chunk_bytes):
-        yield copy, sources[copy.owner]
+PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=500)
 
 
-def by_kernel(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray:
+def place_runs(copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors) -> None:
+    """As copy engines do what is theirs."""
+    if not run_bytes_of(copy, factors):
+        place_units(copy, source, pool, factors)
+        return
+    into = pool.view(-1).view(torch.uint8)
+    for read, write in zip(copy.sources, copy.targets, strict=True):
+        into[write : write + copy.piece_bytes] = source[read : read + copy.piece_bytes]
+
+
+def placed(case: Case, d_rank: int, chunk_bytes: int, by: Any) -> np.ndarray:
     """What D holds after all launches."""
-    into, factors = garbage(case, case.d, d_rank), case.transfer(d_rank).factors
-    for copy, source in parts(case, d_rank, chunk_bytes):
-        elements = kind_of(copy.source, copy.target, factors).unit_elements
-        reads, writes, scales = locate(copy, factors)
-        assert len(np.unique(writes)) == len(writes)
-        picked = source.reshape(-1, elements)[reads] * scales[:, None]
-        into.reshape(-1, elements)[writes] = picked.astype(into.dtype)
+    into, transfer = garbage(case, case.d, d_rank), case.transfer(d_rank)
+    pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
+    memories = [memory_of(case, case.p, rank).view(np.uint8) for rank in range(case.p.tp)]
+    for copy in launches(transfer.copies(), chunk_bytes):
+        by(copy, torch.from_numpy(memories[copy.owner]), pool, transfer.factors)
     return into
 
 
-def by_engines(case: Case, d_rank: int, chunk_bytes: int) -> np.ndarray | None:
-    """The same, row by row; None where D's share is no rows."""
-    into, factors = garbage(case, case.d, d_rank), case.transfer(d_rank).factors
-    for copy, source in parts(case, d_rank, chunk_bytes):
-        rows = rows_of(copy, factors)
-        if rows is None:
-            return None
-        assert rows.width * rows.number == copy.piece_bytes
-        for read, write in zip(copy.sources, copy.targets, strict=True):
-            for row in range(rows.number):
-                start, stop = read + row * rows.pitches[0], write + row * rows.pitches[1]
-                moved = source.view(np.uint8)[start : start + rows.width]
-                into.view(np.uint8)[stop : stop + rows.width] = moved
-    return into
-
-
-@PROPERTY
-@given(cases(), st.integers(0, 7), DTYPES, st.integers(1, 10_000), st.sampled_from([1, 2, 3, 8]))
-def test_every_element_arrives_and_nothing_else_is_touched(
-    case: Case, d_rank: int, dtypes: tuple[str, str], chunk_bytes: int, widen: int
-) -> None:
-    case = with_dtypes(dataclasses.replace(case, head_dim=case.head_dim * widen), *dtypes)
-    d_rank %= case.d.tp
-    wanted = memory_of(case, case.d, d_rank, case.start)
-    np.testing.assert_array_equal(by_kernel(case, d_rank, chunk_bytes), wanted)
-    found = by_engines(case, d_rank, chunk_bytes)
-    assert found is None or np.array_equal(found, wanted)
-
-
-@PROPERTY
-@given(cases(), st.integers(0, 7), st.integers(1, 10_000))
-def test_copy_engines_do_what_is_rows(case: Case, d_rank: int, chunk_bytes: int) -> None:
-    case = dataclasses.replace(case, d=dataclasses.replace(case.d, order=case.p.order))
-    d_rank %= case.d.tp
-    found = by_engines(case, d_rank, chunk_bytes)
-    assert found is None or np.array_equal(found, memory_of(case, case.d, d_rank, case.start))
-
-
-@PROPERTY
-@given(cases(), st.integers(0, 7), st.integers(1, 10_000), st.booleans())
-def test_every_element_is_multiplied_by_its_layers_factor(
-    case: Case, d_rank: int, chunk_bytes: int, has_own_scales: bool
-) -> None:
-    d_rank %= case.d.tp
-    shape = (case.layers, case.components)
-    theirs = 2.0 ** np.arange(np.prod(shape))  # exact in float32
-    ours = 4.0 ** -np.arange(np.prod(shape)) if has_own_scales else np.ones(np.prod(shape))
+def scaled(case: Case, has_own_scales: bool) -> tuple[Case, np.ndarray]:
+    """With scales on one or both sides, and the factors by layer and component."""
+    numbers = np.arange(case.layers * case.components)
+    theirs = 2.0**numbers  # exact in float32
+    ours = 4.0**-numbers if has_own_scales else np.ones(len(numbers))
     p = dataclasses.replace(case.p, scales=tuple(theirs.tolist()))
     d = dataclasses.replace(case.d, scales=tuple(ours.tolist()) if has_own_scales else ())
-    found = by_kernel(dataclasses.replace(case, p=p, d=d), d_rank, chunk_bytes)
-    plain = memory_of(case, case.d, d_rank, case.start)
-    order = case.d.order
-    lying = [case.layout(case.d, d_rank).sizes[axis] if axis in "LC" else 1 for axis in order]
-    factors = (theirs / ours).reshape(shape)
-    factors = factors.T if order.index("C") < order.index("L") else factors
-    wanted = plain.reshape(case.layout(case.d, d_rank).shape) * factors.reshape(lying)
-    wanted = np.where(plain.reshape(wanted.shape) == GARBAGE, GARBAGE, wanted)
-    np.testing.assert_array_equal(found, wanted.reshape(-1).astype(np.float32))
+    factors = (theirs / ours).reshape(case.layers, case.components)
+    return dataclasses.replace(case, p=p, d=d), factors
+
+
+RANKS, CHUNKS = st.integers(0, 7), st.integers(1, 10_000)
+BY = st.sampled_from([place, place_units, place_runs])
+
+
+@PROPERTY
+@given(cases(), RANKS, DTYPES, CHUNKS, st.sampled_from([1, 2, 3, 8]), BY, st.booleans())
+def test_every_element_arrives_and_nothing_else_is_touched(
+    case: Case, d_rank: int, dtypes: Any, chunk_bytes: int, widen: int, by: Any, alike: bool
+) -> None:
+    case = with_dtypes(dataclasses.replace(case, head_dim=case.head_dim * widen), *dtypes)
+    if alike:
+        case = dataclasses.replace(case, d=dataclasses.replace(case.d, order=case.p.order))
+    d_rank %= case.d.tp
+    wanted = memory_of(case, case.d, d_rank, case.start)
+    np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), wanted)
+
+
+@PROPERTY
+@given(cases(), RANKS, CHUNKS, BY, st.booleans())
+def test_every_element_is_multiplied_by_its_layers_factor(
+    case: Case, d_rank: int, chunk_bytes: int, by: Any, has_own_scales: bool
+) -> None:
+    d_rank %= case.d.tp
+    plain, layout = memory_of(case, case.d, d_rank, case.start), case.layout(case.d, d_rank)
+    case, factors = scaled(case, has_own_scales)
+    factors = factors.T if layout.order.index("C") < layout.order.index("L") else factors
+    lying = [layout.sizes[axis] if axis in "LC" else 1 for axis in layout.order]
+    wanted = (plain.reshape(layout.shape) * factors.reshape(lying)).reshape(-1)
+    wanted = np.where(plain == GARBAGE, GARBAGE, wanted).astype(np.float32)
+    np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), wanted)
 
 
 def test_a_latent_cache_is_placed_as_one_head_from_every_copy_in_turn() -> None:
@@ -113,7 +98,7 @@ def test_a_latent_cache_is_placed_as_one_head_from_every_copy_in_turn() -> None:
     for copy in case.transfer(1).copies():
         read[copy.owner] += copy.tokens * len(copy.sources)
     assert read == {0: 16, 1: 29, 2: 31, 3: 16}  # two blocks, but for those of the ends
-    np.testing.assert_array_equal(by_kernel(case, 1, 4096), memory_of(case, d, 1, 3))
+    np.testing.assert_array_equal(placed(case, 1, 4096, place_units), memory_of(case, d, 1, 3))
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1))
@@ -146,6 +131,34 @@ def test_units_are_as_wide_as_both_sides_allow(
     assert kind_of(case.layout(p, 0), case.layout(d, 0), None).unit_elements == elements
 
 
+BLOCKS = {8: (3, 1, 5, 2), 16: (2, 4)}
+
+
+def side(order: str = "BHLCND", tp: int = 1, size: int = 8) -> Side:
+    return Side(tp, order, size, BLOCKS[size], 6)
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "start", "runs"),  # of the pieces, in floats
+    [
+        (side(), side(), 0, [24 * 8 * 8]),  # rows x tokens x elements
+        (side(), side(), 3, [0, 24 * 8 * 8]),  # a part of the first block is many
+        (side(), side(tp=2), 0, [12 * 8 * 8]),
+        (side(tp=4), side(tp=2), 0, [6 * 8 * 8] * 2),
+        (side("BLCNHD"), side("BLCNHD"), 0, [6 * 8 * 4 * 8]),
+        (side(size=16), side(), 0, [0]),
+        (side("LBCNHD"), side(), 0, [0]),
+    ],
+)
+def test_whole_blocks_of_one_order_are_single_runs(
+    p: Side, d: Side, start: int, runs: list[int]
+) -> None:
+    case = Case(p, d, heads=4, layers=3, components=2, head_dim=8, start=start, stop=32)
+    copies = list(case.transfer(0).copies())
+    assert [run_bytes_of(copy, None) for copy in copies] == [4 * run for run in runs]
+    assert not any(run_bytes_of(copy, (1.0,)) for copy in copies)
+
+
 def test_launches_cover_all_pieces_and_are_bounded() -> None:
     p = Side(1, "BHLCND", 4, tuple(range(10)), 10)
     case = Case(p, p, heads=2, layers=1, components=2, head_dim=4, start=0, stop=38)
@@ -155,40 +168,3 @@ def test_launches_cover_all_pieces_and_are_bounded() -> None:
     assert [(part.tokens, len(part.sources)) for part in found] == [(2, 1), (4, 3), (4, 3), (4, 3)]
     assert np.array_equal(np.concatenate([part.targets for part in found[1:]]), whole.targets)
     assert len(list(launches([whole], 1))) == 9
-
-
-BLOCKS = {8: (3, 1, 5, 2), 16: (2, 4), 32: (1,)}
-
-
-def side(order: str = "BHLCND", tp: int = 1, size: int = 8) -> Side:
-    return Side(tp, order, size, BLOCKS[size], 6)
-
-
-def rows_between(p: Side, d: Side, start: int = 0, stop: int = 32) -> list[Rows | None]:
-    case = Case(p, d, heads=4, layers=3, components=2, head_dim=8, start=start, stop=stop)
-    return [rows_of(copy, None) for copy in case.transfer(0).copies()]
-
-
-@pytest.mark.parametrize(
-    ("p", "d", "count", "width"),
-    [
-        (side(), side(), 1, 24 * 8 * 8 * 4),  # rows x tokens x elements x bytes
-        (side(), side(tp=2), 1, 12 * 8 * 8 * 4),
-        (side(tp=4), side(tp=2), 1, 6 * 8 * 8 * 4),
-        (side("BLCNHD"), side("BLCNHD"), 1, 6 * 8 * 4 * 8 * 4),
-        (side(size=16), side(), 24, 8 * 8 * 4),
-        (side(), side(size=32), 24, 8 * 8 * 4),
-        (side("BLCNHD"), side("BLCNHD", tp=2), 48, 2 * 8 * 4),
-        (side("LBCNHD"), side(), None, 0),  # more than rows
-        (side("BLCHND", size=16), side("BLCHND", tp=2), None, 0),  # parts of each layer
-    ],
-)
-def test_what_is_rows(p: Side, d: Side, count: int | None, width: int) -> None:
-    for rows in rows_between(p, d):
-        assert (rows and (rows.number, rows.width)) == (count and (count, width))
-
-
-def test_whole_blocks_are_runs_and_the_ends_are_rows() -> None:
-    found = rows_between(side(), side(), start=3, stop=30)
-    ends = [(24, 5 * 8 * 4), (24, 6 * 8 * 4)]
-    assert [(rows.number, rows.width) for rows in found if rows] == [*ends, (1, 24 * 8 * 8 * 4)]

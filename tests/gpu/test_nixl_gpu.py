@@ -27,8 +27,8 @@ def nixl(device: str) -> Any:
 @pytest.mark.parametrize(
     ("p", "d", "paths"),
     [
-        ({}, {}, ("direct", "mixed")),
-        ({"tp": 2}, {}, ("direct", "mixed")),
+        ({}, {}, ("direct", "staged")),
+        ({"tp": 2}, {}, ("direct", "staged")),
         ({"order": "LBCNHD", "block_size": 16}, {}, ("staged",)),
     ],
 )

@@ -161,9 +161,15 @@ def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarr
     return np.array(owners)[turns]
 
 
-def fewest_descriptors(case: Case, d_rank: int) -> int:
+def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
+    """The tokens behind the rank's last one that are in the same block as that on both sides."""
+    mine = case.d.kept(d_rank, np.arange(case.stop))
+    sizes = case.p.block_size, case.d.block_size
+    return mine[-1:].repeat(n := min(-len(mine) % size for size in sizes)) + np.arange(1, n + 1)
+
+
+def fewest_descriptors(case: Case, d_rank: int, tokens: np.ndarray) -> int:
     """Brute force: pairs every element with its source, counts where both sides stop being next."""
-    tokens = case.d.kept(d_rank, np.arange(case.start, case.stop))
     d_heads = case.d.heads(d_rank, case.heads)
     local = element_map(case, case.d, d_rank, tokens)
     owner = np.stack([owner_of(case, d_rank, head, tokens) for head in d_heads])
@@ -253,8 +259,9 @@ DTYPES = st.sampled_from([("float32",) * 2, ("float32", "float16"), ("float16", 
 
 
 def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) -> None:
-    """Carried out, a plan brings what is wanted, changes nothing else, reads nothing that is not
-    leased, takes no larger slots than it says, and says what it reads."""
+    """Carried out, a plan brings what is wanted, changes nothing else (READs straight into place
+    may fill the last block), reads nothing that is not leased, takes no larger slots than it says,
+    and says what it reads."""
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
     pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
@@ -264,6 +271,9 @@ def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) 
         for copy in step.copies:
             place(copy, torch.from_numpy(slot), pool, step.transfer.factors)
         assert slot is None or slot.nbytes <= plan.slot_bytes
+    if plan.path == "direct":
+        beyond = rest_of_block(case, d_rank)[: plan.bytes_read - plan.useful_bytes]
+        into[element_map(case, case.d, d_rank, beyond)] = GARBAGE
     np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
     reads = list(plan.reads)
     assert plan.descriptors == sum(len(read.lengths) for read in reads)

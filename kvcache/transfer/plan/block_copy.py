@@ -176,20 +176,26 @@ class Transfer:
         return self.local.layout.dtype != self.remote[0].layout.dtype or self.factors is not None
 
     @property
-    def useful_bytes(self) -> int:
-        """Bytes of the peer's KV that this rank wants."""
+    def token_bytes(self) -> int:
+        """Of the peer's KV, that this rank wants of each token."""
         layout = self.remote[0].layout
         heads = sum(len(group.heads) for group in self.groups)
-        return len(self.tokens) * heads * layout.token_bytes // layout.num_heads
+        return heads * layout.token_bytes // layout.num_heads
+
+    @property
+    def useful_bytes(self) -> int:
+        """Of the peer's KV, that this rank wants."""
+        return len(self.tokens) * self.token_bytes
 
     def part(self, start: int, stop: int) -> "Transfer":
         """Some of the tokens."""
         return replace(self, tokens=range(start, stop))
 
-    def copies(self) -> Iterator[BlockCopy]:
-        """Straight out of P's memory into D's pool."""
+    def copies(self, tokens: range | None = None) -> Iterator[BlockCopy]:
+        """Straight out of P's memory into D's pool; of these tokens, if told."""
         for group in self.groups:
-            yield from self.copies_from(group, group.heads, self.target(group), self.tokens)
+            side = self.target(group)
+            yield from self.copies_from(group, group.heads, side, tokens or self.tokens)
 
     def target(self, group: HeadGroup) -> Side:
         """Where a group's heads belong."""
@@ -287,12 +293,12 @@ def _joined_pieces(copy: BlockCopy) -> _Runs:
 
 
 def _expand(copy: BlockCopy) -> _Runs:
-    """The copy's runs, merged: an outer product, in the target's order if it has one."""
+    """The copy's runs: an outer product, in the target's order if it has one."""
     pieces, axes = _joined_pieces(copy), copy.shape.axes
     reach = int(pieces.targets[-1] - pieces.targets[0])
     grid = [_Runs(*(np.arange(axis.size) * step for step in (*axis[1:], 0))) for axis in axes]
     grid.insert(sum(axis.target_stride > reach for axis in axes), pieces)
-    return _merge(_Runs(*(reduce(_outer_sum, arrays) for arrays in zip(*grid, strict=True))))
+    return _Runs(*(reduce(_outer_sum, arrays) for arrays in zip(*grid, strict=True)))
 
 
 def _outer_sum(some: IntArray, others: IntArray) -> IntArray:

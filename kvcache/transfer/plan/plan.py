@@ -7,14 +7,18 @@ Ways of moving the copies compete on cost:
 
     direct   READ every run into its final place
     staged   READ the peer's own, longer runs into staging memory, then place them
-    mixed    whole blocks direct, the partly wanted blocks at the ends as is cheapest
-    mapped   no READ: place out of P's memory
+
+(A mapped pull reads nothing: its copies are placed out of P's memory, and need no plan.)
+
+A run ends where what is wanted ends: part of a block may be hundreds of short runs where the whole
+block is one. So either way may read the rest of a block too, if that costs less: never more than
+the leased blocks, and straight into place only the rest of the sequence's last block, which is the
+sequence's own and holds nothing yet.
 
 A slot of staging memory is a paged memory with P's layout and fewer blocks, one for each head
 group: reading into it is a copy between two layouts of one order, whose runs stay long, and placing
 is a copy out of it. Several owners of a group fill one slot block by block, so placing need not
-know who read what. A slot may hold more than what is wanted, all heads of the owners or whole
-blocks at the ends, where that makes fewer runs at less cost; never more than the leased blocks.
+know who read what. A slot may hold all heads of the owners, where that makes fewer runs.
 
     P (NHD, 4 heads)           slot (P's order)             D (HND, heads 2 and 3 wanted)
     b7: n0 h0h1h2h3 n1 ..  ->  s0: n0 h0h1h2h3 n1 ..   ->   b2: h2 n0 n1 .. h3 n0 n1 ..
@@ -23,7 +27,7 @@ A staged step is a stretch of P's blocks that fits a slot; some slots fill while
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import lcm
@@ -53,7 +57,7 @@ from kvcache.transfer.plan.endpoint import (
     scale_factors,
 )
 
-Path = Literal["direct", "staged", "mixed", "mapped"]
+Path = Literal["direct", "staged"]
 
 # Slots, and the groups' memories in them, start at multiples of this: placing moves whole words.
 ALIGN_BYTES = 64
@@ -71,11 +75,12 @@ _MAX_DECISIONS = 1024  # kept; there are a few dozen kinds of pulls from a peer
 
 
 class Way(NamedTuple):
-    """Of staging a transfer."""
+    """Of moving a transfer."""
 
-    wider: bool  # all heads of the owners are read, not just those that are wanted
-    whole: bool  # whole blocks are read at the ends
-    tapers: bool  # more slots, and the last chunks are smaller
+    staged: bool  # else straight into place
+    whole: bool  # blocks that are wanted in part are read whole
+    wider: bool = False  # all heads of the owners are read, not just those that are wanted
+    tapers: bool = False  # more slots, and the last chunks are smaller
 
 
 class Slot(NamedTuple):
@@ -110,15 +115,23 @@ class Step:
     """Some tokens of a transfer. Their READs and copies are worked out when first asked for."""
 
     transfer: Transfer  # of these tokens
+    read: range  # these tokens, and what else is read in their blocks
     slot: Slot | None = None  # None: READs go straight into the pool
-    whole: bool = False  # blocks are read whole
+    slot_blocks: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # of the sequence
 
     @cached_property
     def reads(self) -> tuple[ReadDescriptors, ...]:
         """Local offsets count from the base of the slot, or of the pool."""
+        return descriptors(self.read_copies())
+
+    def read_copies(self) -> Iterator[BlockCopy]:
         if self.slot is None:
-            return descriptors(self.transfer.copies())
-        return descriptors(_into(self.slot, self.transfer, self.whole, self._slot_blocks))
+            yield from self.transfer.copies(self.read)
+            return
+        memories = zip(self.transfer.groups, self.slot.memories, strict=True)
+        for group, (heads, layout, base) in memories:
+            side = Side(layout, self.slot_blocks, base=base)
+            yield from self.transfer.copies_from(group, heads, side, self.read)
 
     @cached_property
     def copies(self) -> tuple[BlockCopy, ...]:
@@ -127,68 +140,62 @@ class Step:
             return ()
         transfer, found = self.transfer, list[BlockCopy]()
         for group, (heads, layout, base) in zip(transfer.groups, self.slot.memories, strict=True):
-            source = Side(layout, self._slot_blocks, group.heads.start - heads.start, base)
+            source = Side(layout, self.slot_blocks, group.heads.start - heads.start, base)
             target = transfer.target(group)
             found += cut(0, source, target, len(group.heads), transfer.tokens)
         return tuple(found)
 
     @property
-    def _slot_blocks(self) -> IntArray:
-        """The sequence's block table of the slot."""
-        ordinals = self.transfer.remote_ordinals
-        return np.arange(-ordinals.start, len(ordinals))
-
-    @property
     def bytes_read(self) -> int:
-        if self.slot is None:
-            return self.transfer.useful_bytes
-        return len(_read_tokens(self.transfer, self.whole)) * self.slot.token_bytes
+        return len(self.read) * (self.slot or self.transfer).token_bytes
 
     @property
     def unstaged(self) -> "Step":
         """The same without staging memory, where no elements change on the way."""
-        return self if self.slot is None else Step(self.transfer)
+        return self if self.slot is None else Step(self.transfer, self.transfer.tokens)
 
 
-def _read_tokens(transfer: Transfer, whole: bool) -> range:
-    """The wanted ones, or all of their blocks."""
-    ordinals, size = transfer.remote_ordinals, transfer.block_size
-    return range(ordinals.start * size, ordinals.stop * size) if whole else transfer.tokens
-
-
-def _into(slot: Slot, transfer: Transfer, whole: bool, blocks: IntArray) -> Iterator[BlockCopy]:
-    """READs into blocks of a slot."""
-    tokens = _read_tokens(transfer, whole)
-    for group, (heads, layout, base) in zip(transfer.groups, slot.memories, strict=True):
-        yield from transfer.copies_from(group, heads, Side(layout, blocks, base=base), tokens)
+def _read_tokens(transfer: Transfer, way: Way) -> range:
+    """The wanted ones, and what else is read in their blocks."""
+    tokens, size = transfer.tokens, transfer.block_size
+    if not way.whole:
+        return tokens
+    start, stop = tokens.start // size * size, -(-tokens.stop // size) * size
+    if way.staged:
+        return range(start, stop)
+    own_size = transfer.local.layout.block_size
+    return range(tokens.start, min(stop, -(-tokens.stop // own_size) * own_size))
 
 
 class Estimate(NamedTuple):
     """What moving a transfer in one way would take."""
 
-    way: Way | None  # None: straight into place
+    way: Way
     descriptors: int
     nbytes: int
     seconds: float
 
     def __str__(self) -> str:
-        length = self.nbytes // self.descriptors
-        return f"{self.descriptors} runs of {length} bytes on average in {self.seconds:.2g} s"
+        return _in_words(self.descriptors, self.nbytes, self.seconds)
+
+
+def _in_words(number: int, nbytes: int, seconds: float) -> str:
+    return f"{number} runs of {nbytes // number} bytes on average in {seconds:.2g} s"
 
 
 def direct(transfer: Transfer, costs: CostModel) -> Estimate:
-    """Of reading straight into place."""
-    number, nbytes = count_descriptors(transfer.copies()), transfer.useful_bytes
-    return Estimate(None, number, nbytes, costs.read_s(number, nbytes))
+    """The cheapest way to read straight into place."""
+    ways = (Way(staged=False, whole=whole) for whole in (False, True))
+    return min((_estimate(transfer, way, costs, 0) for way in ways), key=_SECONDS)
 
 
-def cheapest(transfer: Transfer, costs: CostModel, staging_bytes: int) -> Estimate:
+def staged(transfer: Transfer, costs: CostModel, staging_bytes: int) -> Estimate:
     """The cheapest way to stage a transfer of at least one token.
 
     Raises:
         PlanError: half the staging memory is smaller than one block.
     """
-    exact, wide = _heads(transfer, wider=False), _heads(transfer, wider=True)
+    exact, wide = (_heads(transfer, wider) for wider in (False, True))
     layout = transfer.remote[0].layout
     least = slot_of(layout, exact, 1).nbytes
     if staging_bytes // 2 < least:
@@ -197,52 +204,55 @@ def cheapest(transfer: Transfer, costs: CostModel, staging_bytes: int) -> Estima
             f"and two must fit: use at least {2 * least}"
         )
     fits = wide != exact and slot_of(layout, wide, 1).nbytes <= staging_bytes // 2
-    is_ragged = _read_tokens(transfer, whole=True) != transfer.tokens
     options = (
-        _estimate(transfer, Way(wider, whole, tapers), costs, staging_bytes)
+        _estimate(transfer, Way(True, whole, wider, tapers), costs, staging_bytes)
+        for whole in (False, True)
         for wider in ((False, True) if fits else (False,))
-        for whole in ((False, True) if is_ragged else (False,))
         for tapers in ((True, False) if costs.overlaps else (False,))
     )
     per_run = max(_LEAST_RUN_S - costs.per_descriptor_s, 0.0) if costs.overlaps else 0.0
     return min(options, key=lambda option: option.seconds + per_run * option.descriptors)
 
 
-def steps(
-    transfer: Transfer, way: Way | None, costs: CostModel, staging_bytes: int
-) -> Iterator[Step]:
-    """A transfer moved in one way."""
-    if way is None:
-        yield Step(transfer)
-        return
-    slot, borders = _chunks(transfer, way, costs, staging_bytes)
-    tokens, size = transfer.tokens, transfer.block_size
-    for first, last in pairwise(borders):
-        part = transfer.part(max(tokens.start, first * size), min(tokens.stop, last * size))
-        yield Step(part, slot, way.whole)
-
-
 def _estimate(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) -> Estimate:
-    slot, borders = _chunks(transfer, way, costs, staging_bytes)
-    chunks = len(borders) - 1
-    # As if all were read into one slot with a gap between the chunks, which no run crosses.
-    ordinals, length = np.arange(borders[-1]), borders[-1] - borders[0]
-    blocks = ordinals - borders[0] + np.searchsorted(borders[1:], ordinals, side="right")
-    heads = _heads(transfer, way.wider)
-    one = slot_of(transfer.remote[0].layout, heads, length + chunks)
-    number = count_descriptors(_into(one, transfer, way.whole, blocks))
-    nbytes = len(_read_tokens(transfer, way.whole)) * slot.token_bytes
-    last_share = (borders[-1] - borders[-2]) / length
-    place_s = transfer.useful_bytes / costs.reformat_bytes_per_s
-    seconds = costs.staged_s(costs.read_s(number, nbytes), place_s, chunks, last_share)
+    step = Step(transfer, _read_tokens(transfer, way))
+    if way.staged:
+        borders = _borders(transfer, way, costs, staging_bytes)
+        chunks = len(borders) - 1
+        # As if all were read into one slot with a gap between the chunks, which no run crosses.
+        ordinals, length = np.arange(borders[-1]), borders[-1] - borders[0]
+        blocks = ordinals - borders[0] + np.searchsorted(borders[1:], ordinals, side="right")
+        heads = _heads(transfer, way.wider)
+        one = slot_of(transfer.remote[0].layout, heads, length + chunks)
+        step = replace(step, slot=one, slot_blocks=blocks)
+    number, nbytes = count_descriptors(step.read_copies()), step.bytes_read
+    seconds = costs.read_s(number, nbytes)
+    if way.staged:
+        last_share = (borders[-1] - borders[-2]) / length
+        place_s = transfer.useful_bytes / costs.reformat_bytes_per_s
+        seconds = costs.staged_s(seconds, place_s, chunks, last_share)
     return Estimate(way, number, nbytes, seconds)
 
 
-def _chunks(
-    transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int
-) -> tuple[Slot, list[int]]:
-    """The slot and where chunks end, as ordinals of P's blocks: at most half the staging memory
-    each, and where blocks of both sides end if a slot has room, so that no block of D is cut."""
+def steps(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) -> Iterator[Step]:
+    """A transfer moved in one way."""
+    if not way.staged:
+        yield Step(transfer, _read_tokens(transfer, way))
+        return
+    chunks = list(pairwise(_borders(transfer, way, costs, staging_bytes)))
+    most = max(last - first for first, last in chunks)
+    slot = slot_of(transfer.remote[0].layout, _heads(transfer, way.wider), most)
+    tokens, size = transfer.tokens, transfer.block_size
+    for first, last in chunks:
+        part = transfer.part(max(tokens.start, first * size), min(tokens.stop, last * size))
+        ordinals = part.remote_ordinals
+        blocks = np.arange(-ordinals.start, len(ordinals))
+        yield Step(part, _read_tokens(part, way), slot, blocks)
+
+
+def _borders(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) -> list[int]:
+    """Where chunks begin and end, as ordinals of P's blocks: at most half the staging memory each,
+    and where blocks of both sides end if a slot has room, so that no block of D is cut."""
     layout, heads = transfer.remote[0].layout, _heads(transfer, way.wider)
     block_bytes, wanted = slot_of(layout, heads, 1).nbytes, transfer.remote_ordinals
     period = lcm(layout.block_size, transfer.local.layout.block_size) // layout.block_size
@@ -265,7 +275,7 @@ def _chunks(
         count = max(count - count % period, period)
         end += left if left <= blocks and left - count < least else count
         borders.append(end)
-    return slot_of(layout, heads, blocks), borders
+    return borders
 
 
 def _heads(transfer: Transfer, wider: bool) -> tuple[range, ...]:
@@ -286,11 +296,6 @@ class TransferPlan:
     estimated_s: float
     reason: str
 
-    @classmethod
-    def mapped(cls, transfer: Transfer) -> "TransferPlan":
-        """Of copies out of P's memory."""
-        return cls("mapped", transfer, (), 0.0, "mapped")
-
     @property
     def reads(self) -> Iterator[ReadDescriptors]:
         """Of all steps; works them out."""
@@ -307,8 +312,7 @@ class TransferPlan:
 
     @property
     def bytes_read(self) -> int:
-        """Over the link, or out of P's memory."""
-        return sum(step.bytes_read for step in self.steps) if self.steps else self.useful_bytes
+        return sum(step.bytes_read for step in self.steps)
 
     @property
     def slot_bytes(self) -> int:
@@ -320,14 +324,14 @@ class TransferPlan:
         """For people; works out all steps."""
         if not self.descriptors:
             return f"{self.path}: {self.reason}"
-        read = Estimate(None, self.descriptors, self.bytes_read, self.estimated_s)
-        return f"{self.path}: {read}; {self.reason}"
+        runs = _in_words(self.descriptors, self.bytes_read, self.estimated_s)
+        return f"{self.path}: {runs}; {self.reason}"
 
 
 class _Decision(NamedTuple):
     """What was decided for a pull, and holds for those like it."""
 
-    ways: tuple[Way | None, ...]  # None: direct. Several: of whole blocks, then of the ends
+    way: Way
     seconds_per_token: float
     reason: str
 
@@ -415,25 +419,10 @@ class Planner:
         """
         if not transfer.tokens:
             return TransferPlan("direct", transfer, (), 0.0, "there is nothing to read")
-        ways, seconds_per_token, reason = self._decide(transfer, costs)
-        spans = [transfer] if len(ways) == 1 else self._split(transfer)
-        found = tuple(
-            step
-            for span, way in zip(spans, ways, strict=True)
-            for step in steps(span, way, costs, self._staging_bytes or 0)
-        )
-        path: Path = "direct" if not any(ways) else "mixed" if None in ways else "staged"
+        way, seconds_per_token, reason = self._decide(transfer, costs)
+        found = tuple(steps(transfer, way, costs, self._staging_bytes or 0))
+        path: Path = "staged" if way.staged else "direct"
         return TransferPlan(path, transfer, found, seconds_per_token * len(transfer.tokens), reason)
-
-    def _split(self, transfer: Transfer) -> list[Transfer]:
-        """The tokens in blocks that both sides want whole, then those before and after them; only
-        these where there are no such blocks."""
-        start, stop = transfer.tokens.start, transfer.tokens.stop
-        first, last = -(-start // self._period) * self._period, stop // self._period * self._period
-        if first >= last:
-            return [transfer]
-        spans = ((first, last), (start, first), (last, stop))
-        return [transfer.part(*span) for span in spans if span[0] < span[1]]
 
     # -- decisions
 
@@ -453,13 +442,13 @@ class Planner:
         ends = start % self._period, stop % self._period
         kind = (*ends, length, _neighbours(ours), _neighbours(theirs))
         if kind not in self._decisions:
-            parts, reason = self._weigh(transfer, costs)
-            seconds = sum(map(_SECONDS, parts)) / len(transfer.tokens)
-            self._decisions[kind] = _Decision(tuple(part.way for part in parts), seconds, reason)
+            best, reason = self._weigh(transfer, costs)
+            seconds = best.seconds / len(transfer.tokens)
+            self._decisions[kind] = _Decision(best.way, seconds, reason)
         return self._decisions[kind]
 
-    def _weigh(self, transfer: Transfer, costs: CostModel) -> tuple[list[Estimate], str]:
-        """The cheapest way, in one or several parts, and the reason."""
+    def _weigh(self, transfer: Transfer, costs: CostModel) -> tuple[Estimate, str]:
+        """The cheapest way, and the reason."""
         room = self._staging_bytes
         if transfer.converts:
             if room is None:
@@ -468,25 +457,19 @@ class Planner:
                 )
             ours, theirs = self._local.layout.dtype, self._remote[0].layout.dtype
             other = "" if transfer.factors is None else " of other scales"
-            return [cheapest(transfer, costs, room)], f"{theirs} becomes {ours}{other}"
+            return staged(transfer, costs, room), f"{theirs} becomes {ours}{other}"
         straight = direct(transfer, costs)
         if room is None:
-            return [straight], "there is no staging memory"
+            return straight, "there is no staging memory"
         try:
-            staged = cheapest(transfer, costs, room)
+            best, other_way = sorted((straight, staged(transfer, costs, room)), key=_SECONDS)
         except PlanError as error:  # the peer's blocks are large: slow is better than not
-            return [straight], str(error)
-        options = [[straight], [staged]]
-        body, *ends = self._split(transfer)
-        if ends:  # a part of a block may be many short runs where the whole block is one
-            both = ((direct(end, costs), cheapest(end, costs, room)) for end in ends)
-            options.append([direct(body, costs), *(min(each, key=_SECONDS) for each in both)])
-        best = min(options, key=lambda parts: sum(map(_SECONDS, parts)))
-        names = {"direct": straight, "staged": staged}.items()
-        others = [f"{name} would read {part}" for name, part in names if best != [part]]
-        return best, "; ".join(others)
+            return straight, str(error)
+        return best, f"{'direct' if best.way.staged else 'staged'} would read {other_way}"
 
 
 def _neighbours(blocks: IntArray) -> int:
     """How many blocks follow the one before, in quarters."""
-    return int(4 * np.mean(np.diff(blocks) == 1)) if len(blocks) > 1 else 0
+    if len(blocks) < 2:
+        return 0
+    return 4 * int(np.count_nonzero(np.diff(blocks) == 1)) // (len(blocks) - 1)

@@ -54,7 +54,7 @@ def test_a_pull_moves_the_bytes_and_ends_the_lease(rig: Any, make_agent: Any) ->
     assert decode.coordinator.counters()["pulls_open"] == 0
 
 
-def test_only_the_wanted_tokens_are_written(rig: Any) -> None:
+def test_only_the_wanted_tokens_and_the_rest_of_their_last_block_are_written(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode)
     remote = prefill.lease([5, 2, 9], 24)
     decode.pools[0].tensor.fill_(-1.0)
@@ -62,8 +62,8 @@ def test_only_the_wanted_tokens_are_written(rig: Any) -> None:
     assert isinstance(decode.wait(*ENDINGS), PullDone)
     assert_pulled(decode, remote, [3, 1, 7], 8, 13)
     assert (decode.tokens([3, 1, 7], 0, 8) == -1).all()
-    assert (decode.tokens([3, 1, 7], 13, 24) == -1).all()
-    assert int((decode.pools[0].tensor != -1).sum()) == 5 * layout().token_bytes // 4
+    assert (decode.tokens([3, 1, 7], 16, 24) == -1).all()
+    assert int((decode.pools[0].tensor != -1).sum()) == 8 * layout().token_bytes // 4  # one block
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1)])

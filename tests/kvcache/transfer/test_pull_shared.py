@@ -89,13 +89,13 @@ def test_every_rank_gets_its_tokens_of_its_heads(
 
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 16), (16, 32), (8, 24)])
 @pytest.mark.parametrize(("p_order", "d_order"), [("LBCNHD", "BHLCND"), ("BLCNHD", "LCBHND")])
-@pytest.mark.parametrize("path", ["direct", "staged mixed", "mapped"])
+@pytest.mark.parametrize("path", ["direct", "staged", "mapped"])
 def test_any_layout_by_any_path(
     rig: Any, path: str, p_order: str, d_order: str, p_size: int, d_size: int
 ) -> None:
     ways: dict[str, dict[str, Any]] = {
         "direct": {},
-        "staged mixed": {"staging_bytes": 1 << 20, "costs": STAGE},
+        "staged": {"staging_bytes": 1 << 20, "costs": STAGE},
         "mapped": {"make_mapped": on_host},
     }
     prefill = rig(Prefill, tp=2, order=p_order, block_size=p_size)
@@ -111,7 +111,7 @@ def test_over_nixl(rig: Any, model: dict[str, int], costs: CostModel | None) -> 
     staging_bytes = 1 << 20 if costs else None
     options = {"block_size": 32, "staging_bytes": staging_bytes, "costs": costs}
     decode = rig(Decode, nixl_agent, tp=4, dcp=4, **options, **model)
-    check_pulls(prefill, decode, spans_of(128), "direct staged mixed")
+    check_pulls(prefill, decode, spans_of(128), "direct staged")
 
 
 @pytest.mark.parametrize("make_mapped", [None, on_host])

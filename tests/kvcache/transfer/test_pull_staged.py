@@ -48,14 +48,12 @@ def test_a_partly_filled_last_block_is_one_descriptor_too(
 ) -> None:
     prefill = rig(Prefill, make_agent, tp=p_tp)
     decode = rig(Decode, make_agent, tp=d_tp, staging_bytes=1 << 20)
-    decode.pools[0].tensor.fill_(-1.0)
     remote = prefill.lease([5, 2, 9], 21)
     decode.coordinator.pull("a", remote, 0, 21, [3, 1, 7])
     done = decode.wait(*ENDINGS)
-    assert isinstance(done, PullDone) and done.path == "mixed", done
+    assert isinstance(done, PullDone) and done.path == "direct", done
     assert done.descriptors == 3 * max(p_tp, d_tp)
     assert_pulled(decode, remote, [3, 1, 7], 0, 21)
-    assert (decode.pools[0].canonical[7, :, :, :, 5:] == -1).all()  # nothing past the last token
 
 
 def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
@@ -102,22 +100,22 @@ def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_o
     rig: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
-    hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
+    hung, other = rig(Prefill, engine_id="hung", order="LCBNHD"), rig(Prefill)
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
-    decode = rig(Decode, staging_bytes=1 << 16, limits=limits)
+    decode = rig(Decode, staging_bytes=1 << 16, limits=limits, order="LCBNHD")
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("direct", hung.lease([5, 6], 16), 0, 16, [3, 4])
     while decode.agents[0].active < 2:
         decode.woken.wait(0.01)
-    decode.coordinator.pull("mixed", hung.lease([7, 8], 13), 0, 13, [5, 6])
-    while decode.workers[0]._rank.staging.owner != "mixed":
+    decode.coordinator.pull("staged", hung.lease([7, 8], 16), 0, 16, [6, 5])
+    while decode.workers[0]._rank.staging.owner != "staged":
         decode.woken.wait(0.01)
     remote = other.lease([5, 2, 9], 21)
     decode.coordinator.pull("a", remote, 0, 21, [1, 2, 7])
     assert isinstance(decode.wait(*ENDINGS, pull_id="a"), PullDone)
     assert_pulled(decode, remote, [1, 2, 7], 0, 21)
     decode.agents[0].resume()
-    assert {decode.wait(PullDone).pull_id for _ in range(2)} == {"direct", "mixed"}
+    assert {decode.wait(PullDone).pull_id for _ in range(2)} == {"direct", "staged"}
 
 
 def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(

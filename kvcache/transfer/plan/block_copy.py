@@ -206,11 +206,12 @@ class Transfer:
         self, group: HeadGroup, heads: range, target: Side, tokens: range
     ) -> Iterator[BlockCopy]:
         """Heads that a group's owners hold, out of their blocks in turn."""
+        count = len(group.owners)
         for index, owner in enumerate(group.owners):
             end = self.remote[owner]
             head = heads.start - end.heads(self.total_kv_heads).start
             source = Side(end.layout, self.remote_blocks, head=head)
-            turn = group.turn(index, self.shift)
+            turn = (index - self.shift) % count, count
             yield from cut(owner, source, target, len(heads), tokens, turn)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, descriptors
-from kvcache.transfer.plan.endpoint import Endpoint, IntArray
+from kvcache.transfer.plan.endpoint import Endpoint
 
 _FIRST_BYTES, _GROWTH, _ENOUGH_S = 256 << 10, 4, 0.002
 _SHORT_RUNS = 512
@@ -95,28 +95,33 @@ def measure_link(
         most_bytes: of the long runs.
         read: carries out one of `room`; local offsets count from its start.
     """
-    few, nbytes = short_read(remote, room), _FIRST_BYTES
-    read(few)  # connects, and makes memory resident
-    short, long = read(few), read(long_read(remote, room, min(nbytes, most_bytes)))
+    many, nbytes = probe(remote, room, _SHORT_RUNS * _SHORT_BYTES, _SHORT_BYTES), _FIRST_BYTES
+    read(many)  # connects, and makes memory resident
+    short, long = read(many), read(probe(remote, room, min(nbytes, most_bytes)))
     while long.seconds < _ENOUGH_S and nbytes < most_bytes * _GROWTH:  # the last one twice: it was
         nbytes *= _GROWTH  # the first use of some of the memory
-        long = read(long_read(remote, room, min(nbytes, most_bytes)))
+        long = read(probe(remote, room, min(nbytes, most_bytes)))
     return long, short
 
 
-def long_read(remote: Endpoint, room: int, nbytes: int) -> ReadDescriptors:
-    """Few long runs of the null block, again and again, of about `nbytes` together."""
-    starts, length = _null_block(remote)
-    size = min(length, nbytes, room)
-    return _side_by_side(remote, np.resize(starts, max(1, nbytes // size)), size, room)
+def probe(
+    remote: Endpoint, room: int, nbytes: int, run_bytes: int | None = None
+) -> ReadDescriptors:
+    """About `nbytes` of the null block, again and again, in runs that are as long as can be.
 
-
-def short_read(remote: Endpoint, room: int) -> ReadDescriptors:
-    """Many short runs of the null block."""
-    starts, length = _null_block(remote)
-    size = min(_SHORT_BYTES, length, room)
-    starts = np.add.outer(starts, np.arange(0, length - size + 1, size)).reshape(-1)
-    return _side_by_side(remote, np.resize(starts, _SHORT_RUNS), size, room)
+    Args:
+        room: bytes to read into; runs go over the first ones again where it ends.
+        run_bytes: runs are no longer.
+    """
+    layout, start = remote.layout, np.zeros(1, np.int64)
+    block = BlockCopy(0, layout, layout, layout.num_heads, layout.block_size, start, start)
+    (runs,) = descriptors([block])
+    length = int(runs.lengths[0])
+    size = min(run_bytes or length, length, nbytes, room)
+    starts = np.add.outer(runs.remote_offsets, np.arange(0, length - size + 1, size)).reshape(-1)
+    starts = np.resize(starts, max(1, nbytes // size))
+    local = np.arange(len(starts)) * size % (room - size + 1)
+    return ReadDescriptors(remote.rank, starts, local, np.full(len(starts), size))
 
 
 def fit_costs(long: Sample, short: Sample, *, reformat_bytes_per_s: float) -> CostModel:
@@ -140,17 +145,3 @@ def fit_costs(long: Sample, short: Sample, *, reformat_bytes_per_s: float) -> Co
         reformat_bytes_per_s=min(reformat_bytes_per_s, bytes_per_s if copies else float("inf")),
         overlaps=not copies,
     )
-
-
-def _null_block(remote: Endpoint) -> tuple[IntArray, int]:
-    """Where its runs begin, and their length."""
-    layout, start = remote.layout, np.zeros(1, np.int64)
-    block = BlockCopy(0, layout, layout, layout.num_heads, layout.block_size, start, start)
-    (runs,) = descriptors([block])
-    return runs.remote_offsets, int(runs.lengths[0])
-
-
-def _side_by_side(remote: Endpoint, starts: IntArray, size: int, room: int) -> ReadDescriptors:
-    """Runs of one size, over the first ones again where the room ends."""
-    local = np.arange(len(starts)) * size % (room - size + 1)
-    return ReadDescriptors(remote.rank, starts, local, np.full(len(starts), size))

@@ -62,15 +62,6 @@ class HeadGroup(NamedTuple):
     heads: range  # of the model
     owners: tuple[int, ...]  # ranks of P
 
-    def turn(self, index: int, shift: int) -> tuple[int, int]:
-        """(remainder, count): which blocks of P, by their ordinal modulo `count`, are read from
-        owner `index`.
-
-        Args:
-            shift: D rank + lease hash: spreads readers and leases over the copies.
-        """
-        return (index - shift) % len(self.owners), len(self.owners)
-
 
 def heads_of(rank: int, tp: int, total_heads: int) -> range:
     """The heads that `rank` of `tp` holds: at least one, copied where tp exceeds total_heads.
@@ -117,8 +108,7 @@ def check_endpoints(
     except StripeError as error:
         raise PlanError(str(error)) from error
     for name in ("num_layers", "num_components", "head_dim"):
-        here, there = getattr(ours, name), getattr(theirs, name)
-        if here != there:
+        if (here := getattr(ours, name)) != (there := getattr(theirs, name)):
             raise PlanError(f"{name} is {here} here and {there} on the peer; it must be equal")
     count = ours.num_layers * ours.num_components
     for where, end in (("here", local), ("on the peer", remote[0])):
